@@ -1,0 +1,38 @@
+# Each target does all of its own set-up. PYTHON may be any Python of version 3.10 or newer.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export DEEPNMT_DEMO ?= data/demo
+
+.PHONY: install demo demo-clean test check lint clean
+
+install: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "deepnmt needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1); say make PYTHON=/path/to/python3"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing deepnmt and what it needs into $(VENV) (once, a few minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel numpy torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python tools/demo.py recipes/demo/admin_18l-18l.yaml
+
+demo-clean:
+	rm -rf runs/demo data/demo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+check: lint test
+
+clean: demo-clean
+	rm -rf $(VENV) build *.egg-info

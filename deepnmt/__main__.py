@@ -1,0 +1,5 @@
+"""`python -m deepnmt COMMAND`."""
+
+from deepnmt.cli import entry
+
+entry()

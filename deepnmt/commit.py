@@ -1,0 +1,214 @@
+"""Folders that are there whole or not at all, and that can tell whether they still are.
+
+A folder is written as `.tmp-*`: its files, each synced, then `manifest.json` with their sizes and SHA-256; then the folder
+is synced, renamed, and its parent synced. What is deleted is renamed to `.trash-*` first. So a kill at any moment leaves
+under a folder's name what was there before, or all of the new.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+import deepnmt
+from deepnmt.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class CheckpointWriteError(UserError):
+    """A checkpoint could not be written (full disk, read-only folder); those written before are untouched."""
+
+
+class DamagedCheckpoint(UserError):  # noqa: N818 (a state of the folder, not of the program)
+    """A folder is not a whole checkpoint; the message names the folder, the file and what is wrong with it."""
+
+    def __init__(self, folder: Path, fault: str) -> None:
+        super().__init__(f"checkpoint {folder} is damaged: {fault}; copy it anew from where it came, or delete it")
+
+
+def fail_point(name: str) -> None:
+    """For tests: kills this process here if the environment variable DEEPNMT_FAIL_POINT is `name`."""
+    if os.environ.get("DEEPNMT_FAIL_POINT") == name:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], facts: Mapping[str, Any]) -> None:
+    """Writes a folder; one already there under that name is replaced once the new one is whole.
+
+    Args:
+        target: the folder. Its parent is made where it is missing.
+        files: name to the function that writes that file.
+        facts: what else the manifest says.
+
+    Raises:
+        CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
+    """
+    temporary = _aside(target, ".tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target.parent)
+        temporary.mkdir()
+        fail_point("folder made")
+        for name, write in files.items():
+            write(temporary / name)
+            _sync_file(temporary / name)
+        (temporary / MANIFEST).write_text(json.dumps(_manifest(temporary, files, facts), indent=1), encoding="utf-8")
+        _sync_file(temporary / MANIFEST)
+        _sync(temporary)
+        fail_point("folder synced")
+        if target.exists():
+            target.rename(_aside(target, ".trash"))
+            fail_point("predecessor moved")
+        temporary.rename(target)
+        fail_point("renamed")
+        _sync(target.parent)
+        fail_point("parent synced")
+    except (OSError, SafetensorError) as error:
+        raise _write_error(target, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        sweep(target.parent)
+
+
+def set_aside(folder: Path) -> None:
+    """Renames a folder to `set-aside-*`. Raises `CheckpointWriteError`."""
+    _rename(folder, _aside(folder, "set-aside"))
+    fail_point("newer one set aside")
+
+
+def delete(folder: Path) -> None:
+    """Deletes a folder, never leaving a part of it under its name. Raises `CheckpointWriteError`."""
+    trash = _aside(folder, ".trash")
+    _rename(folder, trash)
+    fail_point("pruned one moved")
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(parent: Path) -> None:
+    """Deletes what a killed `commit_folder` or `delete` left in `parent`."""
+    for path in [*parent.glob(".tmp-*"), *parent.glob(".trash-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def checked_manifest(
+    folder: Path, files: Collection[str], known: Collection[str], required: Collection[str]
+) -> dict[str, Any]:
+    """The manifest, once it and those of `files` that it lists are found whole.
+
+    Raises:
+        DamagedCheckpoint: the manifest is missing, unreadable, altered or of another format; it names a file outside
+            `known` (so no path leads out of the folder) or lacks one of `required`; one of `files` is missing, a link,
+            or not as long as or not what it was.
+    """
+    manifest = _read_manifest(folder)
+    names = set(manifest["files"])
+    if foreign := sorted(names.difference(known)):
+        raise DamagedCheckpoint(folder, f"{MANIFEST} names {foreign[0]!r}, which no checkpoint has")
+    if lacking := sorted(set(required) - names):
+        raise DamagedCheckpoint(folder, f"{MANIFEST} does not name {lacking[0]}")
+    for name in sorted(names.intersection(files)):
+        _check_file(folder, name, manifest["files"][name])
+    return manifest
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a folder. Raises `DamagedCheckpoint` where there is none."""
+    try:
+        content = json.loads((folder / name).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(folder, f"{name} cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(folder, f"{name} is not a JSON object")
+    return content
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST
+    if file.is_symlink() or not file.is_file():
+        raise DamagedCheckpoint(folder, f"it holds no {MANIFEST}, so it is no checkpoint or was never finished")
+    manifest = read_json(folder, MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise DamagedCheckpoint(folder, f"its format is {manifest.get('format')!r}, this deepnmt reads {FORMAT}")
+    if manifest.get("sha256") != _manifest_hash(manifest):
+        raise DamagedCheckpoint(folder, f"{MANIFEST} is not what was written")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        raise DamagedCheckpoint(folder, f"{MANIFEST} lists no files")
+    return manifest
+
+
+def _check_file(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
+    file = folder / name
+    if file.is_symlink() or not file.is_file():
+        raise DamagedCheckpoint(folder, f"{name} is {'not a plain file' if os.path.lexists(file) else 'missing'}")
+    try:
+        size = file.stat().st_size
+        if size != entry.get("size"):
+            raise DamagedCheckpoint(folder, f"{name} has {size} bytes where its manifest says {entry.get('size')}")
+        if _file_hash(file) != entry.get("sha256"):
+            raise DamagedCheckpoint(folder, f"{name} has another SHA-256 than when it was written")
+    except OSError as error:
+        raise DamagedCheckpoint(folder, f"{name} cannot be read ({error.strerror or error})") from None
+
+
+def _manifest(folder: Path, names: Collection[str], facts: Mapping[str, Any]) -> dict[str, Any]:
+    files = {name: {"size": (folder / name).stat().st_size, "sha256": _file_hash(folder / name)} for name in names}
+    manifest = {"format": FORMAT, "deepnmt": deepnmt.__version__, **facts, "files": files}
+    return {**manifest, "sha256": _manifest_hash(manifest)}
+
+
+def _manifest_hash(manifest: Mapping[str, Any]) -> str:
+    """Of everything but the hash itself."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _file_hash(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync_file(file: Path) -> None:
+    fail_point(f"{file.name} written")
+    _sync(file)
+    fail_point(f"{file.name} synced")
+
+
+def _sync(path: Path) -> None:
+    """Returns when the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(folder: Path, prefix: str) -> Path:
+    return folder.parent / f"{prefix}-{folder.name}-{secrets.token_hex(4)}"
+
+
+def _rename(folder: Path, target: Path) -> None:
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise _write_error(folder, error) from error
+
+
+def _write_error(folder: Path, error: Exception) -> CheckpointWriteError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return CheckpointWriteError(f"checkpoint folder {folder} cannot be written: {reason}; make room or give write "
+                                "permission; the checkpoints before it are untouched")

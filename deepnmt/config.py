@@ -1,0 +1,370 @@
+"""The recipe: one YAML file that is one whole run, typed and checked before anything is loaded.
+
+`load_recipe` reads a file, applies dotted overrides (`model.encoder.layers=18`) and reports every fault at once as one
+`UserError`. Nothing here imports torch, so `--help` and a faulty recipe answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from deepnmt.errors import UserError
+
+Block = Literal["post_ln", "pre_ln", "admin", "b2t", "deepnorm"]
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+
+
+class Section(BaseModel):
+    """A group of settings: unknown keys and wrong types are faults, values cannot change after checking."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Corpus(Section):
+    """A parallel corpus: `src` and `trg` files (plain or .gz) of equal length, or `tsv` files with two columns."""
+
+    src: Files = Field(default_factory=list)
+    trg: Files = Field(default_factory=list)
+    tsv: Files = Field(default_factory=list)
+    columns: list[Count] = Field(default=[1, 2], min_length=2, max_length=2)  # source, target; counted from 1
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Corpus:
+        if self.tsv and (self.src or self.trg):
+            raise ValueError("give either 'tsv' or 'src' and 'trg', not both")
+        if not self.tsv and not (self.src and self.trg):
+            raise ValueError("give 'src' and 'trg' files, or 'tsv' files")
+        if len(self.src) != len(self.trg):
+            raise ValueError(f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; they must pair up")
+        return self
+
+
+class Filters(Section):
+    """Which training pairs are left out. Lengths are in subword tokens without bos and eos."""
+
+    max_tokens: Count = 250
+    max_ratio: Positive = 9.0
+    drop_duplicates: bool = True
+    drop_identical: bool = True
+
+
+class Data(Section):
+    """Texts, the folder they are prepared into, and how."""
+
+    folder: str
+    src_lang: str
+    trg_lang: str
+    train: Corpus
+    valid: Corpus
+    test: dict[str, Corpus] = Field(default_factory=dict)
+    filters: Filters = Filters()
+    workers: Annotated[int, Field(ge=0)] = 0  # 0: one per core
+    subword_variants: Annotated[int, Field(ge=0)] = 0  # sampled segmentations of the training text, one per epoch in turn
+    subword_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # how far they stray from the best segmentation
+
+
+class Vocab(Section):
+    """SentencePiece; ids unk 0, bos 1, eos 2, pad 3."""
+
+    kind: Literal["bpe", "unigram"] = "bpe"
+    size: Annotated[int, Field(ge=8, le=65000)] = 8000
+    shared: bool = True
+    byte_fallback: bool = False
+    character_coverage: Annotated[float, Field(gt=0.9, le=1.0)] = 1.0
+    max_sentences: Count = 2_000_000
+
+
+class Batch(Section):
+    """`tokens`: positions of one micro-batch on its longer side, padding included. `accumulation`: micro-batches per
+    process and update."""
+
+    tokens: Count = 4096
+    accumulation: Count = 1
+
+
+class Stack(Section):
+    """One side of the model. `init`: auto takes what was measured to train (b2t: depth_scaled, others: xavier)."""
+
+    block: Block = "admin"
+    layers: Count = 6
+    init: Literal["auto", "xavier", "depth_scaled"] = "auto"
+
+
+class Model(Section):
+    """Shapes, dropout and blocks."""
+
+    width: Count = 512
+    heads: Count = 8
+    ffn: Count = 2048
+    activation: Literal["relu", "gelu"] = "relu"
+    dropout: Rate = 0.1
+    attention_dropout: Rate = 0.0
+    activation_dropout: Rate = 0.0
+    tied: Literal["all", "decoder", "none"] = "all"
+    max_length: Count = 512
+    encoder: Stack = Stack()
+    decoder: Stack = Stack()
+
+    @model_validator(mode="after")
+    def _shapes(self) -> Model:
+        if self.width % self.heads:
+            raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
+        if self.width % 2:
+            raise ValueError(f"width ({self.width}) must be even: positions are half sines, half cosines")
+        return self
+
+
+class Admin(Section):
+    """`profile`: a file of ω to start from (else the run profiles itself). `tokens`: size of the profiled batch."""
+
+    profile: str | None = None
+    tokens: Annotated[int, Field(ge=1, le=65536)] = 8192
+
+
+class Optimizer(Section):
+    """PyTorch's Adam, AdamW or RAdam."""
+
+    name: Literal["adam", "adamw", "radam"] = "adam"
+    lr: Positive = 5e-4
+    betas: list[Rate] = Field(default=[0.9, 0.98], min_length=2, max_length=2)
+    eps: Positive = 1e-9
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+
+
+class Schedule(Section):
+    """Learning rate over updates: `warmup` updates of linear rise to the peak `optimizer.lr`, then the named curve."""
+
+    name: Literal["inverse_sqrt", "constant", "linear"] = "inverse_sqrt"
+    warmup: Annotated[int, Field(ge=0)] = 4000
+    final: Annotated[float, Field(ge=0.0)] = 0.0  # linear: the rate at the last update
+
+
+class Train(Section):
+    """How long, how often."""
+
+    updates: Count
+    epochs: Count | None = None
+    label_smoothing: Rate = 0.1
+    clip: Annotated[float, Field(ge=0.0)] = 0.0  # largest gradient norm; 0: no clipping
+    log_every: Count = 50
+    validate_every: Count = 1000
+    save_every: Count = 1000
+    keep_last: Count = 5
+    keep_best: Annotated[int, Field(ge=0)] = 1
+    best_by: Literal["loss", "bleu"] = "loss"
+    patience: Annotated[int, Field(ge=0)] = 0  # validations without a new best before the run ends; 0: never
+    valid_bleu: bool = True
+    valid_sentences: Annotated[int, Field(ge=0)] = 500  # of the validation text, translated greedily; 0: all
+
+
+class Parallel(Section):
+    """`ds_config`: a DeepSpeed JSON; null runs the plain local engine (one process, fp32)."""
+
+    ds_config: str | None = None
+    threads: Annotated[int, Field(ge=0)] = 0  # per process; 0: the machine's cores shared among its processes
+
+
+class Translate(Section):
+    """Search. Length penalty over a score s and a length n: none s, average s / n^alpha, gnmt s / ((5+n)/6)^alpha."""
+
+    method: Literal["beam", "greedy", "sample"] = "beam"
+    beam: Count = 5
+    length_penalty: Literal["none", "average", "gnmt"] = "average"
+    alpha: Annotated[float, Field(ge=0.0)] = 1.0
+    temperature: Positive = 1.0
+    nbest: Count = 1
+    max_ratio: Positive = 2.0  # longest output: max_ratio × source tokens + max_extra
+    max_extra: Annotated[int, Field(ge=0)] = 20
+    batch_tokens: Count = 4096
+
+    @model_validator(mode="after")
+    def _nbest(self) -> Translate:
+        if self.method == "beam" and self.nbest > self.beam:
+            raise ValueError(f"nbest ({self.nbest}) cannot exceed beam ({self.beam})")
+        if self.method == "greedy" and self.nbest > 1:
+            raise ValueError(f"nbest ({self.nbest}) needs method beam or sample")
+        return self
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    run: str  # the run folder
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    data: Data
+    vocab: Vocab = Vocab()
+    batch: Batch = Batch()
+    model: Model = Model()
+    admin: Admin = Admin()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    train: Train
+    parallel: Parallel = Parallel()
+    translate: Translate = Translate()
+    average_last: Count = 5  # checkpoints averaged for the final score
+
+    @model_validator(mode="after")
+    def _together(self) -> Recipe:
+        faults = []
+        if self.model.tied == "all" and not self.vocab.shared:
+            faults.append("model.tied: all needs vocab.shared: true (one embedding cannot serve two vocabularies); "
+                          "set model.tied: decoder")
+        if self.data.filters.max_tokens + 1 > self.model.max_length:
+            faults.append(f"data.filters.max_tokens ({self.data.filters.max_tokens}) must leave room for eos within "
+                          f"model.max_length ({self.model.max_length})")
+        if self.data.filters.max_tokens + 1 > self.batch.tokens:
+            faults.append(f"batch.tokens ({self.batch.tokens}) cannot hold one sentence of data.filters.max_tokens "
+                          f"({self.data.filters.max_tokens})")
+        if self.train.best_by == "bleu" and not self.train.valid_bleu:
+            faults.append("train.best_by: bleu needs train.valid_bleu: true")
+        if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:
+            faults.append(f"schedule.warmup ({self.schedule.warmup}) must be below train.updates "
+                          f"({self.train.updates}) for a linear schedule")
+        if self.data.subword_variants and self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
+            faults.append("data.subword_variants with subword_alpha 0 would prepare the same text again; "
+                          "set subword_alpha to 0.1")
+        if faults:
+            raise ValueError("\n".join(faults))
+        return self
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as text and yes as a boolean; here numbers are numbers, and a key given twice is a fault."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.\d+([eE][-+]?\d+)?$"),
+    list("-+0123456789."),
+)
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Reads and checks a recipe.
+
+    Args:
+        path: a YAML file, or a run folder holding `recipe.yaml`.
+        overrides: `dotted.key=value` strings; values are read as YAML.
+
+    Raises:
+        UserError: with every fault found, one a line.
+    """
+    file = Path(path)
+    if file.is_dir():
+        if not (file / "recipe.yaml").is_file():
+            raise UserError(f"{file} holds no recipe.yaml; give a recipe or the folder of a run that was started")
+        file = file / "recipe.yaml"
+    try:
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except FileNotFoundError:
+        raise UserError(f"there is no recipe {file}; recipes/ holds those that come with deepnmt") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {file} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"recipe {file} must be a mapping of settings, not {type(tree).__name__}")
+    for override in overrides or []:
+        _override(tree, override)
+    return check_recipe(tree, str(file))
+
+
+def check_recipe(tree: dict[str, Any], origin: str) -> Recipe:
+    """Checks a tree of settings; `origin` names it in the error. Raises `UserError` with every fault, one a line."""
+    try:
+        return Recipe.model_validate(_expand(tree, "", origin))
+    except ValidationError as error:
+        faults = [_sentence(fault) for fault in error.errors()]
+        head = f"{origin} has {'a fault' if len(faults) == 1 else f'{len(faults)} faults'}:"
+        raise UserError("\n".join([head, *(f"  {line}" for fault in faults for line in fault.split("\n"))])) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every setting written."""
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} is not of the form key.key=value, for example train.updates=300")
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: {text!r} is not a YAML value") from None
+    *parents, last = key.split(".")
+    node = tree
+    for name in parents:
+        child = node.get(name)
+        if child is None:
+            child = node[name] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"override {override!r}: {name} is a value, not a group of settings")
+        node = child
+    node[last] = value
+
+
+def _expand(value: Any, where: str, origin: str) -> Any:
+    """Puts environment variables (`${NAME}`) into strings, so that a recipe names no folder of one machine."""
+    if isinstance(value, dict):
+        return {k: _expand(v, f"{where}.{k}" if where else str(k), origin) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_expand(v, where, origin) for v in value]
+    if not isinstance(value, str):
+        return value
+    missing = [n for n in re.findall(r"\$\{(\w+)\}", value) if n not in os.environ]
+    if missing:
+        raise UserError(f"{origin}: {where} is {value!r}, but the environment variable {missing[0]} is not set; "
+                        f"export {missing[0]}=FOLDER, or give the setting on the command line as {where}=PATH")
+    return re.sub(r"\$\{(\w+)\}", lambda m: os.environ[m[1]], value)
+
+
+def _keys_at(path: tuple[Any, ...]) -> list[str]:
+    """The keys a section allows, for naming the nearest one."""
+    section: Any = Recipe
+    for name in path:
+        field = section.model_fields.get(name) if isinstance(section, type) else None
+        if field is None:  # the free name of a test set
+            section = Corpus
+            continue
+        kinds = [field.annotation, *get_args(field.annotation)]
+        section = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+        if section is None:
+            return []
+    return list(section.model_fields)
+
+
+def _sentence(fault: Any) -> str:
+    path, kind = fault["loc"], fault["type"]
+    key = ".".join(str(p) for p in path)
+    if kind == "extra_forbidden":
+        known = _keys_at(path[:-1])
+        near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*map(str, path[:-1]), near[0]])}?" if near else f"known: {', '.join(known)}"
+        return f"{key}: unknown setting; {hint}"
+    if kind == "missing":
+        return f"{key}: missing; this setting has no default"
+    if kind == "value_error":
+        text = str(fault["ctx"]["error"])
+        return text if not key else f"{key}: {text}"
+    message = fault["msg"].replace("Input should be", "must be").replace("instance of", "group of settings like")
+    return f"{key}: is {fault['input']!r}, {message}"

@@ -1,0 +1,217 @@
+"""Micro-batches: which sentences stand together, in which order, and as which arrays.
+
+A plan is a pure function of (lengths, token budget, seed, epoch), so every process knows all of it and a position in
+training is (epoch, micro-batch). Random numbers are the raw output of a bit generator, the one stream that NumPy
+promises to keep between versions, and all sorts are stable, so no machine sees another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from deepnmt.data.dataset import Indices, Lengths, Split
+from deepnmt.data.vocab import BOS, EOS, PAD
+from deepnmt.errors import UserError
+
+# Target-length groups per square root of the number of micro-batches. Each group is sorted by source length, so fewer
+# groups pad the target more, and more groups the source. On captions, everyday sentences and parliament speeches, with
+# 1,024 to 8,192 tokens a micro-batch, 1.5 lies within 0.9 points of the best of ten values between 0.5 and 20.
+GROUPS = 1.5
+
+
+def random_order(count: int, *seeds: int) -> Indices:
+    """A random permutation of `count` numbers, the same for the same seeds on every machine and NumPy version."""
+    keys = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
+    return np.argsort(keys, kind="stable")
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """N sentences in M micro-batches.
+
+    Attributes:
+        order: int64 [N], every sentence index once.
+        starts: int64 [M+1]; micro-batch m is order[starts[m]:starts[m+1]].
+        waste: the share of padding in all positions of both sides, 0 to 1.
+    """
+
+    order: Indices
+    starts: Indices
+    waste: float
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, m: int) -> Indices:
+        if not 0 <= m < len(self):
+            raise IndexError(f"there is no micro-batch {m} in a plan of {len(self)}")
+        return self.order[self.starts[m]:self.starts[m + 1]]
+
+
+def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: int, epoch: int) -> EpochPlan:
+    """The micro-batches of one epoch, in random order: sentences of like lengths together, other neighbours each time.
+
+    Every micro-batch has `sentences * longest <= tokens` on both sides, lengths (int32 [N]) counting eos. Groups of
+    near target length, their edges shifted at random, are walked through by source length, up and down in turn; ties
+    fall at random.
+
+    Raises:
+        UserError: a sentence is longer than `tokens`.
+    """
+    longer = np.maximum(src_lengths, trg_lengths)
+    if len(longer) and int(longer.max()) > tokens:
+        raise UserError(f"batch.tokens is {tokens}, but a training sentence has {int(longer.max())} tokens; set "
+                        f"batch.tokens to {int(longer.max())} or more, or data.filters.max_tokens lower")
+    shuffled = random_order(len(longer), seed, epoch, 0)
+    by_target = shuffled[np.argsort(trg_lengths[shuffled], kind="stable")]
+    positions = np.cumsum(longer[by_target], dtype=np.int64)
+    total = int(positions[-1]) if len(positions) else 0
+    groups = max(1, round(GROUPS * (total / tokens) ** 0.5))
+    shift = int(random_order(1024, seed, epoch, 1)[0]) / 1024
+    group = (positions * (groups / max(1, total)) + shift).astype(np.int64)
+    src = src_lengths[by_target].astype(np.int64)
+    highest = int(src.max(initial=0))
+    snake = group * (highest + 1) + np.where(group % 2 == 0, src, highest - src)
+    order = by_target[np.argsort(snake, kind="stable")]
+    starts = _cut(longer[order], tokens)
+    waste = _waste(src_lengths[order], trg_lengths[order], starts)
+    return EpochPlan(*_shuffle(order, starts, random_order(len(starts) - 1, seed, epoch, 2)), waste)
+
+
+def plan_eval(src_lengths: Lengths, trg_lengths: Lengths, tokens: int) -> EpochPlan:
+    """Micro-batches in order of length, longest first (memory runs out at once or never); nothing is random.
+
+    A sentence longer than `tokens` stands alone, so that none is left out.
+    """
+    order = np.lexsort((np.arange(len(src_lengths)), -src_lengths, -trg_lengths))
+    starts = _cut(np.maximum(src_lengths, trg_lengths)[order], tokens)
+    return EpochPlan(order, starts, _waste(src_lengths[order], trg_lengths[order], starts))
+
+
+def _cut(longer: npt.NDArray[np.integer], tokens: int) -> Indices:
+    """Boundaries [M+1] of the longest runs with `sentences * longest <= tokens`; a run holds at least one."""
+    starts = [0]
+    while starts[-1] < len(longer):
+        start = starts[-1]
+        window = longer[start:start + max(1, tokens // int(longer[start]))]
+        padded = np.maximum.accumulate(window) * np.arange(1, len(window) + 1)
+        starts.append(start + max(1, int(np.searchsorted(padded, tokens, side="right"))))
+    return np.array(starts, dtype=np.int64)
+
+
+def _waste(src: Lengths, trg: Lengths, starts: Indices) -> float:
+    if len(starts) == 1:
+        return 0.0
+    sizes = np.diff(starts)
+    padded = sum(int((sizes * np.maximum.reduceat(side, starts[:-1])).sum()) for side in (src, trg))
+    return 1.0 - (int(src.sum(dtype=np.int64)) + int(trg.sum(dtype=np.int64))) / padded
+
+
+def _shuffle(order: Indices, starts: Indices, permutation: Indices) -> tuple[Indices, Indices]:
+    """`order` and `starts` with whole micro-batches moved: the m-th becomes the former `permutation[m]`-th."""
+    sizes = np.diff(starts)[permutation]
+    moved = np.concatenate([[0], np.cumsum(sizes)])
+    at = np.arange(len(order)) + np.repeat(starts[:-1][permutation] - moved[:-1], sizes)
+    return order[at], moved
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the endless sequence of epochs: the next micro-batch is number `index` of `epoch`, both from 0."""
+
+    epoch: int
+    index: int
+
+
+class MicroBatch(NamedTuple):
+    """`number` is unique in a run and a function of the position alone; `indices` are into the split of `epoch`."""
+
+    number: int
+    indices: Indices
+    epoch: int
+
+
+class PlanStream:
+    """The micro-batches of all epochs, one after the other. Reaching any position costs one epoch's plan."""
+
+    def __init__(self, split: Split, tokens: int, seed: int) -> None:
+        """`tokens` is the budget of a micro-batch. Raises `UserError` where the split is empty."""
+        if len(split) == 0:
+            raise UserError(f"the {split.name} text has 0 sentences; give another corpus, or loosen data.filters")
+        self._plain, self._tokens, self._seed = split, tokens, seed
+        self._epoch = -1
+
+    def split(self, epoch: int) -> Split:
+        """The sentences as epoch `epoch` sees them: sampled segmentation `epoch mod variants`, or the plain one."""
+        self._enter(epoch)
+        return self._split
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The plan of one epoch; the last one asked for is kept."""
+        self._enter(epoch)
+        return self._plan
+
+    def epoch_size(self, epoch: int) -> int:
+        """The number of micro-batches in an epoch; with sampled segmentations it differs between epochs."""
+        return len(self.plan(epoch))
+
+    def at(self, position: Position, count: int) -> tuple[list[MicroBatch], Position]:
+        """The `count` micro-batches from `position` on, over ends of epochs, and the position after them.
+
+        Raises:
+            UserError: the epoch has fewer micro-batches than the position says: data or `batch.tokens` have changed.
+        """
+        epoch, index = position.epoch, position.index
+        if index > self.epoch_size(epoch):
+            raise UserError(f"training stopped at micro-batch {index} of epoch {epoch}, which now has "
+                            f"{self.epoch_size(epoch)}; go on with the data and batch.tokens the run began with")
+        batches: list[MicroBatch] = []
+        while True:
+            plan = self.plan(epoch)
+            last = min(len(plan), index + count - len(batches))
+            batches += [MicroBatch((epoch << 32) + m, plan[m], epoch) for m in range(index, last)]
+            epoch, index = (epoch + 1, 0) if last == len(plan) else (epoch, last)
+            if len(batches) == count:
+                return batches, Position(epoch, index)
+
+    def _enter(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        variants = self._plain.variants
+        self._split = self._plain.variant(epoch % variants) if variants else self._plain
+        self._plan = plan_epoch(self._split.src_lengths, self._split.trg_lengths, self._tokens, self._seed, epoch)
+        self._epoch = epoch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch as int64 arrays, pad 3 behind the sentences.
+
+    Attributes:
+        src: [B, S], pieces + eos.
+        src_lengths: [B], eos counted.
+        trg_in: [B, T], bos + pieces.
+        trg_out: [B, T], pieces + eos.
+        tokens: the target tokens of all sentences, eos counted.
+    """
+
+    src: Indices
+    src_lengths: Indices
+    trg_in: Indices
+    trg_out: Indices
+    tokens: int
+
+
+def collate(split: Split, indices: Indices | Sequence[int]) -> Batch:
+    """The sentences `indices` (at least one) of a split as one micro-batch, in this order."""
+    rows = np.asarray(indices, dtype=np.int64)
+    src, src_lengths = split.sources.with_eos(rows)
+    trg_out, trg_lengths = split.targets.with_eos(rows)
+    trg_in = np.full_like(trg_out, BOS)
+    trg_in[:, 1:] = np.where(trg_out[:, :-1] == EOS, PAD, trg_out[:, :-1])
+    return Batch(src, src_lengths, trg_in, trg_out, int(trg_lengths.sum()))

@@ -1,0 +1,144 @@
+"""Lines in, lines out: what translation reads and writes. UTF-8; only "\\n" ends a line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TextIO
+
+from tqdm import tqdm
+
+from deepnmt.errors import UserError
+
+Form = Literal["text", "tsv", "jsonl"]
+
+PLAIN_SECONDS = 30.0  # between two progress lines where standard error is not a terminal
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A translation: detokenised text on one line; its score (log-probability over length penalty); its number of
+    tokens, without eos; whether it `ended` with eos or was cut at its longest length."""
+
+    text: str
+    score: float
+    log_prob: float
+    tokens: int
+    ended: bool
+
+
+def record(number: int, hypotheses: Sequence[Hypothesis], form: Form) -> str:
+    """What is written for line `number` (from 1), with the final line end; `hypotheses` best first.
+
+    text: the best translation. tsv: "line, rank, score, text" for each hypothesis, rank from 1. jsonl: one object.
+    """
+    if form == "text":
+        return hypotheses[0].text + "\n"
+    if form == "tsv":
+        return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
+    return json.dumps({"line": number, "hypotheses": [asdict(h) for h in hypotheses]}, ensure_ascii=False) + "\n"
+
+
+def read_lines(source: Path | None) -> Iterator[str]:
+    """The lines of a plain or .gz file, or of standard input (None), without their ends and a byte order mark.
+
+    Raises:
+        UserError: it cannot be read, is damaged, or is not UTF-8 (with the line's number).
+    """
+    name = "standard input" if source is None else str(source)
+    number = 0
+    try:
+        with _binary(source) as stream:
+            for number, raw in enumerate(stream, start=1):
+                yield raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start + 1} of the "
+                        "line); convert the text, for example with iconv -t UTF-8") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{name} is not a sound .gz file after line {number} ({error}); copy it again") from None
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror or error}; give an existing text file") from None
+
+
+def _binary(source: Path | None) -> contextlib.AbstractContextManager[Iterable[bytes]]:
+    if source is None:
+        return contextlib.nullcontext(sys.stdin.buffer)
+    return gzip.open(source, "rb") if source.suffix == ".gz" else source.open("rb")
+
+
+@contextlib.contextmanager
+def writing(target: Path | None) -> Iterator[TextIO]:
+    """Where output goes: standard output (None), or a file that appears under its name only when it is complete.
+
+    Raises:
+        UserError: the file cannot be made, or the disk is full.
+    """
+    if target is None:
+        with open(sys.stdout.fileno(), "w", encoding="utf-8", newline="\n", closefd=False) as stream:
+            yield stream
+        return
+    part = target.with_name(target.name + ".part")
+    try:
+        stream = part.open("w", encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise UserError(f"output {target} cannot be written: {error.strerror}; give a file in an existing folder that "
+                        "may be written to") from None
+    try:
+        with stream:
+            yield stream
+        os.replace(part, target)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(f"output {target} cannot be written: no space is left; give a file on another disk") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class Progress(Protocol):
+    """Told how many lines are done; shows it on standard error."""
+
+    def at(self, lines: int) -> None:
+        """`lines` are done by now."""
+
+
+class Bar:
+    """Progress on a terminal."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self._bar = bar
+
+    def at(self, lines: int) -> None:
+        self._bar.update(lines - self._bar.n)
+
+
+class Plain:
+    """Progress in a log: a line every `PLAIN_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._begin = self._said = time.monotonic()
+
+    def at(self, lines: int) -> None:
+        now = time.monotonic()
+        if now - self._said >= PLAIN_SECONDS:
+            self._said = now
+            print(f"{lines:,} lines translated in {now - self._begin:.0f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def progressing() -> Iterator[Progress]:
+    """A bar where standard error is a terminal, plain lines elsewhere."""
+    if sys.stderr.isatty():
+        with tqdm(unit=" lines", leave=False) as bar:
+            yield Bar(bar)
+    else:
+        yield Plain()

@@ -1,0 +1,82 @@
+"""What a search asks of a model: the next logits of every hypothesis, one position after the other.
+
+`B` sentences, `K` hypotheses of each, `S` source length, `D` width, `V` vocabulary. Rows [B·K] stand sentence by
+sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepnmt.model.transformer import Transformer
+
+
+class Stepper(Protocol):
+    """The state of B·K growing hypotheses."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Appends tokens [B·K] and gives the logits [B·K, V] of what follows; the caller may overwrite them."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row r goes on from what row rows[r] holds; rows [B·K] stay within their sentence."""
+
+    def select(self, sentences: Tensor) -> None:
+        """Keeps these sentences [B'] with all their hypotheses, in this order."""
+
+
+MakeStepper = Callable[[Transformer, Tensor, Tensor, int, int], Stepper]
+
+
+class CachedStepper:
+    """Computes one position a step; keys and values of the earlier ones are kept.
+
+    Args:
+        model: in eval mode.
+        src: source ids [B, S], ended by eos, padded.
+        src_lengths: [B], eos counted.
+        beams: K.
+        max_steps: of the longest hypothesis.
+    """
+
+    def __init__(self, model: Transformer, src: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> None:
+        self._model = model
+        self._cache = model.start_cache(model.encode(src, src_lengths), src_lengths, beams, max_steps)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        return self._model.logits(self._model.step(tokens, self._cache))
+
+    def reorder(self, rows: Tensor) -> None:
+        self._cache.reorder(rows)
+
+    def select(self, sentences: Tensor) -> None:
+        self._cache.select(sentences)
+
+
+class RecomputingStepper:
+    """Decodes every hypothesis from its start at every step: slow and plain, the reference of `CachedStepper`.
+
+    The arguments are those of `CachedStepper`.
+    """
+
+    def __init__(self, model: Transformer, src: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> None:
+        self._model = model
+        self._beams = beams
+        self._memory = model.encode(src, src_lengths).repeat_interleave(beams, 0)
+        self._lengths = src_lengths.repeat_interleave(beams, 0)
+        self._prefixes = src.new_empty(len(self._memory), 0)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self._prefixes = torch.cat([self._prefixes, tokens[:, None]], dim=1)
+        hidden = self._model.decode(self._prefixes, self._memory, self._lengths)
+        return self._model.logits(hidden[:, -1])
+
+    def reorder(self, rows: Tensor) -> None:
+        self._prefixes = self._prefixes[rows]
+
+    def select(self, sentences: Tensor) -> None:
+        rows = (sentences[:, None] * self._beams + torch.arange(self._beams, device=sentences.device)).flatten()
+        self._memory, self._lengths, self._prefixes = self._memory[rows], self._lengths[rows], self._prefixes[rows]

@@ -1,0 +1,84 @@
+"""Multi-head attention (Vaswani et al. 2017, section 3.2) on PyTorch's fused kernel.
+
+`B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `K` beams. A key mask is boolean
+[B, 1, 1, S], true where a key may be seen; `None` stands for "no padding".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import skip_init
+
+
+def key_mask(lengths: Tensor, size: int) -> Tensor | None:
+    """The key mask [B, 1, 1, size] of sentences with these lengths [B], or None if it would hide nothing.
+
+    Whether it hides something is asked on the CPU only: on a GPU the question would make the host wait.
+    """
+    if lengths.device.type == "cpu" and bool((lengths == size).all()):
+        return None
+    return (torch.arange(size, device=lengths.device) < lengths[:, None])[:, None, None, :]
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, D] to [B, H, T, d]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, T, d] to [B, T, D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+class SelfAttention(nn.Module):
+    """Attention of a sequence to itself. `qkv` [3D, D] holds the query, key and value matrices in this order."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = skip_init(nn.Linear, width, 3 * width)
+        self.out = skip_init(nn.Linear, width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """[B, T, D] to [B, T, D]; `causal`: position t sees positions up to t (then no mask may be given)."""
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        return self.out(merge_heads(F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)))
+
+    def step(self, x: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+        """One position further: x [B, K, D], the hypotheses' inputs at `position`, to [B, K, D].
+
+        Writes the new key and value into `keys` and `values` [B·K, H, max_steps, d] and sees those up to `position`.
+        """
+        q, k, v = (part.reshape(-1, self.heads, keys.size(-1)) for part in self.qkv(x).chunk(3, dim=-1))
+        keys[:, :, position] = k
+        values[:, :, position] = v
+        seen = slice(0, position + 1)
+        attended = F.scaled_dot_product_attention(q.unsqueeze(2), keys[:, :, seen], values[:, :, seen])
+        return self.out(attended.view(x.shape))
+
+
+class CrossAttention(nn.Module):
+    """Attention of target positions to the encoder's memory. `kv` [2D, D] holds the key and value matrices."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.q = skip_init(nn.Linear, width, width)
+        self.kv = skip_init(nn.Linear, width, 2 * width)
+        self.out = skip_init(nn.Linear, width, width)
+
+    def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, S, d] of a memory [B, S, D]."""
+        k, v = self.kv(memory).chunk(2, dim=-1)
+        return split_heads(k, self.heads), split_heads(v, self.heads)
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, T, D] to [B, T, D]. In decoding T counts the K hypotheses of a sentence, which share keys and values."""
+        q = split_heads(self.q(x), self.heads)
+        dropout = self.dropout if self.training else 0.0
+        return self.out(merge_heads(F.scaled_dot_product_attention(q, keys, values, mask, dropout)))

@@ -1,0 +1,72 @@
+"""Scaled embeddings with sinusoidal positions, and how the three tables of a model are tied.
+
+`B` sentences, `T` length, `D` width, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from deepnmt import config
+from deepnmt.model.dropout import Dropout, seed_dropout
+from deepnmt.model.residual import Side
+
+PAD = 3  # the padding id of every vocabulary
+
+Use = Literal["src", "trg", "out"]
+
+# The table each use reads, for each value of `model.tied`.
+TABLES: dict[str, dict[Use, str]] = {
+    "all": {"src": "shared", "trg": "shared", "out": "shared"},
+    "decoder": {"src": "src", "trg": "trg", "out": "trg"},
+    "none": {"src": "src", "trg": "trg", "out": "out"},
+}
+
+
+def sinusoids(positions: int, width: int) -> Tensor:
+    """The table [positions, D] of Vaswani et al. 2017, section 3.5, in Marian's order: sines first, then cosines.
+
+    Row p holds sin(p / 10000^(2i/D)) at i and its cosine at D/2 + i, for i < D/2; positions count from 0.
+    """
+    rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
+
+
+class InputLayer(nn.Module):
+    """dropout(sqrt(D) · embedding + position): what enters the first layer of a stack. It has no parameters."""
+
+    positions: Tensor
+
+    def __init__(self, model: config.Model, side: Side, seed: int) -> None:
+        super().__init__()
+        self.name = f"{side}.input"
+        self.seed = seed
+        self.scale = math.sqrt(model.width)
+        self.dropout = Dropout(model.dropout)
+        self.register_buffer("positions", sinusoids(model.max_length, model.width), persistent=False)
+
+    def forward(self, embedded: Tensor, dropout_key: int = 0) -> Tensor:
+        """Embeddings [B, T, D] of positions 0 … T-1 to the stack's input [B, T, D].
+
+        Raises:
+            ValueError: if T exceeds the model's max_length.
+        """
+        length, limit = embedded.size(1), self.positions.size(0)
+        if length > limit:
+            raise ValueError(f"{self.name}: a sequence of {length} tokens exceeds model.max_length ({limit})")
+        if self.training and self.dropout.p > 0:
+            seed_dropout(embedded.device, self.seed, dropout_key, self.name)
+        return self.dropout(self.positioned(embedded, self.positions[:length]))
+
+    def step(self, embedded: Tensor, position: int) -> Tensor:
+        """Embeddings [B, K, D] that all stand at `position`, to the stack's input there [B, K, D], without dropout."""
+        return self.positioned(embedded, self.positions[position])
+
+    def positioned(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        """sqrt(D) · embedding + position, added in the table's fp32 and returned in the embedding's type."""
+        return torch.add(positions, embedded, alpha=self.scale).to(embedded.dtype)

@@ -1,0 +1,65 @@
+"""Initialisation as a function of (seed, parameter name), whoever builds the module and in whatever order.
+
+| parameter                          | drawn from                                                                  |
+|------------------------------------|-----------------------------------------------------------------------------|
+| `*.qkv.weight` [3D, D]             | three Xavier-uniform [D, D] matrices: q, k, v                               |
+| `*.kv.weight` [2D, D]              | two Xavier-uniform [D, D] matrices: k, v                                    |
+| `*.q`, `*.out`, `*.fc1`, `*.fc2`   | Xavier-uniform                                                              |
+| each of these matrices             | × the rule's `matrix_gain` (deepnorm: β on v, out, fc1, fc2)                |
+| each of these matrices             | × L^-1/2 under `init: depth_scaled`, L the depth of the layer's own stack   |
+| biases of linear maps              | 0                                                                           |
+| `*.norm*`                          | weight 1, bias 0                                                            |
+| `*.omegas.*`                       | 1, until a profile is read                                                  |
+| `embeddings.*.weight`              | N(0, D^-1/2), the row of pad 0                                              |
+
+`init: auto` is depth_scaled for b2t (which is said to need it: Takase et al. 2023, published code) and xavier otherwise.
+Xavier: Glorot and Bengio 2010, uniform in ±sqrt(6 / (fan_in + fan_out)).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from deepnmt import config
+from deepnmt.model.dropout import stable_hash
+from deepnmt.model.embedding import PAD
+from deepnmt.model.layers import Layer
+from deepnmt.model.residual import RULES, Matrix, Place
+
+# The linear maps of a layer, and the matrices stacked in each.
+_SELF_ATTENTION: dict[str, tuple[Matrix, ...]] = {"self_attn.qkv": ("q", "k", "v"), "self_attn.out": ("out",)}
+_CROSS_ATTENTION: dict[str, tuple[Matrix, ...]] = {
+    "cross_attn.q": ("q",),
+    "cross_attn.kv": ("k", "v"),
+    "cross_attn.out": ("out",),
+}
+_FFN: dict[str, tuple[Matrix, ...]] = {"ffn.fc1": ("fc1",), "ffn.fc2": ("fc2",)}
+
+
+def generator_for(seed: int, name: str) -> torch.Generator:
+    """The generator that draws the parameter of this canonical name."""
+    return torch.Generator().manual_seed(stable_hash(seed, name))
+
+
+@torch.no_grad()
+def init_layer(layer: Layer, place: Place, stack: config.Stack, seed: int) -> None:
+    """Draws every matrix of the layer and zeroes its biases; see the table above."""
+    linears = {**_SELF_ATTENTION, **(_CROSS_ATTENTION if place.side == "decoder" else {}), **_FFN}
+    depth_scaled = stack.init == "depth_scaled" or (stack.init == "auto" and stack.block == "b2t")
+    scale = place.depth**-0.5 if depth_scaled else 1.0
+    rule = RULES[stack.block]
+    for path, matrices in linears.items():
+        linear = layer.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
+        generator = generator_for(seed, f"{layer.name}.{path}.weight")
+        for part, matrix in zip(linear.weight.chunk(len(matrices)), matrices, strict=True):
+            nn.init.xavier_uniform_(part, gain=rule.matrix_gain(place, matrix) * scale, generator=generator)
+        nn.init.zeros_(linear.bias)
+
+
+@torch.no_grad()
+def init_table(table: nn.Embedding, name: str, seed: int) -> None:
+    """Draws an embedding table [V, D] from N(0, D^-1/2) with a zero row for pad; `name` as in `embeddings.src`."""
+    nn.init.normal_(table.weight, std=table.embedding_dim**-0.5, generator=generator_for(seed, f"{name}.weight"))
+    table.weight[PAD].zero_()

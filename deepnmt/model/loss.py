@@ -1,0 +1,95 @@
+"""Label-smoothed cross-entropy with the output projection inside, in row chunks.
+
+`R` target tokens, `B` sentences, `T` target length, `D` width, `V` vocabulary.
+
+A whole [R, V] table of logits would be the largest tensor of the model and the most time spent outside matrix products.
+Here each chunk of rows is projected, and its gradients are computed on the spot, so only [R, D] and [V, D] are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Logits of one chunk: small enough for the cache on a CPU, large enough to fill a GPU.
+_CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
+
+
+class LossSums(NamedTuple):
+    """Sums over the target tokens, 0-dim fp32: the smoothed loss (differentiable) and the plain one (not)."""
+
+    loss: Tensor
+    nll: Tensor
+
+
+def label_smoothed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, pad: int) -> LossSums:
+    """The loss of hidden [B, T, D], projected by weight [V, D], against targets [B, T]; pad targets do not count.
+
+    For logits z, right token y and ε = `smoothing` a token's loss is (1 - ε)(lse(z) - z_y) + ε(lse(z) - mean(z)): the
+    ε of Szegedy et al. 2016 (section 7) is spread over all V entries, the right one and pad included, exactly as
+    `torch.nn.functional.cross_entropy(label_smoothing=ε, ignore_index=pad, reduction="sum")` does. Softmax, losses and
+    the sum over chunks of the weight's gradient are fp32 whatever the model's type.
+    """
+    targets = targets.flatten()
+    rows = (targets != pad).nonzero().squeeze(1)
+    hidden = hidden.flatten(0, 1)
+    if len(rows) < len(targets):
+        hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
+    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return LossSums(*_ProjectedCrossEntropy.apply(hidden, weight, targets, smoothing, differentiable))
+
+
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    """(hidden [R, D], weight [V, D], targets [R]) to the sums (loss, nll), with gradients made in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, differentiable: bool
+    ) -> tuple[Tensor, Tensor]:
+        weight_mean = weight.float().mean(0)
+        loss, nll = hidden.new_zeros(2, dtype=torch.float32).unbind()
+        hidden_grad = torch.empty_like(hidden) if differentiable else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if differentiable else None
+        size = min(len(hidden), max(1, _CHUNK_LOGITS[hidden.device.type] // len(weight)))
+        logits = hidden.new_empty(size, len(weight))
+        for start in range(0, len(hidden), max(1, size)):
+            h, y = hidden[start : start + size], targets[start : start + size, None]
+            # scores: the logits, then in place the probabilities, then the gradient of the logits
+            scores = torch.mm(h, weight.t(), out=logits[: len(h)]).float()
+            right = scores.gather(1, y)
+            top = scores.amax(1, keepdim=True)
+            torch.softmax(scores, 1, out=scores)
+            lse = top - scores.amax(1, keepdim=True).log()  # the top probability is exp(top - lse)
+            mean = torch.mv(h.float(), weight_mean)  # of a row's logits
+            nll += (lse - right).sum()
+            loss += (lse - (1 - smoothing) * right).sum() - smoothing * mean.sum()
+            if hidden_grad is not None and weight_grad is not None:
+                # d loss / d z = softmax(z) - (1 - ε) onehot(y) - ε / V; the last term, a constant, waits for the end
+                scores.scatter_add_(1, y, torch.full_like(right, smoothing - 1))
+                gradient = scores.to(h.dtype)
+                torch.mm(gradient, weight, out=hidden_grad[start : start + size])
+                _add_product(weight_grad, gradient.t(), h)
+        if hidden_grad is not None and weight_grad is not None:
+            hidden_grad -= smoothing * weight_mean
+            weight_grad -= smoothing / len(weight) * hidden.sum(0, dtype=torch.float32)
+            ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(nll)
+        return loss, nll
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total is fp32."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        total += torch.mm(a, b)

@@ -1,0 +1,178 @@
+"""The encoder-decoder Transformer, and the state of its incremental decoding.
+
+`B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `V` vocabulary, `K` beams.
+Parameters are called the same in every layout: `embeddings.shared.weight`, `encoder.layers.17.ffn.fc1.weight`,
+`decoder.layers.3.rule.norms.2.bias`, `encoder.norm.weight`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import skip_init
+
+from deepnmt import config
+from deepnmt.model.attention import key_mask
+from deepnmt.model.embedding import PAD, TABLES, InputLayer, Use
+from deepnmt.model.init import init_layer, init_table
+from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
+from deepnmt.model.loss import LossSums, label_smoothed_loss
+from deepnmt.model.residual import RULES, Place, Side
+
+
+def build_layer(model: config.Model, side: Side, index: int, seed: int) -> Layer:
+    """Layer `index` (from 0) of a stack, alone, with the weights and dropout masks it has in the whole model."""
+    place = Place(side, index, model.encoder.layers, model.decoder.layers, model.width)
+    layer: Layer
+    if side == "encoder":
+        layer = EncoderLayer(model, place, seed)
+        init_layer(layer, place, model.encoder, seed)
+    else:
+        layer = DecoderLayer(model, place, seed)
+        init_layer(layer, place, model.decoder, seed)
+    return layer
+
+
+def build_table(model: config.Model, use: Use, vocab: int, seed: int) -> nn.Embedding:
+    """The table [V, D] for `use`, alone, with the weights it has in the whole model."""
+    table = skip_init(nn.Embedding, vocab, model.width)
+    init_table(table, f"embeddings.{TABLES[model.tied][use]}", seed)
+    return table
+
+
+def build_embedding(model: config.Model, side: Side, vocab: int, seed: int) -> nn.Module:
+    """What turns ids [B, T] into the input [B, T, D] of a stack, alone, as in the whole model: `(ids, dropout_key)`."""
+    return StackInput(build_table(model, "src" if side == "encoder" else "trg", vocab, seed), model, side, seed)
+
+
+class StackInput(nn.Module):
+    """An embedding table and a stack's input layer, outside a `Transformer`."""
+
+    def __init__(self, table: nn.Embedding, model: config.Model, side: Side, seed: int) -> None:
+        super().__init__()
+        self.table = table
+        self.input = InputLayer(model, side, seed)
+
+    def forward(self, ids: Tensor, dropout_key: int = 0) -> Tensor:
+        """ids [B, T] to the stack's input [B, T, D]."""
+        return self.input(self.table(ids), dropout_key)
+
+
+class Stack(nn.Module):
+    """One side of the model: input layer, layers and, where the rule asks for it, a norm on top."""
+
+    def __init__(self, model: config.Model, side: Side, seed: int) -> None:
+        super().__init__()
+        stack = model.encoder if side == "encoder" else model.decoder
+        self.input = InputLayer(model, side, seed)
+        self.layers = nn.ModuleList(build_layer(model, side, index, seed) for index in range(stack.layers))
+        self.norm = nn.LayerNorm(model.width) if RULES[stack.block].final_norm else nn.Identity()
+
+
+class Cache:
+    """What decoding remembers between steps, for B sentences with K hypotheses each.
+
+    Self-attention keys and values are kept for each hypothesis [B·K, H, max_steps, d]; those of the cross-attention once
+    for each sentence [B, H, S, d].
+    """
+
+    def __init__(self, past: Tensor, source: list[tuple[Tensor, Tensor]], mask: Tensor | None, beams: int) -> None:
+        self.past = past  # [layers, 2, B·K, H, max_steps, d], filled up to `position`
+        self.source = source
+        self.mask = mask
+        self.beams = beams
+        self.position = 0
+
+    def reorder(self, rows: Tensor) -> None:
+        """Hypothesis r goes on from the past of hypothesis rows[r]; rows [B·K] index the present hypotheses."""
+        filled = self.past[..., : self.position, :]
+        filled.copy_(filled.index_select(2, rows))
+
+    def select(self, sentences: Tensor) -> None:
+        """Keeps these sentences [B'] with all their hypotheses, in this order."""
+        beams = torch.arange(self.beams, device=sentences.device)
+        self.past = self.past.index_select(2, (sentences[:, None] * self.beams + beams).flatten())
+        self.source = [(k.index_select(0, sentences), v.index_select(0, sentences)) for k, v in self.source]
+        self.mask = None if self.mask is None else self.mask.index_select(0, sentences)
+
+
+class Transformer(nn.Module):
+    """The model of a recipe.
+
+    Args:
+        model: shapes, dropouts and blocks.
+        src_vocab, trg_vocab: vocabulary sizes; equal if `model.tied` is "all".
+        seed: fixes the initial weights and, with each call's `dropout_key`, the dropout masks.
+        label_smoothing: mass taken from the right token and spread evenly over the whole vocabulary.
+
+    In training mode each layer seeds the default generator of its device (see `dropout.py`).
+    """
+
+    def __init__(
+        self, model: config.Model, src_vocab: int, trg_vocab: int, seed: int, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__()
+        if model.tied == "all" and src_vocab != trg_vocab:
+            raise ValueError(f"tied 'all' needs one vocabulary, but the sizes are {src_vocab} and {trg_vocab}")
+        self.label_smoothing = label_smoothing
+        self.heads = model.heads
+        self.tables = TABLES[model.tied]
+        sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
+        self.embeddings = nn.ModuleDict()
+        for use, name in self.tables.items():
+            if name not in self.embeddings:
+                self.embeddings[name] = build_table(model, use, sizes[use], seed)
+        self.encoder = Stack(model, "encoder", seed)
+        self.decoder = Stack(model, "decoder", seed)
+
+    def forward(
+        self, src: Tensor, src_lengths: Tensor, trg_in: Tensor, trg_out: Tensor, dropout_key: int = 0
+    ) -> LossSums:
+        """The loss of src [B, S] (lengths [B]) translated as trg_out [B, T], given trg_in [B, T]; pad does not count."""
+        memory = self.encode(src, src_lengths, dropout_key)
+        hidden = self.decode(trg_in, memory, src_lengths, dropout_key)
+        return label_smoothed_loss(hidden, self.output_weight, trg_out, self.label_smoothing, PAD)
+
+    def encode(self, src: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
+        """src [B, S] to the memory [B, S, D]; positions at or after a sentence's length hold nothing of use."""
+        mask = key_mask(src_lengths, src.size(1))
+        x = self.encoder.input(self.embeddings[self.tables["src"]](src), dropout_key)
+        for layer in self.encoder.layers:
+            x = layer(x, mask, dropout_key)
+        return self.encoder.norm(x)
+
+    def decode(self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
+        """trg_in [B, T] and the memory [B, S, D] to the last layer's output [B, T, D]."""
+        mask = key_mask(src_lengths, memory.size(1))
+        x = self.decoder.input(self.embeddings[self.tables["trg"]](trg_in), dropout_key)
+        for layer in self.decoder.layers:
+            x = layer(x, memory, mask, dropout_key)
+        return self.decoder.norm(x)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output projection [V, D]."""
+        return self.embeddings[self.tables["out"]].weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] to logits [..., V], those of pad -inf."""
+        logits = F.linear(hidden, self.output_weight)
+        logits[..., PAD] = -torch.inf
+        return logits
+
+    def start_cache(self, memory: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> Cache:
+        """Prepares decoding of memory [B, S, D] with K = `beams` hypotheses each, for at most `max_steps` steps."""
+        sentences, _, width = memory.shape
+        shape = (len(self.decoder.layers), 2, sentences * beams, self.heads, max_steps, width // self.heads)
+        source = [layer.cross_attn.keys_values(memory) for layer in self.decoder.layers]
+        return Cache(memory.new_empty(shape), source, key_mask(src_lengths, memory.size(1)), beams)
+
+    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """The tokens [B·K] last chosen to the last layer's output [B·K, D] at their position; `cache` moves one on."""
+        embedded = self.embeddings[self.tables["trg"]](tokens.view(-1, cache.beams))
+        x = self.decoder.input.step(embedded, cache.position)
+        for layer, (keys, values), source in zip(self.decoder.layers, cache.past, cache.source, strict=True):
+            x = layer.step(x, (keys, values), source, cache.mask, cache.position)
+        cache.position += 1
+        return self.decoder.norm(x).flatten(0, 1)

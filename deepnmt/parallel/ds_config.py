@@ -1,0 +1,108 @@
+"""The DeepSpeed JSON: read, completed from the recipe, and refused where the two disagree.
+
+The recipe owns batch size, accumulation, optimizer, schedule and clipping; those stand as "auto" in the JSON (or equal
+to the recipe). The JSON owns ZeRO, precision, communication and offload, and every key of it that changes the
+mathematics must be written, because DeepSpeed's defaults do change it (clipping at 1.0, bf16 accumulation, ...).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from deepnmt.config import Recipe
+from deepnmt.errors import UserError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+# Keys whose silent default would change the result, and why.
+_MUST_BE_WRITTEN = {
+    "gradient_clipping": "DeepSpeed clips at 1.0 where it is absent",
+    "zero_allow_untested_optimizer": "RAdam is refused without it",
+    "communication_data_type": "DeepSpeed would reduce gradients in 16 bits",
+    "data_types.grad_accum_dtype": "DeepSpeed would accumulate gradients in 16 bits",
+    "zero_optimization.stage": "it decides the layout",
+}
+
+
+@dataclass(frozen=True)
+class DsConfig:
+    """A completed configuration and what deepnmt needs to know of it."""
+
+    tree: dict[str, Any]
+    stage: int
+    precision: Precision
+    initial_scale: float
+    window: int
+    floor: float
+
+
+def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_note: int = 1) -> DsConfig:
+    """Reads `path` and fills its "auto" values.
+
+    deepnmt's batches are counted in tokens and handed over one by one, so DeepSpeed's own count of samples is nominal
+    (`micro_batch_note` a micro-batch).
+
+    Raises:
+        UserError: unreadable file, a missing key that would change the mathematics, values that contradict the recipe
+            (all of them at once), or a combination that DeepSpeed computes wrongly.
+    """
+    tree = _read(Path(path))
+    faults = [f"{key} must be written: {why}" for key, why in _MUST_BE_WRITTEN.items() if _get(tree, key) is None]
+    owned = {
+        "train_micro_batch_size_per_gpu": micro_batch_note,
+        "gradient_accumulation_steps": recipe.batch.accumulation,
+        "train_batch_size": micro_batch_note * recipe.batch.accumulation * world,
+        "gradient_clipping": recipe.train.clip,
+    }
+    setting = {"gradient_clipping": "train.clip", "gradient_accumulation_steps": "batch.accumulation"}
+    for key, value in owned.items():
+        found = tree.get(key, "auto")
+        if found not in ("auto", value):
+            faults.append(f'{key} is {found}, but the recipe\'s {setting.get(key, "batch")} makes it {value}; write "auto"')
+        tree[key] = value
+    for key in ("optimizer", "scheduler"):
+        if key in tree:
+            faults.append(f"{key} is given, but the recipe's {key.replace('scheduler', 'schedule')} section owns it; "
+                          "remove it from the JSON")
+    precision, stage = _precision(tree, faults), _get(tree, "zero_optimization.stage") or 0
+    if stage == 0 and precision != "fp32":
+        faults.append(f"{precision} with ZeRO stage 0 is computed wrongly by DeepSpeed (unscaled loss, a step during "
+                      "initialisation); use a ZeRO-1 configuration, which on one process costs nothing more")
+    fp16 = dict(tree.get("fp16") or {})
+    floor = float(fp16.pop("deepnmt_min_loss_scale", 0.03125))
+    if "fp16" in tree:
+        tree["fp16"] = fp16
+    if faults:
+        raise UserError("\n  ".join([f"{path} does not fit this run:", *faults]))
+    return DsConfig(tree, stage, precision, 2.0 ** fp16.get("initial_scale_power", 7),
+                    int(fp16.get("loss_scale_window", 256)), floor)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"parallel.ds_config: there is no file {path}; ds_configs/ holds those that come with deepnmt")
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"parallel.ds_config: {path} is not valid JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"parallel.ds_config: {path} must hold one JSON object")
+    return tree
+
+
+def _get(tree: dict[str, Any], dotted: str) -> Any:
+    for name in dotted.split("."):
+        if not isinstance(tree, dict) or name not in tree:
+            return None
+        tree = tree[name]
+    return tree
+
+
+def _precision(tree: dict[str, Any], faults: list[str]) -> Precision:
+    on: list[Precision] = [kind for kind in ("bf16", "fp16") if (tree.get(kind) or {}).get("enabled")]  # type: ignore[misc]
+    if len(on) > 1:
+        faults.append("bf16 and fp16 are both enabled; keep one")
+    return on[0] if on else "fp32"

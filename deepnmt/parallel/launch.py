@@ -1,0 +1,166 @@
+"""Processes: who am I, how do I talk to the others, and how does everything end cleanly.
+
+Works under the `deepspeed` launcher, torchrun, `srun` (one task per process) and as plain `python` (one process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from deepnmt.errors import UserError
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `world` processes. With one process every call answers at once."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that talks and writes."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        self.sum([0.0])
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sums over all processes, in float64."""
+        if self.world == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank. No object is pickled."""
+        if self.world == 1:
+            return data or b""
+        size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, 0)
+        buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+        if self.first and data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if size.item():
+            dist.broadcast(buffer, 0)
+        return buffer.cpu().numpy().tobytes()
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Every rank's bytes in rank order on rank 0, None elsewhere."""
+        if self.world == 1:
+            return [data]
+        sizes = torch.zeros(self.world, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(data)
+        dist.all_reduce(sizes)
+        buffer = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
+        if data:
+            buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        parts = [torch.empty_like(buffer) for _ in range(self.world)]
+        dist.all_gather(parts, buffer)
+        if not self.first:
+            return None
+        return [part[: int(n)].cpu().numpy().tobytes() for part, n in zip(parts, sizes)]
+
+
+@contextlib.contextmanager
+def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
+    """Finds this process's place, opens the process group where there are several (or `group`), and closes it again.
+
+    Args:
+        threads: of this process; 0 shares the machine's cores among its processes.
+        group: open a process group of one as well (DeepSpeed wants one).
+
+    Raises:
+        UserError: the environment names a rank but not where the others are.
+    """
+    quiet_libraries()
+    rank, world, local_rank, local_world = place()
+    if world > 1:
+        _end_with_parent()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_world))
+    if world > 1 or group:
+        _open_group(rank, world, local_rank, "nccl" if cuda else "gloo")
+    try:
+        yield Ranks(rank, world, local_rank, local_world, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def place() -> tuple[int, int, int, int]:
+    """Rank, world size, local rank and local world size, as the launcher's environment tells them.
+
+    Raises:
+        UserError: srun started several tasks without saying where the first one listens.
+    """
+    env = os.environ
+    if "RANK" in env:
+        world = int(env.get("WORLD_SIZE", "1"))
+        return (int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")),
+                int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", str(world)))))
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        if "MASTER_ADDR" not in env:
+            raise UserError("srun started several tasks but MASTER_ADDR is not set; put 'export MASTER_ADDR=$(scontrol "
+                            "show hostnames | head -n 1) MASTER_PORT=29500' before srun in the batch script")
+        return (int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", "0")),
+                int(env.get("SLURM_NTASKS_PER_NODE", "1")))
+    return 0, 1, 0, 1
+
+
+def _open_group(rank: int, world: int, local_rank: int, backend: str) -> None:
+    env = os.environ
+    address = env.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in env:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            env["MASTER_PORT"] = str(probe.getsockname()[1])
+    env.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local_rank))
+    timeout = timedelta(minutes=30)
+    listener = None
+    if rank == 0 and address in _LOOPBACK:  # else the store would listen on every interface
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", int(env["MASTER_PORT"])))
+        listener.listen()
+    store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0, timeout,
+                          master_listen_fd=listener.detach() if listener else None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _end_with_parent() -> None:
+    """Asks the kernel for SIGTERM when the launcher dies: it can otherwise leave its ranks behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def quiet_libraries() -> None:
+    """Keeps back messages a user can do nothing about; errors still come through."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
+    for name in ("DeepSpeed", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(deepspeed|torch)(\.|$)")

@@ -1,0 +1,336 @@
+"""The training job, readable top to bottom: open, resume or begin, update, validate, save, end."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepnmt.analysis.plots import draw_admin_profile, draw_learning_curve
+from deepnmt.checkpoint import (
+    CheckpointWriteError,
+    TrainingState,
+    load_moments,
+    load_state,
+    load_weights,
+    newest_checkpoint,
+    prune,
+    save_checkpoint,
+)
+from deepnmt.config import Recipe, dump_recipe, load_recipe
+from deepnmt.data.batching import MicroBatch as PlannedBatch
+from deepnmt.data.batching import PlanStream, Position, collate
+from deepnmt.data.dataset import PreparedData
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+from deepnmt.monitor import Monitor, read_log
+from deepnmt.optim import learning_rate
+from deepnmt.parallel.build import build_engine, check_layout
+from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.launch import Ranks
+from deepnmt.parallel.tensors import to_tensors
+from deepnmt.profile import profile_for
+from deepnmt.validate import validate
+
+FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
+
+_FIXED = ("seed", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters", "batch.tokens")
+
+
+@dataclass
+class Progress:
+    """Where a run stands; becomes `state.json` of a checkpoint."""
+
+    update: int = 0
+    position: Position = field(default_factory=lambda: Position(0, 0))
+    skipped: int = 0
+    target_tokens: int = 0
+    seconds: float = 0.0
+    best: dict[str, Any] = field(default_factory=dict)  # value, update, validations without a better one
+    validations: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Trainer:
+    """One run in one run folder. Every method is collective."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+        self.recipe, self.ranks = recipe, ranks
+        self.run = Path(recipe.run)
+        check_layout(recipe, ranks.world)
+        self.data = PreparedData.open(recipe.data.folder)
+        self.vocabs = self.data.vocabs()
+        self.stream = PlanStream(self.data.split("train"), recipe.batch.tokens, recipe.seed)
+        self.progress = Progress()
+        self.stop_signal = 0
+        self._saved = -1
+        checkpoint = self._agree_on_checkpoint()
+        self.monitor = Monitor(self.run, ranks.first, self._update_of(checkpoint), recipe.train.updates)
+        self.engine = self._resume(checkpoint) if checkpoint else self._begin()
+        if ranks.first:
+            (self.run / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+
+    # -- beginning ---------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    def _agree_on_checkpoint(self) -> Path | None:
+        """Rank 0 looks for the newest whole checkpoint and tells the others."""
+        name = b""
+        if self.ranks.first:
+            found = newest_checkpoint(self.checkpoints, on_skip=lambda why: print(f"passed over: {why}", flush=True))
+            name = found.name.encode() if found else b""
+        name = self.ranks.broadcast_bytes(name)
+        return self.checkpoints / name.decode() if name else None
+
+    def _update_of(self, checkpoint: Path | None) -> int:
+        return load_state(checkpoint).update if checkpoint else 0
+
+    def _model(self) -> Transformer:
+        source, target = self.vocabs
+        return Transformer(self.recipe.model, source.size, target.size, self.recipe.seed,
+                           self.recipe.train.label_smoothing)
+
+    def _begin(self) -> Engine:
+        model = self._model()
+        profile = profile_for(self.recipe, self.data, self.ranks)
+        if profile is not None:
+            profile.apply(model)
+            if self.ranks.first:
+                profile.save(self.run / "admin_profile.json")
+                draw_admin_profile(profile, self.run / "admin_profile.png")
+        count = sum(p.numel() for p in model.parameters())
+        self.monitor.event(0, f"training {count:,} parameters on {self.ranks.world} process(es) from scratch",
+                           parameters=count, processes=self.ranks.world)
+        return build_engine(model, self.recipe, self.ranks)
+
+    def _resume(self, checkpoint: Path) -> Engine:
+        """Takes up a checkpoint. What would make it another run is refused by name; other changes take effect."""
+        changes = changed_settings(load_recipe(checkpoint / "recipe.yaml"), self.recipe)
+        refused = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in _FIXED)]
+        if refused:
+            raise UserError(f"{self.run} holds a run begun with other settings:\n  " + "\n  ".join(refused)
+                            + "\nput them back, or train into another folder with run=FOLDER")
+        state = load_state(checkpoint)
+        if state.extra["data_fingerprint"] != self.data.fingerprint:
+            raise UserError(f"{self.recipe.data.folder} was prepared anew from other text since {checkpoint} was "
+                            "written; restore it, or train into another folder with run=FOLDER")
+        engine = build_engine(self._model(), self.recipe, self.ranks)
+        engine.import_state(load_weights(checkpoint, verify=False), load_moments(checkpoint), state.optimizer_step)
+        if state.loss_scale is not None:
+            engine.restore_scaler({"scale": float(state.loss_scale["scale"]), "clean": int(state.loss_scale["clean"])})
+        self.progress = Progress(state.update, Position(state.epoch, state.micro_batch), state.extra["skipped"],
+                                 state.extra["target_tokens"], state.extra["seconds"], state.best,
+                                 state.extra["validations"])
+        self._saved = state.update
+        self.monitor.event(state.update, f"going on from {checkpoint}" + "".join(f"\n  now {c}" for c in changes))
+        return engine
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def run_to_end(self) -> int:
+        """Trains until the recipe's end, early stopping or a signal; returns the process's exit code."""
+        settings, progress = self.recipe.train, self.progress
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._note_signal)
+        self.monitor.status("running", progress.update)
+        interval = Interval()
+        ended, stopping = self._ended(), False
+        while not ended and not stopping:
+            stopping = self._update(interval)
+            due = progress.update % settings.log_every == 0 or progress.update == settings.updates
+            if interval.applied and due:
+                self._report(interval)
+                interval = Interval()
+            ended = self._ended()
+            improved = False
+            if not stopping and progress.update and (progress.update % settings.validate_every == 0 or ended):
+                improved = self._validate()
+                ended = self._ended()
+            if progress.update % settings.save_every == 0 or improved or ended or stopping:
+                self._save()
+        return self._finish(ended, stopping)
+
+    def _note_signal(self, number: int, _frame: Any) -> None:
+        self.stop_signal = number
+
+    def _update(self, interval: Interval) -> bool:
+        """One update; returns whether any process was told to stop."""
+        started = time.monotonic()
+        progress, ranks = self.progress, self.ranks
+        per_rank = self.recipe.batch.accumulation
+        planned, after = self.stream.at(progress.position, ranks.world * per_rank)
+        tokens = sum(int(self.stream.split(item.epoch).trg_lengths[item.indices].sum()) for item in planned)
+        rate = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, progress.update + 1,
+                             self.recipe.train.updates)
+        mine = [self._micro_batch(item) for item in planned[ranks.rank :: ranks.world]]
+        stats = self.engine.train_step(mine, tokens, rate)
+        loss, nll, told = ranks.sum([stats.loss, stats.nll, float(self.stop_signal != 0)])
+        progress.position = after
+        if stats.applied:
+            progress.update += 1
+            progress.target_tokens += tokens
+            interval.add(loss, nll, tokens, stats.grad_norm)
+        else:
+            progress.skipped += 1
+            self.monitor.event(progress.update, f"a non-finite gradient at update {progress.update + 1}: dropped "
+                               f"(loss scale {stats.loss_scale:g})", loss=str(loss))
+        seconds = time.monotonic() - started
+        interval.updates += 1
+        interval.seconds += seconds
+        interval.rate, interval.loss_scale = rate, stats.loss_scale
+        progress.seconds += seconds
+        return told > 0
+
+    def _micro_batch(self, item: PlannedBatch) -> MicroBatch:
+        batch = collate(self.stream.split(item.epoch), item.indices)
+        return (*to_tensors(batch, self.ranks.device), item.number)
+
+    def _ended(self) -> bool:
+        settings, progress = self.recipe.train, self.progress
+        waited = progress.best.get("waited", 0)
+        return (progress.update >= settings.updates
+                or (settings.epochs is not None and progress.position.epoch >= settings.epochs)
+                or (settings.patience > 0 and waited >= settings.patience))
+
+    def _report(self, interval: Interval) -> None:
+        progress = self.progress
+        self.monitor.train(progress.update, {
+            "epoch": progress.position.epoch + 1,
+            "loss": interval.loss / interval.tokens,
+            "perplexity": math.exp(min(interval.nll / interval.tokens, 50.0)),
+            "learning_rate": interval.rate,
+            "gradient_norm": interval.gradient_norm / interval.applied,
+            "loss_scale": interval.loss_scale,
+            "target_tokens_per_second": interval.tokens / interval.seconds,
+            "target_tokens": progress.target_tokens,
+            "skipped_updates": progress.skipped,
+            "padding_waste": self.stream.plan(progress.position.epoch).waste,
+            "training_seconds": progress.seconds,
+        })
+
+    def _validate(self) -> bool:
+        """Returns whether this is the best validation so far."""
+        if self.progress.validations and self.progress.validations[-1]["update"] == self.progress.update:
+            return False
+        result = validate(self.recipe, self.data, self.engine, self.ranks)
+        by_bleu = self.recipe.train.best_by == "bleu"
+        value = -(result.bleu or 0.0) if by_bleu else result.loss
+        best = self.progress.best
+        improved = not best or value < best["value"]
+        if improved:
+            self.progress.best = {"value": value, "update": self.progress.update, "waited": 0}
+        else:
+            self.progress.best = {**best, "waited": best["waited"] + 1}
+        record = {"loss": result.loss, "perplexity": result.perplexity, "best": improved}
+        if result.bleu is not None:
+            record |= {"bleu": result.bleu, "signature": result.signature}
+        self.progress.validations.append({"update": self.progress.update, "value": value, **record})
+        self.monitor.valid(self.progress.update, {**record, "training_seconds": self.progress.seconds})
+        return improved
+
+    # -- saving and ending -------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        progress = self.progress
+        if self._saved == progress.update:
+            return
+        weights, moments = {}, {}
+        for state in self.engine.export_state():
+            if self.ranks.first:
+                weights[state.name] = state.weight
+                moments[f"{state.name}.exp_avg"], moments[f"{state.name}.exp_avg_sq"] = state.exp_avg, state.exp_avg_sq
+        if self.ranks.first:
+            try:
+                self._write(weights, moments)
+            except CheckpointWriteError as error:
+                self.monitor.event(progress.update, f"checkpoint not written, training goes on: {error}")
+        self.ranks.barrier()
+        self._saved = progress.update
+
+    def _write(self, weights: dict[str, Any], moments: dict[str, Any]) -> None:
+        progress = self.progress
+        scaler = self.engine.scaler_state()
+        state = TrainingState(
+            update=progress.update, epoch=progress.position.epoch, micro_batch=progress.position.index,
+            optimizer_step=self.engine.optimizer_step, loss_scale=dict(scaler) if scaler else None, best=progress.best,
+            extra={"skipped": progress.skipped, "target_tokens": progress.target_tokens, "seconds": progress.seconds,
+                   "validations": progress.validations, "data_fingerprint": self.data.fingerprint,
+                   "processes": self.ranks.world})
+        source, target = self.vocabs
+        save_checkpoint(self.checkpoints, progress.update, weights, moments, state, dump_recipe(self.recipe),
+                        source.bytes, target.bytes)
+        scores = {v["update"]: v["value"] for v in progress.validations}
+        prune(self.checkpoints, self.recipe.train.keep_last, self.recipe.train.keep_best, scores, lower_is_better=True)
+
+    def _finish(self, ended: bool, stopping: bool) -> int:
+        progress = self.progress
+        if stopping and not ended:
+            self.monitor.event(progress.update, f"stopped by {signal.Signals(self.stop_signal or 15).name}; the same "
+                               "command goes on from here")
+            self.monitor.status("preempted", progress.update, seconds=round(progress.seconds, 1))
+            return PREEMPTED
+        self.monitor.event(progress.update, f"finished after {progress.update} updates, {progress.position.epoch} epochs, "
+                           f"{progress.target_tokens:,} target tokens in {progress.seconds:.0f} s of updates")
+        self.monitor.status("finished", progress.update, seconds=round(progress.seconds, 1))
+        if self.ranks.first:
+            draw_learning_curve(read_log(self.run / "log.jsonl"), self.run / "curve.png")
+        return FINISHED
+
+    def close(self) -> None:
+        self.engine.close()
+        self.monitor.close()
+
+
+@dataclass
+class Interval:
+    """Sums between two progress lines, over all processes."""
+
+    loss: float = 0.0
+    nll: float = 0.0
+    tokens: int = 0
+    gradient_norm: float = 0.0
+    seconds: float = 0.0
+    applied: int = 0
+    updates: int = 0
+    rate: float = 0.0
+    loss_scale: float = 1.0
+
+    def add(self, loss: float, nll: float, tokens: int, gradient_norm: float) -> None:
+        self.loss += loss
+        self.nll += nll
+        self.tokens += tokens
+        self.gradient_norm += gradient_norm
+        self.applied += 1
+
+
+def changed_settings(old: Recipe, new: Recipe) -> list[str]:
+    """The settings that differ, as `key: old -> new`."""
+    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        leaves: dict[str, Any] = {}
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                leaves |= flat(value, f"{prefix}{key}.")
+            else:
+                leaves[prefix + key] = value
+        return leaves
+
+    before, after = flat(old.model_dump()), flat(new.model_dump())
+    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(before.keys() | after.keys())
+            if before.get(key) != after.get(key)]
+
+
+def train(recipe: Recipe, ranks: Ranks) -> int:
+    """Trains the recipe into its run folder, going on where an earlier attempt stopped; returns the exit code."""
+    trainer = Trainer(recipe, ranks)
+    try:
+        return trainer.run_to_end()
+    except Exception as error:
+        trainer.monitor.status("failed", trainer.progress.update, error=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        trainer.close()

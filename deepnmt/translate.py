@@ -1,0 +1,276 @@
+"""The translation job: lines of text in, as many lines out, in the same order.
+
+An empty line gives an empty line, an over-long one is cut with a warning. Several processes share the lines of one
+input.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deepnmt import config
+from deepnmt.checkpoint import load_model
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.decoding.lines import Form, Hypothesis, progressing, read_lines, record, writing
+from deepnmt.decoding.scores import EOS, PAD, LengthPenalty
+from deepnmt.decoding.search import Candidate, Draw, beam_search, follow, most_likely
+from deepnmt.decoding.steppers import CachedStepper, MakeStepper
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+
+CHUNK = 10_000  # lines sorted by length, translated and written together: what the job holds in memory
+
+Gather = Callable[[bytes], "list[bytes] | None"]  # every process's bytes, in rank order, to rank 0; None elsewhere
+
+log = logging.getLogger(__name__)
+
+EMPTY = Hypothesis("", 0.0, 0.0, 0, True)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a process has done: lines it wrote, and the seconds that took without loading the model."""
+
+    lines: int
+    seconds: float
+
+
+def silent(lines: int) -> None:
+    """The listener that says nothing."""
+
+
+def alone(data: bytes) -> list[bytes] | None:
+    """The gathering of a single process."""
+    return [data]
+
+
+def translate_lines(
+    model: Transformer,
+    vocabs: tuple[Vocabulary, Vocabulary],
+    lines: Iterable[str],
+    settings: config.Translate,
+    *,
+    seed: int = 1,
+    numbers: Iterable[int] | None = None,
+    stepper: MakeStepper = CachedStepper,
+    advance: Callable[[int], None] = silent,
+) -> list[list[Hypothesis]]:
+    """Translates on the model's device.
+
+    Args:
+        model: of any mode and float type; its mode is put back.
+        vocabs: source and target.
+        lines: texts. One without a token gives one empty hypothesis; one longer than the model allows is cut.
+        settings: the search.
+        seed: of sampling. A line's samples are a function of (seed, its number, model) alone.
+        numbers: of the lines, for sampling and warnings; 1, 2, … if not given.
+        stepper: how the model is stepped.
+        advance: told after each batch how many lines it held.
+
+    Returns:
+        For each line, in their order, at most `settings.nbest` hypotheses, best first.
+
+    Raises:
+        UserError: the model's scores are not numbers.
+    """
+    src_vocab, trg_vocab = vocabs
+    limit = model.encoder.input.positions.size(0)
+    texts = list(lines)
+    ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
+    sources = [_source(src_vocab, text, number, limit) for text, number in zip(texts, ids, strict=True)]
+    results: list[list[Hypothesis]] = [[EMPTY] for _ in texts]
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            for batch in _batches([len(source) for source in sources], settings.batch_tokens):
+                found = _search(
+                    model, [sources[i] for i in batch], [ids[i] for i in batch], settings, seed, limit, stepper
+                )
+                for i, candidates in zip(batch, found, strict=True):
+                    results[i] = [_hypothesis(trg_vocab, candidate) for candidate in candidates[: settings.nbest]]
+                advance(len(batch))
+    finally:
+        model.train(training)
+    return results
+
+
+def _source(vocab: Vocabulary, text: str, number: int, limit: int) -> list[int]:
+    """A line's token ids with eos, at most `limit`; none for an empty line."""
+    pieces = vocab.encode(text.strip())
+    if len(pieces) >= limit:
+        log.warning("line %d has %d tokens; only its first %d are translated (model.max_length is %d)",
+                    number, len(pieces), limit - 1, limit)
+    return [*pieces[: limit - 1], EOS] if pieces else []
+
+
+def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Numbers of the sentences with tokens, longest first, in batches of at most `tokens` positions with padding."""
+    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
+    start = 0
+    while start < len(order):
+        size = max(1, tokens // lengths[order[start]])
+        yield order[start : start + size]
+        start += size
+
+
+def _search(
+    model: Transformer,
+    sources: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    settings: config.Translate,
+    seed: int,
+    longest: int,
+    stepper: MakeStepper,
+) -> list[list[Candidate]]:
+    """One batch by the method of `settings`. Source lengths, and with them the limits, count eos."""
+    device = model.output_weight.device
+    src = torch.full((len(sources), max(map(len, sources))), PAD)
+    for row, source in zip(src, sources, strict=True):
+        row[: len(source)] = torch.tensor(source)
+    bounds = [min(longest, max(1, int(settings.max_ratio * len(s)) + settings.max_extra)) for s in sources]
+    src, lengths, limits = src.to(device), torch.tensor([len(s) for s in sources]).to(device), torch.tensor(bounds)
+    limits = limits.to(device)
+    penalty = LengthPenalty(settings.length_penalty, settings.alpha)
+    width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest}[settings.method]
+    state = stepper(model, src, lengths, width, max(bounds))
+    if settings.method == "beam":
+        return beam_search(state, limits, width, settings.nbest, penalty)
+    if settings.method == "greedy":
+        return follow(state, limits, width, most_likely, penalty)
+    uniforms = np.zeros((len(sources), width, max(bounds)), dtype=np.float32)
+    for row, number, bound in zip(uniforms, numbers, bounds, strict=True):
+        row[:, :bound] = np.random.default_rng((seed, number)).random((bound, width), dtype=np.float32).T
+    return follow(state, limits, width, Draw(torch.from_numpy(uniforms).to(device), settings.temperature), penalty)
+
+
+def _hypothesis(vocab: Vocabulary, candidate: Candidate) -> Hypothesis:
+    """Detokenises. Line breaks and tabs, which byte pieces can spell, become spaces: a line stays a line."""
+    text = " ".join(vocab.decode(candidate.tokens).splitlines()).replace("\t", " ")
+    return Hypothesis(text, candidate.score, candidate.log_prob, len(candidate.tokens), candidate.ended)
+
+
+def translate_shards(
+    model: Transformer,
+    vocabs: tuple[Vocabulary, Vocabulary],
+    lines: Iterable[str],
+    settings: config.Translate,
+    *,
+    seed: int = 1,
+    rank: int = 0,
+    world: int = 1,
+    gather: Gather = alone,
+    stepper: MakeStepper = CachedStepper,
+    progress: Callable[[int], None] = silent,
+) -> Iterator[list[Hypothesis]]:
+    """`translate_lines` for any number of lines, shared among `world` processes which all call this with the same
+    `lines` and exhaust it. Rank 0 gets every line's hypotheses in order, the others get none.
+
+    Lines pass in chunks of `CHUNK`; of a chunk each process takes every `world`-th line in the order of length, so that
+    all finish together. What they gather is JSON, nothing is unpickled. `progress` is told how many lines are done.
+    """
+    start = 0
+    stream = iter(lines)
+    while chunk := list(itertools.islice(stream, CHUNK)):
+        mine = sorted(range(len(chunk)), key=lambda i: (-len(chunk[i]), i))[rank::world]
+        found = translate_lines(
+            model, vocabs, [chunk[i] for i in mine], settings, seed=seed, numbers=[start + i + 1 for i in mine],
+            stepper=stepper, advance=_Count(start, len(chunk), world, progress).add,
+        )
+        shard = [[i, [list(asdict(h).values()) for h in best]] for i, best in zip(mine, found, strict=True)]
+        shards = gather(json.dumps(shard).encode())
+        start += len(chunk)
+        if shards is not None:
+            whole = {i: [Hypothesis(*h) for h in best] for part in shards for i, best in json.loads(part)}
+            yield from (whole[i] for i in range(len(chunk)))
+            progress(start)
+
+
+class _Count:
+    """Turns the lines this process has done of a chunk into those done by all: the others are about as far."""
+
+    def __init__(self, start: int, size: int, world: int, progress: Callable[[int], None]) -> None:
+        self._start, self._size, self._world, self._progress = start, size, world, progress
+        self._own = 0
+
+    def add(self, lines: int) -> None:
+        self._own += lines
+        self._progress(self._start + min(self._size, self._own * self._world))
+
+
+def translate_files(
+    folder: Path,
+    source: str,
+    target: str,
+    settings: config.Translate,
+    *,
+    form: Form = "text",
+    seed: int = 1,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    world: int = 1,
+    gather: Gather = alone,
+    stepper: MakeStepper = CachedStepper,
+) -> Report:
+    """Translates a file with the model of a checkpoint or run folder.
+
+    Args:
+        folder: as for `checkpoint.load_model`.
+        source: UTF-8 text, plain or .gz; "-" is standard input (with one process only).
+        target: appears when it is complete; "-" is standard output.
+        settings: the search.
+        form: text: the best translation of each line, alone. tsv: "line, rank, score, text" for each hypothesis, line
+            and rank from 1. jsonl: one object for each line.
+        seed: of sampling.
+        device: of the model.
+        rank, world, gather: of several processes, see `translate_shards`. Rank 0 writes and reports progress.
+        stepper: how the model is stepped.
+
+    Raises:
+        UserError: a file cannot be read or written, or is not UTF-8; `form` cannot hold what is asked for.
+    """
+    lines_in, lines_out = _checked(source, target, settings.nbest, form, world)
+    loaded = load_model(folder)
+    model, vocabs = loaded.model.to(device), (loaded.src_vocab, loaded.trg_vocab)
+    begin = time.perf_counter()
+    written = 0
+    with progressing() as progress:
+        translated = translate_shards(
+            model, vocabs, read_lines(lines_in), settings, seed=seed, rank=rank, world=world, gather=gather,
+            stepper=stepper, progress=progress.at if rank == 0 else silent,
+        )
+        if rank > 0:
+            return Report(sum(1 for _ in translated), time.perf_counter() - begin)
+        with writing(lines_out) as out:
+            for written, hypotheses in enumerate(translated, start=1):
+                out.write(record(written, hypotheses, form))
+    report = Report(written, time.perf_counter() - begin)
+    print(f"{report.lines:,} lines in {report.seconds:.1f} s: {report.lines / report.seconds:.1f} lines/s",
+          file=sys.stderr)
+    return report
+
+
+def _checked(source: str, target: str, nbest: int, form: Form, world: int) -> tuple[Path | None, Path | None]:
+    """Input and output as paths, None for a standard stream. Raises `UserError` where they cannot be used."""
+    if form == "text" and nbest > 1:
+        raise UserError(f"translate.nbest is {nbest}, but the format text holds one translation a line; choose the "
+                        "format tsv or jsonl, or translate.nbest=1")
+    if source == "-" and world > 1:
+        raise UserError(f"standard input reaches one process only, but {world} were launched; name an input file, or "
+                        "launch one process")
+    lines_in, lines_out = (None if name == "-" else Path(name) for name in (source, target))
+    if lines_in is not None and not lines_in.is_file():
+        raise UserError(f"there is no input file {lines_in}; give an existing text or .gz file, or - for standard input")
+    if lines_in is not None and lines_out is not None and lines_out.exists() and lines_out.samefile(lines_in):
+        raise UserError(f"output {lines_out} is the input file itself; give another output")
+    return lines_in, lines_out

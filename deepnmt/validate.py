@@ -1,0 +1,69 @@
+"""Validation during training: loss over the whole set, and SacreBLEU of a greedy translation, shared among processes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+import sacrebleu
+
+from deepnmt.config import Recipe, Translate
+from deepnmt.data.batching import collate, plan_eval
+from deepnmt.data.dataset import PreparedData, Split
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.launch import Ranks
+from deepnmt.parallel.tensors import to_tensors
+from deepnmt.translate import translate_shards
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Figures of one validation. `loss`: label-smoothed, nats a target token; `perplexity`: e to the plain one."""
+
+    loss: float
+    perplexity: float
+    bleu: float | None
+    signature: str | None
+
+
+def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:
+    """Collective; every rank returns the same figures."""
+    split = data.split("valid")
+    loss, nll, tokens = ranks.sum(_losses(recipe, split.cut(recipe.model.max_length), engine, ranks))
+    bleu = signature = None
+    if recipe.train.valid_bleu:
+        bleu, signature = _bleu(recipe, data, split, engine.module, ranks)
+    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), bleu, signature)
+
+
+def _losses(recipe: Recipe, split: Split, engine: Engine, ranks: Ranks) -> list[float]:
+    plan = plan_eval(split.src_lengths, split.trg_lengths, recipe.batch.tokens)
+    totals = [0.0, 0.0, 0.0]
+    rounds = math.ceil(len(plan) / ranks.world)  # ZeRO-3 gathers weights in every forward: all ranks make as many
+    for turn in range(rounds):
+        place = turn * ranks.world + ranks.rank
+        mine = place < len(plan)
+        batch = collate(split, plan[place if mine else 0])
+        micro_batch: MicroBatch = (*to_tensors(batch, ranks.device), 0)
+        loss, nll = engine.evaluate(micro_batch)
+        if mine:
+            totals = [totals[0] + loss, totals[1] + nll, totals[2] + batch.tokens]
+    return totals
+
+
+def _bleu(recipe: Recipe, data: PreparedData, split: Split, model: Transformer, ranks: Ranks) -> tuple[float, str]:
+    count = recipe.train.valid_sentences or len(split)
+    sources, references = split.src_text()[:count], split.trg_text()[:count]
+    settings = Translate(method="greedy", batch_tokens=recipe.translate.batch_tokens)
+    translated = translate_shards(model, data.vocabs(), sources, settings, rank=ranks.rank, world=ranks.world,
+                                  gather=ranks.gather_bytes)
+    hypotheses = [best[0].text for best in translated]
+    score = b""
+    if ranks.first:
+        metric = sacrebleu.BLEU()
+        value = metric.corpus_score(hypotheses, [references]).score
+        score = json.dumps([value, str(metric.get_signature())]).encode()
+    value, signature = json.loads(ranks.broadcast_bytes(score))
+    return value, signature

@@ -1,0 +1,85 @@
+"""The demo, step by step: a corpus made here, vocabulary and arrays, Admin profile and training under `deepspeed`,
+averaging, translation of sentences never seen, scores. Each step reuses what an earlier attempt left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from deepnmt.average import average_run
+from deepnmt.checkpoint import list_checkpoints
+from deepnmt.config import Recipe, dump_recipe
+from deepnmt.demo import make_corpus
+from deepnmt.errors import UserError
+from deepnmt.evaluate import evaluate_run
+from deepnmt.monitor import clock
+from deepnmt.prepare import prepare
+from deepnmt.translate import translate_files
+
+_TRAIN = Path(__file__).resolve().parents[1] / "tools" / "train.py"
+
+
+def walk(recipe: Recipe, number_of_processes: int = 2) -> int:
+    """Runs every step and returns the exit code."""
+    started = time.monotonic()
+    run, texts = Path(recipe.run), Path(recipe.data.train.src[0]).parent
+    steps: list[tuple[str, Callable[[], object]]] = [
+        ("writing the corpus", lambda: make_corpus(texts)),
+        ("preparing the data", lambda: prepare(recipe)),
+        (f"profiling Admin and training on {number_of_processes} processes", lambda: _train(recipe, number_of_processes)),
+        ("averaging the last checkpoints", lambda: average_run(recipe)),
+        ("translating and scoring the test set", lambda: _score(recipe, run)),
+    ]
+    for number, (title, step) in enumerate(steps, 1):
+        print(f"[{number}/{len(steps)}] {title}", file=sys.stderr, flush=True)
+        step()
+    _show(recipe, run, texts)
+    print(f"the demo took {clock(time.monotonic() - started)}; everything is in {run}/", file=sys.stderr)
+    return 0
+
+
+def _train(recipe: Recipe, count: int) -> None:
+    """Starts `tools/train.py` under the launcher unless the run is finished."""
+    status = Path(recipe.run) / "STATUS.json"
+    if status.is_file():
+        found = json.loads(status.read_text(encoding="utf-8"))
+        if found["status"] == "finished" and found["update"] >= recipe.train.updates:
+            print(f"      {recipe.run} was trained before; it is reused", file=sys.stderr)
+            return
+    Path(recipe.run).mkdir(parents=True, exist_ok=True)
+    resolved = Path(recipe.run) / "demo.yaml"
+    resolved.write_text(dump_recipe(recipe), encoding="utf-8")
+    launcher = Path(sys.executable).parent / "deepspeed"
+    command = [str(launcher), "--quiet", "--num_accelerators", str(count), str(_TRAIN), str(resolved)]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"}
+    code = subprocess.run(command, env=env, check=False).returncode
+    if code:
+        raise UserError(f"training ended with code {code}, see above; the same command goes on from the newest checkpoint")
+
+
+def _score(recipe: Recipe, run: Path) -> None:
+    """Scores the averaged model unless that was done since the last checkpoint."""
+    scores = run / "scores.json"
+    newest = max(path.stat().st_mtime for path in list_checkpoints(run / "checkpoints"))
+    if scores.is_file() and scores.stat().st_mtime > newest:
+        print(f"      {scores} is up to date", file=sys.stderr)
+        return
+    evaluate_run(recipe)
+
+
+def _show(recipe: Recipe, run: Path, texts: Path) -> None:
+    """A few translations and the scores."""
+    lines = [(texts / f"test.{lang}").read_text(encoding="utf-8").splitlines()[:3] for lang in ("en", "de")]
+    sample, output = run / "sample.en", run / "sample.de"
+    sample.write_text("".join(f"{line}\n" for line in lines[0]), encoding="utf-8")
+    translate_files(run, str(sample), str(output), recipe.translate)
+    for source, reference, ours in zip(*lines, output.read_text(encoding="utf-8").splitlines(), strict=True):
+        print(f"\n  English    {source}\n  deepnmt    {ours}\n  reference  {reference}")
+    scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
+    print(f"\n  BLEU {scores['bleu']:.1f}  ({scores['bleu_signature']})\n  chrF {scores['chrf']:.1f}  "
+          f"({scores['chrf_signature']})")
