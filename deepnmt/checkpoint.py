@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,9 +41,8 @@ MODEL_FILES = (WEIGHTS, STATE, RECIPE, SRC_VOCAB, TRG_VOCAB)  # what a model is 
 FILES = (*MODEL_FILES, MOMENTS)
 
 FAIL_POINTS = (
-    "folder made",
+    *commit.FAIL_POINTS,
     *(f"{name} {step}" for name in (*FILES, MANIFEST) for step in ("written", "synced")),
-    *("folder synced", "predecessor moved", "renamed", "parent synced", "newer one set aside", "pruned one moved"),
 )
 
 Which = Literal["auto", "averaged", "newest", "best"]
@@ -110,6 +110,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes `checkpoints/update-<update>`; one process of a run calls it, with whole fp32 tensors.
 
+    What a killed save or deletion left behind is deleted first.
+
     Checkpoints of later updates are what the run went back from (a damaged newest one, say). They are set aside as
     `set-aside-update-*`, so that they are neither resumed from nor counted when old ones are deleted.
 
@@ -117,6 +119,7 @@ def save_checkpoint(
         CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
     """
     target = checkpoints / f"update-{update:08d}"
+    commit.sweep(checkpoints, "update-*")
     write_checkpoint(target, Contents(weights, moments, state, recipe_yaml, src_vocab, trg_vocab, extra_metadata or {}))
     for path in list_checkpoints(checkpoints):
         if update_of(path) > update:
@@ -136,8 +139,8 @@ def write_checkpoint(target: Path, contents: Contents) -> None:
         TRG_VOCAB: contents.trg_vocab,
     }
     writers: dict[str, Callable[[Path], object]] = {}
-    writers |= {name: lambda file, group=group: _write_tensors(file, group) for name, group in tensors.items()}
-    writers |= {name: lambda file, data=data: file.write_bytes(data) for name, data in plain.items()}
+    writers |= {name: partial(_write_tensors, group) for name, group in tensors.items()}
+    writers |= {name: partial(_write_bytes, data) for name, data in plain.items()}
     facts = {
         "update": contents.state.update,
         "parameters": sum(tensor.numel() for tensor in contents.weights.values()),
@@ -147,7 +150,11 @@ def write_checkpoint(target: Path, contents: Contents) -> None:
     commit.commit_folder(target, writers, facts)
 
 
-def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_bytes(data: bytes, file: Path) -> None:
+    file.write_bytes(data)
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32:
             raise ValueError(f"{name} is {tensor.dtype}; a checkpoint holds fp32")

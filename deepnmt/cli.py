@@ -178,6 +178,25 @@ def _evaluate(words: list[str]) -> int:
     return 0
 
 
+def _benchmark(words: list[str]) -> int:
+    """Time training and translation against a plain loop."""
+    parser = _recipe_parser("benchmark", "Target tokens/s of the training loop against a plain loop over "
+                            "torch.nn.Transformer of the same shape on the same batches; sentences/s of translation.",
+                            "python tools/benchmark.py recipes/multi30k/de-en_4l-4l.yaml batch.tokens=2048 "
+                            "--translate runs/multi30k_de-en")
+    parser.add_argument("--updates", type=int, default=20, metavar="N", help="timed updates a round (default 20)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (default 3)")
+    parser.add_argument("--translate", metavar="RUN", help="a trained run whose first test set is translated")
+    parser.add_argument("--output", default="runs/benchmark.json", metavar="FILE", help="JSON file")
+    found = parser.parse_intermixed_args(words)
+    recipe = _load(found)
+    from deepnmt.benchmark import benchmark, save
+
+    figures = benchmark(recipe, found.updates, found.rounds, Path(found.translate) if found.translate else None)
+    save(figures, Path(found.output))
+    return 0
+
+
 def _demo(words: list[str]) -> int:
     """The whole path on a corpus made here."""
     parser = _recipe_parser("demo", "Writes the demo corpus, prepares it, trains under deepspeed on two processes, averages, "
@@ -196,6 +215,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "average": _average,
     "translate": _translate,
     "evaluate": _evaluate,
+    "benchmark": _benchmark,
     "demo": _demo,
 }
 

@@ -1,8 +1,8 @@
 """Folders that are there whole or not at all, and that can tell whether they still are.
 
-A folder is written as `.tmp-*`: its files, each synced, then `manifest.json` with their sizes and SHA-256; then the folder
-is synced, renamed, and its parent synced. What is deleted is renamed to `.trash-*` first. So a kill at any moment leaves
-under a folder's name what was there before, or all of the new.
+A folder is written as `.tmp-*`: its files, each synced, then `manifest.json` with their sizes and SHA-256; then the
+folder is synced and renamed, and its parent synced. What is deleted is renamed to `.trash-*` first. So at any moment a
+folder under its own name was whole once, and its manifest says whether it still is.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from deepnmt.errors import UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+FAIL_POINTS = ("folder made", "folder synced", "predecessor moved", "renamed", "parent synced", "set aside", "trashed")
 
 
 class CheckpointWriteError(UserError):
@@ -38,7 +39,10 @@ class DamagedCheckpoint(UserError):  # noqa: N818 (a state of the folder, not of
 
 
 def fail_point(name: str) -> None:
-    """For tests: kills this process here if the environment variable DEEPNMT_FAIL_POINT is `name`."""
+    """For tests: kills this process here if the environment variable DEEPNMT_FAIL_POINT is `name`.
+
+    The names are those of FAIL_POINTS and, for each file, "<file> written" and "<file> synced".
+    """
     if os.environ.get("DEEPNMT_FAIL_POINT") == name:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -54,10 +58,9 @@ def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], f
     Raises:
         CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
     """
-    temporary = _aside(target, ".tmp")
+    temporary, trash = _aside(target, ".tmp"), _aside(target, ".trash")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        sweep(target.parent)
         temporary.mkdir()
         fail_point("folder made")
         for name, write in files.items():
@@ -68,7 +71,7 @@ def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], f
         _sync(temporary)
         fail_point("folder synced")
         if target.exists():
-            target.rename(_aside(target, ".trash"))
+            target.rename(trash)
             fail_point("predecessor moved")
         temporary.rename(target)
         fail_point("renamed")
@@ -78,26 +81,26 @@ def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], f
         raise _write_error(target, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        sweep(target.parent)
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def set_aside(folder: Path) -> None:
     """Renames a folder to `set-aside-*`. Raises `CheckpointWriteError`."""
     _rename(folder, _aside(folder, "set-aside"))
-    fail_point("newer one set aside")
+    fail_point("set aside")
 
 
 def delete(folder: Path) -> None:
     """Deletes a folder, never leaving a part of it under its name. Raises `CheckpointWriteError`."""
     trash = _aside(folder, ".trash")
     _rename(folder, trash)
-    fail_point("pruned one moved")
+    fail_point("trashed")
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def sweep(parent: Path) -> None:
-    """Deletes what a killed `commit_folder` or `delete` left in `parent`."""
-    for path in [*parent.glob(".tmp-*"), *parent.glob(".trash-*")]:
+def sweep(parent: Path, names: str) -> None:
+    """Deletes what a killed `commit_folder` or `delete` of folders with such names (a glob) left in `parent`."""
+    for path in [*parent.glob(f".tmp-{names}-*"), *parent.glob(f".trash-{names}-*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 

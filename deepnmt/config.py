@@ -6,16 +6,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from deepnmt.errors import UserError
+from deepnmt.recipe_faults import find_faults
 
 Block = Literal["post_ln", "pre_ln", "admin", "b2t", "deepnorm"]
 Count = Annotated[int, Field(ge=1)]
@@ -69,7 +69,7 @@ class Data(Section):
     test: dict[str, Corpus] = Field(default_factory=dict)
     filters: Filters = Filters()
     workers: Annotated[int, Field(ge=0)] = 0  # 0: one per core
-    subword_variants: Annotated[int, Field(ge=0)] = 0  # sampled segmentations of the training text, one per epoch in turn
+    subword_variants: Annotated[int, Field(ge=0)] = 0  # sampled segmentations of the training text, by turns
     subword_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # how far they stray from the best segmentation
 
 
@@ -117,10 +117,13 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _shapes(self) -> Model:
+        faults = []
         if self.width % self.heads:
-            raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
+            faults.append(f"width ({self.width}) must be a multiple of heads ({self.heads})")
         if self.width % 2:
-            raise ValueError(f"width ({self.width}) must be even: positions are half sines, half cosines")
+            faults.append(f"width ({self.width}) must be even: positions are half sines, half cosines")
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
 
@@ -229,10 +232,10 @@ class Recipe(Section):
             faults.append("train.best_by: bleu needs train.valid_bleu: true")
         if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:
             faults.append(f"schedule.warmup ({self.schedule.warmup}) must be below train.updates "
-                          f"({self.train.updates}) for a linear schedule")
+                          f"({self.train.updates}) with schedule.name: linear")
         if self.data.subword_variants and self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
-            faults.append("data.subword_variants with subword_alpha 0 would prepare the same text again; "
-                          "set subword_alpha to 0.1")
+            faults.append("data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same "
+                          "text again; set data.subword_alpha to 0.1")
         if faults:
             raise ValueError("\n".join(faults))
         return self
@@ -244,6 +247,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
@@ -274,7 +279,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             raise UserError(f"{file} holds no recipe.yaml; give a recipe or the folder of a run that was started")
         file = file / "recipe.yaml"
     try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
         raise UserError(f"there is no recipe {file}; recipes/ holds those that come with deepnmt") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -290,12 +295,13 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 def check_recipe(tree: dict[str, Any], origin: str) -> Recipe:
     """Checks a tree of settings; `origin` names it in the error. Raises `UserError` with every fault, one a line."""
-    try:
-        return Recipe.model_validate(_expand(tree, "", origin))
-    except ValidationError as error:
-        faults = [_sentence(fault) for fault in error.errors()]
+    faults: list[str] = []
+    tree = _expand(tree, "", faults)
+    faults += find_faults(Recipe, tree, {Corpus: {"src": ["-"], "trg": ["-"]}})
+    if faults:
         head = f"{origin} has {'a fault' if len(faults) == 1 else f'{len(faults)} faults'}:"
-        raise UserError("\n".join([head, *(f"  {line}" for fault in faults for line in fault.split("\n"))])) from None
+        raise UserError("\n".join([head, *(f"  {fault}" for fault in faults)]))
+    return Recipe.model_validate(tree)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -308,7 +314,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"override {override!r} is not of the form key.key=value, for example train.updates=300")
     try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         raise UserError(f"override {override!r}: {text!r} is not a YAML value") from None
     *parents, last = key.split(".")
@@ -323,48 +329,19 @@ def _override(tree: dict[str, Any], override: str) -> None:
     node[last] = value
 
 
-def _expand(value: Any, where: str, origin: str) -> Any:
-    """Puts environment variables (`${NAME}`) into strings, so that a recipe names no folder of one machine."""
+def _expand(value: Any, where: str, faults: list[str]) -> Any:
+    """Puts environment variables (`${NAME}`) into strings, so that a recipe names no folder of one machine.
+
+    A variable that is not set stays as it is written and is told of in `faults`.
+    """
     if isinstance(value, dict):
-        return {k: _expand(v, f"{where}.{k}" if where else str(k), origin) for k, v in value.items()}
+        return {k: _expand(v, f"{where}.{k}" if where else str(k), faults) for k, v in value.items()}
     if isinstance(value, list):
-        return [_expand(v, where, origin) for v in value]
+        return [_expand(v, where, faults) for v in value]
     if not isinstance(value, str):
         return value
-    missing = [n for n in re.findall(r"\$\{(\w+)\}", value) if n not in os.environ]
-    if missing:
-        raise UserError(f"{origin}: {where} is {value!r}, but the environment variable {missing[0]} is not set; "
-                        f"export {missing[0]}=FOLDER, or give the setting on the command line as {where}=PATH")
-    return re.sub(r"\$\{(\w+)\}", lambda m: os.environ[m[1]], value)
-
-
-def _keys_at(path: tuple[Any, ...]) -> list[str]:
-    """The keys a section allows, for naming the nearest one."""
-    section: Any = Recipe
-    for name in path:
-        field = section.model_fields.get(name) if isinstance(section, type) else None
-        if field is None:  # the free name of a test set
-            section = Corpus
-            continue
-        kinds = [field.annotation, *get_args(field.annotation)]
-        section = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-        if section is None:
-            return []
-    return list(section.model_fields)
-
-
-def _sentence(fault: Any) -> str:
-    path, kind = fault["loc"], fault["type"]
-    key = ".".join(str(p) for p in path)
-    if kind == "extra_forbidden":
-        known = _keys_at(path[:-1])
-        near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*map(str, path[:-1]), near[0]])}?" if near else f"known: {', '.join(known)}"
-        return f"{key}: unknown setting; {hint}"
-    if kind == "missing":
-        return f"{key}: missing; this setting has no default"
-    if kind == "value_error":
-        text = str(fault["ctx"]["error"])
-        return text if not key else f"{key}: {text}"
-    message = fault["msg"].replace("Input should be", "must be").replace("instance of", "group of settings like")
-    return f"{key}: is {fault['input']!r}, {message}"
+    for name in re.findall(r"\$\{(\w+)\}", value):
+        if name not in os.environ:
+            faults.append(f"{where}: is {value!r}, but the environment variable {name} is not set; "
+                          f"export {name}=FOLDER, or give the setting on the command line as {where}=PATH")
+    return re.sub(r"\$\{(\w+)\}", lambda m: os.environ.get(m[1], m[0]), value)

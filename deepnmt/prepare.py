@@ -180,7 +180,7 @@ def _build(recipe: Recipe, corpora: dict[str, Corpus], folder: Path, report: _Re
     for name, corpus in held_out.items():
         everything = np.full(sizes[name], KEPT, dtype=np.uint8)
         splits[name] = _encode(folder, name, corpus, everything, Encoding(*models), workers, report)
-    job = Encoding(*models, data.filters, data.subword_variants, data.subword_alpha)
+    job = Encoding(*models, data.filters, data.subword_variants, recipe.vocab.kind, data.subword_alpha)
     splits["train"] = _encode(folder, "train", train, verdicts, job, workers, report)
     vocabs = {side: {"size": vocab.size, "sha256": vocab.fingerprint}
               for side, vocab in zip(("src", "trg"), map(Vocabulary, models))}

@@ -17,11 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from deepnmt import config
 from deepnmt.checkpoint import load_model
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decoding.lines import Form, Hypothesis, progressing, read_lines, record, writing
+from deepnmt.decoding.lines import Form, Hypothesis, one_line, progressing, read_lines, record, writing
 from deepnmt.decoding.scores import EOS, PAD, LengthPenalty
 from deepnmt.decoding.search import Candidate, Draw, beam_search, follow, most_likely
 from deepnmt.decoding.steppers import CachedStepper, MakeStepper
@@ -84,21 +86,19 @@ def translate_lines(
         UserError: the model's scores are not numbers.
     """
     src_vocab, trg_vocab = vocabs
-    limit = model.encoder.input.positions.size(0)
+    search = _Search(model, settings, seed, stepper)
     texts = list(lines)
     ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
-    sources = [_source(src_vocab, text, number, limit) for text, number in zip(texts, ids, strict=True)]
+    sources = [_source(src_vocab, text, number, search.longest) for text, number in zip(texts, ids, strict=True)]
     results: list[list[Hypothesis]] = [[EMPTY] for _ in texts]
     training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            for batch in _batches([len(source) for source in sources], settings.batch_tokens):
-                found = _search(
-                    model, [sources[i] for i in batch], [ids[i] for i in batch], settings, seed, limit, stepper
-                )
+            for batch in _batches([len(source) for source in sources], settings.batch_tokens, search.width):
+                found = search([sources[i] for i in batch], [ids[i] for i in batch])
                 for i, candidates in zip(batch, found, strict=True):
-                    results[i] = [_hypothesis(trg_vocab, candidate) for candidate in candidates[: settings.nbest]]
+                    results[i] = [_hypothesis(trg_vocab, candidate) for candidate in candidates]
                 advance(len(batch))
     finally:
         model.train(training)
@@ -114,49 +114,60 @@ def _source(vocab: Vocabulary, text: str, number: int, limit: int) -> list[int]:
     return [*pieces[: limit - 1], EOS] if pieces else []
 
 
-def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Numbers of the sentences with tokens, longest first, in batches of at most `tokens` positions with padding."""
+def _batches(lengths: Sequence[int], tokens: int, width: int) -> Iterator[list[int]]:
+    """Numbers of the sentences with tokens, longest first, in batches of at most `tokens` positions.
+
+    Padding counts, and a sentence counts once for each of its `width` hypotheses: memory does not depend on the beam.
+    """
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
     start = 0
     while start < len(order):
-        size = max(1, tokens // lengths[order[start]])
+        size = max(1, tokens // (lengths[order[start]] * width))
         yield order[start : start + size]
         start += size
 
 
-def _search(
-    model: Transformer,
-    sources: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    settings: config.Translate,
-    seed: int,
-    longest: int,
-    stepper: MakeStepper,
-) -> list[list[Candidate]]:
-    """One batch by the method of `settings`. Source lengths, and with them the limits, count eos."""
-    device = model.output_weight.device
-    src = torch.full((len(sources), max(map(len, sources))), PAD)
-    for row, source in zip(src, sources, strict=True):
-        row[: len(source)] = torch.tensor(source)
-    bounds = [min(longest, max(1, int(settings.max_ratio * len(s)) + settings.max_extra)) for s in sources]
-    src, lengths, limits = src.to(device), torch.tensor([len(s) for s in sources]).to(device), torch.tensor(bounds)
-    limits = limits.to(device)
-    penalty = LengthPenalty(settings.length_penalty, settings.alpha)
-    width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest}[settings.method]
-    state = stepper(model, src, lengths, width, max(bounds))
-    if settings.method == "beam":
-        return beam_search(state, limits, width, settings.nbest, penalty)
-    if settings.method == "greedy":
-        return follow(state, limits, width, most_likely, penalty)
-    uniforms = np.zeros((len(sources), width, max(bounds)), dtype=np.float32)
-    for row, number, bound in zip(uniforms, numbers, bounds, strict=True):
-        row[:, :bound] = np.random.default_rng((seed, number)).random((bound, width), dtype=np.float32).T
-    return follow(state, limits, width, Draw(torch.from_numpy(uniforms).to(device), settings.temperature), penalty)
+class _Search:
+    """The search that `settings` describe, for one batch after the other. Source lengths and limits count eos."""
+
+    def __init__(self, model: Transformer, settings: config.Translate, seed: int, stepper: MakeStepper) -> None:
+        self.model, self.settings, self.seed, self.stepper = model, settings, seed, stepper
+        self.longest = model.encoder.input.positions.size(0)  # model.max_length
+        # hypotheses that grow at once for a sentence
+        self.width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest}[settings.method]
+
+    def __call__(self, sources: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[Candidate]]:
+        """The hypotheses of sources (token ids with eos) that stand in lines `numbers`, best first."""
+        settings, device = self.settings, self.model.output_weight.device
+        rows = [torch.tensor(source) for source in sources]
+        src = pad_sequence(rows, batch_first=True, padding_value=PAD).to(device)
+        lengths = [len(source) for source in sources]
+        longest = [self._limit(length) for length in lengths]
+        limits = torch.tensor(longest, device=device)
+        state = self.stepper(self.model, src, torch.tensor(lengths, device=device), self.width, max(longest))
+        penalty = LengthPenalty(settings.length_penalty, settings.alpha)
+        if settings.method == "beam":
+            return beam_search(state, limits, self.width, settings.nbest, penalty)
+        if settings.method == "greedy":
+            return follow(state, limits, self.width, most_likely, penalty)
+        draw = Draw(self._uniforms(numbers, longest).to(device), settings.temperature)
+        return follow(state, limits, self.width, draw, penalty)
+
+    def _limit(self, length: int) -> int:
+        """The most tokens of a translation of `length` tokens."""
+        return min(self.longest, max(1, int(self.settings.max_ratio * length) + self.settings.max_extra))
+
+    def _uniforms(self, numbers: Sequence[int], limits: Sequence[int]) -> Tensor:
+        """Numbers in [0, 1) [B, width, M], those of a line a function of (seed, the line's number)."""
+        drawn = torch.zeros(len(numbers), self.width, max(limits))
+        for row, number, limit in zip(drawn, numbers, limits, strict=True):
+            generator = np.random.default_rng((self.seed, number))
+            row[:, :limit] = torch.from_numpy(generator.random((self.width, limit), dtype=np.float32))
+        return drawn
 
 
 def _hypothesis(vocab: Vocabulary, candidate: Candidate) -> Hypothesis:
-    """Detokenises. Line breaks and tabs, which byte pieces can spell, become spaces: a line stays a line."""
-    text = " ".join(vocab.decode(candidate.tokens).splitlines()).replace("\t", " ")
+    text = one_line(vocab.decode(candidate.tokens))
     return Hypothesis(text, candidate.score, candidate.log_prob, len(candidate.tokens), candidate.ended)
 
 
@@ -270,7 +281,8 @@ def _checked(source: str, target: str, nbest: int, form: Form, world: int) -> tu
                         "launch one process")
     lines_in, lines_out = (None if name == "-" else Path(name) for name in (source, target))
     if lines_in is not None and not lines_in.is_file():
-        raise UserError(f"there is no input file {lines_in}; give an existing text or .gz file, or - for standard input")
+        raise UserError(f"there is no input file {lines_in}; give an existing text or .gz file, or - for the standard "
+                        "input")
     if lines_in is not None and lines_out is not None and lines_out.exists() and lines_out.samefile(lines_in):
         raise UserError(f"output {lines_out} is the input file itself; give another output")
     return lines_in, lines_out

@@ -8,10 +8,11 @@ question. Words are in their final form here; only the first letter and the full
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 from deepnmt.data import inflection as forms
-from deepnmt.data.inflection import ACC, DAT
+from deepnmt.data.inflection import ACC, DAT, NOM
 from deepnmt.data.lexicon import Adjective, Noun, Verb
 
 Pair = tuple[str, str]
@@ -142,14 +143,14 @@ class Action:
 
     def german(self, front: str | None = None) -> str:
         finite, end, _ = self._german_verb()
-        subject = self.subject.de[0]
+        subject = self.subject.de[NOM]
         start = f"{subject} {finite}" if front is None else _join(front, finite, subject)
         return _join(start, self._middle(), end)
 
     def german_final(self) -> str:
         finite, end, one_word = self._german_verb()
         last = end + finite if one_word else f"{end} {finite}"
-        return _join(self.subject.de[0], self._middle(), last)
+        return _join(self.subject.de[NOM], self._middle(), last)
 
 
 @dataclass
@@ -173,12 +174,12 @@ class State:
         return _join(word, self._be[0], self.subject.en, self.predicate[0])
 
     def german(self, front: str | None = None) -> str:
-        finite, subject = self._be[1], self.subject.de[0]
+        finite, subject = self._be[1], self.subject.de[NOM]
         start = f"{subject} {finite}" if front is None else _join(front, finite, subject)
         return _join(start, "nicht" * self.negated, self.predicate[1])
 
     def german_final(self) -> str:
-        return _join(self.subject.de[0], "nicht" * self.negated, self.predicate[1], self._be[1])
+        return _join(self.subject.de[NOM], "nicht" * self.negated, self.predicate[1], self._be[1])
 
 
 def noun_phrase(
@@ -202,32 +203,35 @@ def noun_phrase(
     if en_det == "a":
         en_det = forms.article_en(en)
     en = _join(f"{of.en}'s" if of else en_det, en)
+    counted = kind == "number"
+    de = _declined(noun, "" if counted else de_det, plural, adjective)
+    if counted:
+        de = tuple(f"{de_det} {form}" for form in de)
+    if of:
+        de = tuple(f"{form} {of.de[forms.GEN]}" for form in de)
+    return common(en, de, 3 if plural else 2, kind, noun)
+
+
+@cache
+def _declined(noun: Noun, determiner: str, plural: bool, adjective: Adjective | None) -> tuple[str, ...]:
     gender = "p" if plural else noun.gender
-    number = de_det if kind == "number" else ""
-    stem = "" if number else de_det
-    cases = []
-    for case in range(4):
-        words = [number or forms.determiner_de(stem, gender, case)]
-        if adjective:
-            words.append(forms.adjective_de(adjective, stem, gender, case))
-        words.append(forms.noun_de(noun, case, plural))
-        if of is not None:
-            words.append(of.de[forms.GEN])
-        cases.append(_join(*words))
-    return common(en, tuple(cases), 3 if plural else 2, kind, noun)
+    return tuple(
+        _join(
+            forms.determiner_de(determiner, gender, case),
+            forms.adjective_de(adjective, determiner, gender, case) if adjective else "",
+            forms.noun_de(noun, case, plural),
+        )
+        for case in range(4)
+    )
 
 
-def relative_pronoun(head: Phrase, subject: bool, case: int = 0) -> Phrase:
-    """The pronoun of a relative clause about `head`: who, whom or that; der, die, das in its case.
-
-    Args:
-        subject: whether it is the subject of its clause; else `case` is ACC or DAT.
-    """
+def relative_pronoun(head: Phrase, subject: bool) -> Phrase:
+    """The pronoun of a relative clause about `head`, as its subject or object: who, whom or that; der, die, das."""
     assert head.noun is not None
     person = "person" in head.noun.tags
     en = ("who" if subject else "whom") if person else "that"
     gender = "p" if head.slot == 3 else head.noun.gender
-    de = [forms.determiner_de("der", gender, c) for c in (0, ACC, DAT)]
+    de = [forms.determiner_de("der", gender, c) for c in (NOM, ACC, DAT)]
     if gender == "p":
         de[DAT] = "denen"
     return common(en, tuple(de), head.slot, "relative", head.noun)

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from deepnmt.config import Filters
 from deepnmt.data.corpus import Pair
 from deepnmt.data.dataset import Tokens
 from deepnmt.data.filters import KEPT, Verdicts, judge_lengths
+from deepnmt.data.sampling import Sampler
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 
@@ -33,12 +35,16 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Encoding:
-    """What is to be done with every pair; `filters` None keeps all pairs, as validation and tests need it."""
+    """What is to be done with every pair; `filters` None keeps all pairs, as validation and tests need it.
+
+    `kind` and `alpha` serve the sampled segmentations.
+    """
 
     src_model: bytes
     trg_model: bytes
     filters: Filters | None = None
     variants: int = 0
+    kind: Literal["bpe", "unigram"] = "bpe"
     alpha: float = 0.0
 
 
@@ -65,6 +71,7 @@ class Encoder:
     def __init__(self, job: Encoding) -> None:
         self._job = job
         self._vocabs = (Vocabulary(job.src_model), Vocabulary(job.trg_model))
+        self._samplers = [Sampler(vocab, job.kind, job.alpha) for vocab in self._vocabs] if job.variants else []
 
     def __call__(self, number: int, pairs: list[Pair]) -> Chunk:
         """Encodes chunk `number`."""
@@ -84,7 +91,7 @@ class Encoder:
     def _sample(self, side: int, number: int, variant: int, texts: list[str], plain: list[list[int]]) -> Pieces:
         """A sampled segmentation of every text, or its plain one where the sampled one is too long."""
         seed = int(np.random.SeedSequence([SEED, number, variant, side]).generate_state(1)[0])
-        sampled = self._vocabs[side].sample_batch(texts, self._job.alpha, seed)
+        sampled = self._samplers[side].sample_batch(texts, seed)
         if self._job.filters:
             most = self._job.filters.max_tokens
             sampled = [some if len(some) <= most else best for some, best in zip(sampled, plain)]

@@ -133,7 +133,10 @@ class Grammar(Phrases):
 
     def _ditransitive(self, clause: Action) -> None:
         receiver = self.pronoun(but=clause.subject) if self.chance(0.25) else self.phrase("person", KNOWN)
-        thing = self.object(clause.verb.objects, clause.subject, clause.negated)
+        if receiver.en_object == "her":  # "send her jackets" would leave open whose they are
+            thing = self.phrase(clause.verb.objects, KNOWN)
+        else:
+            thing = self.object(clause.verb.objects, clause.subject, clause.negated)
         clause.objects = [(receiver, DAT), (thing, ACC)]
 
     def _intransitive(self, clause: Action) -> None:

@@ -166,7 +166,6 @@ def be_de(slot: int, past: bool) -> str:
     return _PRESENT["war" if past else "sein"][slot]
 
 
-@cache
 def noun_de(noun: Noun, case: int, plural: bool) -> str:
     """The German noun in a case."""
     if plural:
@@ -176,7 +175,6 @@ def noun_de(noun: Noun, case: int, plural: bool) -> str:
     return noun.de + (noun.genitive if case == GEN and noun.gender != "f" else "")
 
 
-@cache
 def determiner_de(word: str, gender: str, case: int) -> str:
     """The German determiner in its form.
 
@@ -193,7 +191,6 @@ def determiner_de(word: str, gender: str, case: int) -> str:
     return word + endings[gender][case]
 
 
-@cache
 def adjective_de(adjective: Adjective, word: str, gender: str, case: int) -> str:
     """The German adjective before its noun: weak after der and dieser, mixed after ein, strong without a determiner."""
     if not word:

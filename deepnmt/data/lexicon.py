@@ -3,6 +3,8 @@
 Each English word has one German counterpart wherever it is used, so a sentence has one translation. A bar marks what
 splits off: `auf|machen` (er macht auf), `pick|up` (picks him up). Tags say what goes with what: a verb names the tags
 of its subjects and objects, an adjective those of its nouns, so that sentences are odd at times but never nonsense.
+
+An entry is one object and compares as such, which makes it a quick key.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Noun:
     """`gender` is m, f or n. `weak`: the German singular outside the nominative (den Jungen). `genitive`: the ending
     of the German genitive singular, where the noun is neither feminine nor weak."""
@@ -25,7 +27,7 @@ class Noun:
     weak: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Verb:
     """`perfect` as in a dictionary: `ist gegangen`. `changed`: the stem of du and er where it differs from the
     infinitive's (gib). `prep`: the English and the German preposition of the object. `case`: that of the object, a for
@@ -43,7 +45,7 @@ class Verb:
     stative: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Adjective:
     """`stem` is what German endings are put on, where it differs (teuer, teure). No comparative: none is formed."""
 

@@ -12,6 +12,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import sentencepiece
 
@@ -19,6 +20,14 @@ from deepnmt import config
 from deepnmt.errors import UserError
 
 UNK, BOS, EOS, PAD = 0, 1, 2, 3
+SPACE = "\u2581"  # how SentencePiece writes a space
+
+
+class Piece(NamedTuple):
+    """An id and its score: the higher, the earlier BPE merges it; the log probability of a unigram model."""
+
+    id: int
+    score: float
 
 
 def train_vocabulary(sentences: Iterable[str], settings: config.Vocab) -> bytes:
@@ -71,6 +80,7 @@ class Vocabulary:
         self.bytes = model
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.size: int = self._processor.get_piece_size()
+        self._bytes = any(self._processor.is_byte(i) for i in range(self.size))
 
     @classmethod
     def load(cls, file: Path) -> Vocabulary:
@@ -88,14 +98,22 @@ class Vocabulary:
         """`encode` for many texts at once, on the calling process's one thread."""
         return self._processor.encode(texts, num_threads=1)
 
-    def sample_batch(self, texts: list[str], alpha: float, seed: int) -> list[list[int]]:
-        """One random segmentation of each text, a function of (texts, alpha, seed) alone.
+    def normalize(self, text: str) -> str:
+        """The text as pieces are cut from it: runs of spaces are one, every word begins with `SPACE`."""
+        return self._processor.normalize(text)
 
-        BPE: BPE-dropout, `alpha` is the chance that a merge is left out (Provilkov et al., 2020). Unigram: drawn from
-        all segmentations by their probability to the power `alpha` (Kudo, 2018), so a small alpha strays far.
-        """
-        sentencepiece.set_random_generator_seed(seed)
-        return self._processor.encode(texts, num_threads=1, enable_sampling=True, alpha=alpha, nbest_size=-1)
+    def pieces(self) -> dict[str, Piece]:
+        """The pieces that segmentation chooses from: neither unk, bos, eos and pad, nor single bytes."""
+        model = self._processor
+        return {model.id_to_piece(i): Piece(i, model.get_score(i)) for i in range(self.size)
+                if not (model.is_unknown(i) or model.is_control(i) or model.is_byte(i))}
+
+    def ids(self, piece: str) -> list[int]:
+        """The id of a piece; of a character that is none: its bytes' ids with byte fallback, else unk."""
+        found = self._processor.piece_to_id(piece)
+        if found != UNK:
+            return [found]
+        return [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in piece.encode()] if self._bytes else [UNK]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bos, eos and pad have none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
+import io
 import json
 import os
 import sys
@@ -34,6 +35,11 @@ class Hypothesis:
     log_prob: float
     tokens: int
     ended: bool
+
+
+def one_line(text: str) -> str:
+    """`text` with line breaks and tabs, which a vocabulary with byte pieces can spell, made spaces."""
+    return " ".join(text.splitlines()).replace("\t", " ")
 
 
 def record(number: int, hypotheses: Sequence[Hypothesis], form: Form) -> str:
@@ -83,8 +89,11 @@ def writing(target: Path | None) -> Iterator[TextIO]:
         UserError: the file cannot be made, or the disk is full.
     """
     if target is None:
-        with open(sys.stdout.fileno(), "w", encoding="utf-8", newline="\n", closefd=False) as stream:
-            yield stream
+        out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="\n")  # whatever the locale says
+        try:
+            yield out
+        finally:
+            out.detach()
         return
     part = target.with_name(target.name + ".part")
     try:

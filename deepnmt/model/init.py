@@ -12,7 +12,8 @@
 | `*.omegas.*`                       | 1, until a profile is read                                                  |
 | `embeddings.*.weight`              | N(0, D^-1/2), the row of pad 0                                              |
 
-`init: auto` is depth_scaled for b2t (which is said to need it: Takase et al. 2023, published code) and xavier otherwise.
+`init: auto` is depth_scaled for b2t, whose published code does so (its paper, Takase et al. 2023, names no
+initialisation), and xavier for every other block.
 Xavier: Glorot and Bengio 2010, uniform in ±sqrt(6 / (fan_in + fan_out)).
 """
 

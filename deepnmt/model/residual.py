@@ -1,8 +1,9 @@
 """The residual systems, one under the other: how a layer threads x through its sub-layers.
 
-A rule owns a layer's LayerNorms, the factors its paper puts on the initialisation, and whether the stack needs a norm on
-top. Notation: x the layer's input, F_i its i-th sub-layer after dropout (encoder: self-attention, FFN; decoder:
-self-attention, cross-attention, FFN), K the number of sub-layers, LN LayerNorm (eps 1e-5), N encoder and M decoder layers.
+A rule owns a layer's LayerNorms, the factors its paper puts on the initialisation, and whether the stack needs a norm
+on top. Notation: x the input of a sub-layer, F_i the i-th sub-layer after dropout (encoder: self-attention, FFN;
+decoder: self-attention, cross-attention, FFN), K the number of sub-layers, LN LayerNorm (eps 1e-5), N encoder and
+M decoder layers, D width.
 
 Every branch output passes through `adds[i]`, so a forward hook on `encoder.layers.3.rule.adds.1` sees F_2 of layer 3.
 """
@@ -101,7 +102,7 @@ class Admin(Rule):
     def set_omega(self, values: Sequence[float]) -> None:
         """Fills ω_i with values[i], one number for each sub-layer. Raises ValueError if their number is wrong."""
         if len(values) != len(self.omegas):
-            raise ValueError(f"the layer has {len(self.omegas)} sub-layers, but {len(values)} values of omega were given")
+            raise ValueError(f"the layer has {len(self.omegas)} sub-layers, but {len(values)} values of ω were given")
         for omega, value in zip(self.omegas, values, strict=True):
             omega.fill_(value)
 

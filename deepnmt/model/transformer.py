@@ -7,6 +7,8 @@ Parameters are called the same in every layout: `embeddings.shared.weight`, `enc
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -73,8 +75,8 @@ class Stack(nn.Module):
 class Cache:
     """What decoding remembers between steps, for B sentences with K hypotheses each.
 
-    Self-attention keys and values are kept for each hypothesis [B·K, H, max_steps, d]; those of the cross-attention once
-    for each sentence [B, H, S, d].
+    Self-attention keys and values are kept for each hypothesis [B·K, H, max_steps, d]; those of the cross-attention
+    once for each sentence [B, H, S, d].
     """
 
     def __init__(self, past: Tensor, source: list[tuple[Tensor, Tensor]], mask: Tensor | None, beams: int) -> None:
@@ -129,7 +131,7 @@ class Transformer(nn.Module):
     def forward(
         self, src: Tensor, src_lengths: Tensor, trg_in: Tensor, trg_out: Tensor, dropout_key: int = 0
     ) -> LossSums:
-        """The loss of src [B, S] (lengths [B]) translated as trg_out [B, T], given trg_in [B, T]; pad does not count."""
+        """The loss of src [B, S] (lengths [B]) translated as trg_out [B, T], given trg_in [B, T]; pad counts nothing."""
         memory = self.encode(src, src_lengths, dropout_key)
         hidden = self.decode(trg_in, memory, src_lengths, dropout_key)
         return label_smoothed_loss(hidden, self.output_weight, trg_out, self.label_smoothing, PAD)
@@ -137,7 +139,7 @@ class Transformer(nn.Module):
     def encode(self, src: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
         """src [B, S] to the memory [B, S, D]; positions at or after a sentence's length hold nothing of use."""
         mask = key_mask(src_lengths, src.size(1))
-        x = self.encoder.input(self.embeddings[self.tables["src"]](src), dropout_key)
+        x = self.encoder.input(self.table("src")(src), dropout_key)
         for layer in self.encoder.layers:
             x = layer(x, mask, dropout_key)
         return self.encoder.norm(x)
@@ -145,15 +147,24 @@ class Transformer(nn.Module):
     def decode(self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
         """trg_in [B, T] and the memory [B, S, D] to the last layer's output [B, T, D]."""
         mask = key_mask(src_lengths, memory.size(1))
-        x = self.decoder.input(self.embeddings[self.tables["trg"]](trg_in), dropout_key)
+        x = self.decoder.input(self.table("trg")(trg_in), dropout_key)
         for layer in self.decoder.layers:
             x = layer(x, memory, mask, dropout_key)
         return self.decoder.norm(x)
 
+    def table(self, use: Use) -> nn.Embedding:
+        """The embedding table [V, D] for `use`; tied uses share one."""
+        return cast(nn.Embedding, self.embeddings[self.tables[use]])
+
     @property
     def output_weight(self) -> Tensor:
         """The output projection [V, D]."""
-        return self.embeddings[self.tables["out"]].weight
+        return self.table("out").weight
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The decoder's layers, from the bottom."""
+        return cast(list[DecoderLayer], list(self.decoder.layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] to logits [..., V], those of pad -inf."""
@@ -162,17 +173,24 @@ class Transformer(nn.Module):
         return logits
 
     def start_cache(self, memory: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> Cache:
-        """Prepares decoding of memory [B, S, D] with K = `beams` hypotheses each, for at most `max_steps` steps."""
+        """Prepares decoding of memory [B, S, D] with K = `beams` hypotheses each, for at most `max_steps` steps.
+
+        Raises:
+            ValueError: if `max_steps` exceeds the model's max_length.
+        """
+        limit = self.decoder.input.positions.size(0)
+        if max_steps > limit:
+            raise ValueError(f"{max_steps} decoding steps exceed model.max_length ({limit})")
         sentences, _, width = memory.shape
-        shape = (len(self.decoder.layers), 2, sentences * beams, self.heads, max_steps, width // self.heads)
-        source = [layer.cross_attn.keys_values(memory) for layer in self.decoder.layers]
+        shape = (len(self.decoder_layers), 2, sentences * beams, self.heads, max_steps, width // self.heads)
+        source = [layer.cross_attn.keys_values(memory) for layer in self.decoder_layers]
         return Cache(memory.new_empty(shape), source, key_mask(src_lengths, memory.size(1)), beams)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """The tokens [B·K] last chosen to the last layer's output [B·K, D] at their position; `cache` moves one on."""
-        embedded = self.embeddings[self.tables["trg"]](tokens.view(-1, cache.beams))
+        embedded = self.table("trg")(tokens.view(-1, cache.beams))
         x = self.decoder.input.step(embedded, cache.position)
-        for layer, (keys, values), source in zip(self.decoder.layers, cache.past, cache.source, strict=True):
+        for layer, (keys, values), source in zip(self.decoder_layers, cache.past, cache.source, strict=True):
             x = layer.step(x, (keys, values), source, cache.mask, cache.position)
         cache.position += 1
         return self.decoder.norm(x).flatten(0, 1)

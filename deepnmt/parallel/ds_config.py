@@ -8,6 +8,7 @@ mathematics must be written, because DeepSpeed's defaults do change it (clipping
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,7 +82,14 @@ def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_not
                     int(fp16.get("loss_scale_window", 256)), floor)
 
 
+def shipped(path: Path) -> Path:
+    """`path`, or, where there is no such file, the one of that name that comes with deepnmt."""
+    places = (Path(__file__).resolve().parents[2], Path(sys.prefix, "share", "deepnmt"))
+    return next((p for p in (path, *(place / path for place in places)) if p.is_file()), path)
+
+
 def _read(path: Path) -> dict[str, Any]:
+    path = shipped(path)
     if not path.is_file():
         raise UserError(f"parallel.ds_config: there is no file {path}; ds_configs/ holds those that come with deepnmt")
     try:

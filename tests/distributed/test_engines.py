@@ -115,3 +115,31 @@ def test_layout_equals_local_engine(world: int, layout: str, tolerance: float, c
     torch.testing.assert_close(torch.tensor(ours["trace"]), torch.tensor(theirs["trace"]), rtol=tolerance, atol=0)
     assert ours["again"] == ours["trace"][2:], "a restored engine must go on to the last bit"
     assert ours["same"]
+
+
+def poisoned(folder: str, layout: str) -> None:
+    """Runs on each rank: a NaN in one gradient of one process must not reach any weight, and is reported."""
+    with processes(threads=1, group=True) as ranks:
+        engine = build(layout, ranks)
+        steps(engine, ranks, 0, 1)
+        before = {s.name: (s.weight, s.exp_avg) for s in engine.export_state()}
+        victim = next(p for name, p in engine.module.named_parameters() if name == "encoder.layers.1.ffn.fc1.bias")
+        hook = victim.register_hook(lambda g: g * (float("nan") if ranks.first else 1.0))
+        plan = batches(1)
+        scale = engine.scaler_state()
+        stats = engine.train_step(plan[ranks.rank :: ranks.world], 100, 1e-2)
+        hook.remove()
+        assert not stats.applied and stats.grad_norm == float("inf"), stats
+        assert engine.optimizer_step == 1
+        for s in engine.export_state():
+            weight, moment = before[s.name]
+            assert torch.equal(weight, s.weight) and torch.equal(moment, s.exp_avg), s.name
+        if scale is not None:
+            assert engine.scaler_state() == {"scale": scale["scale"] / 2, "clean": 0}
+        steps(engine, ranks, 2, 3)
+        engine.close()
+
+
+@pytest.mark.parametrize("layout", ["local", "zero0_fp32", "zero1_fp32", "zero1_bf16"])
+def test_non_finite_gradient_never_reaches_the_weights(layout: str, tmp_path: Path) -> None:
+    run_on_ranks(1 if layout == "local" else 2, "test_engines:poisoned", str(tmp_path), layout)

@@ -1,0 +1,159 @@
+"""The evaluation job: test sets are translated, or ready translations read, and scored into a table and a JSON file."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from sacrebleu.dataset import DATASETS
+from sacrebleu.utils import SACREBLEU_DIR
+from tqdm import tqdm
+
+from deepnmt.checkpoint import LoadedModel, load_model
+from deepnmt.config import Recipe
+from deepnmt.data.corpus import read_pairs
+from deepnmt.errors import UserError
+from deepnmt.scoring import EvaluationSet, Report, score_systems
+from deepnmt.translate import read_lines, translate_lines
+
+
+def evaluate_run(
+    recipe: Recipe,
+    tests: Sequence[str] | None = None,
+    hypotheses: Sequence[str] | None = None,
+    checkpoint: str | Path | None = None,
+    output: str | Path | None = None,
+) -> str:
+    """Scores a run's model, or ready translations, on test sets.
+
+    Args:
+        recipe: names run, languages, test sets and search.
+        tests: each a name of `data.test`, "NAME=SRC,REF" (text files, plain or .gz) or a name of SacreBLEU's such as
+            "wmt14/full"; without, all of `data.test`.
+        hypotheses: each "SYSTEM=FILE[,FILE...]", a file a test set, scored instead of the run's model.
+        checkpoint: of the model, as for `load_model`; without, the run's average or else its newest checkpoint.
+        output: the JSON file; without, `scores.json` in the run folder.
+
+    Returns:
+        The table.
+
+    Raises:
+        UserError: no such test set, file or checkpoint; numbers of lines that differ; texts without a line.
+    """
+    sets = find_sets(recipe, tests)
+    facts: dict[str, Any] = {}
+    if hypotheses:
+        systems = read_systems(hypotheses, sets)
+    else:
+        loaded = load_model(Path(checkpoint or recipe.run))
+        systems = {Path(recipe.run).name: translate_sets(loaded, recipe, sets)}
+        facts = {"checkpoint": str(loaded.folder), "update": loaded.state.update,
+                 "averaged_updates": loaded.state.extra.get("averaged_updates", []),
+                 "translate": recipe.translate.model_dump()}  # fmt: skip
+    report = score_systems(systems, sets, recipe.data.trg_lang)
+    write_scores(report, facts, Path(output) if output is not None else Path(recipe.run) / "scores.json")
+    return report.table()
+
+
+def find_sets(recipe: Recipe, tests: Sequence[str] | None) -> list[EvaluationSet]:
+    """The test sets meant by `tests` (see `evaluate_run`). Raises `UserError`."""
+    specs = list(tests or recipe.data.test)
+    if not specs:
+        raise UserError("the recipe has no data.test, so name a test set: NAME=SRC,REF (two text files), or one of "
+                        "SacreBLEU's such as wmt14/full")
+    sets = [_find_set(recipe, spec) for spec in specs]
+    names = [test.name for test in sets]
+    if len(set(names)) < len(names):
+        raise UserError(f"test sets {', '.join(names)} share a name; name each once")
+    return sets
+
+
+def _find_set(recipe: Recipe, spec: str) -> EvaluationSet:
+    name, equals, files = spec.partition("=")
+    if equals:
+        paths = files.split(",")
+        if not name or len(paths) != 2:
+            raise UserError(f"test set {spec!r} is not of the form NAME=SRC,REF, for example mine=test.en,test.de")
+        sources, references = (list(read_lines(Path(path))) for path in paths)
+        return EvaluationSet(name, sources, [references])
+    if spec in recipe.data.test:
+        pairs = list(read_pairs(recipe.data.test[spec]))
+        return EvaluationSet(spec, [src for src, _ in pairs], [[trg for _, trg in pairs]])
+    if spec in DATASETS:
+        return _sacrebleu_set(spec, f"{recipe.data.src_lang}-{recipe.data.trg_lang}")
+    near = difflib.get_close_matches(spec, [*recipe.data.test, *DATASETS], n=3)
+    known = f"did you mean {' or '.join(near)}?" if near else f"data.test has {', '.join(recipe.data.test) or 'none'}"
+    raise UserError(f"there is no test set {spec!r}; {known} Give a name of data.test, NAME=SRC,REF, or one of the names "
+                    "that sacrebleu --list prints")
+
+
+def _sacrebleu_set(name: str, pair: str) -> EvaluationSet:
+    """A test set that SacreBLEU keeps in its folder, or downloads into it."""
+    dataset = DATASETS[name]
+    if pair not in dataset.langpairs:
+        raise UserError(f"SacreBLEU's {name} has no {pair} (data.src_lang, data.trg_lang); it has "
+                        f"{', '.join(sorted(dataset.langpairs))}")
+    try:
+        source, references = dataset.get_source_file(pair), dataset.get_reference_files(pair)
+    except (OSError, SystemExit) as error:  # it ends the process where a download is not what it should be
+        raise UserError(f"SacreBLEU's {name} is not in {SACREBLEU_DIR} and cannot be downloaded ({error}); where there "
+                        f"is a network say sacrebleu --download {name} -l {pair}, copy its folder here, and name that "
+                        "in the environment variable SACREBLEU") from None
+    return EvaluationSet(name, list(read_lines(Path(source))), [list(read_lines(Path(path))) for path in references])
+
+
+def read_systems(hypotheses: Sequence[str], sets: Sequence[EvaluationSet]) -> dict[str, list[list[str]]]:
+    """Ready translations, "SYSTEM=FILE[,FILE...]" each: system to the lines for each set. Raises `UserError`."""
+    systems: dict[str, list[list[str]]] = {}
+    for spec in hypotheses:
+        system, equals, files = spec.partition("=")
+        paths = files.split(",")
+        if not system or not equals:
+            raise UserError(f"hypotheses {spec!r} are not of the form SYSTEM=FILE[,FILE...], for example "
+                            "baseline=out.de")
+        if system in systems:
+            raise UserError(f"system {system} is given twice; give each system another name")
+        if len(paths) != len(sets):
+            raise UserError(f"system {system} has {len(paths)} files for {len(sets)} test sets "
+                            f"({', '.join(test.name for test in sets)}); give one file a test set, in their order")
+        systems[system] = [list(read_lines(Path(path))) for path in paths]
+    return systems
+
+
+def translate_sets(loaded: LoadedModel, recipe: Recipe, sets: Sequence[EvaluationSet]) -> list[list[str]]:
+    """The best translation of every line of every set, by the recipe's search, on the GPU if there is one."""
+    model = loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    translations = []
+    for test in sets:
+        with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=None) as bar:
+            found = translate_lines(model, (loaded.src_vocab, loaded.trg_vocab), test.sources, recipe.translate,
+                                    seed=recipe.seed, advance=bar.update)  # fmt: skip
+        translations.append([best[0].text for best in found])
+    return translations
+
+
+def write_scores(report: Report, facts: dict[str, Any], file: Path) -> None:
+    """Writes the JSON: of one system its scores at the top, of more under `systems`, with `comparisons`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if len(report.scores) == 1:
+        (system,) = report.scores
+        content = {"system": system, **report.as_json(system), **facts}
+    else:
+        content = {"systems": {system: report.as_json(system) for system in report.scores},
+                   "comparisons": [asdict(comparison) for comparison in report.comparisons], **facts}  # fmt: skip
+    part = file.with_name(file.name + ".part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, file)
+    except OSError as error:
+        raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; name another file") from None

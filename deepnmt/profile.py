@@ -1,0 +1,95 @@
+"""`deepnmt profile`: Admin's ω measured on the first batch of a recipe, by all processes together."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from deepnmt.analysis.admin_profile import AdminProfile, ProfileBatch, admin_sublayers, measure
+from deepnmt.analysis.plots import draw_admin_profile
+from deepnmt.config import Recipe
+from deepnmt.data.batching import MicroBatch, PlanStream, Position, collate
+from deepnmt.data.dataset import PreparedData
+from deepnmt.errors import UserError
+from deepnmt.parallel.launch import Ranks
+from deepnmt.parallel.tensors import to_tensors
+
+
+def profile(recipe: Recipe, ranks: Ranks) -> Path:
+    """Measures ω; rank 0 writes `admin_profile.json` and `.png` into the run folder and prints a table.
+
+    Collective. Returns the path of the JSON file.
+
+    Raises:
+        UserError: neither stack is Admin, or there is no prepared data.
+    """
+    if not _is_admin(recipe):
+        model = recipe.model
+        raise UserError(f"model.encoder.block is {model.encoder.block} and model.decoder.block {model.decoder.block}: only "
+                        "admin is profiled; set one of them to admin, or train without a profile")
+    measured = _measure(recipe, PreparedData.open(recipe.data.folder), ranks)
+    path = Path(recipe.run) / "admin_profile.json"
+    if ranks.first:
+        measured.save(path)
+        draw_admin_profile(measured, path.with_suffix(".png"))
+        print(table(measured), flush=True)
+    return path
+
+
+def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile | None:
+    """The ω a new run starts from: read from `admin.profile`, else measured; None if neither stack is Admin.
+
+    Collective; every rank returns the same numbers.
+    """
+    if not _is_admin(recipe):
+        return None
+    if recipe.admin.profile is not None:
+        return AdminProfile.load(recipe.admin.profile, recipe.model)
+    return _measure(recipe, data, ranks)
+
+
+def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> list[ProfileBatch]:
+    """This rank's share of the profiled batch, on its device.
+
+    The batch is the run's first micro-batches, as many as have at most `admin.tokens` target tokens together, but at
+    least one and none of the second epoch. Ranks take them in turn, so that there may be none left for the last ones.
+    """
+    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    chosen: list[MicroBatch] = []
+    tokens, position = 0, Position(0, 0)
+    while position.epoch == 0:
+        [item], position = stream.at(position, 1)
+        tokens += int(stream.split(0).trg_lengths[item.indices].sum())
+        if chosen and tokens > recipe.admin.tokens:
+            break
+        chosen.append(item)
+    return [
+        (*to_tensors(collate(stream.split(0), item.indices), ranks.device), item.number)
+        for item in chosen[ranks.rank :: ranks.world]
+    ]
+
+
+def table(profile: AdminProfile) -> str:
+    """ω at some depths of each stack, a line a stack: the first three sub-layers, some between, and the last."""
+    lines = []
+    for name, values in (("encoder", profile.encoder), ("decoder", profile.decoder)):
+        count = len(values)
+        depths = sorted({1, 2, 3, count // 4, count // 2, 3 * count // 4, count} & set(range(1, count + 1)))
+        if depths:
+            lines.append(f"{name}  " + "  ".join(f"ω_{depth} {values[depth - 1]:.3f}" for depth in depths))
+    return "\n".join(lines)
+
+
+def _is_admin(recipe: Recipe) -> bool:
+    return "admin" in (recipe.model.encoder.block, recipe.model.decoder.block)
+
+
+def _measure(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile:
+    source, target = data.vocabs()
+    if ranks.first:
+        model = recipe.model
+        stacks = " and ".join(f"{stack.layers} {side} layers" for side, stack in
+                              (("encoder", model.encoder), ("decoder", model.decoder)) if admin_sublayers(model, side))
+        print(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens", file=sys.stderr, flush=True)
+    return measure(recipe.model, source.size, target.size, recipe.seed, first_micro_batches(recipe, data, ranks),
+                   ranks.sum, data=data.fingerprint, show=ranks.first)

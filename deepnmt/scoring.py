@@ -1,0 +1,192 @@
+"""Scores by SacreBLEU, their table, and the comparison of systems.
+
+Text is scored detokenised and cased. Several test sets make one table with their average (as Table 1 of Takase et al.,
+2022, "B2T connection"); systems are compared by paired bootstrap resampling (Koehn, 2004).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sacrebleu
+from sacrebleu.metrics.base import Metric
+from sacrebleu.significance import PairedTest
+
+from deepnmt.errors import UserError
+
+METRICS = {"bleu": "BLEU", "chrf": "chrF2", "ter": "TER"}  # our name to SacreBLEU's; of TER, lower is better
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A text to translate and its references: `references[r][i]` is the r-th translation of `sources[i]`."""
+
+    name: str
+    sources: list[str]
+    references: list[list[str]]
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise UserError(f"test set {self.name} has no lines; give a text with at least one")
+        for reference in self.references:
+            if len(reference) != len(self.sources):
+                raise UserError(f"test set {self.name} has {len(self.sources)} source lines and {len(reference)} "
+                                "reference lines; line N of one must translate line N of the other")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one system on one test set, by metric: BLEU and chrF from 0 to 100, TER from 0 up, in percent."""
+
+    values: dict[str, float]
+    signatures: dict[str, str]
+    sentences: int
+
+    def as_json(self) -> dict[str, Any]:
+        """`bleu`, `bleu_signature` and so on, and `sentences`."""
+        signatures = {f"{metric}_signature": signature for metric, signature in self.signatures.items()}
+        return {**self.values, **signatures, "sentences": self.sentences}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A system against a baseline on one test set and metric.
+
+    difference: the system's score less the baseline's. p_value: the chance of one as large between equal systems.
+    mean, interval: 95 % of the system's scores over the resamples lie within mean ± interval.
+    """
+
+    test_set: str
+    metric: str
+    system: str
+    baseline: str
+    difference: float
+    p_value: float
+    mean: float
+    interval: float
+    signature: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Scores by system and test set, in the order of the table; comparisons of all systems with the first."""
+
+    scores: dict[str, dict[str, Scores]]
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    def average(self, system: str, metric: str) -> float:
+        """The mean over the test sets."""
+        values = [scores.values[metric] for scores in self.scores[system].values()]
+        return sum(values) / len(values)
+
+    def as_json(self, system: str) -> dict[str, Any]:
+        """`sets` and `average`; with a single test set its scores at the top as well."""
+        by_set = self.scores[system]
+        single = next(iter(by_set.values())).as_json() if len(by_set) == 1 else {}
+        average = {metric: self.average(system, metric) for metric in METRICS}
+        return {**single, "sets": {name: scores.as_json() for name, scores in by_set.items()}, "average": average}
+
+    def table(self) -> str:
+        """For each metric a row a system, a column a test set, their average and the signature; then comparisons."""
+        blocks = [self._metric_table(metric) for metric in METRICS]
+        if self.comparisons:
+            blocks.append("\n".join(["paired bootstrap, * where p < 0.05", *map(_sentence, self.comparisons)]))
+        return "\n\n".join(blocks)
+
+    def _metric_table(self, metric: str) -> str:
+        sets = list(next(iter(self.scores.values())))
+        title = METRICS[metric] + (" (lower is better)" if metric == "ter" else "")
+        rows = [[title, *sets, "average"]]
+        for system, by_set in self.scores.items():
+            values = [*(scores.values[metric] for scores in by_set.values()), self.average(system, metric)]
+            rows.append([system, *(f"{value:.2f}" for value in values)])
+        if len(sets) == 1:
+            rows = [row[:-1] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+        signatures = dict.fromkeys(s.signatures[metric] for by_set in self.scores.values() for s in by_set.values())
+        return "\n".join([*lines, *(f"{METRICS[metric]}|{signature}" for signature in signatures)])
+
+
+def _sentence(found: Comparison) -> str:
+    star = "*" if found.p_value < 0.05 else ""
+    return (f"{found.test_set}: {METRICS[found.metric]} of {found.system} is {found.difference:+.2f} against "
+            f"{found.baseline}, p = {found.p_value:.4f}{star}")
+
+
+def score_systems(systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence[EvaluationSet], lang: str) -> Report:
+    """Scores systems, and compares each with the first.
+
+    Args:
+        systems: name to translations, of each of `sets` in turn.
+        sets: what was translated.
+        lang: of the target; "zh", "ja" and "ko" get SacreBLEU's tokenizers for them, all others 13a.
+
+    Raises:
+        UserError: a translation has another number of lines than its test set.
+    """
+    scores = {
+        system: {
+            test.name: score_lines(lines, test.references, lang, f"{system} on {test.name}")
+            for test, lines in zip(sets, translations, strict=True)
+        }
+        for system, translations in systems.items()
+    }
+    comparisons = []
+    if len(systems) > 1:
+        for number, test in enumerate(sets):
+            comparisons += compare({system: texts[number] for system, texts in systems.items()}, test, lang)
+    return Report(scores, comparisons)
+
+
+def score_lines(
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]], lang: str, name: str = "the translation"
+) -> Scores:
+    """BLEU, chrF and TER of lines against one or more sets of reference lines; `name` is for the message of a fault.
+
+    Raises:
+        UserError: the numbers of lines differ, or there is none; SacreBLEU's tokenizer for `lang` is not installed.
+    """
+    _same_length(hypotheses, references[0], name)
+    values, signatures = {}, {}
+    for metric, scorer in _scorers(lang).items():
+        values[metric] = float(scorer.corpus_score(hypotheses, references).score)
+        signatures[metric] = str(scorer.get_signature())
+    return Scores(values, signatures, len(hypotheses))
+
+
+def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str) -> list[Comparison]:
+    """Compares every system with the first on one test set, 1,000 resamples, SacreBLEU's seed ($SACREBLEU_SEED).
+
+    Raises:
+        UserError: as `score_lines`.
+    """
+    for system, lines in systems.items():
+        _same_length(lines, test.references[0], f"{system} on {test.name}")
+    scorers = {METRICS[metric]: scorer for metric, scorer in _scorers(lang).items()}
+    signatures, results = PairedTest(list(systems.items()), scorers, test.references, test_type="bs")()
+    baseline, *others = systems
+    return [
+        Comparison(test.name, metric, system, baseline, result.score - results[name][0].score, result.p_value,
+                   float(result.mean), float(result.ci), str(signatures[name]))
+        for metric, name in METRICS.items()
+        for system, result in zip(others, results[name][1:], strict=True)
+    ]  # fmt: skip
+
+
+def _same_length(hypotheses: Sequence[str], reference: Sequence[str], name: str) -> None:
+    if len(hypotheses) != len(reference):
+        raise UserError(f"{name} has {len(hypotheses)} lines, but the reference has {len(reference)}; give one "
+                        "translation a line, in the order of the source")
+    if not reference:
+        raise UserError(f"{name} has no lines, so there is nothing to score; give a text with at least one")
+
+
+def _scorers(lang: str) -> dict[str, Metric]:
+    try:
+        return {"bleu": sacrebleu.BLEU(trg_lang=lang), "chrf": sacrebleu.CHRF(), "ter": sacrebleu.TER()}
+    except RuntimeError:
+        raise UserError(f"data.trg_lang is {lang!r}, whose tokenizer is no part of SacreBLEU's plain installation; say "
+                        f"pip install 'sacrebleu[{lang}]'") from None

@@ -1,0 +1,78 @@
+"""What several test files share: a small prepared corpus from the demo grammar and a small recipe over it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+ROOT = Path(__file__).resolve().parents[1]
+
+RECIPE = """
+run: {folder}/run
+seed: 7
+data:
+  folder: {folder}/data
+  src_lang: en
+  trg_lang: de
+  train: {{src: {folder}/text/train.en, trg: {folder}/text/train.de}}
+  valid: {{src: {folder}/text/valid.en, trg: {folder}/text/valid.de}}
+  test: {{held_out: {{src: {folder}/text/test.en, trg: {folder}/text/test.de}}}}
+  filters: {{max_tokens: 60}}
+  workers: 1
+vocab: {{size: 300}}
+batch: {{tokens: 256}}
+model:
+  width: 16
+  heads: 2
+  ffn: 32
+  dropout: 0.1
+  max_length: 64
+  encoder: {{block: admin, layers: 2}}
+  decoder: {{block: admin, layers: 2}}
+admin: {{tokens: 512}}
+optimizer: {{lr: 5.0e-3}}
+schedule: {{warmup: 4}}
+train:
+  updates: 12
+  clip: 1.0
+  log_every: 1
+  validate_every: 5
+  save_every: 3
+  valid_sentences: 8
+translate: {{beam: 2, max_extra: 5}}
+average_last: 2
+"""
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `text/`, `data/` and `recipe.yaml`; tests give other run folders with `run=`."""
+    from deepnmt.config import load_recipe
+    from deepnmt.demo import make_corpus
+    from deepnmt.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("prepared")
+    make_corpus(folder / "text", pairs=600, valid=20, test=20)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder), encoding="utf-8")
+    prepare(load_recipe(recipe), progress=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tool() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `tools/NAME.py` with arguments as a user would, and returns what it said."""
+
+    def run(name: str, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+                              env={**os.environ, **env})
+
+    return run

@@ -1,0 +1,95 @@
+"""The profile of real data is the same on one process and on several, and every process starts from the same ω."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_on_ranks
+
+from deepnmt.analysis.admin_profile import AdminProfile
+from deepnmt.config import Recipe, load_recipe
+from deepnmt.data.dataset import PreparedData
+from deepnmt.demo import make_corpus
+from deepnmt.errors import UserError
+from deepnmt.parallel.launch import processes
+from deepnmt.prepare import prepare
+from deepnmt.profile import first_micro_batches, profile, profile_for
+
+RECIPE = """
+run: {run}
+data: {{folder: {folder}/data, src_lang: en, trg_lang: de, workers: 1,
+  train: {{src: {folder}/text/train.en, trg: {folder}/text/train.de}},
+  valid: {{src: {folder}/text/valid.en, trg: {folder}/text/valid.de}}}}
+vocab: {{size: 300}}
+batch: {{tokens: 256}}
+admin: {{tokens: 900}}
+model: {{width: 16, heads: 2, ffn: 32, dropout: 0.1, encoder: {{layers: 2}}, decoder: {{layers: 2}}}}
+train: {{updates: 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile")
+    make_corpus(folder / "text", pairs=400, valid=20, test=20)
+    prepare(recipe(folder, "unused"), progress=False)
+    return folder
+
+
+def recipe(folder: Path, run: str, *overrides: str) -> Recipe:
+    path = folder / f"{run}.yaml"
+    path.write_text(RECIPE.format(run=folder / run, folder=folder))
+    return load_recipe(path, list(overrides))
+
+
+def job(folder: str, run: str) -> None:
+    """Runs on each rank: the job, then what a training process would start from."""
+    with processes(threads=1) as ranks:
+        settings = recipe(Path(folder), run)
+        profile(settings, ranks)
+        data = PreparedData.open(settings.data.folder)
+        started = profile_for(settings, data, ranks)
+        assert started is not None
+        keys = [batch[4] for batch in first_micro_batches(settings, data, ranks)]
+        Path(folder, f"{run}.{ranks.rank}.json").write_text(json.dumps([started.encoder, started.decoder, keys]))
+
+
+def test_profile_does_not_depend_on_the_processes(folder: Path) -> None:
+    run_on_ranks(1, "test_admin_ranks:job", str(folder), "alone")
+    run_on_ranks(2, "test_admin_ranks:job", str(folder), "two")
+    alone, first, second = (json.loads((folder / f"{n}.json").read_text()) for n in ("alone.0", "two.0", "two.1"))
+    assert first[:2] == second[:2], "ranks must start from the same numbers, to the last bit"
+    for stack in (0, 1):
+        assert first[stack] == pytest.approx(alone[stack], rel=1e-12)
+    assert sorted(first[2] + second[2]) == alone[2] == list(range(len(alone[2]))) and len(first[2]) > 0 < len(second[2])
+    settings = recipe(folder, "alone")
+    one, two = (AdminProfile.load(folder / n / "admin_profile.json", settings.model) for n in ("alone", "two"))
+    assert one.provenance == two.provenance
+    assert [one.encoder, one.decoder] == alone[:2] and [two.encoder, two.decoder] == first[:2]
+    tokens = PreparedData.open(settings.data.folder).split("train").trg_lengths
+    assert one.provenance["target_tokens"] <= 900 < tokens.sum()
+    assert (folder / "two" / "admin_profile.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_profile_for_reads_the_recipes_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with processes(threads=1) as ranks:
+        settings = recipe(folder, "read")
+        path = profile(settings, ranks)
+        table = capsys.readouterr().out
+        data = PreparedData.open(settings.data.folder)
+        content = json.loads(path.read_text())
+        content["omega"]["encoder.layers.1.ffn"] = 7.0
+        path.write_text(json.dumps(content))
+        read = profile_for(recipe(folder, "read", f"admin.profile={path}"), data, ranks)
+        none = profile_for(recipe(folder, "none", "model.encoder.block=b2t", "model.decoder.block=pre_ln"), data, ranks)
+        with pytest.raises(UserError, match="only admin is profiled"):
+            profile(recipe(folder, "none", "model.encoder.block=b2t", "model.decoder.block=pre_ln"), ranks)
+        few = first_micro_batches(recipe(folder, "few", "admin.tokens=1"), data, ranks)
+        every = first_micro_batches(recipe(folder, "every", "admin.tokens=65536"), data, ranks)
+    assert none is None
+    assert read is not None and read.encoder[3] == 7.0
+    assert table.startswith("encoder  ω_1 1.000  ω_2 ") and "\ndecoder  ω_1 1.000" in table
+    assert len(few) == 1, "one micro-batch is taken whatever its size"
+    assert sum(len(batch[0]) for batch in every) == len(data.split("train")), "the second epoch adds nothing new"

@@ -1,0 +1,101 @@
+"""The fused loss against PyTorch's cross-entropy: values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deepnmt.model import loss as loss_module
+from deepnmt.model.loss import label_smoothed_loss
+
+PAD, V, D = 3, 29, 16
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(11)
+    hidden = torch.randn(3, 7, D).to(dtype).requires_grad_()
+    weight = torch.randn(V, D).to(dtype).requires_grad_()
+    targets = torch.randint(0, V, (3, 7))
+    targets[1, 4:] = targets[2, 1:] = PAD
+    return hidden, weight, targets
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    return F.cross_entropy(
+        logits, targets.flatten(), label_smoothing=smoothing, reduction="sum", ignore_index=PAD
+    )
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_value_and_gradients_are_pytorchs(
+    smoothing: float, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loss_module._CHUNK_LOGITS, "cpu", chunk_rows * V)
+    hidden, weight, targets = inputs()
+    sums = label_smoothed_loss(hidden, weight, targets, smoothing, PAD)
+    expected = reference(hidden, weight, targets, smoothing)
+    torch.testing.assert_close(sums.loss, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sums.nll, reference(hidden, weight, targets, 0.0).detach(), rtol=1e-6, atol=1e-6)
+    scale = 128.0  # as a loss scaler would multiply
+    ours = torch.autograd.grad(scale * sums.loss, (hidden, weight))
+    theirs = torch.autograd.grad(scale * expected, (hidden, weight))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    assert not sums.nll.requires_grad
+
+
+def test_far_logits_stay_exact() -> None:
+    """A right token whose probability underflows fp32 still gets its loss."""
+    hidden, weight, targets = inputs()
+    far = hidden.detach() * 100
+    sums = label_smoothed_loss(far, weight, targets, 0.1, PAD)
+    torch.testing.assert_close(sums.loss, reference(far, weight, targets, 0.1), rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(sums.nll, reference(far, weight, targets, 0.0), rtol=1e-6, atol=1e-3)
+
+
+def test_no_gradient_is_made_without_need() -> None:
+    hidden, weight, targets = inputs()
+    expected = label_smoothed_loss(hidden, weight, targets, 0.1, PAD).loss
+    with torch.no_grad():
+        sums = label_smoothed_loss(hidden, weight, targets, 0.1, PAD)
+    assert not sums.loss.requires_grad
+    assert torch.equal(sums.loss, expected)
+
+
+def test_a_batch_of_padding_costs_nothing() -> None:
+    hidden, weight, _ = inputs()
+    sums = label_smoothed_loss(hidden, weight, torch.full((3, 7), PAD), 0.1, PAD)
+    sums.loss.backward()
+    assert sums.loss.item() == sums.nll.item() == 0
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_a_weight_used_twice_gets_both_gradients() -> None:
+    """Tied embeddings: the weight makes the hidden states and projects them."""
+    _, weight, targets = inputs()
+    ids = torch.randint(0, V, (3, 7))
+    ours = torch.autograd.grad(
+        label_smoothed_loss(F.embedding(ids, weight).tanh(), weight, targets, 0.1, PAD).loss, weight
+    )
+    theirs = torch.autograd.grad(reference(F.embedding(ids, weight).tanh(), weight, targets, 0.1), weight)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_has_fp32_statistics(dtype: torch.dtype) -> None:
+    hidden, weight, targets = inputs(dtype)
+    sums = label_smoothed_loss(hidden, weight, targets, 0.1, PAD)
+    assert sums.loss.dtype == sums.nll.dtype == torch.float32
+    logits = F.linear(hidden, weight).float().flatten(0, 1)
+    expected = F.cross_entropy(
+        logits, targets.flatten(), label_smoothing=0.1, reduction="sum", ignore_index=PAD
+    )
+    torch.testing.assert_close(sums.loss, expected, rtol=1e-3, atol=0)
+    ours, theirs = (torch.autograd.grad(x, (hidden, weight)) for x in (sums.loss, expected))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == dtype
+        assert F.cosine_similarity(a.float().flatten(), b.float().flatten(), dim=0) > 0.9999

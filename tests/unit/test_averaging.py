@@ -1,0 +1,160 @@
+"""Averages: which checkpoints, their exact mean, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_run
+import torch
+
+from deepnmt import config
+from deepnmt.average import average_run
+from deepnmt.averaging import average_weights, best, between, last, listed, save_average
+from deepnmt.checkpoint import (
+    Contents,
+    load_model,
+    load_moments,
+    load_state,
+    load_weights,
+    update_of,
+    verify,
+    write_checkpoint,
+)
+from deepnmt.errors import UserError
+
+VALIDATIONS = [{"update": 10, "value": 3.0}, {"update": 20, "value": 1.0}, {"update": 30, "value": 2.0}]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> config.Recipe:
+    """Of a run with checkpoints of updates 10, 20, 30 and 40; 40 was not validated."""
+    recipe = tiny_run.recipe_of(tmp_path / "run")
+    for update in (10, 20, 30, 40):
+        tiny_run.write(recipe, update, validations=VALIDATIONS)
+    return recipe
+
+
+def _checkpoints(recipe: config.Recipe) -> Path:
+    return Path(recipe.run) / "checkpoints"
+
+
+def _updates(folder: Path) -> list[int]:
+    return load_state(folder).extra["averaged_updates"]
+
+
+def test_the_average_is_the_mean_rounded_once(recipe: config.Recipe) -> None:
+    folders = last(_checkpoints(recipe), 3)
+    averaged = average_weights(folders)
+    weights = [tiny_run.weights_of(recipe, update) for update in (20, 30, 40)]
+    assert averaged.keys() == weights[0].keys()
+    for name, tensor in averaged.items():
+        exact = sum(group[name].detach().double() for group in weights) / 3
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, exact.to(torch.float32))
+
+
+def test_float32_alone_would_lose_the_mean(tmp_path: Path) -> None:
+    for number, value in enumerate((2.0**24, 1.0, 1.0)):
+        contents = Contents({"w": torch.tensor([value])}, None, tiny_run.state_of(number), "", b"", b"")
+        write_checkpoint(tmp_path / str(number), contents)
+    mean = average_weights([tmp_path / str(number) for number in range(3)])["w"]
+    assert mean.item() == torch.tensor((2**24 + 2) / 3, dtype=torch.float32).item()
+    summed = torch.tensor([2.0**24, 1.0, 1.0])
+    assert mean.item() != ((summed[0] + summed[1] + summed[2]) / 3).item()
+
+
+def test_an_average_of_one_is_that_one(recipe: config.Recipe) -> None:
+    folder = _checkpoints(recipe) / "update-00000010"
+    averaged, weights = average_weights([folder]), load_weights(folder)
+    assert all(torch.equal(averaged[name], weights[name]) for name in weights)
+
+
+def test_an_average_is_a_checkpoint_without_moments(recipe: config.Recipe) -> None:
+    folder = average_run(recipe, updates=[30, 10])
+    assert folder == Path(recipe.run) / "averaged"
+    verify(folder)
+    loaded = load_model(Path(recipe.run))
+    assert loaded.folder == folder and loaded.recipe == recipe and loaded.src_vocab.bytes == tiny_run.VOCAB
+    assert loaded.state.update == 30 and _updates(folder) == [30, 10]
+    expected = average_weights(listed(_checkpoints(recipe), [10, 30]))
+    assert all(torch.equal(p, expected[name]) for name, p in loaded.model.named_parameters())
+    with pytest.raises(UserError, match="holds no optimizer moments"):
+        load_moments(folder)
+    again = average_run(recipe, last=1)
+    assert again == folder and _updates(again) == [40]
+    assert sorted(path.name for path in Path(recipe.run).iterdir()) == ["averaged", "checkpoints"]
+
+
+def test_each_way_of_choosing(recipe: config.Recipe, tmp_path: Path) -> None:
+    checkpoints = _checkpoints(recipe)
+    assert [update_of(path) for path in last(checkpoints, 2)] == [30, 40]
+    assert [update_of(path) for path in best(checkpoints, 2)] == [20, 30]
+    assert [update_of(path) for path in listed(checkpoints, [40, 10])] == [40, 10]
+    assert [update_of(path) for path in between(checkpoints, 15, 30)] == [20, 30]
+    assert _updates(average_run(recipe)) == [10, 20, 30, 40]
+    assert _updates(average_run(recipe.model_copy(update={"average_last": 3}))) == [20, 30, 40]
+    assert _updates(average_run(recipe, best=2)) == [20, 30]
+    assert _updates(average_run(recipe, span=(10, 20))) == [10, 20]
+    chosen = [checkpoints / "update-00000040", str(checkpoints / "update-00000020")]
+    assert _updates(average_run(recipe, folders=chosen, output=str(tmp_path / "mean"))) == [40, 20]
+    verify(tmp_path / "mean")
+
+
+def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:
+    checkpoints = _checkpoints(recipe)
+    for count in (5, 0, -1):
+        with pytest.raises(UserError, match=rf"^{count} checkpoints in .* were asked for, but there are \d"):
+            last(checkpoints, count)
+    with pytest.raises(UserError, match=r"^4 validated checkpoints in .* but there are 3"):
+        best(checkpoints, 4)
+    with pytest.raises(UserError, match=r"no checkpoint of update 25 in .* there are 10, 20, 30, 40"):
+        listed(checkpoints, [10, 25])
+    with pytest.raises(UserError, match="name one twice"):
+        listed(checkpoints, [10, 10])
+    with pytest.raises(UserError, match="from 41 to 90"):
+        between(checkpoints, 41, 90)
+    with pytest.raises(UserError, match="in one way only"):
+        average_run(recipe, last=1, best=1)
+    with pytest.raises(UserError, match=r"there is no checkpoint in .*; train first"):
+        average_run(recipe.model_copy(update={"run": recipe.run + "-other"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"ffn": 20}, r"decoder\.layers\.0\.ffn\.fc1\.bias is \[20\] where \[16\] is expected"),
+        ({"tied": "none"}, r"embeddings\.shared\.weight \[40, 8\] is missing"),
+        ({"heads": 4}, r"model\.heads is 4 where 2 is expected"),
+        ({"activation": "gelu"}, r"model\.activation is gelu where relu is expected"),
+    ],
+)
+def test_another_model_is_refused_by_what_differs(
+    recipe: config.Recipe, tmp_path: Path, change: dict[str, int | str], difference: str
+) -> None:
+    other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other", **change), 50)
+    with pytest.raises(UserError, match=rf"{other} is another model than .*update-00000010: {difference}"):
+        average_run(recipe, folders=[_checkpoints(recipe) / "update-00000010", other])
+    assert not (Path(recipe.run) / "averaged").exists()
+
+
+def test_another_vocabulary_is_refused(recipe: config.Recipe, tmp_path: Path) -> None:
+    other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other"), 50, vocab=tiny_run.OTHER_VOCAB)
+    with pytest.raises(UserError, match=r"the vocabulary src\.spm is another"):
+        save_average([_checkpoints(recipe) / "update-00000010", other], tmp_path / "mean")
+
+
+def test_a_damaged_checkpoint_is_not_averaged(recipe: config.Recipe) -> None:
+    file = _checkpoints(recipe) / "update-00000040" / "weights.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\x80\x7f")
+    with pytest.raises(UserError, match=r"update-00000040 is damaged: weights\.safetensors has another SHA-256"):
+        average_run(recipe, last=2)
+
+
+def test_a_folder_of_something_else_is_not_replaced(recipe: config.Recipe, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("1")
+    with pytest.raises(UserError, match="thesis is there and is no checkpoint"):
+        average_run(recipe, last=1, output=tmp_path / "thesis")
+    assert (tmp_path / "thesis" / "chapter").read_text() == "1"
+
+

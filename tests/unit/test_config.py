@@ -1,0 +1,230 @@
+"""Recipes: what is read, and the sentence each fault gets."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from deepnmt.config import Recipe, check_recipe, dump_recipe, load_recipe
+from deepnmt.errors import UserError
+
+SMALL = """
+run: runs/x
+data:
+  folder: data/x
+  src_lang: en
+  trg_lang: de
+  train: {src: train.en, trg: train.de}
+  valid: {src: [valid.en], trg: [valid.de]}
+train:
+  updates: 10
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL, encoding="utf-8")
+    return file
+
+
+def changed(**settings: Any) -> dict[str, Any]:
+    """The small recipe's tree with settings changed (`model__width=3`); None takes one out."""
+    tree: dict[str, Any] = copy.deepcopy(yaml.safe_load(SMALL))
+    for key, value in settings.items():
+        *parents, name = key.split("__")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        if value is None:
+            del node[name]
+        else:
+            node[name] = value
+    return tree
+
+
+def faults_of(tree: dict[str, Any]) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        check_recipe(tree, "r.yaml")
+    head, *lines = str(caught.value).split("\n")
+    assert head == ("r.yaml has a fault:" if len(lines) == 1 else f"r.yaml has {len(lines)} faults:")
+    assert all(line.startswith("  ") for line in lines)
+    return [line[2:] for line in lines]
+
+
+def test_a_small_recipe_takes_the_defaults(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    assert recipe.data.train.src == ["train.en"]  # one name stands for a list of one
+    assert (recipe.model.width, recipe.model.encoder.block, recipe.optimizer.lr) == (512, "admin", 5e-4)
+    with pytest.raises(ValidationError):
+        recipe.seed = 2
+
+
+def test_dumped_recipe_loads_equal(recipe_file: Path, tmp_path: Path) -> None:
+    overrides = ["optimizer.lr=1e-3", "model.decoder.block=b2t", "data.test.news={tsv: n.tsv, columns: [2, 1]}",
+                 "train.epochs=3", "run=Läufe/x"]
+    recipe = load_recipe(recipe_file, overrides)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(run) == recipe  # the folder of a run serves as its recipe
+    assert load_recipe(run / "recipe.yaml") == recipe
+    assert "label_smoothing: 0.1" in dump_recipe(recipe) and "Läufe/x" in dump_recipe(recipe)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.001", "1.0e-3", ".1e-2", "+1e-3"])
+def test_numbers_are_numbers(recipe_file: Path, text: str) -> None:
+    assert load_recipe(recipe_file, [f"optimizer.lr={text}"]).optimizer.lr == 0.001
+
+
+def test_overrides_are_applied_in_turn_and_make_their_groups(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["model.encoder.layers=3", "model.encoder.layers=18", "train.updates=300"])
+    assert (recipe.model.encoder.layers, recipe.train.updates) == (18, 300)
+    assert load_recipe(recipe_file, ["parallel.ds_config=null"]).parallel.ds_config is None
+    assert load_recipe(recipe_file, ["run=a=b"]).run == "a=b"
+
+
+def test_environment_variables_are_put_in(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPNMT_TEST_TEXTS", "some/where")
+    recipe = load_recipe(recipe_file, ["data.train.src=['${DEEPNMT_TEST_TEXTS}/a', b]", "data.train.trg=[a, b]"])
+    assert recipe.data.train.src == ["some/where/a", "b"]
+
+
+FAULTS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"model__widht": 64}, ["model.widht: unknown setting; did you mean model.width?"]),
+    ({"modle": {}}, ["modle: unknown setting; did you mean model?"]),
+    ({"batch__zzz": 1}, ["batch.zzz: unknown setting; known: tokens, accumulation"]),
+    ({"data__test__news": {"tsv": "a", "colums": [1, 2]}},
+     ["data.test.news.colums: unknown setting; did you mean data.test.news.columns?"]),
+    ({"model__width": "big"}, ["model.width: is 'big', must be a valid integer"]),
+    ({"model__width": 64.0}, ["model.width: is 64.0, must be a valid integer"]),
+    ({"seed": True}, ["seed: is True, must be a valid integer"]),
+    ({"model__dropout": 1.0}, ["model.dropout: is 1.0, must be less than 1"]),
+    ({"model__encoder__block": "rezero"},
+     ["model.encoder.block: is 'rezero', must be 'post_ln', 'pre_ln', 'admin', 'b2t' or 'deepnorm'"]),
+    ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation"]),
+    ({"data__test": "x"}, ["data.test: is 'x', must be a valid mapping"]),
+    ({"optimizer__betas": [0.9]}, ["optimizer.betas: is [0.9], must have at least 2 items, not 1"]),
+    ({"train__updates": None}, ["train.updates: missing; this setting has no default"]),
+    ({"data": None}, ["data: missing; this setting has no default"]),
+    ({"data__train": {"src": "a"}}, ["data.train: give 'src' and 'trg' files, or 'tsv' files"]),
+    ({"data__valid__tsv": "a"}, ["data.valid: give either 'tsv' or 'src' and 'trg', not both"]),
+    ({"data__train": {"src": ["a", "b"], "trg": "c"}},
+     ["data.train: 'src' names 2 files and 'trg' 1; they must pair up"]),
+    ({"model__width": 65, "model__heads": 4},
+     ["model: width (65) must be a multiple of heads (4)",
+      "model: width (65) must be even: positions are half sines, half cosines"]),
+    ({"translate__nbest": 6}, ["translate: nbest (6) cannot exceed beam (5)"]),
+    ({"translate": {"method": "greedy", "nbest": 2}}, ["translate: nbest (2) needs method beam or sample"]),
+    ({"vocab__shared": False},
+     ["model.tied: all needs vocab.shared: true (one embedding cannot serve two vocabularies); "
+      "set model.tied: decoder"]),
+    ({"model__max_length": 100},
+     ["data.filters.max_tokens (250) must leave room for eos within model.max_length (100)"]),
+    ({"batch__tokens": 250}, ["batch.tokens (250) cannot hold one sentence of data.filters.max_tokens (250)"]),
+    ({"train": {"updates": 5, "best_by": "bleu", "valid_bleu": False}},
+     ["train.best_by: bleu needs train.valid_bleu: true"]),
+    ({"schedule": {"name": "linear", "warmup": 10}},
+     ["schedule.warmup (10) must be below train.updates (10) with schedule.name: linear"]),
+    ({"data__subword_variants": 2, "data__subword_alpha": 0.0},
+     ["data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same text again; "
+      "set data.subword_alpha to 0.1"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentences"), FAULTS, ids=["+".join(settings) for settings, _ in FAULTS])
+def test_a_fault_gets_its_sentence(settings: dict[str, Any], sentences: list[str]) -> None:
+    assert faults_of(changed(**settings)) == sentences
+
+
+def test_all_faults_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong values, a section at odds with itself, a missing setting, a missing variable, settings at odds."""
+    monkeypatch.delenv("DEEPNMT_TEST_NONE", raising=False)
+    tree = changed(run=None, modle=1, model__encoder__layers=0, model__width=66, model__heads=4, vocab__shared=False,
+                   data__folder="${DEEPNMT_TEST_NONE}/x", data__train={"src": "a"}, batch__tokens=20,
+                   data__filters__max_tokens=600, data__test__news={"tsv": [1]}, train={"best_by": "bleu"},
+                   train__valid_bleu=False)
+    assert sorted(line.split()[0] for line in faults_of(tree)) == sorted([
+        "run:", "modle:", "model.encoder.layers:", "model:", "model.tied:", "data.folder:", "data.train:",
+        "batch.tokens", "data.filters.max_tokens", "data.test.news.tsv.0:", "train.updates:", "train.best_by:"])
+
+
+def test_no_fault_is_made_up_by_the_default_that_stands_in() -> None:
+    """max_tokens 600 is too much for the default max_length, but the user's max_length is only misspelt in value."""
+    tree = changed(data__filters__max_tokens=600, model__max_length="1024", model__heads="3", model__width=63)
+    assert [line.split(":")[0] for line in faults_of(tree)] == ["model.heads", "model.max_length", "model"]
+    tree = changed(train__updates=None, schedule={"name": "linear", "warmup": 4000})
+    assert faults_of(tree) == ["train.updates: missing; this setting has no default"]
+
+
+def test_every_missing_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPNMT_TEST_NONE", raising=False)
+    monkeypatch.delenv("DEEPNMT_TEST_NEITHER", raising=False)
+    lines = faults_of(changed(run="${DEEPNMT_TEST_NONE}/r", data__folder="${DEEPNMT_TEST_NEITHER}"))
+    assert lines == [
+        "run: is '${DEEPNMT_TEST_NONE}/r', but the environment variable DEEPNMT_TEST_NONE is not set; "
+        "export DEEPNMT_TEST_NONE=FOLDER, or give the setting on the command line as run=PATH",
+        "data.folder: is '${DEEPNMT_TEST_NEITHER}', but the environment variable DEEPNMT_TEST_NEITHER is not set; "
+        "export DEEPNMT_TEST_NEITHER=FOLDER, or give the setting on the command line as data.folder=PATH",
+    ]
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("train.updates", "'train.updates' is not of the form key.key=value, for example train.updates=300"),
+    ("=3", "'=3' is not of the form key.key=value"),
+    ("train.updates=[1", "'[1' is not a YAML value"),
+    ("seed.low=1", "seed is a value, not a group of settings"),
+    ("train.updats=1", "train.updats: unknown setting; did you mean train.updates?"),
+])
+def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe_file, ["seed=1", override])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("seed: 1\nseed: 2\n", "is not valid YAML: key 'seed' is given twice"),
+    ("model: {heads: 2, heads: 4}\n", "key 'heads' is given twice"),
+    ("a: [1\n", "is not valid YAML"),
+    ("? [a]\n: 1\n", "is not valid YAML"),
+    ("- 1\n", "must be a mapping of settings, not list"),
+    ("", "must be a mapping of settings, not NoneType"),
+    ("1: 2\n", "1:"),
+])
+def test_faulty_files(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_recipe(file)
+    assert message in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no recipe .*none\.yaml; recipes/ holds"):
+        load_recipe(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match=r"holds no recipe\.yaml; give a recipe or the folder of a run"):
+        load_recipe(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes("run: Läufe".encode("latin-1"))
+    with pytest.raises(UserError, match="cannot be read"):
+        load_recipe(tmp_path / "latin.yaml")
+
+
+def test_yaml_anchors_may_be_merged(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(SMALL + "model:\n  encoder: &stack {layers: 3, block: b2t}\n  decoder: {<<: *stack, layers: 2}\n",
+                    encoding="utf-8")
+    recipe = load_recipe(file)
+    assert (recipe.model.decoder.layers, recipe.model.decoder.block) == (2, "b2t")
+
+
+def test_the_tree_given_is_left_alone() -> None:
+    tree = changed(model__heads="x", data__train={"src": "a"})
+    before = copy.deepcopy(tree)
+    faults_of(tree)
+    assert tree == before
+    assert isinstance(check_recipe(changed(), "r.yaml"), Recipe)

@@ -1,0 +1,271 @@
+"""Initialisation, tying, names, dropout and types of the model."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepnmt import config
+from deepnmt.model.dropout import Dropout, stable_hash
+from deepnmt.model.embedding import PAD, sinusoids
+from deepnmt.model.residual import Admin, DeepNorm, Place, Side
+from deepnmt.model.transformer import Transformer, build_embedding, build_layer
+
+BLOCKS: list[config.Block] = ["post_ln", "pre_ln", "admin", "b2t", "deepnorm"]
+SIDES: list[Side] = ["encoder", "decoder"]
+D, V = 16, 21
+
+
+def shapes(
+    block: config.Block = "admin", *, tied: str = "all", dropout: float = 0.0, layers: int = 2, init: str = "auto"
+) -> config.Model:
+    stack = {"block": block, "layers": layers, "init": init}
+    rates = {"dropout": dropout, "attention_dropout": dropout, "activation_dropout": dropout}
+    return config.Model.model_validate(
+        {"width": D, "heads": 4, "ffn": 24, "tied": tied, "max_length": 12, "encoder": stack, "decoder": stack, **rates}
+    )
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    src, trg_in, trg_out = (torch.randint(4, V, (3, 6), generator=generator) for _ in range(3))
+    src[1, 4:] = PAD
+    trg_out[2, 2:] = PAD
+    return src, torch.tensor([6, 4, 6]), trg_in, trg_out
+
+
+# ---- initialisation
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("side", SIDES)
+def test_a_layer_built_alone_is_the_models(side: Side, block: config.Block) -> None:
+    torch.manual_seed(0)
+    model = Transformer(shapes(block), V, V, seed=5)
+    torch.manual_seed(99)
+    alone = build_layer(shapes(block), side, 1, seed=5)
+    whole = model.get_submodule(f"{side}.layers.1").state_dict()
+    assert whole.keys() == alone.state_dict().keys()
+    assert all(torch.equal(whole[name], value) for name, value in alone.state_dict().items())
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_an_embedding_built_alone_is_the_models(side: Side) -> None:
+    model = Transformer(shapes(tied="none", dropout=0.1), V, V + 4, seed=5).train()
+    alone = build_embedding(shapes(tied="none", dropout=0.1), side, V if side == "encoder" else V + 4, seed=5).train()
+    ids = batch()[0]
+    table = model.embeddings["src" if side == "encoder" else "trg"]
+    whole = model.get_submodule(f"{side}.input")(table(ids), dropout_key=8)
+    assert torch.equal(alone(ids, dropout_key=8), whole)
+
+
+def test_weights_follow_the_seed() -> None:
+    one, same, other = (Transformer(shapes(), V, V, seed).state_dict() for seed in (5, 5, 6))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    for name, value in one.items():
+        assert torch.equal(value, other[name]) == (value.ndim < 2)
+
+
+def test_no_two_matrices_share_their_draw() -> None:
+    matrices = [p.flatten() for p in Transformer(shapes(tied="none"), V, V, 1).parameters() if p.ndim == 2]
+    assert len({round(m[0].item() / m.abs().max().item(), 6) for m in matrices}) == len(matrices)
+
+
+def test_depth_does_not_change_a_layers_draw() -> None:
+    shallow, deep = (build_layer(shapes(layers=n), "encoder", 1, 1).state_dict() for n in (2, 7))
+    assert all(torch.equal(shallow[name], deep[name]) for name in shallow)
+
+
+def xavier_bound(rows: int, columns: int) -> float:
+    return math.sqrt(6 / (rows + columns))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Side) -> None:
+    """Each draw is a fixed uniform one times its bound, so the ratio to Post-LN's is exactly the gain."""
+    layer, post = (build_layer(shapes(b), side, 1, 1).state_dict() for b in (block, "post_ln"))
+    beta = DeepNorm.constants(Place(side, 1, 2, 2, D))[1] if block == "deepnorm" else 1.0
+    depth = 2**-0.5 if block == "b2t" else 1.0
+    bounds = {"qkv": (D, D), "kv": (D, D), "q": (D, D), "out": (D, D), "fc1": (24, D), "fc2": (24, D)}
+    matrices = [name for name in layer if name.endswith("weight") and layer[name].ndim == 2]
+    assert len(matrices) == (4 if side == "encoder" else 7)
+    for name in matrices:
+        parts = layer[name].size(0) // D if "kv" in name else 1
+        value_part = parts - 1
+        for i, (ours, theirs) in enumerate(
+            zip(layer[name].chunk(parts), post[name].chunk(parts), strict=True)
+        ):
+            gained = name.split(".")[1] in ("out", "fc1", "fc2") or ("kv" in name and i == value_part)
+            torch.testing.assert_close(ours, theirs * (beta if gained else 1.0) * depth)
+            bound = xavier_bound(*bounds[name.split(".")[1]])
+            assert 0.9 * bound < theirs.abs().max() <= bound
+    for name, value in layer.items():
+        if value.ndim == 1:
+            assert value.eq(0.0 if name.endswith("bias") else 1.0).all(), name
+
+
+def test_init_can_be_chosen() -> None:
+    scaled = build_layer(shapes("admin", init="depth_scaled", layers=4), "encoder", 0, 1).ffn.fc1.weight
+    plain = build_layer(shapes("b2t", init="xavier", layers=4), "encoder", 0, 1).ffn.fc1.weight
+    torch.testing.assert_close(scaled * 2, plain)
+
+
+def test_embeddings_have_the_stated_spread() -> None:
+    weight = Transformer(shapes(), 4000, 4000, 1).output_weight
+    assert weight[PAD].eq(0).all()
+    assert weight.std().item() == pytest.approx(D**-0.5, rel=0.02)
+
+
+# ---- tying and names
+
+
+@pytest.mark.parametrize(
+    ("tied", "tables"), [("all", {"shared"}), ("decoder", {"src", "trg"}), ("none", {"src", "trg", "out"})]
+)
+def test_tying(tied: str, tables: set[str]) -> None:
+    model = Transformer(shapes(tied=tied), V, V, 1)
+    assert set(model.embeddings) == tables
+    model(*batch()).loss.backward()
+    for table in model.embeddings.values():
+        assert isinstance(table, nn.Embedding)
+        assert table.weight.grad is not None and table.weight.grad.any()
+    expected = {"all": "shared", "decoder": "trg", "none": "out"}[tied]
+    assert model.output_weight is model.get_parameter(f"embeddings.{expected}.weight")
+
+
+def test_tying_all_refuses_two_vocabularies() -> None:
+    with pytest.raises(ValueError, match="21 and 22"):
+        Transformer(shapes(), V, V + 1, 1)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
+    model = Transformer(shapes(block), V, V, 1)
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+    names = set(model.state_dict())
+    assert {"embeddings.shared.weight", "encoder.layers.1.ffn.fc1.weight"} < names
+    assert {"decoder.layers.0.cross_attn.kv.bias", "decoder.layers.1.rule.norms.2.weight"} < names
+    assert ("encoder.norm.weight" in names) == ("decoder.norm.bias" in names) == (block == "pre_ln")
+
+
+def test_blocks_of_the_two_sides_are_independent() -> None:
+    hybrid = shapes().model_copy(update={"encoder": config.Stack(block="post_ln", layers=1),
+                                         "decoder": config.Stack(block="pre_ln", layers=1)})  # fmt: skip
+    names = set(Transformer(hybrid, V, V, 1).state_dict())
+    assert "decoder.norm.weight" in names and "encoder.norm.weight" not in names
+
+
+def test_omega_is_filled_from_a_profile() -> None:
+    rule = build_layer(shapes("admin"), "decoder", 0, 1).rule
+    assert isinstance(rule, Admin)
+    rule.set_omega([1.0, 1.5, 2.25])
+    assert [omega.tolist() for omega in rule.omegas] == [[1.0] * D, [1.5] * D, [2.25] * D]
+    with pytest.raises(ValueError, match="3 sub-layers, but 2"):
+        rule.set_omega([1.0, 1.5])
+
+
+# ---- positions
+
+
+def test_sinusoids_are_marians() -> None:
+    table = sinusoids(9, 6)
+    for position in range(9):
+        for i in range(3):
+            angle = position / 10000 ** (2 * i / 6)
+            assert table[position, i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[position, 3 + i].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_a_sentence_longer_than_the_positions_is_refused() -> None:
+    model = Transformer(shapes(), V, V, 1)
+    with pytest.raises(ValueError, match=r"13 tokens exceeds model.max_length \(12\)"):
+        model.encode(torch.full((1, 13), 5), torch.tensor([13]))
+
+
+# ---- dropout
+
+
+def test_masks_follow_the_key_alone() -> None:
+    model = Transformer(shapes(dropout=0.3), V, V, 1).train()
+    torch.manual_seed(1)
+    first = model(*batch(), dropout_key=4).loss
+    torch.manual_seed(2)
+    torch.rand(17)
+    assert torch.equal(first, model(*batch(), dropout_key=4).loss)
+    assert not torch.equal(first, model(*batch(), dropout_key=5).loss)
+    assert not torch.equal(first, Transformer(shapes(dropout=0.3), V, V, 2).train()(*batch(), dropout_key=4).loss)
+
+
+def test_masks_differ_between_layers() -> None:
+    model = Transformer(shapes(dropout=0.5), V, V, 1).train()
+    masks: list[Tensor] = []
+    for i in range(2):
+        add = model.get_submodule(f"encoder.layers.{i}.rule.adds.0")
+        add.register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
+    model(*batch())
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_a_recomputed_layer_draws_the_same_masks() -> None:
+    model = Transformer(shapes(dropout=0.3), V, V, 1).train()
+    layer, x = model.encoder.layers[1], torch.randn(2, 5, D)
+    first = layer(x, None, 9)
+    model(*batch())
+    assert torch.equal(layer(x, None, 9), first)
+
+
+def test_evaluation_draws_nothing() -> None:
+    model = Transformer(shapes(dropout=0.3), V, V, 1).eval()
+    before = torch.get_rng_state()
+    assert torch.equal(model(*batch(), dropout_key=4).loss, model(*batch(), dropout_key=5).loss)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_has_its_rate_and_keeps_the_mean(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x = torch.ones(401, 503, dtype=dtype, requires_grad=True)
+    y = Dropout(p).train()(x)
+    kept = y != 0
+    error = 4 * math.sqrt(p * (1 - p) / x.numel())
+    assert kept.float().mean().item() == pytest.approx(1 - p, abs=error)
+    assert (kept[:, 1:] == kept[:, :-1]).float().mean().item() == pytest.approx(p**2 + (1 - p) ** 2, abs=2 * error)
+    rounding = 1e-4 if dtype == torch.float32 else 1e-2
+    assert y[kept].float().unique().tolist() == pytest.approx([1 / (1 - p)], rel=rounding)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y.detach())
+
+
+def test_hash_is_stable() -> None:
+    digest = hashlib.blake2b(b"1\x002\x00encoder.layers.0", digest_size=8).digest()
+    assert stable_hash(1, 2, "encoder.layers.0") == int.from_bytes(digest, "little") >> 1
+    assert stable_hash(1, 23) != stable_hash(12, 3)
+
+
+# ---- types
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_finite(dtype: torch.dtype, block: config.Block) -> None:
+    model = Transformer(shapes(block, dropout=0.1), V, V, 1, label_smoothing=0.1).to(dtype).train()
+    sums = model(*batch())
+    assert sums.loss.dtype == torch.float32
+    sums.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all() and parameter.grad.any(), name
+
+
+def test_activations_have_the_parameters_type() -> None:
+    """Even where only the parameters were cast and the table of positions was not, as engines may do."""
+    model = Transformer(shapes(), V, V, 1)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert model.encode(*batch()[:2]).dtype == torch.bfloat16
