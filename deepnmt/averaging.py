@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -30,6 +32,8 @@ from deepnmt.checkpoint import (
 from deepnmt.commit import MANIFEST, sweep
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
+
+MAPPED_VALUES = 4_000_000  # of each checkpoint, read before its file is closed and opened again
 
 
 def last(checkpoints: Path, count: int) -> list[Path]:
@@ -77,25 +81,48 @@ def _names(found: dict[int, Path]) -> str:
 def average_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
     """Name to the mean of a tensor over checkpoints: summed in float64, rounded to fp32 once.
 
-    One tensor of one checkpoint is read at a time, so the memory is that of one model.
+    Tensor by tensor, so the memory is about that of one model, whatever the number of checkpoints.
 
     Raises:
         UserError: the tensors differ in name or shape; it names the first.
     """
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(folder / WEIGHTS, framework="pt")) for folder in folders]
-        shapes = [{name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} for file in files]  # noqa: SIM118
-        for folder, others in zip(folders[1:], shapes[1:], strict=True):
-            if difference := first_difference(shapes[0], others):
-                raise _other_model(folders[0], folder, difference)
-        return {name: _mean(files, name) for name in shapes[0]}
+    shapes = [_shapes(folder) for folder in folders]
+    for folder, others in zip(folders[1:], shapes[1:], strict=True):
+        if difference := first_difference(shapes[0], others):
+            raise _other_model(folders[0], folder, difference)
+    averaged: dict[str, Tensor] = {}
+    scratch = torch.empty(max(map(math.prod, shapes[0].values())), dtype=torch.float64)  # one, or the heap falls apart
+    for names in _groups(shapes[0]):
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(folder / WEIGHTS, framework="pt")) for folder in folders]
+            averaged |= {name: _mean(files, name, scratch) for name in names}
+    return averaged
 
 
-def _mean(files: Sequence[Any], name: str) -> Tensor:
-    total = files[0].get_tensor(name).double()
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+
+
+def _groups(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
+    """Names in groups of some MAPPED_VALUES: an open file keeps in memory all that was read of it."""
+    group, values = [], 0
+    for name, shape in shapes.items():
+        group.append(name)
+        values += math.prod(shape)
+        if values >= MAPPED_VALUES:
+            yield group
+            group, values = [], 0
+    if group:
+        yield group
+
+
+def _mean(files: Sequence[Any], name: str, scratch: Tensor) -> Tensor:
+    first = files[0].get_tensor(name)
+    total = scratch[: first.numel()].view_as(first).copy_(first)
     for file in files[1:]:
         total += file.get_tensor(name)
-    return (total / len(files)).float()
+    return total.div_(len(files)).float()
 
 
 def save_average(folders: Sequence[Path], target: Path) -> Path:

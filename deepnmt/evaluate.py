@@ -88,9 +88,9 @@ def _find_set(recipe: Recipe, spec: str) -> EvaluationSet:
     if spec in DATASETS:
         return _sacrebleu_set(spec, f"{recipe.data.src_lang}-{recipe.data.trg_lang}")
     near = difflib.get_close_matches(spec, [*recipe.data.test, *DATASETS], n=3)
-    known = f"did you mean {' or '.join(near)}?" if near else f"data.test has {', '.join(recipe.data.test) or 'none'}"
-    raise UserError(f"there is no test set {spec!r}; {known} Give a name of data.test, NAME=SRC,REF, or one of the names "
-                    "that sacrebleu --list prints")
+    hint = f"; near it are {', '.join(near)}" if near else ""
+    raise UserError(f"there is no test set {spec!r}{hint}; give a name of data.test ({', '.join(recipe.data.test)}), "
+                    "NAME=SRC,REF (two text files), or one of the names that sacrebleu --list prints")
 
 
 def _sacrebleu_set(name: str, pair: str) -> EvaluationSet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from deepnmt.analysis.admin_profile import AdminProfile, ProfileBatch, admin_sublayers, measure
+from deepnmt.analysis.admin_profile import SIDES, AdminProfile, ProfileBatch, measure
 from deepnmt.analysis.plots import draw_admin_profile
 from deepnmt.config import Recipe
 from deepnmt.data.batching import MicroBatch, PlanStream, Position, collate
@@ -24,9 +24,9 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
         UserError: neither stack is Admin, or there is no prepared data.
     """
     if not _is_admin(recipe):
-        model = recipe.model
-        raise UserError(f"model.encoder.block is {model.encoder.block} and model.decoder.block {model.decoder.block}: only "
-                        "admin is profiled; set one of them to admin, or train without a profile")
+        encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
+        raise UserError(f"model.encoder.block is {encoder} and model.decoder.block {decoder}, but only admin is "
+                        "profiled; set one of them to admin, or train without a profile")
     measured = _measure(recipe, PreparedData.open(recipe.data.folder), ranks)
     path = Path(recipe.run) / "admin_profile.json"
     if ranks.first:
@@ -87,9 +87,8 @@ def _is_admin(recipe: Recipe) -> bool:
 def _measure(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile:
     source, target = data.vocabs()
     if ranks.first:
-        model = recipe.model
         stacks = " and ".join(f"{stack.layers} {side} layers" for side, stack in
-                              (("encoder", model.encoder), ("decoder", model.decoder)) if admin_sublayers(model, side))
+                              zip(SIDES, (recipe.model.encoder, recipe.model.decoder)) if stack.block == "admin")
         print(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens", file=sys.stderr, flush=True)
     return measure(recipe.model, source.size, target.size, recipe.seed, first_micro_batches(recipe, data, ranks),
                    ranks.sum, data=data.fingerprint, show=ranks.first)

@@ -166,14 +166,18 @@ def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str
     for system, lines in systems.items():
         _same_length(lines, test.references[0], f"{system} on {test.name}")
     scorers = {METRICS[metric]: scorer for metric, scorer in _scorers(lang).items()}
-    signatures, results = PairedTest(list(systems.items()), scorers, test.references, test_type="bs")()
+    signatures, found = PairedTest(list(systems.items()), scorers, test.references, test_type="bs")()
+    results: dict[str, list[Any]] = dict(found)
     baseline, *others = systems
-    return [
-        Comparison(test.name, metric, system, baseline, result.score - results[name][0].score, result.p_value,
-                   float(result.mean), float(result.ci), str(signatures[name]))
-        for metric, name in METRICS.items()
-        for system, result in zip(others, results[name][1:], strict=True)
-    ]  # fmt: skip
+    comparisons = []
+    for metric, name in METRICS.items():
+        first, *rest = results[name]
+        for system, result in zip(others, rest, strict=True):
+            difference = float(result.score - first.score)
+            p_value = float(result.p_value) if difference else 1.0  # SacreBLEU gives 1/1001 for a system and itself
+            comparisons.append(Comparison(test.name, metric, system, baseline, difference, p_value, float(result.mean),
+                                          float(result.ci), str(signatures[name])))
+    return comparisons
 
 
 def _same_length(hypotheses: Sequence[str], reference: Sequence[str], name: str) -> None:

@@ -1,9 +1,9 @@
 """Admin's profile: ω of every sub-layer, measured layer by layer in the memory of one layer, and its files.
 
 Liu et al. 2020, Understanding the Difficulty of Training Transformers, section 4.3: one forward pass with all ω at 1,
-then ω_i = sqrt(Var[F_0] + Σ_{j<i} Var[F_j]) over the sub-layers of a stack, Var[F_0] = 1, so that ω_1 = 1. The decoder's
-chain starts at 1 again. Var[F_j] is the variance of all elements of sub-layer j's output after dropout, at positions
-that are no padding, in fp32 and training mode.
+then ω_i = sqrt(Var[F_0] + Σ_{j<i} Var[F_j]) over the sub-layers of a stack, Var[F_0] = 1, so that ω_1 = 1. The
+decoder's chain starts at 1 again. Var[F_j] is the variance of all elements of sub-layer j's output after dropout, at
+positions that are no padding, in fp32 and training mode.
 
 `B` sentences, `S` source length, `T` target length, `D` width.
 """
@@ -31,7 +31,7 @@ from deepnmt.errors import UserError
 from deepnmt.model.attention import key_mask
 from deepnmt.model.embedding import PAD
 from deepnmt.model.layers import Layer
-from deepnmt.model.residual import RULES, Side
+from deepnmt.model.residual import RULES, Admin, Side
 from deepnmt.model.transformer import Transformer, build_embedding, build_layer
 
 ProfileBatch = tuple[Tensor, Tensor, Tensor, Tensor, int]  # src, src_lengths, trg_in, trg_out, dropout key
@@ -106,14 +106,15 @@ class AdminProfile:
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"admin.profile: {path} cannot be read ({error}); give a file that deepnmt profile wrote, or "
-                            "null to measure anew") from None
+            raise UserError(f"admin.profile: {path} cannot be read ({error}); give a file that deepnmt profile wrote, "
+                            "or null to measure anew") from None
         names = {side: admin_sublayers(model, side) for side in SIDES}
         if text.lstrip().startswith("{"):
             return cls(*_from_json(text, path, names))
         split = len(names["encoder"])
         values = _from_text(text, path, split, len(names["decoder"]))
-        return cls(values[:split], values[split:], {"file": path.name, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return cls(values[:split], values[split:], {"file": path.name, "sha256": digest})
 
     def apply(self, model: Transformer) -> None:
         """Sets ω of a built model. Raises ValueError if a stack has another number of sub-layers."""
@@ -125,7 +126,9 @@ class AdminProfile:
             if len(values) != size * len(stack.layers):
                 raise ValueError(f"the {side} has {size * len(stack.layers)} sub-layers, the profile {len(values)}")
             for index, layer in enumerate(stack.layers):
-                layer.rule.set_omega(values[size * index : size * (index + 1)])
+                rule = layer.get_submodule("rule")
+                assert isinstance(rule, Admin)
+                rule.set_omega(values[size * index : size * (index + 1)])
 
 
 def _hash(provenance: dict[str, Any]) -> str:
@@ -133,7 +136,7 @@ def _hash(provenance: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(provenance, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
-# -- measuring -----------------------------------------------------------------------------------------------------------
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -166,8 +169,8 @@ def measure(
 ) -> AdminProfile:
     """Profiles the Admin stacks of a model; a stack of another block runs only where its output is needed.
 
-    One layer's weights are held at a time, besides the activations of the local micro-batches. How the micro-batches are
-    shared among processes changes nothing but the order of float64 sums.
+    One layer's weights are held at a time, besides the activations of the local micro-batches. How the micro-batches
+    are shared among processes changes nothing but the order of float64 sums.
 
     Args:
         model: shapes, dropouts and blocks.
@@ -209,7 +212,7 @@ def omega_of(moments: Tensor) -> list[float]:
     """ω of a stack from the moments of its branch outputs, float64 [sub-layers, 3]: counts, sums, sums of squares."""
     count, total, squares = moments.unbind(1)
     variance = squares / count - (total / count) ** 2
-    return (1.0 + variance.cumsum(0) - variance).sqrt().tolist()
+    return torch.cat([torch.ones(1, dtype=torch.float64), variance])[:-1].cumsum(0).sqrt().tolist()
 
 
 def _run_encoder(
@@ -294,7 +297,7 @@ def _with_progress(count: int, side: Side, show: bool) -> Iterator[int]:
             print(f"profiled {done} of {count} {side} layers, {left / 60:.1f} min left", file=sys.stderr, flush=True)
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def _from_json(text: str, path: Path, names: dict[Side, list[str]]) -> tuple[list[float], list[float], dict[str, Any]]:
@@ -308,8 +311,8 @@ def _from_json(text: str, path: Path, names: dict[Side, list[str]]) -> tuple[lis
         raise UserError(f"admin.profile: {path} is JSON, but not a profile of format {_FORMAT!r}, version {_VERSION}; "
                         "write one with deepnmt profile") from None
     if omega.keys() != {*names["encoder"], *names["decoder"]}:
-        found = (sum(name.startswith(side) for name in omega) for side in SIDES)
-        raise _wrong_count(path, *found, len(names["encoder"]), len(names["decoder"]))
+        first, second = (sum(name.startswith(side) for name in omega) for side in SIDES)
+        raise _wrong_count(path, first, second, len(names["encoder"]), len(names["decoder"]))
     for name, value in omega.items():
         if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
             raise UserError(f"admin.profile: {path} has {value!r} for {name}; every ω must be a number above 0")
@@ -331,7 +334,7 @@ def _from_text(text: str, path: Path, encoder: int, decoder: int) -> list[float]
     for number, fields in lines:
         where = f"admin.profile: {path}, line {number}"
         if len(fields) != columns:
-            raise UserError(f"{where} has {len(fields)} columns, the first line {columns}; all lines must be of one form")
+            raise UserError(f"{where} has {len(fields)} columns, the first line {columns}; all lines must be alike")
         values.append(_number(fields[-1], where))
         if columns == 2:
             index = _number(fields[0], where)

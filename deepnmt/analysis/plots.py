@@ -31,8 +31,8 @@ def draw_admin_profile(profile: AdminProfile, path: str | Path) -> None:
         if values:
             axes.plot(range(1, len(values) + 1), values, color=colour, label=f"{name}, {len(values)} sub-layers",
                       marker=_marker(values), markersize=3)
-    axes.plot(depths, [math.sqrt(1 + 0.39 * (k - 1)) for k in depths], color=_GREY, linestyle=(0, (2, 2)), linewidth=1.2,
-              label="√(1 + 0.39 (k − 1)), about as published for width 512")
+    axes.plot(depths, [math.sqrt(1 + 0.39 * (k - 1)) for k in depths], color=_GREY, linestyle=(0, (2, 2)),
+              linewidth=1.2, label="√(1 + 0.39 (k − 1)), about as published for width 512")
     axes.set_title("Admin: initial shortcut weight ω", loc="left")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -69,7 +69,9 @@ def draw_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path) 
     _save(figure, path)
 
 
-def draw_comparison(curves: Mapping[str, Sequence[tuple[int, float]]], path: str | Path, title: str, ylabel: str) -> None:
+def draw_comparison(
+    curves: Mapping[str, Sequence[tuple[int, float]]], path: str | Path, title: str, ylabel: str
+) -> None:
     """Several runs in one picture.
 
     Args:

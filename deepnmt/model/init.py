@@ -10,7 +10,7 @@
 | biases of linear maps              | 0                                                                           |
 | `*.norm*`                          | weight 1, bias 0                                                            |
 | `*.omegas.*`                       | 1, until a profile is read                                                  |
-| `embeddings.*.weight`              | N(0, D^-1/2), the row of pad 0                                              |
+| `embeddings.*.weight`              | normal with standard deviation D^-1/2, the row of pad 0                     |
 
 `init: auto` is depth_scaled for b2t, whose published code does so (its paper, Takase et al. 2023, names no
 initialisation), and xavier for every other block.

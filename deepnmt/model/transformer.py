@@ -131,7 +131,7 @@ class Transformer(nn.Module):
     def forward(
         self, src: Tensor, src_lengths: Tensor, trg_in: Tensor, trg_out: Tensor, dropout_key: int = 0
     ) -> LossSums:
-        """The loss of src [B, S] (lengths [B]) translated as trg_out [B, T], given trg_in [B, T]; pad counts nothing."""
+        """The loss of src [B, S] (lengths [B]) put into trg_out [B, T], given trg_in [B, T]; pads count nothing."""
         memory = self.encode(src, src_lengths, dropout_key)
         hidden = self.decode(trg_in, memory, src_lengths, dropout_key)
         return label_smoothed_loss(hidden, self.output_weight, trg_out, self.label_smoothing, PAD)

@@ -57,7 +57,7 @@ def job(folder: str, run: str) -> None:
 
 
 def test_profile_does_not_depend_on_the_processes(folder: Path) -> None:
-    run_on_ranks(1, "test_admin_ranks:job", str(folder), "alone")
+    job(str(folder), "alone")
     run_on_ranks(2, "test_admin_ranks:job", str(folder), "two")
     alone, first, second = (json.loads((folder / f"{n}.json").read_text()) for n in ("alone.0", "two.0", "two.1"))
     assert first[:2] == second[:2], "ranks must start from the same numbers, to the last bit"

@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 import torch
 
-from deepnmt import config
+from deepnmt import averaging, config
 from deepnmt.average import average_run
 from deepnmt.averaging import average_weights, best, between, last, listed, save_average
 from deepnmt.checkpoint import (
@@ -49,8 +49,18 @@ def test_the_average_is_the_mean_rounded_once(recipe: config.Recipe) -> None:
     weights = [tiny_run.weights_of(recipe, update) for update in (20, 30, 40)]
     assert averaged.keys() == weights[0].keys()
     for name, tensor in averaged.items():
-        exact = sum(group[name].detach().double() for group in weights) / 3
+        exact = torch.stack([group[name].detach().double() for group in weights]).sum(0) / 3
         assert tensor.dtype == torch.float32 and torch.equal(tensor, exact.to(torch.float32))
+
+
+def test_files_are_opened_anew_for_each_group_of_tensors(
+    recipe: config.Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = last(_checkpoints(recipe), 2)
+    whole = average_weights(folders)
+    monkeypatch.setattr(averaging, "MAPPED_VALUES", 100)
+    parts = average_weights(folders)
+    assert list(parts) == list(whole) and all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
 def test_float32_alone_would_lose_the_mean(tmp_path: Path) -> None:
@@ -95,7 +105,7 @@ def test_each_way_of_choosing(recipe: config.Recipe, tmp_path: Path) -> None:
     assert _updates(average_run(recipe.model_copy(update={"average_last": 3}))) == [20, 30, 40]
     assert _updates(average_run(recipe, best=2)) == [20, 30]
     assert _updates(average_run(recipe, span=(10, 20))) == [10, 20]
-    chosen = [checkpoints / "update-00000040", str(checkpoints / "update-00000020")]
+    chosen: list[str | Path] = [checkpoints / "update-00000040", str(checkpoints / "update-00000020")]
     assert _updates(average_run(recipe, folders=chosen, output=str(tmp_path / "mean"))) == [40, 20]
     verify(tmp_path / "mean")
 
@@ -131,7 +141,7 @@ def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:
 def test_another_model_is_refused_by_what_differs(
     recipe: config.Recipe, tmp_path: Path, change: dict[str, int | str], difference: str
 ) -> None:
-    other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other", **change), 50)
+    other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other", model=change), 50)
     with pytest.raises(UserError, match=rf"{other} is another model than .*update-00000010: {difference}"):
         average_run(recipe, folders=[_checkpoints(recipe) / "update-00000010", other])
     assert not (Path(recipe.run) / "averaged").exists()

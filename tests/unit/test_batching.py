@@ -83,7 +83,7 @@ def test_full_batches_hold_all_that_fits() -> None:
 
 def test_sentence_over_the_budget_is_refused_in_training_and_alone_in_evaluation() -> None:
     src, trg = np.array([3, 50, 4], dtype=np.int32), np.array([3, 3, 4], dtype=np.int32)
-    with pytest.raises(UserError, match="batch.tokens is 20, but a training sentence has 50 tokens"):
+    with pytest.raises(UserError, match=r"batch.tokens is 20, but a training sentence has 50 tokens"):
         plan_epoch(src, trg, 20, 1, 0)
     plan = plan_eval(src, trg, 20)
     assert [plan[m].tolist() for m in range(len(plan))] == [[2], [1], [0]]

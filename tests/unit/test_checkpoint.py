@@ -261,8 +261,9 @@ def test_a_manifest_leads_nowhere_else(run: Path) -> None:
         assert f"names {name!r}" in _damages(folder)
     _forge(folder, files={name: entry for name, entry in files.items() if name != "weights.safetensors"})
     assert "does not name weights.safetensors" in _damages(folder)
-    for nothing in ([], {"weights.safetensors": 3}):
-        _forge(folder, files=nothing)
+    nothing: tuple[object, ...] = ([], {"weights.safetensors": 3})
+    for entries in nothing:
+        _forge(folder, files=entries)
         assert "lists no files" in _damages(folder)
     _forge(folder, files=files, format=2)
     assert "its format is 2, this deepnmt reads 1" in _damages(folder)
@@ -351,7 +352,7 @@ def test_a_model_is_loaded_as_it_was(run: Path) -> None:
 
 
 def test_weights_of_another_model_are_refused_by_name(run: Path) -> None:
-    wide = tiny_run.recipe_of(run, ffn=20)
+    wide = tiny_run.recipe_of(run, model={"ffn": 20})
     folder = checkpoint.save_checkpoint(
         run / "checkpoints", 30, tiny_run.weights_of(tiny_run.recipe_of(run)), {}, tiny_run.state_of(30),
         dump_recipe(wide), tiny_run.VOCAB, tiny_run.VOCAB)  # fmt: skip

@@ -55,7 +55,7 @@ def test_arrays_come_back(folder: Path) -> None:
     assert [variant.src(i).tolist() for i in range(4)] == SAMPLED
     with pytest.raises(IndexError):
         split.variant(1)
-    with pytest.raises(UserError, match="has no split 'test.a'; it has train, valid"):
+    with pytest.raises(UserError, match=r"has no split 'test.a'; it has train, valid"):
         data.split("test.a")
 
 
@@ -103,7 +103,7 @@ def test_truncation_is_seen_by_open_and_a_changed_byte_by_verify(folder: Path) -
     tokens.write_bytes(whole[:-2])
     assert f"train.trg.tokens has {len(whole) - 2} bytes, its manifest says {len(whole)}" in _fault(folder)
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    with pytest.raises(UserError, match="train.trg.tokens differs"):
+    with pytest.raises(UserError, match=r"train.trg.tokens differs"):
         PreparedData.open(folder).verify()
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["settings"]["x"] = 1

@@ -84,7 +84,7 @@ def test_standard_output_is_utf8_and_stays_open(capfdbinary: pytest.CaptureFixtu
 
 
 def test_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="output .*absent/out.de cannot be written: No such file"), \
+    with pytest.raises(UserError, match=r"output .*absent/out\.de cannot be written: No such file"), \
             writing(tmp_path / "absent" / "out.de"):
         pass
 

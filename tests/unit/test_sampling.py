@@ -19,11 +19,12 @@ from deepnmt.data.vocab import SPACE, UNK, Vocabulary, train_vocabulary
 
 Kind = Literal["bpe", "unigram"]
 KINDS = pytest.mark.parametrize("kind", ["bpe", "unigram"])
-WORDS = ["".join(parts) for parts in itertools.product(("b", "kl", "st"), ("an", "ei", "o"), ("da", "ten", "s"))]
+WORDS = ["".join(parts) for parts in itertools.product(("b", "kl", "st", "m", "tr"), ("an", "ei", "o", "u"),
+                                                           ("da", "ten", "s", "", "ro"))]
 LINES = [" ".join(WORDS[(i * step) % len(WORDS)] for step in (1, 7, 11, 5)) for i in range(1, 200)]
 
 
-def _vocab(kind: Kind, size: int = 40, byte_fallback: bool = False) -> Vocabulary:
+def _vocab(kind: Kind, size: int = 60, byte_fallback: bool = False) -> Vocabulary:
     return Vocabulary(train_vocabulary(LINES, config.Vocab(kind=kind, size=size, byte_fallback=byte_fallback)))
 
 
@@ -73,16 +74,16 @@ def test_bpe_dropout_has_its_exact_distribution(alpha: float) -> None:
     vocab, generator = _vocab("bpe"), random.Random(1)
     sampler, word = BpeDropout(vocab, alpha), f"{SPACE}steiten"
     expected = _dropout_distribution(vocab, word, alpha)
-    assert len(expected) > 10
+    assert len(expected) >= 8
     _near(Counter(tuple(sampler.sample(word, generator)) for _ in range(20000)), expected)
 
 
-@pytest.mark.parametrize("alpha", [0.1, 1.0])
+@pytest.mark.parametrize("alpha", [0.05, 0.3])
 def test_unigram_sampling_has_its_exact_distribution(alpha: float) -> None:
     vocab, generator = _vocab("unigram"), random.Random(1)
-    sampler, word = UnigramSampling(vocab, alpha), f"{SPACE}klanten"
+    sampler, word = UnigramSampling(vocab, alpha), f"{SPACE}klantenstei"
     expected = _unigram_distribution(vocab, word, alpha)
-    assert len(expected) > 10
+    assert len(expected) >= 8
     _near(Counter(tuple(sampler.sample(word, generator)) for _ in range(20000)), expected)
 
 
@@ -100,7 +101,7 @@ def test_lengths_agree_with_sentencepiece(kind: Kind) -> None:
 def test_without_dropout_it_is_the_best_segmentation_and_with_all_of_it_characters() -> None:
     texts = [*LINES, "", "  ban   猫猫 stei", "猫 猫", f"ban{SPACE}{SPACE}o"]
     for byte_fallback in (False, True):
-        vocab = _vocab("bpe", 310 if byte_fallback else 40, byte_fallback)
+        vocab = _vocab("bpe", 330 if byte_fallback else 60, byte_fallback)
         assert Sampler(vocab, "bpe", 0.0).sample_batch(texts, seed=1) == vocab.encode_batch(texts)
     characters = Sampler(vocab, "bpe", 1.0).sample_batch(LINES, seed=1)
     assert [len(ids) for ids in characters] == [len(line) + 1 for line in LINES]  # one for the space put in front
@@ -125,7 +126,8 @@ def test_the_text_stays_the_same(kind: Kind) -> None:
 def test_another_process_draws_the_same(kind: Kind, tmp_path) -> None:
     vocab = _vocab(kind)
     (tmp_path / "m.spm").write_bytes(vocab.bytes)
-    code = (f"from pathlib import Path; from deepnmt.data.vocab import Vocabulary; from deepnmt.data.sampling import *\n"
+    code = ("from pathlib import Path; from deepnmt.data.vocab import Vocabulary\n"
+            "from deepnmt.data.sampling import Sampler\n"
             f"print(Sampler(Vocabulary.load(Path({str(tmp_path / 'm.spm')!r})), {kind!r}, 0.2)"
             f".sample_batch({LINES[:50]!r}, 5))")
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -59,7 +59,7 @@ def test_size_faults_name_a_size_that_works(kind: str) -> None:
         _train(kind, 5000)
     largest = int(re.findall(r"at most (\d+)", str(error.value))[0])
     assert _train(kind, largest).size == largest
-    with pytest.raises(UserError, match="vocab.size is 8, but the training text has characters for") as error:
+    with pytest.raises(UserError, match=r"vocab.size is 8, but the training text has characters for") as error:
         _train(kind, 8)
     smallest = int(re.findall(r"to (\d+) or more", str(error.value))[0])
     assert _train(kind, smallest).size == smallest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,15 +17,17 @@ VOCAB = train_vocabulary(SENTENCES * 3, config.Vocab(size=40, kind="bpe"))
 OTHER_VOCAB = train_vocabulary(SENTENCES * 3, config.Vocab(size=41, kind="bpe"))
 
 
-def recipe_of(run: Path, test: dict[str, config.Corpus] | None = None, **model: int | float | str) -> config.Recipe:
-    """One layer on each side, `model` settings changed as told."""
-    corpus = config.Corpus(src="train.en", trg="train.de")
-    settings = {"width": 8, "heads": 2, "ffn": 16, "max_length": 300} | model
-    stack = config.Stack(layers=1, block="b2t")
+def recipe_of(
+    run: Path, test: dict[str, config.Corpus] | None = None, model: Mapping[str, int | str] | None = None
+) -> config.Recipe:
+    """One layer on each side; `model` changes settings of the model."""
+    corpus = config.Corpus(src=["train.en"], trg=["train.de"])
+    stack = {"layers": 1, "block": "b2t"}
+    settings = {"width": 8, "heads": 2, "ffn": 16, "max_length": 300, "encoder": stack, "decoder": stack}
     return config.Recipe(
         run=str(run),
         data=config.Data(folder="data", src_lang="en", trg_lang="de", train=corpus, valid=corpus, test=test or {}),
-        model=config.Model(encoder=stack, decoder=stack, **settings),
+        model=config.Model.model_validate({**settings, **(model or {})}),
         train=config.Train(updates=10),
     )
 

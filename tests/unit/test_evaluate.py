@@ -1,0 +1,243 @@
+"""Evaluation: scores against hand-computed ones, tables, comparisons, test sets, the job end to end."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import tiny_run
+
+from deepnmt import config
+from deepnmt.checkpoint import load_model
+from deepnmt.errors import UserError
+from deepnmt.evaluate import evaluate_run, find_sets, read_systems
+from deepnmt.scoring import EvaluationSet, compare, score_lines, score_systems
+from deepnmt.translate import translate_lines
+
+VERSION = sacrebleu.__version__
+SIGNATURES = {
+    "bleu": f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{VERSION}",
+    "chrf": f"nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:{VERSION}",
+    "ter": f"nrefs:1|case:lc|tok:tercom|norm:no|punct:yes|asian:no|version:{VERSION}",
+}
+SOURCES = ["the small dog sees a red house", "a cat runs to the old tree", "two birds sing in the green garden"]
+TARGETS = ["der kleine Hund sieht ein rotes Haus", "eine Katze läuft zum alten Baum", "zwei Vögel singen im Garten"]
+
+
+def _write(file: Path, lines: list[str]) -> str:
+    data = "".join(f"{line}\n" for line in lines).encode()
+    file.write_bytes(gzip.compress(data) if file.suffix == ".gz" else data)
+    return str(file)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> config.Recipe:
+    """With the test sets "first" (all three lines) and "second" (two, as TSV with the target first)."""
+    test = {
+        "first": config.Corpus(src=[_write(tmp_path / "a.en.gz", SOURCES)], trg=[_write(tmp_path / "a.de", TARGETS)]),
+        "second": config.Corpus(tsv=[_write(tmp_path / "b.tsv", [f"{t}\t{s}" for s, t in zip(SOURCES[:2], TARGETS)])],
+                                columns=[2, 1]),
+    }
+    return tiny_run.recipe_of(tmp_path / "run", test)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_computed_by_hand() -> None:
+    scores = score_lines(["a b c d e"], [["a b c d f"]], "de")
+    assert scores.values["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-9)
+    assert scores.values["ter"] == pytest.approx(100 * 1 / 5, abs=1e-9)
+    shared = [4 / 5, 3 / 4, 2 / 3, 1 / 2, 0 / 1]  # of the 1- to 5-grams of 5 letters; there is no 6-gram
+    assert scores.values["chrf"] == pytest.approx(100 * sum(shared) / 5, abs=1e-9)
+    assert scores.signatures == SIGNATURES and scores.sentences == 1
+
+
+def test_a_perfect_translation_and_the_wrong_case() -> None:
+    assert score_lines(TARGETS, [TARGETS], "de").values == pytest.approx({"bleu": 100, "chrf": 100, "ter": 0}, abs=1e-9)
+    assert score_lines([t.lower() for t in TARGETS], [TARGETS], "de").values["bleu"] < 60
+
+
+def test_any_of_several_references_will_do() -> None:
+    scores = score_lines(TARGETS, [["nichts"] * 3, TARGETS], "de")
+    assert scores.values["bleu"] == pytest.approx(100) and scores.signatures["bleu"].startswith("nrefs:2|")
+
+
+def test_the_target_language_chooses_the_tokenizer() -> None:
+    assert "|tok:zh|" in score_lines(["你好"], [["你好"]], "zh").signatures["bleu"]
+
+
+def test_faulty_numbers_of_lines() -> None:
+    with pytest.raises(UserError, match="mine has 2 lines, but the reference has 3"):
+        score_lines(TARGETS[:2], [TARGETS], "de", "mine")
+    with pytest.raises(UserError, match="mine has no lines"):
+        score_lines([], [[]], "de", "mine")
+    with pytest.raises(UserError, match="test set t has 3 source lines and 2 reference lines"):
+        EvaluationSet("t", SOURCES, [TARGETS, TARGETS[:2]])
+    with pytest.raises(UserError, match="test set t has no lines"):
+        EvaluationSet("t", [], [[]])
+
+
+# -- tables and comparisons --------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_a_row_a_system_a_column_a_set_and_the_average() -> None:
+    sets = [EvaluationSet("one", SOURCES, [TARGETS]), EvaluationSet("newstest2014", SOURCES[:1], [["a b c d f"]])]
+    report = score_systems({"18L-18L": [TARGETS, ["a b c d e"]]}, sets, "de")
+    blocks = report.table().split("\n\n")
+    assert blocks[0] == (
+        "BLEU        one  newstest2014  average\n"
+        "18L-18L  100.00         66.87    83.44\n"
+        f"BLEU|{SIGNATURES['bleu']}"
+    )
+    assert [block.split()[0] for block in blocks] == ["BLEU", "chrF2", "TER"]
+    assert report.average("18L-18L", "ter") == pytest.approx(10)
+    assert "average" not in score_systems({"s": [TARGETS]}, sets[:1], "de").table()
+
+
+def _texts(lines: int) -> tuple[EvaluationSet, list[str], list[str]]:
+    """A test set; a good system, wrong in a word of each third line; a bad one, wrong in a word of each line."""
+    reference = [f"{TARGETS[i % 3]} {i}" for i in range(lines)]
+    good = [line.replace(" ", " falsch ", 1) if i % 3 == 0 else line for i, line in enumerate(reference)]
+    bad = [line.replace(" ", " falsch ", 1) for line in reference]
+    return EvaluationSet("t", list(reference), [reference]), good, bad
+
+
+def test_paired_bootstrap_tells_better_from_equal() -> None:
+    test, good, bad = _texts(60)
+    report = score_systems({"bad": [bad], "good": [good], "again": [bad]}, [test], "de")
+    found = {(c.metric, c.system): c for c in report.comparisons}
+    assert len(found) == len(report.comparisons) == 6 and {c.baseline for c in report.comparisons} == {"bad"}
+    for metric, sign in (("bleu", 1), ("chrf", 1), ("ter", -1)):
+        better, same = found[metric, "good"], found[metric, "again"]
+        values = {system: report.scores[system]["t"].values[metric] for system in ("good", "bad")}
+        assert better.difference == pytest.approx(values["good"] - values["bad"], abs=1e-9)
+        assert better.difference * sign > 1 and better.p_value < 0.01
+        assert abs(better.mean - values["good"]) < better.interval
+        assert (same.difference, same.p_value) == (0.0, 1.0)
+    assert "|bs:1000|seed:12345|" in found["bleu", "good"].signature
+    assert report.table().count("*") == 4  # one in the heading, one a metric
+
+
+def test_a_difference_in_one_line_of_many_is_chance() -> None:
+    test, good, _ = _texts(60)
+    (bleu, *_) = compare({"a": good, "b": [good[0].replace("Hund", "Hut"), *good[1:]]}, test, "de")
+    assert bleu.difference < 0 and bleu.p_value > 0.05
+
+
+# -- test sets ---------------------------------------------------------------------------------------------------------
+
+
+def test_test_sets_by_name_and_by_files(recipe: config.Recipe, tmp_path: Path) -> None:
+    assert find_sets(recipe, None) == [
+        EvaluationSet("first", SOURCES, [TARGETS]), EvaluationSet("second", SOURCES[:2], [TARGETS[:2]])]  # fmt: skip
+    files = f"mine={tmp_path / 'a.en.gz'},{tmp_path / 'a.de'}"
+    assert find_sets(recipe, [files, "second"])[0] == EvaluationSet("mine", SOURCES, [TARGETS])
+    short = _write(tmp_path / "short", TARGETS[:2])
+    empty = _write(tmp_path / "empty", [])
+    for spec, fault in (
+        ("frist", "there is no test set 'frist'; near it are first; give a name of data.test \\(first, second\\)"),
+        ("wmt14/ful", "near it are wmt14/full"),
+        ("multi30k/2016=x", "not of the form NAME=SRC,REF"),
+        (f"m={tmp_path / 'none'},{short}", "none cannot be read: No such file"),
+        (f"m={tmp_path / 'a.en.gz'},{short}", "test set m has 3 source lines and 2 reference lines"),
+        (f"m={empty},{empty}", "test set m has no lines"),
+    ):
+        with pytest.raises(UserError, match=fault):
+            find_sets(recipe, [spec])
+    with pytest.raises(UserError, match="share a name"):
+        find_sets(recipe, ["first", "first"])
+    with pytest.raises(UserError, match=r"no data\.test"):
+        find_sets(tiny_run.recipe_of(tmp_path), None)
+    german = recipe.model_copy(update={"data": recipe.data.model_copy(update={"src_lang": "deu"})})
+    with pytest.raises(UserError, match=r"SacreBLEU's multi30k/2017 has no deu-de .*; it has en-de, en-fr"):
+        find_sets(german, ["multi30k/2017"])
+
+
+_SACREBLEU_SETS = """
+import sys
+import tiny_run
+from pathlib import Path
+from deepnmt.errors import UserError
+from deepnmt.evaluate import find_sets
+recipe = tiny_run.recipe_of(Path("run"))
+(found,) = find_sets(recipe, ["wmt14/full"])
+assert (found.name, found.sources, found.references) == ("wmt14/full", ["a b", "c"], [["d", "e f"]]), found
+try:
+    find_sets(recipe, ["multi30k/2016"])
+except UserError as error:
+    print(error)
+"""
+
+
+def test_sacrebleus_own_sets_from_its_folder_and_without_a_network(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "wmt14" / "full"
+    folder.mkdir(parents=True)
+    for kind in ("src", "ref", "docid", "genre", "origlang"):
+        _write(folder / f"wmt14_full.en-de.{kind}", {"src": ["a b", "c"], "ref": ["d", "e f"]}.get(kind, ["x", "x"]))
+    refused = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https")}
+    paths = os.pathsep.join([str(Path(tiny_run.__file__).parent), str(Path(config.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", _SACREBLEU_SETS], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
+        env={**os.environ, **refused, "no_proxy": "", "SACREBLEU": str(tmp_path / "cache"), "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.stdout.startswith(f"SacreBLEU's multi30k/2016 is not in {tmp_path / 'cache'} and cannot be downloaded")
+    assert "sacrebleu --download multi30k/2016 -l en-de" in done.stdout and done.stdout.count("\n") == 1
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_runs_model_is_translated_and_scored(recipe: config.Recipe, tmp_path: Path) -> None:
+    tiny_run.write(recipe, 10)
+    settings = config.Translate(beam=2, max_ratio=1.0, max_extra=3, nbest=2)
+    recipe = recipe.model_copy(update={"translate": settings})
+    table = evaluate_run(recipe)
+    written = json.loads((tmp_path / "run" / "scores.json").read_text())
+    loaded = load_model(Path(recipe.run))
+    vocabs = (loaded.src_vocab, loaded.trg_vocab)
+    for name, count in (("first", 3), ("second", 2)):
+        lines = [best[0].text for best in translate_lines(loaded.model, vocabs, SOURCES[:count], settings)]
+        assert written["sets"][name] == score_lines(lines, [TARGETS[:count]], "de").as_json()
+    assert written["average"]["chrf"] == (written["sets"]["first"]["chrf"] + written["sets"]["second"]["chrf"]) / 2
+    assert (written["system"], written["update"], written["averaged_updates"]) == ("run", 10, [])
+    assert written["checkpoint"].endswith("update-00000010") and written["translate"] == settings.model_dump()
+    assert "bleu" not in written and table.startswith("BLEU")
+
+
+def test_ready_translations_are_scored_and_compared(recipe: config.Recipe, tmp_path: Path) -> None:
+    good, bad = _write(tmp_path / "good.de", TARGETS), _write(tmp_path / "bad.de", [t[::-1] for t in TARGETS])
+    evaluate_run(recipe, tests=["first"], hypotheses=[f"good={good}"], output=tmp_path / "new" / "one.json")
+    one = json.loads((tmp_path / "new" / "one.json").read_text())
+    assert (one["system"], one["bleu"], one["ter"]) == ("good", pytest.approx(100), 0)
+    assert one["bleu_signature"] == SIGNATURES["bleu"] and one["chrf_signature"] == SIGNATURES["chrf"]
+    assert one["sets"]["first"]["sentences"] == 3
+
+    table = evaluate_run(recipe, ["first"], [f"bad={bad}", f"good={good}"], output=tmp_path / "two.json")
+    two = json.loads((tmp_path / "two.json").read_text())
+    assert list(two["systems"]) == ["bad", "good"] and two["systems"]["good"]["bleu"] == pytest.approx(100)
+    assert [c["metric"] for c in two["comparisons"]] == ["bleu", "chrf", "ter"]
+    assert "first: BLEU of good is +" in table
+
+
+def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
+    good, short = _write(tmp_path / "good.de", TARGETS), _write(tmp_path / "short.de", TARGETS[:1])
+    sets = find_sets(recipe, None)
+    with pytest.raises(UserError, match="not of the form SYSTEM=FILE"):
+        read_systems([good], sets)
+    with pytest.raises(UserError, match=r"system s has 1 files for 2 test sets \(first, second\)"):
+        read_systems([f"s={good}"], sets)
+    with pytest.raises(UserError, match="system s is given twice"):
+        read_systems([f"s={good},{good}"] * 2, sets)
+    with pytest.raises(UserError, match="s on second has 3 lines, but the reference has 2"):
+        evaluate_run(recipe, hypotheses=[f"s={good},{good}"])
+    with pytest.raises(UserError, match="s on first has 1 lines, but the reference has 3"):
+        evaluate_run(recipe, ["first"], hypotheses=[f"s={short}"])
+    with pytest.raises(UserError, match=r"scores cannot be written to .*good\.de/x"):
+        evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], output=f"{good}/x")
