@@ -90,13 +90,21 @@ def average_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
     for folder, others in zip(folders[1:], shapes[1:], strict=True):
         if difference := first_difference(shapes[0], others):
             raise _other_model(folders[0], folder, difference)
-    averaged: dict[str, Tensor] = {}
-    scratch = torch.empty(max(map(math.prod, shapes[0].values())), dtype=torch.float64)  # one, or the heap falls apart
+    averaged = _views_of_one_buffer(shapes[0])
+    total = torch.empty(max(map(torch.Tensor.numel, averaged.values())), dtype=torch.float64)
     for names in _groups(shapes[0]):
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(folder / WEIGHTS, framework="pt")) for folder in folders]
-            averaged |= {name: _mean(files, name, scratch) for name in names}
+            for name in names:
+                averaged[name].copy_(_mean(files, name, total))
     return averaged
+
+
+def _views_of_one_buffer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Empty fp32 tensors; allocated one by one between short-lived ones, they would leave as much again unusable."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = torch.empty(sum(sizes)).split(sizes)
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -118,11 +126,12 @@ def _groups(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
 
 
 def _mean(files: Sequence[Any], name: str, scratch: Tensor) -> Tensor:
+    """In float64, in the memory of `scratch`."""
     first = files[0].get_tensor(name)
     total = scratch[: first.numel()].view_as(first).copy_(first)
     for file in files[1:]:
         total += file.get_tensor(name)
-    return total.div_(len(files)).float()
+    return total.div_(len(files))
 
 
 def save_average(folders: Sequence[Path], target: Path) -> Path:

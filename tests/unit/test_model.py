@@ -198,7 +198,17 @@ def test_masks_follow_the_key_alone() -> None:
     torch.rand(17)
     assert torch.equal(first, model(*batch(), dropout_key=4).loss)
     assert not torch.equal(first, model(*batch(), dropout_key=5).loss)
-    assert not torch.equal(first, Transformer(shapes(dropout=0.3), V, V, 2).train()(*batch(), dropout_key=4).loss)
+
+
+@pytest.mark.parametrize("part", ["encoder.input", "encoder.layers.1", "decoder.layers.0"])
+def test_masks_follow_the_runs_seed(part: str) -> None:
+    one, other = (Transformer(shapes(dropout=0.3), V, V, seed).train() for seed in (1, 2))
+    other.load_state_dict(one.state_dict())
+    x, memory = torch.randn(2, 5, D), torch.randn(2, 4, D)
+    inputs = (x, memory) if part.startswith("decoder") else (x,)
+    results = [model.get_submodule(part)(*inputs, dropout_key=4) for model in (one, one, other)]
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
 
 
 def test_masks_differ_between_layers() -> None:
