@@ -28,6 +28,7 @@ from deepnmt.checkpoint import load_model
 from deepnmt.config import Model, Recipe, check_recipe
 from deepnmt.data.batching import PlanStream, Position, collate
 from deepnmt.data.dataset import PreparedData
+from deepnmt.data.settings import open_prepared
 from deepnmt.decoding.steppers import CachedStepper, RecomputingStepper
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD, sinusoids
@@ -135,7 +136,7 @@ def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
     tree["parallel"]["ds_config"] = f"ds_configs/{job['engine']}.json" if own else None
     tree["batch"]["accumulation"] = MICRO_BATCHES // ranks.world
     recipe = check_recipe(tree, "benchmark")
-    data = PreparedData.open(recipe.data.folder)
+    data = open_prepared(recipe)
     source, target = data.vocabs()
     step: Callable[[list[MicroBatch], int], object]
     if job["engine"] == "torch":

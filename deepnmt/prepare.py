@@ -1,7 +1,7 @@
 """`deepnmt prepare`: from the texts a recipe names to its folder of token arrays.
 
 The training text is read three times as a stream (to judge the pairs, to train the vocabulary, to encode), the others
-twice. The result is a function of the texts and the settings in `_settings`: neither the number of processes nor
+twice. The result is a function of the texts and the settings in `data/settings.py`: neither the number of processes nor
 `recipe.seed` changes a byte, so that runs with several seeds share one folder.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -27,6 +26,7 @@ from deepnmt.data.corpus import Pair, input_files, read_pairs
 from deepnmt.data.dataset import PreparedData, SideWriter, sha256, variant_stem, write_manifest
 from deepnmt.data.encoding import CHUNK, SEED, Encoding, encode_pairs
 from deepnmt.data.filters import KEPT, Verdicts, judge_texts, tally
+from deepnmt.data.settings import WAY_OUT, check_settings, corpora, prepared_settings
 from deepnmt.data.vocab import UNK, Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 
@@ -46,15 +46,15 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> Path:
     """
     report = _Report(progress)
     folder = Path(recipe.data.folder)
-    corpora = _corpora(recipe)
+    texts = corpora(recipe)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        _check_up_to_date(recipe, corpora, PreparedData.open(folder), report)
+        _check_up_to_date(recipe, texts, PreparedData.open(folder), report)
         return folder
-    for corpus in corpora.values():
+    for corpus in texts.values():
         input_files(corpus)
     try:
         with _written_aside(folder) as aside:
-            _build(recipe, corpora, aside, report)
+            _build(recipe, texts, aside, report)
     except OSError as error:
         raise UserError(f"data.folder {folder} cannot be written: {error.strerror or error}; free space there or set "
                         "another folder") from None
@@ -84,41 +84,19 @@ class _Report:
                 yield pair
 
 
-def _corpora(recipe: Recipe) -> dict[str, Corpus]:
-    """Every text of the recipe under the name of its split."""
-    for name in recipe.data.test:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise UserError(f"data.test.{name}: a test's name becomes part of file names; use letters, digits, '_', "
-                            "'-' and '.' only")
-    tests = {f"test.{name}": corpus for name, corpus in recipe.data.test.items()}
-    return {"train": recipe.data.train, "valid": recipe.data.valid, **tests}
-
-
-def _settings(recipe: Recipe, corpora: dict[str, Corpus]) -> dict[str, Any]:
-    """All settings that the prepared bytes depend on, by their dotted names."""
-    data = recipe.data
-    settings = {f"data.filters.{key}": value for key, value in data.filters.model_dump().items()}
-    settings |= {f"vocab.{key}": value for key, value in recipe.vocab.model_dump().items()}
-    settings["data.subword_variants"] = data.subword_variants
-    if data.subword_variants:
-        settings["data.subword_alpha"] = data.subword_alpha
-    return settings | {f"data.{name}.columns": corpus.columns for name, corpus in corpora.items() if corpus.tsv}
-
-
 def _fingerprints(corpus: Corpus) -> list[dict[str, Any]]:
     """Name, size and hash of a corpus's files; folders are left out, for they differ between machines."""
     return [{"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)} for file in input_files(corpus)]
 
 
-def _check_up_to_date(recipe: Recipe, corpora: dict[str, Corpus], data: PreparedData, report: _Report) -> None:
+def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedData, report: _Report) -> None:
     """Raises `UserError` where a folder is not what this recipe would prepare, naming the first difference.
 
     Original texts may be gone from this machine: then there is nothing to compare, and the folder serves as it is.
     """
-    way_out = "set data.folder to a new folder, or delete this one to prepare it again"
-    for name, corpus in corpora.items():
+    for name, corpus in texts.items():
         if name not in data.splits:
-            raise UserError(f"prepared data {data.folder} has no {name}, which the recipe names; {way_out}")
+            raise UserError(f"prepared data {data.folder} has no {name}, which the recipe names; {WAY_OUT}")
         if not all(Path(file).exists() for file in [*corpus.src, *corpus.trg, *corpus.tsv]):
             report.line(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
             continue
@@ -126,12 +104,8 @@ def _check_up_to_date(recipe: Recipe, corpora: dict[str, Corpus], data: Prepared
                      for files in (data.manifest["inputs"][name], _fingerprints(corpus)))
         if then != now:
             raise UserError(f"prepared data {data.folder} was made from other texts than the recipe's data.{name} "
-                            f"names; {way_out}")
-    then_settings = data.manifest["settings"]
-    for key, value in _settings(recipe, corpora).items():
-        if then_settings.get(key) != value:
-            raise UserError(f"prepared data {data.folder} was made with {key} {then_settings.get(key)}, the recipe "
-                            f"says {value}; {way_out}")
+                            f"names; {WAY_OUT}")
+    check_settings(recipe, data)
     data.verify()
     report.line(f"{data.folder} is up to date")
 
@@ -159,10 +133,10 @@ def _written_aside(folder: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _build(recipe: Recipe, corpora: dict[str, Corpus], folder: Path, report: _Report) -> None:
+def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path, report: _Report) -> None:
     """Fills an empty folder. The short texts come first, so that a fault in them shows before the long work."""
-    inputs = {name: _fingerprints(corpus) for name, corpus in corpora.items()}
-    held_out = {name: corpus for name, corpus in corpora.items() if name != "train"}
+    inputs = {name: _fingerprints(corpus) for name, corpus in texts.items()}
+    held_out = {name: corpus for name, corpus in texts.items() if name != "train"}
     sizes = {name: _copy_text(folder, name, report.reading(f"{name}: reading", read_pairs(corpus)))
              for name, corpus in held_out.items()}
     train = recipe.data.train
@@ -184,7 +158,7 @@ def _build(recipe: Recipe, corpora: dict[str, Corpus], folder: Path, report: _Re
     splits["train"] = _encode(folder, "train", train, verdicts, job, workers, report)
     vocabs = {side: {"size": vocab.size, "sha256": vocab.fingerprint}
               for side, vocab in zip(("src", "trg"), map(Vocabulary, models))}
-    write_manifest(folder, {"settings": _settings(recipe, corpora), "inputs": inputs, "vocab": vocabs,
+    write_manifest(folder, {"settings": prepared_settings(recipe), "inputs": inputs, "vocab": vocabs,
                             "splits": splits})
 
 

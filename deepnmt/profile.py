@@ -10,6 +10,7 @@ from deepnmt.analysis.plots import draw_admin_profile
 from deepnmt.config import Recipe
 from deepnmt.data.batching import MicroBatch, PlanStream, Position, collate
 from deepnmt.data.dataset import PreparedData
+from deepnmt.data.settings import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.tensors import to_tensors
@@ -27,7 +28,7 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
         encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
         raise UserError(f"model.encoder.block is {encoder} and model.decoder.block {decoder}, but only admin is "
                         "profiled; set one of them to admin, or train without a profile")
-    measured = _measure(recipe, PreparedData.open(recipe.data.folder), ranks)
+    measured = _measure(recipe, open_prepared(recipe), ranks)
     path = Path(recipe.run) / "admin_profile.json"
     if ranks.first:
         measured.save(path)

@@ -23,7 +23,7 @@ from deepnmt.checkpoint import (
 from deepnmt.config import Recipe, dump_recipe, load_recipe
 from deepnmt.data.batching import MicroBatch as PlannedBatch
 from deepnmt.data.batching import PlanStream, Position, collate
-from deepnmt.data.dataset import PreparedData
+from deepnmt.data.settings import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import Monitor, read_log
@@ -60,7 +60,7 @@ class Trainer:
         self.recipe, self.ranks = recipe, ranks
         self.run = Path(recipe.run)
         check_layout(recipe, ranks.world)
-        self.data = PreparedData.open(recipe.data.folder)
+        self.data = open_prepared(recipe)
         self.vocabs = self.data.vocabs()
         self.stream = PlanStream(self.data.split("train"), recipe.batch.tokens, recipe.seed)
         self.progress = Progress()

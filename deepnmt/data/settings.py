@@ -1,0 +1,54 @@
+"""Which settings of a recipe prepared data depends on, and whether a folder was made with them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from deepnmt.config import Corpus, Recipe
+from deepnmt.data.dataset import PreparedData
+from deepnmt.errors import UserError
+
+WAY_OUT = "set data.folder to a new folder, or delete this one to prepare it again"
+
+
+def open_prepared(recipe: Recipe) -> PreparedData:
+    """The recipe's prepared data, to train from.
+
+    Raises:
+        UserError: it is missing or damaged, or was made with another vocabulary, other filters or segmentation.
+    """
+    data = PreparedData.open(recipe.data.folder)
+    check_settings(recipe, data)
+    return data
+
+
+def check_settings(recipe: Recipe, data: PreparedData) -> None:
+    """Raises `UserError` naming the first setting that differs from those a folder was prepared with."""
+    then = data.manifest["settings"]
+    for key, value in prepared_settings(recipe).items():
+        if then.get(key) != value:
+            raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, the recipe says {value}; "
+                            f"{WAY_OUT}")
+
+
+def prepared_settings(recipe: Recipe) -> dict[str, Any]:
+    """All settings that the prepared bytes depend on, by their dotted names."""
+    data = recipe.data
+    settings = {f"data.filters.{key}": value for key, value in data.filters.model_dump().items()}
+    settings |= {f"vocab.{key}": value for key, value in recipe.vocab.model_dump().items()}
+    settings["data.subword_variants"] = data.subword_variants
+    if data.subword_variants:
+        settings["data.subword_alpha"] = data.subword_alpha
+    return settings | {f"data.{name}.columns": corpus.columns for name, corpus in corpora(recipe).items() if corpus.tsv}
+
+
+def corpora(recipe: Recipe) -> dict[str, Corpus]:
+    """Every text of the recipe under the name of its split. Raises `UserError` for a test's name with other characters
+    than file names can hold."""
+    for name in recipe.data.test:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise UserError(f"data.test.{name}: a test's name becomes part of file names; use letters, digits, '_', "
+                            "'-' and '.' only")
+    tests = {f"test.{name}": corpus for name, corpus in recipe.data.test.items()}
+    return {"train": recipe.data.train, "valid": recipe.data.valid, **tests}
