@@ -1,4 +1,4 @@
-"""Speed, measured against a plain loop: training tokens/s of each layout, translation sentences/s with and without cache.
+"""Speed, measured: training tokens/s of each layout against a plain loop, translation with and without the cache.
 
 Every figure comes from processes of its own. Layouts take turns, round after round, so that what else the machine does
 falls on all of them alike; the median of the rounds is given, with the range.
@@ -116,7 +116,8 @@ def _timed(job: dict[str, Any], count: int) -> float:
                "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": str(job["threads"])}
         command = [sys.executable, "-m", "deepnmt.benchmark", str(task), str(answer)]
         running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
-        if any([process.wait() for process in running]):
+        codes = [process.wait() for process in running]
+        if any(codes):
             raise RuntimeError(f"a benchmark process failed: {job}")
         return float(answer.read_text())
 

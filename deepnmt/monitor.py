@@ -32,8 +32,8 @@ class Monitor:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = _reopen_log(folder / "log.jsonl", update)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=update + 1)
-        self._bar = tqdm(total=updates, initial=update, unit="update", dynamic_ncols=True, disable=not sys.stderr.isatty(),
-                         bar_format="{n_fmt}/{total_fmt} {postfix}")
+        self._bar = tqdm(total=updates, initial=update, unit="update", dynamic_ncols=True,
+                         disable=not sys.stderr.isatty(), bar_format="{n_fmt}/{total_fmt} {postfix}")
 
     def say(self, message: str) -> None:
         """A line for the person watching."""

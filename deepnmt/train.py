@@ -274,8 +274,8 @@ class Trainer:
                                "command goes on from here")
             self.monitor.status("preempted", progress.update, seconds=round(progress.seconds, 1))
             return PREEMPTED
-        self.monitor.event(progress.update, f"finished after {progress.update} updates, {progress.position.epoch} epochs, "
-                           f"{progress.target_tokens:,} target tokens in {progress.seconds:.0f} s of updates")
+        self.monitor.event(progress.update, f"finished after {progress.update} updates, {progress.position.epoch} "
+                           f"epochs, {progress.target_tokens:,} target tokens in {progress.seconds:.0f} s of updates")
         self.monitor.status("finished", progress.update, seconds=round(progress.seconds, 1))
         if self.ranks.first:
             draw_learning_curve(read_log(self.run / "log.jsonl"), self.run / "curve.png")

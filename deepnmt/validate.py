@@ -1,4 +1,4 @@
-"""Validation during training: loss over the whole set, and SacreBLEU of a greedy translation, shared among processes."""
+"""Validation during training: loss over the whole set and SacreBLEU of a greedy translation, shared among ranks."""
 
 from __future__ import annotations
 

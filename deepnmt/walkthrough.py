@@ -31,7 +31,8 @@ def walk(recipe: Recipe, number_of_processes: int = 2) -> int:
     steps: list[tuple[str, Callable[[], object]]] = [
         ("writing the corpus", lambda: make_corpus(texts)),
         ("preparing the data", lambda: prepare(recipe)),
-        (f"profiling Admin and training on {number_of_processes} processes", lambda: _train(recipe, number_of_processes)),
+        (f"profiling Admin and training on {number_of_processes} processes",
+         lambda: _train(recipe, number_of_processes)),
         ("averaging the last checkpoints", lambda: average_run(recipe)),
         ("translating and scoring the test set", lambda: _score(recipe, run)),
     ]
@@ -59,7 +60,8 @@ def _train(recipe: Recipe, count: int) -> None:
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"}
     code = subprocess.run(command, env=env, check=False).returncode
     if code:
-        raise UserError(f"training ended with code {code}, see above; the same command goes on from the newest checkpoint")
+        raise UserError(f"training ended with code {code}, see above; the same command goes on from the newest "
+                        "checkpoint")
 
 
 def _score(recipe: Recipe, run: Path) -> None:

@@ -28,8 +28,8 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
     then = data.manifest["settings"]
     for key, value in prepared_settings(recipe).items():
         if then.get(key) != value:
-            raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, the recipe says {value}; "
-                            f"{WAY_OUT}")
+            raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, the recipe says "
+                            f"{value}; {WAY_OUT}")
 
 
 def prepared_settings(recipe: Recipe) -> dict[str, Any]:

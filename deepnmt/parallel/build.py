@@ -19,8 +19,8 @@ def check_layout(recipe: Recipe, world: int) -> DsConfig | None:
     """
     if recipe.parallel.ds_config is None:
         if world > 1:
-            raise UserError(f"parallel.ds_config is null, which is the engine of one process, but {world} were started; "
-                            "set parallel.ds_config=ds_configs/zero1_fp32.json or start one process")
+            raise UserError(f"parallel.ds_config is null, which is the engine of one process, but {world} were "
+                            "started; set parallel.ds_config=ds_configs/zero1_fp32.json or start one process")
         return None
     return load_ds_config(recipe.parallel.ds_config, recipe, world)
 

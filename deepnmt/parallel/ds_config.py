@@ -62,7 +62,8 @@ def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_not
     for key, value in owned.items():
         found = tree.get(key, "auto")
         if found not in ("auto", value):
-            faults.append(f'{key} is {found}, but the recipe\'s {setting.get(key, "batch")} makes it {value}; write "auto"')
+            owner = setting.get(key, "batch")
+            faults.append(f'{key} is {found}, but the recipe\'s {owner} makes it {value}; write "auto"')
         tree[key] = value
     for key in ("optimizer", "scheduler"):
         if key in tree:

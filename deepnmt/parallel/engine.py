@@ -11,7 +11,7 @@ import torch
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import ScalerState
 
-# src [B,S], src_lengths [B], trg_in [B,T], trg_out [B,T]: int64 tensors on the engine's device; global micro-batch number
+# src [B,S], src_lengths [B], trg_in [B,T], trg_out [B,T] (int64, on the device), and the global micro-batch number
 MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 

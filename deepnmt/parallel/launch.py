@@ -93,6 +93,7 @@ def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
         UserError: the environment names a rank but not where the others are.
     """
     quiet_libraries()
+    _keep_memory()
     rank, world, local_rank, local_world = place()
     if world > 1:
         _end_with_parent()
@@ -154,6 +155,19 @@ def _end_with_parent() -> None:
     """Asks the kernel for SIGTERM when the launcher dies: it can otherwise leave its ranks behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _keep_memory() -> None:
+    """Lets glibc keep large blocks instead of giving them back to the kernel after every tensor.
+
+    On a CPU each micro-batch would otherwise fault in its activations page by page: 9 to 15 % of a step was measured.
+    """
+    if sys.platform == "linux" and not torch.cuda.is_available():
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            trim_threshold, top_pad, mmap_max = -1, -2, -4  # of malloc.h
+            for parameter, value in ((mmap_max, 0), (trim_threshold, -1), (top_pad, 64 * 2**20)):
+                libc.mallopt(parameter, value)
 
 
 def quiet_libraries() -> None:

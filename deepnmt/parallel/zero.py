@@ -32,8 +32,8 @@ from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# On a CPU DeepSpeed compiles a shared-memory all-reduce that only its inference uses: a minute with a compiler, and a lock
-# file that hangs every later start if that minute is interrupted. Not wanted.
+# On a CPU DeepSpeed compiles a shared-memory all-reduce that only its inference uses: a minute with a compiler, and a
+# lock file that hangs every later start if that minute is interrupted. Not wanted.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 

@@ -1,4 +1,4 @@
-"""The training job: a run that is killed, stopped or resumed goes on to the last bit; what it leaves; what it refuses."""
+"""The training job: killed, stopped or resumed, it goes on to the last bit; what it leaves; what it refuses."""
 
 from __future__ import annotations
 

@@ -1,0 +1,40 @@
+"""Several runs beside each other: their training losses in one picture and one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepnmt.analysis.plots import draw_comparison
+from deepnmt.errors import UserError
+from deepnmt.monitor import read_log
+
+
+def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
+    """Draws the training loss of every run against updates, and returns a table of it at about six updates.
+
+    Raises:
+        UserError: a folder without a log, or without a line of training.
+    """
+    curves = {run.name: _losses(run) for run in runs}
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw_comparison({name: list(points.items()) for name, points in curves.items()}, picture, title,
+                    "training loss (label-smoothed, nats a token)")
+    shared = sorted(set.intersection(*(set(points) for points in curves.values())))
+    if not shared:
+        raise UserError("the runs were never logged at the same update; train them with one train.log_every")
+    chosen = sorted({shared[round(i * (len(shared) - 1) / 5)] for i in range(6)})
+    wide = max(map(len, curves))
+    lines = [f"{'update':<{wide}}" + "".join(f"{update:>9}" for update in chosen)]
+    lines += [f"{name:<{wide}}" + "".join(f"{points[update]:9.3f}" for update in chosen)
+              for name, points in curves.items()]
+    return "\n".join([*lines, str(picture)])
+
+
+def _losses(run: Path) -> dict[int, float]:
+    log = run / "log.jsonl"
+    if not log.is_file():
+        raise UserError(f"{run} holds no log.jsonl; give the folder of a run that was started")
+    losses = {r["update"]: float(r["loss"]) for r in read_log(log) if r["type"] == "train"}
+    if not losses:
+        raise UserError(f"{log} has no line of training yet")
+    return losses
