@@ -132,6 +132,7 @@ class Admin(Section):
 
     profile: str | None = None
     tokens: Annotated[int, Field(ge=1, le=65536)] = 8192
+    input_variance: Literal["measured", "one"] = "measured"  # Var[F_0] in ω_2, ω_3, ...; ω_1 is 1 either way
 
 
 class Optimizer(Section):

@@ -92,4 +92,4 @@ def _measure(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile:
                               zip(SIDES, (recipe.model.encoder, recipe.model.decoder)) if stack.block == "admin")
         print(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens", file=sys.stderr, flush=True)
     return measure(recipe.model, source.size, target.size, recipe.seed, first_micro_batches(recipe, data, ranks),
-                   ranks.sum, data=data.fingerprint, show=ranks.first)
+                   ranks.sum, input_variance=recipe.admin.input_variance, data=data.fingerprint, show=ranks.first)

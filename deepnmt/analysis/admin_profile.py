@@ -1,9 +1,9 @@
 """Admin's profile: ω of every sub-layer, measured layer by layer in the memory of one layer, and its files.
 
 Liu et al. 2020, Understanding the Difficulty of Training Transformers, section 4.3: one forward pass with all ω at 1,
-then ω_i = sqrt(Var[F_0] + Σ_{j<i} Var[F_j]) over the sub-layers of a stack, Var[F_0] = 1, so that ω_1 = 1. The
-decoder's chain starts at 1 again. Var[F_j] is the variance of all elements of sub-layer j's output after dropout, at
-positions that are no padding, in fp32 and training mode.
+then ω_1 = 1 and ω_i = sqrt(Var[F_0] + Σ_{j<i} Var[F_j]) over the sub-layers of a stack. The decoder's chain starts at 1
+again. Var[F_j] is the variance of all elements of sub-layer j's output after dropout, at positions that are no padding,
+in fp32 and training mode. Var[F_0] is that of the stack's input, as the published profile has it, or 1 by choice.
 
 `B` sentences, `S` source length, `T` target length, `D` width.
 """
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from deepnmt.model.transformer import Transformer, build_embedding, build_layer
 
 ProfileBatch = tuple[Tensor, Tensor, Tensor, Tensor, int]  # src, src_lengths, trg_in, trg_out, dropout key
 Combine = Callable[[list[float]], list[float]]
+InputVariance = Literal["measured", "one"]
 
 SIDES: tuple[Side, Side] = ("encoder", "decoder")
 SUBLAYERS: dict[Side, tuple[str, ...]] = {
@@ -164,6 +165,7 @@ def measure(
     micro_batches: Sequence[ProfileBatch],
     combine: Combine = list,
     *,
+    input_variance: InputVariance = "measured",
     data: str = "",
     show: bool = False,
 ) -> AdminProfile:
@@ -178,13 +180,14 @@ def measure(
         micro_batches: this process's share: ids src [B, S], src_lengths [B], trg_in [B, T] and trg_out [B, T] on the
             device to run on, and the micro-batch's dropout key. A share may be empty, if not all are.
         combine: sums a list of numbers element-wise over all processes; then every process calls `measure`.
+        input_variance: what stands for Var[F_0].
         data: the fingerprint of the prepared data, for the provenance.
         show: show progress and the time left on standard error.
 
     Raises:
         ValueError: no stack is Admin, or no process has a micro-batch.
     """
-    counts = [len(admin_sublayers(model, side)) for side in SIDES]
+    counts = [len(names) + 1 if (names := admin_sublayers(model, side)) else 0 for side in SIDES]
     if not any(counts):
         raise ValueError("neither stack is Admin: there is nothing to profile")
     moments, outputs = _run_encoder(model, src_vocab, seed, micro_batches, show)
@@ -200,25 +203,33 @@ def measure(
         "model": model.model_dump(),
         "vocabularies": [src_vocab, trg_vocab],
         "seed": seed,
+        "input_variance": input_variance,
         "dtype": "float32",
         "target_tokens": int(total),
         "micro_batches": int(sums[0]),
         "data": data,
     }
-    return AdminProfile(omega_of(encoder), omega_of(decoder), provenance)
+    return AdminProfile(omega_of(encoder, input_variance), omega_of(decoder, input_variance), provenance)
 
 
-def omega_of(moments: Tensor) -> list[float]:
-    """ω of a stack from the moments of its branch outputs, float64 [sub-layers, 3]: counts, sums, sums of squares."""
+def omega_of(moments: Tensor, input_variance: InputVariance = "measured") -> list[float]:
+    """ω of a stack from the moments (count, sum, sum of squares; float64) of its input and of its branch outputs, one
+    row each [1 + sub-layers, 3]; of no rows none."""
+    if not len(moments):
+        return []
     count, total, squares = moments.unbind(1)
     variance = squares / count - (total / count) ** 2
-    return torch.cat([torch.ones(1, dtype=torch.float64), variance])[:-1].cumsum(0).sqrt().tolist()
+    if input_variance == "one":
+        variance[0] = 1.0
+    omega = variance[:-1].cumsum(0).sqrt()
+    omega[0] = 1.0
+    return omega.tolist()
 
 
 def _run_encoder(
     model: Model, vocab: int, seed: int, batches: Sequence[ProfileBatch], show: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """The moments of the encoder's branches, and each micro-batch's memory [B, S, D]."""
+    """The moments of the encoder's input and branches, and each micro-batch's memory [B, S, D]."""
     flows = []
     for (src, lengths, _, _, key), x in zip(batches, _embed(model, "encoder", vocab, seed, batches), strict=True):
         real = torch.arange(src.size(1), device=src.device) < lengths[:, None]
@@ -232,7 +243,7 @@ def _run_encoder(
 def _run_decoder(
     model: Model, vocab: int, seed: int, batches: Sequence[ProfileBatch], memories: list[Tensor], show: bool
 ) -> Tensor:
-    """The moments of the decoder's branches."""
+    """The moments of the decoder's input and branches."""
     embedded = _embed(model, "decoder", vocab, seed, batches)
     flows = [
         _Flow(x, trg_out != PAD, (memory, key_mask(lengths, memory.size(1))), key)
@@ -253,9 +264,10 @@ def _embed(model: Model, side: Side, vocab: int, seed: int, batches: Sequence[Pr
 
 
 def _run_stack(model: Model, side: Side, seed: int, flows: list[_Flow], show: bool) -> Tensor:
-    """Takes the flows to the top of a stack, one layer at a time; the moments of its branches [sub-layers, 3]."""
+    """Takes the flows to the top of a stack, one layer at a time; the moments of its input and of its branches
+    [1 + sub-layers, 3]."""
     count = model.encoder.layers if side == "encoder" else model.decoder.layers
-    moments = []
+    moments = [sum((_moments(flow.x[flow.real]) for flow in flows), torch.zeros(3, dtype=torch.float64))[None]]
     for index in _with_progress(count, side, show):
         layer = build_layer(model, side, index, seed).train()
         moments.append(_run_layer(layer, flows))

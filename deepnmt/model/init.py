@@ -5,7 +5,8 @@
 | `*.qkv.weight` [3D, D]             | three Xavier-uniform [D, D] matrices: q, k, v                               |
 | `*.kv.weight` [2D, D]              | two Xavier-uniform [D, D] matrices: k, v                                    |
 | `*.q`, `*.out`, `*.fc1`, `*.fc2`   | Xavier-uniform                                                              |
-| each of these matrices             | × the rule's `matrix_gain` (deepnorm: β on v, out, fc1, fc2)                |
+| each of these matrices             | × the rule's `matrix_gain`: 1/√2 on q, k, v; deepnorm instead 1 on q, k and |
+|                                    | β on v, out, fc1, fc2                                                       |
 | each of these matrices             | × L^-1/2 under `init: depth_scaled`, L the depth of the layer's own stack   |
 | biases of linear maps              | 0                                                                           |
 | `*.norm*`                          | weight 1, bias 0                                                            |

