@@ -48,17 +48,19 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return self.out(merge_heads(F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)))
 
-    def step(self, x: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
+    def step(self, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, position: int) -> Tensor:
         """One position further: x [B, K, D], the hypotheses' inputs at `position`, to [B, K, D].
 
-        Writes the new key and value into `keys` and `values` [B·K, H, max_steps, d] and sees those up to `position`.
+        `keys` and `values` [B, H, max_steps·K, d] hold all hypotheses of a sentence, slot p·K + j the j-th of position
+        p; those of `position` are written here. `seen` [B, 1, K, (position + 1)·K] is true where a hypothesis goes on
+        from a slot; None: from all.
         """
-        q, k, v = (part.reshape(-1, self.heads, keys.size(-1)) for part in self.qkv(x).chunk(3, dim=-1))
-        keys[:, :, position] = k
-        values[:, :, position] = v
-        seen = slice(0, position + 1)
-        attended = F.scaled_dot_product_attention(q.unsqueeze(2), keys[:, :, seen], values[:, :, seen])
-        return self.out(attended.view(x.shape))
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        beams, filled = x.size(1), (position + 1) * x.size(1)
+        keys[:, :, filled - beams : filled] = k
+        values[:, :, filled - beams : filled] = v
+        attended = F.scaled_dot_product_attention(q, keys[:, :, :filled], values[:, :, :filled], seen)
+        return self.out(merge_heads(attended))
 
 
 class CrossAttention(nn.Module):

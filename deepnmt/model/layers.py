@@ -93,17 +93,24 @@ class DecoderLayer(Layer):
         )
 
     def step(
-        self, x: Tensor, past: tuple[Tensor, Tensor], source: tuple[Tensor, Tensor], mask: Tensor | None, position: int
+        self,
+        x: Tensor,
+        past: tuple[Tensor, Tensor],
+        seen: Tensor | None,
+        source: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        position: int,
     ) -> Tensor:
         """One target position further, without dropout: x [B, K, D] to [B, K, D].
 
-        `past` are the self-attention's keys and values [B·K, H, max_steps, d], filled up to `position` and extended in
-        place; `source` the cross-attention's [B, H, S, d].
+        `past` are the self-attention's keys and values [B, H, max_steps·K, d], extended in place, and `seen` which of
+        them each hypothesis sees (`SelfAttention.step`); `source` the cross-attention's [B, H, S, d] and `mask` its key
+        mask.
         """
         return self.rule(
             x,
             (
-                lambda h: self.self_attn.step(h, *past, position),
+                lambda h: self.self_attn.step(h, *past, seen, position),
                 lambda h: self.cross_attn(h, *source, mask),
                 self.ffn,
             ),

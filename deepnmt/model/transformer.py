@@ -75,12 +75,16 @@ class Stack(nn.Module):
 class Cache:
     """What decoding remembers between steps, for B sentences with K hypotheses each.
 
-    Self-attention keys and values are kept for each hypothesis [B·K, H, max_steps, d]; those of the cross-attention
-    once for each sentence [B, H, S, d].
+    A sentence's hypotheses share one store of self-attention keys and values [B, H, max_steps·K, d], in which slot
+    p·K + j belongs to the j-th hypothesis of position p. Which slots a hypothesis goes on from is its row of `lineage`:
+    reordering moves these flags and no key or value. Those of the cross-attention are kept once for each sentence
+    [B, H, S, d].
     """
 
     def __init__(self, past: Tensor, source: list[tuple[Tensor, Tensor]], mask: Tensor | None, beams: int) -> None:
-        self.past = past  # [layers, 2, B·K, H, max_steps, d], filled up to `position`
+        self.past = past  # [layers, 2, B, H, max_steps·K, d], filled up to `position`
+        self.lineage = torch.zeros(past.size(2) * beams, past.size(4), dtype=torch.bool, device=past.device)
+        self.own = torch.eye(beams, dtype=torch.bool, device=past.device)  # [K, K]
         self.source = source
         self.mask = mask
         self.beams = beams
@@ -88,13 +92,25 @@ class Cache:
 
     def reorder(self, rows: Tensor) -> None:
         """Hypothesis r goes on from the past of hypothesis rows[r]; rows [B·K] index the present hypotheses."""
-        filled = self.past[..., : self.position, :]
-        filled.copy_(filled.index_select(2, rows))
+        self.lineage = self.lineage.index_select(0, rows)
+
+    def advance(self) -> Tensor | None:
+        """What the hypotheses see at `position` [B, 1, K, (position + 1)·K], themselves included; None: everything."""
+        if self.beams == 1:
+            return None
+        filled = (self.position + 1) * self.beams
+        here = slice(filled - self.beams, filled)
+        lineage = self.lineage.view(-1, self.beams, self.lineage.size(1))
+        lineage[:, :, here] = self.own
+        return lineage[:, None, :, :filled]
 
     def select(self, sentences: Tensor) -> None:
         """Keeps these sentences [B'] with all their hypotheses, in this order."""
-        beams = torch.arange(self.beams, device=sentences.device)
-        self.past = self.past.index_select(2, (sentences[:, None] * self.beams + beams).flatten())
+        filled = self.position * self.beams
+        kept = self.past[..., :filled, :].index_select(2, sentences)
+        self.past = self.past[:, :, : len(sentences)]
+        self.past[..., :filled, :] = kept
+        self.lineage = self.lineage.unflatten(0, (-1, self.beams)).index_select(0, sentences).flatten(0, 1)
         self.source = [(k.index_select(0, sentences), v.index_select(0, sentences)) for k, v in self.source]
         self.mask = None if self.mask is None else self.mask.index_select(0, sentences)
 
@@ -182,7 +198,7 @@ class Transformer(nn.Module):
         if max_steps > limit:
             raise ValueError(f"{max_steps} decoding steps exceed model.max_length ({limit})")
         sentences, _, width = memory.shape
-        shape = (len(self.decoder_layers), 2, sentences * beams, self.heads, max_steps, width // self.heads)
+        shape = (len(self.decoder_layers), 2, sentences, self.heads, max_steps * beams, width // self.heads)
         source = [layer.cross_attn.keys_values(memory) for layer in self.decoder_layers]
         return Cache(memory.new_empty(shape), source, key_mask(src_lengths, memory.size(1)), beams)
 
@@ -190,7 +206,8 @@ class Transformer(nn.Module):
         """The tokens [B·K] last chosen to the last layer's output [B·K, D] at their position; `cache` moves one on."""
         embedded = self.table("trg")(tokens.view(-1, cache.beams))
         x = self.decoder.input.step(embedded, cache.position)
+        seen = cache.advance()
         for layer, (keys, values), source in zip(self.decoder_layers, cache.past, cache.source, strict=True):
-            x = layer.step(x, (keys, values), source, cache.mask, cache.position)
+            x = layer.step(x, (keys, values), seen, source, cache.mask, cache.position)
         cache.position += 1
         return self.decoder.norm(x).flatten(0, 1)

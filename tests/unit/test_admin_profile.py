@@ -45,9 +45,9 @@ def batches(sizes: tuple[int, ...] = (2, 5, 3), extra: int = 0) -> list[ProfileB
     return made
 
 
-def chain(variances: list[float]) -> list[float]:
-    """ω by its definition, one sub-layer at a time."""
-    return [math.sqrt(1.0 + sum(variances[:i])) for i in range(len(variances))]
+def chain(entering: float, variances: list[float]) -> list[float]:
+    """ω by its definition, one sub-layer at a time; `entering` is the variance of the stack's input."""
+    return [1.0, *(math.sqrt(entering + sum(variances[:i])) for i in range(1, len(variances)))]
 
 
 def whole_model(model: Model, data: list[ProfileBatch]) -> dict[str, list[float]]:
@@ -56,7 +56,7 @@ def whole_model(model: Model, data: list[ProfileBatch]) -> dict[str, list[float]
     seen: dict[str, list[torch.Tensor]] = {}
     real: dict[str, torch.Tensor] = {}
     for name, module in built.named_modules():
-        if ".rule.adds." in name:
+        if ".rule.adds." in name or name in ("encoder.input", "decoder.input"):
             seen[name] = []
             module.register_forward_hook(
                 lambda _m, _i, output, name=name: seen[name].append(output[real[name.split(".")[0]]])
@@ -66,13 +66,15 @@ def whole_model(model: Model, data: list[ProfileBatch]) -> dict[str, list[float]
             real.update(encoder=torch.arange(src.size(1)) < lengths[:, None], decoder=trg_out != PAD)
             built(src, lengths, trg_in, trg_out, key)
     variances = {name: torch.cat(parts).double().var(correction=0).item() for name, parts in seen.items()}
-    return {side: chain([v for name, v in variances.items() if name.startswith(side)]) for side in SIDES}
+    return {side: chain(variances[f"{side}.input"], [v for n, v in variances.items() if n.startswith(f"{side}.layers")])
+            for side in SIDES}
 
 
 def test_omega_by_hand() -> None:
-    values = [[1.0, 3.0], [0.0, 0.0, 6.0], [5.0, 5.0]]  # variances 1, 8, 0
+    values = [[0.0, 4.0], [1.0, 3.0], [0.0, 0.0, 6.0], [5.0, 5.0]]  # variances 4 (of the input), 1, 8, 0
     moments = torch.tensor([[len(v), sum(v), sum(x * x for x in v)] for v in values], dtype=torch.float64)
-    assert omega_of(moments) == pytest.approx([1.0, math.sqrt(2), math.sqrt(10)], rel=1e-15)
+    assert omega_of(moments) == pytest.approx([1.0, math.sqrt(5), math.sqrt(13)], rel=1e-15)
+    assert omega_of(moments, "one") == pytest.approx([1.0, math.sqrt(2), math.sqrt(10)], rel=1e-15)
 
 
 @pytest.mark.parametrize("blocks", [("admin", "admin"), ("pre_ln", "admin"), ("b2t", "admin"), ("admin", "post_ln")])

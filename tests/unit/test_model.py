@@ -100,9 +100,12 @@ def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Si
         for i, (ours, theirs) in enumerate(
             zip(layer[name].chunk(parts), post[name].chunk(parts), strict=True)
         ):
-            gained = name.split(".")[1] in ("out", "fc1", "fc2") or ("kv" in name and i == value_part)
-            torch.testing.assert_close(ours, theirs * (beta if gained else 1.0) * depth)
-            bound = xavier_bound(*bounds[name.split(".")[1]])
+            matrix = name.split(".")[1]
+            gained = matrix in ("out", "fc1", "fc2") or ("kv" in name and i == value_part)
+            fused = 2**-0.5 if matrix in ("q", "kv", "qkv") else 1.0
+            unfused = 1 / fused if block == "deepnorm" else 1.0  # its paper gives q and k gain 1
+            torch.testing.assert_close(ours, theirs * (beta if gained else 1.0) * unfused * depth)
+            bound = fused * xavier_bound(*bounds[matrix])
             assert 0.9 * bound < theirs.abs().max() <= bound
     for name, value in layer.items():
         if value.ndim == 1:
