@@ -38,13 +38,13 @@ MAPPED_VALUES = 4_000_000  # of each checkpoint, read before its file is closed 
 
 def last(checkpoints: Path, count: int) -> list[Path]:
     """The last `count` checkpoints in a folder, oldest first. Raises `UserError` where there are fewer."""
-    return _enough(list_checkpoints(checkpoints)[-max(count, 1) :], count, f"checkpoints in {checkpoints}")
+    return _enough(list_checkpoints(checkpoints)[::-1], count, f"checkpoints in {checkpoints}")[::-1]
 
 
 def best(checkpoints: Path, count: int) -> list[Path]:
     """The `count` checkpoints that validated best, best first. Raises `UserError` where fewer were validated."""
     scored = best_first(list_checkpoints(checkpoints), read_scores(checkpoints))
-    return _enough(scored[: max(count, 1)], count, f"validated checkpoints in {checkpoints}")
+    return _enough(scored, count, f"validated checkpoints in {checkpoints}")
 
 
 def listed(checkpoints: Path, updates: Sequence[int]) -> list[Path]:
@@ -69,9 +69,10 @@ def between(checkpoints: Path, low: int, high: int) -> list[Path]:
 
 
 def _enough(found: list[Path], count: int, what: str) -> list[Path]:
+    """The first `count`. Raises `UserError` where there are fewer."""
     if not 1 <= count <= len(found):
         raise UserError(f"{count} {what} were asked for, but there are {len(found)}; ask for a number from 1 to that")
-    return found
+    return found[:count]
 
 
 def _names(found: dict[int, Path]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from deepnmt.checkpoint import load_model
+from deepnmt.checkpoint import find_checkpoint, load_model
 from deepnmt.config import Model, Recipe, check_recipe
 from deepnmt.data.batching import PlanStream, Position, collate
 from deepnmt.data.dataset import PreparedData
@@ -36,7 +35,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import write_json
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import MicroBatch
-from deepnmt.parallel.launch import Ranks, processes
+from deepnmt.parallel.launch import Ranks, free_port, processes
 from deepnmt.parallel.tensors import to_tensors
 from deepnmt.translate import translate_shards
 
@@ -74,7 +73,16 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
         recipe: shape, batch.tokens and prepared data.
         updates: timed ones in each round, after 3 that are not.
         translate_run: a run whose first test set is translated.
+
+    Raises:
+        UserError: a count below 1; no prepared data; no whole checkpoint in `translate_run`.
     """
+    for option, count in (("--updates", updates), ("--rounds", rounds)):
+        if count < 1:
+            raise UserError(f"{option} is {count}, must be 1 or more")
+    open_prepared(recipe)
+    if translate_run is not None:
+        find_checkpoint(translate_run)
     cores = len(os.sched_getaffinity(0))
     cases = training_cases(cores)
     results: dict[str, list[float]] = {case.name: [] for case in cases}
@@ -106,13 +114,11 @@ def _translation(run: Path, rounds: int, cores: int) -> dict[str, list[float]]:
 
 def _timed(job: dict[str, Any], count: int) -> float:
     """Runs a job on `count` fresh processes and returns the rate that its rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory() as folder:
         task, answer = Path(folder, "job.json"), Path(folder, "rate")
         task.write_text(json.dumps(job), encoding="utf-8")
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count),
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count),
+               "PYTHONPATH": os.pathsep.join(sys.path),  # a checkout need not be installed
                "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": str(job["threads"])}
         command = [sys.executable, "-m", "deepnmt.benchmark", str(task), str(answer)]
         running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,9 +45,14 @@ def _parser(command: str, text: str, example: str) -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Recipe]:
-    """Options may stand between overrides."""
+    """Options may stand between overrides. A run's folder is the run, wherever it was moved since it was trained."""
     found = parser.parse_intermixed_args(words)
-    return found, load_recipe(found.recipe, found.overrides)
+    folder = Path(found.recipe)
+    if (folder / "manifest.json").is_file():
+        raise UserError(f"{folder} is no run and no recipe; give the folder of the run, and a single checkpoint of it "
+                        "with --checkpoint where the command has that")
+    here = [f"run={json.dumps(str(folder))}"] if folder.is_dir() else []
+    return found, load_recipe(found.recipe, [*here, *found.overrides])
 
 
 def _prepare(words: list[str]) -> int:
@@ -238,10 +244,58 @@ def _demo(words: list[str]) -> int:
         "scores. What is there already is reused.",
         "python tools/demo.py recipes/demo/admin_18l-18l.yaml",
     )
-    _, recipe = _parse(parser, words)
+    parser.add_argument("--pairs", type=int, default=110_000, metavar="N",
+                        help="training pairs (default 110,000); the other texts shrink with fewer than 10,000")
+    found, recipe = _parse(parser, words)
     from deepnmt.walkthrough import walk
 
-    return walk(recipe)
+    return walk(recipe, found.pairs)
+
+
+def _split(words: list[str]) -> int:
+    """Split a TSV into training, validation and test texts."""
+    parser = argparse.ArgumentParser(
+        prog="deepnmt split",
+        description="Writes train, valid and test texts that share no sentence, also where one sentence of the\n"
+        "target side has several translations. Prints the number of pairs in each.",
+        epilog="example:\n  python tools/split_tsv.py deu-eng.tsv.gz data/tatoeba/text --columns 2 1 --langs de en",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.add_argument("tsv", type=Path, help="sentence pairs, plain or .gz")
+    parser.add_argument("folder", type=Path, help="where the texts go")
+    parser.add_argument("--columns", type=int, nargs=2, default=[1, 2], metavar=("SRC", "TRG"),
+                        help="of source and target, counted from 1 (default 1 2)")
+    parser.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TRG"), help="the files' endings")
+    parser.add_argument("--valid", type=int, default=10, metavar="N", help="of 1,000 target sentences (default 10)")
+    parser.add_argument("--test", type=int, default=20, metavar="N", help="of 1,000 target sentences (default 20)")
+    found = parser.parse_args(words)
+    from deepnmt.split_tsv import split_tsv
+
+    print(split_tsv(found.tsv, found.folder, tuple(found.columns), tuple(found.langs), found.valid, found.test))
+    return 0
+
+
+def _gpu_report(words: list[str]) -> int:
+    """Report what a GPU does with the recipes, in ten minutes."""
+    parser = argparse.ArgumentParser(
+        prog="deepnmt gpu-report",
+        description="Matrix products, 60L-12L updates in fp16 and bf16 with model FLOPs utilisation, and Tatoeba\n"
+        "De-En trained by the clock and scored: a JSON file and a Markdown page, in one call of under ten minutes.",
+        epilog="example:\n  python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER", help="a new folder")
+    parser.add_argument("--tsv", type=Path, metavar="FILE", help="Tatoeba's pairs, English first, plain or .gz")
+    parser.add_argument("--recipes", type=Path, default=Path("recipes/tatoeba"), metavar="FOLDER",
+                        help="of the two recipes (default recipes/tatoeba)")
+    parser.add_argument("--minutes", type=float, default=8.0, metavar="N",
+                        help="of updates in the training, less if the budget ends before (default 8)")
+    parser.add_argument("--budget", type=float, default=580.0, metavar="SECONDS", help="for everything (default 580)")
+    parser.add_argument("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")
+    found = parser.parse_args(words)
+    from deepnmt.gpu_report import gpu_report
+
+    return gpu_report(found.output, found.recipes, found.tsv, found.minutes, found.budget, found.toy)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -253,6 +307,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "evaluate": _evaluate,
     "compare": _compare,
     "benchmark": _benchmark,
+    "split": _split,
+    "gpu-report": _gpu_report,
     "demo": _demo,
 }
 

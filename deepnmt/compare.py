@@ -13,15 +13,19 @@ def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
     """Draws the training loss of every run against updates, and returns a table of it at about six updates.
 
     Raises:
-        UserError: a folder without a log, or without a line of training.
+        UserError: a folder without a log, or without a line of training; runs without an update in common; the picture
+            cannot be written.
     """
-    curves = {run.name: _losses(run) for run in runs}
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_comparison({name: list(points.items()) for name, points in curves.items()}, picture, title,
-                    "training loss (label-smoothed, nats a token)")
+    unique = len({run.name for run in runs}) == len(runs)
+    curves = {run.name if unique else str(run): _losses(run) for run in runs}
     shared = sorted(set.intersection(*(set(points) for points in curves.values())))
     if not shared:
         raise UserError("the runs were never logged at the same update; train them with one train.log_every")
+    try:
+        draw_comparison({name: list(points.items()) for name, points in curves.items()}, picture, title,
+                        "training loss (label-smoothed, nats a token)")
+    except OSError as error:
+        raise UserError(f"picture {picture} cannot be written: {error.strerror or error}; name another file") from None
     chosen = sorted({shared[round(i * (len(shared) - 1) / 5)] for i in range(6)})
     wide = max(map(len, curves))
     lines = [f"{'update':<{wide}}" + "".join(f"{update:>9}" for update in chosen)]

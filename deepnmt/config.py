@@ -158,6 +158,7 @@ class Train(Section):
 
     updates: Count
     epochs: Count | None = None
+    max_seconds: Positive | None = None  # of updates, after which the run ends; validations and checkpoints not counted
     label_smoothing: Rate = 0.1
     clip: Annotated[float, Field(ge=0.0)] = 0.0  # largest gradient norm; 0: no clipping
     log_every: Count = 50

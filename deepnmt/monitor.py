@@ -6,12 +6,15 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+from deepnmt.errors import UserError
 
 
 class Monitor:
@@ -22,6 +25,9 @@ class Monitor:
         active: whether this process talks.
         update: the update a resumed run starts from; later lines of an earlier, killed attempt are taken out.
         updates: the last update planned.
+
+    Raises:
+        UserError: the folder cannot be made or written to.
     """
 
     def __init__(self, folder: Path, active: bool, update: int, updates: int) -> None:
@@ -29,7 +35,7 @@ class Monitor:
         self.started = time.monotonic()
         if not active:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        make_run_folder(folder)
         self._log = _reopen_log(folder / "log.jsonl", update)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=update + 1)
         self._bar = tqdm(total=updates, initial=update, unit="update", dynamic_ncols=True,
@@ -92,6 +98,17 @@ class Monitor:
         finite = {k: (v if not isinstance(v, float) or math.isfinite(v) else str(v)) for k, v in record.items()}
         self._log.write(json.dumps({"type": kind, "update": update, **finite}, ensure_ascii=False) + "\n")
         self._log.flush()
+
+
+def make_run_folder(folder: Path) -> None:
+    """Makes a run folder where there is none. Raises `UserError` where it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"run folder {folder} cannot be written: {error.strerror or error}; set run to a folder that "
+                        "can be") from None
 
 
 def _reopen_log(path: Path, update: int) -> Any:

@@ -11,15 +11,23 @@ from torch import nn
 from deepnmt import config
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], settings: config.Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], settings: config.Optimizer, fused: bool = False
+) -> torch.optim.Optimizer:
     """PyTorch's Adam (L2 decay in the gradient), AdamW (decoupled decay) or RAdam over one parameter group.
 
-    Weight decay, where set, applies to every parameter, norms and biases included.
+    Weight decay, where set, applies to every parameter, norms and biases included. `fused`: Adam and AdamW in one
+    kernel (RAdam has none), which on a GPU spares several passes over weights and moments.
     """
-    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "radam": torch.optim.RAdam}
     beta1, beta2 = settings.betas
-    return kinds[settings.name](
-        list(parameters), lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, weight_decay=settings.weight_decay
+    if settings.name == "radam":
+        return torch.optim.RAdam(
+            list(parameters), lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, weight_decay=settings.weight_decay
+        )
+    kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
+    return kind(
+        list(parameters), lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, weight_decay=settings.weight_decay,
+        fused=fused or None,
     )
 
 

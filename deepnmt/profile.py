@@ -12,6 +12,7 @@ from deepnmt.data.batching import MicroBatch, PlanStream, Position, collate
 from deepnmt.data.dataset import PreparedData
 from deepnmt.data.settings import open_prepared
 from deepnmt.errors import UserError
+from deepnmt.monitor import make_run_folder
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.tensors import to_tensors
 
@@ -22,13 +23,16 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
     Collective. Returns the path of the JSON file.
 
     Raises:
-        UserError: neither stack is Admin, or there is no prepared data.
+        UserError: neither stack is Admin, there is no prepared data, or the run folder cannot be written to.
     """
     if not _is_admin(recipe):
         encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
         raise UserError(f"model.encoder.block is {encoder} and model.decoder.block {decoder}, but only admin is "
                         "profiled; set one of them to admin, or train without a profile")
-    measured = _measure(recipe, open_prepared(recipe), ranks)
+    data = open_prepared(recipe)
+    if ranks.first:
+        make_run_folder(Path(recipe.run))
+    measured = _measure(recipe, data, ranks)
     path = Path(recipe.run) / "admin_profile.json"
     if ranks.first:
         measured.save(path)

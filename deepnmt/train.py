@@ -11,8 +11,10 @@ from typing import Any
 
 from deepnmt.analysis.plots import draw_admin_profile, draw_learning_curve
 from deepnmt.checkpoint import (
+    MOMENTS,
     CheckpointWriteError,
     TrainingState,
+    list_checkpoints,
     load_moments,
     load_state,
     load_weights,
@@ -65,10 +67,12 @@ class Trainer:
         self.stream = PlanStream(self.data.split("train"), recipe.batch.tokens, recipe.seed)
         self.progress = Progress()
         self.stop_signal = 0
+        self.out_of_time = False  # train.max_seconds has passed; the same on every process
         self._saved = -1
         checkpoint = self._agree_on_checkpoint()
+        changes = self._check_same_run(checkpoint) if checkpoint else []
         self.monitor = Monitor(self.run, ranks.first, self._update_of(checkpoint), recipe.train.updates)
-        self.engine = self._resume(checkpoint) if checkpoint else self._begin()
+        self.engine = self._resume(checkpoint, changes) if checkpoint else self._begin()
         if ranks.first:
             (self.run / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
 
@@ -79,12 +83,18 @@ class Trainer:
         return self.run / "checkpoints"
 
     def _agree_on_checkpoint(self) -> Path | None:
-        """Rank 0 looks for the newest whole checkpoint and tells the others."""
+        """Rank 0 looks for the newest whole checkpoint and tells the others.
+
+        Raises `UserError` where there are checkpoints but none is whole: a new beginning would write over them.
+        """
         name = b""
         if self.ranks.first:
             found = newest_checkpoint(self.checkpoints, on_skip=lambda why: print(f"passed over: {why}", flush=True))
             name = found.name.encode() if found else b""
         name = self.ranks.broadcast_bytes(name)
+        if not name and list_checkpoints(self.checkpoints):
+            raise UserError(f"{self.checkpoints} holds no checkpoint that is whole, so the run cannot go on; put a "
+                            "good copy there, train into another folder with run=FOLDER, or delete them to begin anew")
         return self.checkpoints / name.decode() if name else None
 
     def _update_of(self, checkpoint: Path | None) -> int:
@@ -108,17 +118,28 @@ class Trainer:
                            parameters=count, processes=self.ranks.world)
         return build_engine(model, self.recipe, self.ranks)
 
-    def _resume(self, checkpoint: Path) -> Engine:
-        """Takes up a checkpoint. What would make it another run is refused by name; other changes take effect."""
+    def _check_same_run(self, checkpoint: Path) -> list[str]:
+        """The changed settings that take effect from `checkpoint` on.
+
+        Raises `UserError`, before anything is written, for a change that would make it another run, and for a
+        checkpoint that training cannot go on from.
+        """
         changes = changed_settings(load_recipe(checkpoint / "recipe.yaml"), self.recipe)
         refused = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in _FIXED)]
         if refused:
             raise UserError(f"{self.run} holds a run begun with other settings:\n  " + "\n  ".join(refused)
                             + "\nput them back, or train into another folder with run=FOLDER")
-        state = load_state(checkpoint)
-        if state.extra["data_fingerprint"] != self.data.fingerprint:
+        if not (checkpoint / MOMENTS).exists():
+            raise UserError(f"{checkpoint} is an average, which training cannot go on from; take it out of "
+                            f"{self.checkpoints}")
+        if load_state(checkpoint).extra["data_fingerprint"] != self.data.fingerprint:
             raise UserError(f"{self.recipe.data.folder} was prepared anew from other text since {checkpoint} was "
                             "written; restore it, or train into another folder with run=FOLDER")
+        return changes
+
+    def _resume(self, checkpoint: Path, changes: list[str]) -> Engine:
+        """Takes up a checkpoint."""
+        state = load_state(checkpoint)
         engine = build_engine(self._model(), self.recipe, self.ranks)
         engine.import_state(load_weights(checkpoint, verify=False), load_moments(checkpoint), state.optimizer_step)
         if state.loss_scale is not None:
@@ -127,6 +148,7 @@ class Trainer:
                                  state.extra["target_tokens"], state.extra["seconds"], state.best,
                                  state.extra["validations"])
         self._saved = state.update
+        self.out_of_time = self._late()
         self.monitor.event(state.update, f"going on from {checkpoint}" + "".join(f"\n  now {c}" for c in changes))
         return engine
 
@@ -169,7 +191,8 @@ class Trainer:
                              self.recipe.train.updates)
         mine = [self._micro_batch(item) for item in planned[ranks.rank :: ranks.world]]
         stats = self.engine.train_step(mine, tokens, rate)
-        loss, nll, told = ranks.sum([stats.loss, stats.nll, float(self.stop_signal != 0)])
+        loss, nll, told, late = ranks.sum([stats.loss, stats.nll, float(self.stop_signal != 0), float(self._late())])
+        self.out_of_time = late > 0
         progress.position = after
         if stats.applied:
             progress.update += 1
@@ -190,10 +213,15 @@ class Trainer:
         batch = collate(self.stream.split(item.epoch), item.indices)
         return (*to_tensors(batch, self.ranks.device), item.number)
 
+    def _late(self) -> bool:
+        limit = self.recipe.train.max_seconds
+        return limit is not None and self.progress.seconds >= limit
+
     def _ended(self) -> bool:
         settings, progress = self.recipe.train, self.progress
         waited = progress.best.get("waited", 0)
         return (progress.update >= settings.updates
+                or self.out_of_time
                 or (settings.epochs is not None and progress.position.epoch >= settings.epochs)
                 or (settings.patience > 0 and waited >= settings.patience))
 
@@ -257,7 +285,8 @@ class Trainer:
         scaler = self.engine.scaler_state()
         state = TrainingState(
             update=progress.update, epoch=progress.position.epoch, micro_batch=progress.position.index,
-            optimizer_step=self.engine.optimizer_step, loss_scale=dict(scaler) if scaler else None, best=progress.best,
+            optimizer_step=self.engine.optimizer_step, best=progress.best,
+            loss_scale={"scale": scaler["scale"], "clean": scaler["clean"]} if scaler else None,
             extra={"skipped": progress.skipped, "target_tokens": progress.target_tokens, "seconds": progress.seconds,
                    "validations": progress.validations, "data_fingerprint": self.data.fingerprint,
                    "processes": self.ranks.world})

@@ -285,4 +285,6 @@ def _checked(source: str, target: str, nbest: int, form: Form, world: int) -> tu
                         "input")
     if lines_in is not None and lines_out is not None and lines_out.exists() and lines_out.samefile(lines_in):
         raise UserError(f"output {lines_out} is the input file itself; give another output")
+    if lines_out is not None and lines_out.is_dir():
+        raise UserError(f"output {lines_out} is a folder; give the name of a file in it")
     return lines_in, lines_out

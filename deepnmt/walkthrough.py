@@ -18,18 +18,33 @@ from deepnmt.demo import make_corpus
 from deepnmt.errors import UserError
 from deepnmt.evaluate import evaluate_run
 from deepnmt.monitor import clock
+from deepnmt.parallel.launch import free_port
 from deepnmt.prepare import prepare
 from deepnmt.translate import translate_files
 
 _TRAIN = Path(__file__).resolve().parents[1] / "tools" / "train.py"
 
 
-def walk(recipe: Recipe, number_of_processes: int = 2) -> int:
-    """Runs every step and returns the exit code."""
+def walk(recipe: Recipe, pairs: int = 110_000, number_of_processes: int = 2) -> int:
+    """Runs every step and returns the exit code.
+
+    Args:
+        recipe: whose training text is two files in one folder, `train.en` and `train.de`, written here.
+        pairs: of training text; validation and test text have a tenth of that, but at most 500 and 1,000.
+
+    Raises:
+        UserError: another recipe; `pairs` below 10; or see the steps.
+    """
     started = time.monotonic()
+    if [Path(file).name for file in (*recipe.data.train.src, *recipe.data.train.trg)] != ["train.en", "train.de"]:
+        raise UserError("the demo writes its own texts, train.en and train.de, but data.train names others; give "
+                        "recipes/demo/admin_18l-18l.yaml or a copy of it")
+    if pairs < 10:
+        raise UserError(f"--pairs is {pairs}, must be 10 or more")
     run, texts = Path(recipe.run), Path(recipe.data.train.src[0]).parent
     steps: list[tuple[str, Callable[[], object]]] = [
-        ("writing the corpus", lambda: make_corpus(texts)),
+        ("writing the corpus",
+         lambda: make_corpus(texts, pairs, valid=min(500, pairs // 10), test=min(1000, pairs // 10))),
         ("preparing the data", lambda: prepare(recipe)),
         (f"profiling Admin and training on {number_of_processes} processes",
          lambda: _train(recipe, number_of_processes)),
@@ -56,7 +71,8 @@ def _train(recipe: Recipe, count: int) -> None:
     resolved = Path(recipe.run) / "demo.yaml"
     resolved.write_text(dump_recipe(recipe), encoding="utf-8")
     launcher = Path(sys.executable).parent / "deepspeed"
-    command = [str(launcher), "--quiet", "--num_accelerators", str(count), str(_TRAIN), str(resolved)]
+    command = [str(launcher), "--quiet", "--num_accelerators", str(count), "--master_port", str(free_port()),
+               str(_TRAIN), str(resolved)]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"}
     code = subprocess.run(command, env=env, check=False).returncode
     if code:

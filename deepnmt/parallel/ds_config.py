@@ -27,6 +27,9 @@ _MUST_BE_WRITTEN = {
     "zero_optimization.stage": "it decides the layout",
 }
 
+# The fp16 section's loss scaling: 2 ** power at first, clean updates before it doubles, and its floor.
+_SCALING = {"initial_scale_power": 7.0, "loss_scale_window": 256.0, "deepnmt_min_loss_scale": 0.03125}
+
 
 @dataclass(frozen=True)
 class DsConfig:
@@ -69,18 +72,17 @@ def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_not
         if key in tree:
             faults.append(f"{key} is given, but the recipe's {key.replace('scheduler', 'schedule')} section owns it; "
                           "remove it from the JSON")
-    precision, stage = _precision(tree, faults), _get(tree, "zero_optimization.stage") or 0
+    precision, stage = _precision(tree, faults), _stage(tree, faults)
     if stage == 0 and precision != "fp32":
         faults.append(f"{precision} with ZeRO stage 0 is computed wrongly by DeepSpeed (unscaled loss, a step during "
                       "initialisation); use a ZeRO-1 configuration, which on one process costs nothing more")
-    fp16 = dict(tree.get("fp16") or {})
-    floor = float(fp16.pop("deepnmt_min_loss_scale", 0.03125))
-    if "fp16" in tree:
-        tree["fp16"] = fp16
+    fp16 = _group(tree, "fp16")
+    power, window, floor = (_number(fp16, key, default, faults) for key, default in _SCALING.items())
+    if fp16:
+        tree["fp16"] = {key: value for key, value in fp16.items() if key != "deepnmt_min_loss_scale"}
     if faults:
         raise UserError("\n  ".join([f"{path} does not fit this run:", *faults]))
-    return DsConfig(tree, stage, precision, 2.0 ** fp16.get("initial_scale_power", 7),
-                    int(fp16.get("loss_scale_window", 256)), floor)
+    return DsConfig(tree, stage, precision, 2.0 ** power, int(window), floor)
 
 
 def shipped(path: Path) -> Path:
@@ -110,8 +112,34 @@ def _get(tree: dict[str, Any], dotted: str) -> Any:
     return tree
 
 
+def _group(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    """The settings under a key, none where it is no object."""
+    return tree[key] if isinstance(tree.get(key), dict) else {}
+
+
+def _number(group: dict[str, Any], key: str, default: float, faults: list[str]) -> float:
+    value = group.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        faults.append(f"fp16.{key} is {json.dumps(value)}, must be a number above 0, for example {default:g}")
+        return default
+    return value
+
+
+def _stage(tree: dict[str, Any], faults: list[str]) -> int:
+    stage = _get(tree, "zero_optimization.stage")
+    if stage is None:
+        return 0  # told of among the keys that must be written
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
+        return 1
+    return int(stage)
+
+
 def _precision(tree: dict[str, Any], faults: list[str]) -> Precision:
-    on: list[Precision] = [kind for kind in ("bf16", "fp16") if (tree.get(kind) or {}).get("enabled")]  # type: ignore[misc]
+    kinds: tuple[Precision, ...] = ("bf16", "fp16")
+    faults += [f'{kind} is {json.dumps(tree[kind])}, must be an object, for example {{"enabled": true}}'
+               for kind in kinds if kind in tree and not isinstance(tree[kind], dict)]
+    on = [kind for kind in kinds if _group(tree, kind).get("enabled")]
     if len(on) > 1:
         faults.append("bf16 and fp16 are both enabled; keep one")
     return on[0] if on else "fp32"

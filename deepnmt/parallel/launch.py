@@ -90,20 +90,18 @@ def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
         group: open a process group of one as well (DeepSpeed wants one).
 
     Raises:
-        UserError: the environment names a rank but not where the others are.
+        UserError: the environment names a rank but not where the others are; another run has their port; there are
+            fewer GPUs than processes.
     """
     quiet_libraries()
     _keep_memory()
     rank, world, local_rank, local_world = place()
     if world > 1:
         _end_with_parent()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device = _device(local_rank, local_world)
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_world))
     if world > 1 or group:
-        _open_group(rank, world, local_rank, "nccl" if cuda else "gloo")
+        _open_group(rank, world, local_rank, "nccl" if device.type == "cuda" else "gloo")
     try:
         yield Ranks(rank, world, local_rank, local_world, device)
     finally:
@@ -131,21 +129,43 @@ def place() -> tuple[int, int, int, int]:
     return 0, 1, 0, 1
 
 
+def _device(local_rank: int, local_world: int) -> torch.device:
+    """This process's GPU, or the CPU where DS_ACCELERATOR says so: DeepSpeed goes by the same variable."""
+    if os.environ["DS_ACCELERATOR"] != "cuda":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(f"{local_world} processes were started on this machine, but {count} GPU{'s' * (count != 1)} "
+                        "can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu to run on the CPU")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _open_group(rank: int, world: int, local_rank: int, backend: str) -> None:
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_PORT" not in env:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            env["MASTER_PORT"] = str(probe.getsockname()[1])
+    env.setdefault("MASTER_PORT", str(free_port()))
     env.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local_rank))
     timeout = timedelta(minutes=30)
     listener = None
     if rank == 0 and address in _LOOPBACK:  # else the store would listen on every interface
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", int(env["MASTER_PORT"])))
-        listener.listen()
+        try:
+            listener.bind(("127.0.0.1", int(env["MASTER_PORT"])))
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            raise UserError(f"port {env['MASTER_PORT']}, where the processes meet, cannot be opened: {error.strerror}; "
+                            "another run has it: give the launcher another --master_port") from None
     store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0, timeout,
                           master_listen_fd=listener.detach() if listener else None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -162,7 +182,7 @@ def _keep_memory() -> None:
 
     On a CPU each micro-batch would otherwise fault in its activations page by page: 9 to 15 % of a step was measured.
     """
-    if sys.platform == "linux" and not torch.cuda.is_available():
+    if sys.platform == "linux" and os.environ["DS_ACCELERATOR"] != "cuda":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             trim_threshold, top_pad, mmap_max = -1, -2, -4  # of malloc.h

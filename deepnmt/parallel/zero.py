@@ -46,7 +46,7 @@ class ZeroEngine:
         self.world = dist.get_world_size()
         self.device = device
         initial = {name: p.detach().clone() for name, p in module.named_parameters()}
-        optimizer = build_optimizer(module.parameters(), recipe.optimizer)
+        optimizer = build_optimizer(module.parameters(), recipe.optimizer, fused=device.type == "cuda")
         with contextlib.redirect_stdout(io.StringIO()):
             self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config.tree)
         self.scaler: LossScaler | None = None

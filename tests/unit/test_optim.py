@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import pytest
+import torch
 
-from deepnmt.config import Schedule
-from deepnmt.optim import LossScaler, learning_rate
+from deepnmt.config import Optimizer, Schedule
+from deepnmt.optim import LossScaler, build_optimizer, learning_rate
 
 
 @pytest.mark.parametrize(("schedule", "update", "rate"), [
@@ -64,3 +66,16 @@ def test_floor_holds() -> None:
         scaler.update_scale(True)
         scaler.after_step()
     assert scaler.cur_scale == 0.03125
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "radam"])
+def test_fused_updates_are_the_plain_ones(name: Literal["adam", "adamw", "radam"]) -> None:
+    settings = Optimizer(name=name, lr=1e-2, weight_decay=0.1)
+    parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2)]
+    plain, fused = (build_optimizer([p], settings, fused) for p, fused in zip(parameters, (False, True)))
+    for step in range(10):
+        for parameter, optimizer in zip(parameters, (plain, fused)):
+            parameter.grad = torch.sin(torch.arange(50.0) + step)
+            optimizer.step()
+    assert fused.defaults.get("fused", False) == (name != "radam")
+    torch.testing.assert_close(parameters[0], parameters[1], rtol=0, atol=1e-6)

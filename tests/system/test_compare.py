@@ -1,0 +1,41 @@
+"""Comparing runs, and the benchmark at a toy size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+Tool = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def write_log(run: Path, losses: dict[int, float]) -> None:
+    run.mkdir()
+    lines = [json.dumps({"type": "train", "update": u, "loss": v}) for u, v in losses.items()]
+    (run / "log.jsonl").write_text("\n".join([*lines, '{"type": "train", "upd']), encoding="utf-8")  # a kill's half line
+
+
+def test_compare_draws_and_tabulates(tool: Tool, tmp_path: Path) -> None:
+    write_log(tmp_path / "one", {10: 6.0, 20: 5.0, 30: 4.5})
+    write_log(tmp_path / "two", {10: 6.5, 20: 6.25})
+    done = tool("compare_runs", tmp_path / "one", tmp_path / "two", "--output", tmp_path / "picture.png")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows[:3] == [["update", "10", "20"], ["one", "6.000", "5.000"], ["two", "6.500", "6.250"]]
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_names_what_is_missing(tool: Tool, tmp_path: Path) -> None:
+    done = tool("compare_runs", tmp_path)
+    assert done.returncode == 2 and "holds no log.jsonl" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_benchmark_times_every_layout(tool: Tool, prepared: Path, tmp_path: Path) -> None:
+    done = tool("benchmark", prepared / "recipe.yaml", "--updates", 1, "--rounds", 1, "--output", tmp_path / "b.json")
+    assert done.returncode == 0, done.stderr
+    rates = json.loads((tmp_path / "b.json").read_text())["training_target_tokens_per_second"]
+    assert any(name.startswith("torch.nn.Transformer") for name in rates)
+    assert any("bf16" in name for name in rates) and any("local fp32" in name for name in rates)
+    assert all(len(v) == 1 and v[0] > 0 for v in rates.values())
+    assert "x the best plain loop" in done.stdout

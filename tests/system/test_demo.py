@@ -1,0 +1,65 @@
+"""The demo at a toy size: from a corpus made here to a score, under the real launcher; said again, it reuses all."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+Tool = Callable[..., "subprocess.CompletedProcess[str]"]
+TOY = ("vocab.size=200", "batch.tokens=256", "model.encoder.layers=1", "model.decoder.layers=1", "admin.tokens=256",
+       "train.updates=6", "schedule.warmup=2", "train.validate_every=6", "train.save_every=2", "train.log_every=1",
+       "train.valid_sentences=2", "translate.beam=1", "translate.max_ratio=1.0", "translate.max_extra=2",
+       "average_last=2")
+
+
+def listed_in_readme() -> list[str]:
+    """What the table says a run leaves behind; "`a.json`, `.png`" means a.json and a.png."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = text.partition("| in `runs/demo/` |")[2].partition("\n\n")[0].splitlines()[2:]
+    names: list[str] = []
+    for row in rows:
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+            names.append(f"{Path(names[-1]).stem}{name}" if name.startswith(".") else name)
+    return names
+
+
+def written(folder: Path) -> dict[str, int]:
+    """Every file, and when it was written."""
+    return {str(file.relative_to(folder)): file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
+
+
+def test_demo_from_corpus_to_score_and_again(tool: Tool, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "demo"
+
+    def demo() -> tuple[str, str]:
+        done = tool("demo", ROOT / "recipes" / "demo" / "admin_18l-18l.yaml", "--pairs", 200, f"run={run}", *TOY,
+                    DEEPNMT_DEMO=str(tmp_path / "data"))
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
+
+    said, progress = demo()
+    assert all(f"[{number}/5]" in progress for number in range(1, 6))
+    assert "on 2 process(es) from scratch" in progress
+    assert {"recipe.yaml", "checkpoints/update-*/", "averaged/", "admin_profile.png", "STATUS.json"} <= set(
+        listed_in_readme())
+    assert [name for name in listed_in_readme() if not list(run.glob(name.rstrip("/")))] == []
+    scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
+    for metric in ("bleu", "chrf", "ter"):
+        assert scores[metric] >= 0 and "|version:" in scores[f"{metric}_signature"]
+    assert scores["averaged_updates"] == [4, 6] and scores["sentences"] == 20
+    assert f"BLEU {scores['bleu']:.1f}  ({scores['bleu_signature']})" in said
+    assert f"chrF {scores['chrf']:.1f}  ({scores['chrf_signature']})" in said
+    assert [said.count(f"  {who} ") for who in ("English", "deepnmt", "reference")] == [3, 3, 3]
+
+    before = written(tmp_path)
+    again, progress = demo()
+    assert again == said
+    assert f"{tmp_path}/data/prepared is up to date" in progress
+    assert f"{run} was trained before; it is reused" in progress and "update 1/6" not in progress
+    assert f"{run}/scores.json is up to date" in progress
+    renewed = {name for name, when in written(tmp_path).items() if before.get(name) != when}
+    assert all(name.startswith(("runs/demo/averaged/", "runs/demo/sample.")) for name in renewed), renewed

@@ -1,0 +1,87 @@
+"""The accelerator report at a toy size on a CPU, what it does without time or text, and training by the clock."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepnmt.config import load_recipe
+from deepnmt.gpu_report import Job
+from deepnmt.parallel.launch import processes
+from deepnmt.train import FINISHED, train
+
+Tool = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_toy_report(tool: Tool, tmp_path: Path) -> None:
+    done = tool("gpu_report", "--toy", "--output", tmp_path / "report", DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+    parts = report["parts"]
+    assert list(parts) == ["corpus", "machine", "60L-12L zero1_fp16", "60L-12L zero1_bf16", "prepare", "train",
+                           "average", "score"]
+    assert {part["status"] for part in parts.values()} == {"done"} and report["seconds"] < report["budget"]
+    assert all(rate > 0 for rate in parts["machine"]["figures"]["matmul_tflops"].values())
+    for precision in ("fp16", "bf16"):
+        step = parts[f"60L-12L zero1_{precision}"]["figures"]
+        assert (step["precision"], step["stage"], step["steps"], step["dropped"]) == (precision, 1, 3, 0)
+        assert 3.5 < step["loss_per_token"] < 7.0  # random tokens: about ln 60, and a new model's error
+    assert parts["train"]["figures"]["updates"] == 12 and parts["train"]["figures"]["status"] == "finished"
+    assert len(parts["train"]["figures"]["validations"]) == 2
+    assert parts["score"]["figures"]["bleu"] >= 0 and "tok:13a" in parts["score"]["figures"]["bleu_signature"]
+    page = done.stdout
+    assert "test BLEU" in page and "fp16, ZeRO-1" in page and page.strip() == (
+        tmp_path / "report" / "report.md").read_text(encoding="utf-8").strip()
+    widths = [line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("| fp16")]
+    assert widths == [10]
+
+
+def test_failed_and_skipped_parts_are_told(tool: Tool, tmp_path: Path) -> None:
+    (tmp_path / "few.tsv").write_text("Go.\tGeh.\n", encoding="utf-8")
+    done = tool("gpu_report", "--toy", "--tsv", tmp_path / "few.tsv", "--budget", "0.001", "--output",
+                tmp_path / "report", DS_ACCELERATOR="cpu")
+    assert done.returncode == 1, done.stderr
+    parts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))["parts"]
+    assert parts["corpus"]["status"] == "failed" and "few.tsv has too few sentences" in parts["corpus"]["note"]
+    assert parts["machine"]["status"] == "skipped" and "0 s of the budget are left" in parts["machine"]["note"]
+    assert parts["train"]["status"] == "skipped" and "needs prepare" in parts["train"]["note"]
+    assert "| corpus | failed |" in done.stdout
+    again = tool("gpu_report", "--toy", "--output", tmp_path / "report", DS_ACCELERATOR="cpu")
+    assert again.returncode == 2 and "exists already" in again.stderr
+
+
+def test_job_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    job = Job("sleeper", ["timeit", "-n1", "-r1", "print('asleep', flush=True); import time; time.sleep(100)"],
+              tmp_path / "log")
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="sleeper ended with code -15"):
+        job.must_end(1.0)
+    assert time.monotonic() - started < 20 and job.process.poll() == -15
+    with pytest.raises(RuntimeError, match="No module named"):
+        Job("nothing", ["no_such_module"], tmp_path / "other").must_end(30.0)
+
+
+def test_training_ends_by_the_clock_and_stays_ended(prepared: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def status(limit: str) -> tuple[str, int]:
+        recipe = load_recipe(prepared / "recipe.yaml", [f"run={run}", f"train.max_seconds={limit}"])
+        with processes(1) as ranks:
+            assert train(recipe, ranks) == FINISHED
+        found = json.loads((run / "STATUS.json").read_text(encoding="utf-8"))
+        return found["status"], found["update"]
+
+    assert status("1.0e-6") == ("finished", 2)  # what an update took is known when the next one is made
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [r["update"] for r in records if r["type"] == "valid"] == [2]
+    assert (run / "checkpoints" / "update-00000002" / "manifest.json").exists()
+    assert status("1.0e-6") == ("finished", 2)
+    assert status("null") == ("finished", 12)
+    rates = {r["update"]: r["learning_rate"] for r in map(json.loads, (run / "log.jsonl").read_text().splitlines())
+             if r["type"] == "train"}
+    assert rates[3] == pytest.approx(5e-3 * 3 / 4)  # the schedule has not moved

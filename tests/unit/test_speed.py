@@ -1,0 +1,45 @@
+"""The arithmetic behind model FLOPs utilisation, and the random batches it is measured with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepnmt.config import Model, Stack
+from deepnmt.parallel.launch import Ranks
+from deepnmt.speed import model_flops, random_batch, step_figures
+
+ONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("encoder", "decoder", "gigaflop"), [(6, 6, 0.37), (60, 12, 1.548), (50, 50, 2.325)])
+def test_flops_of_a_pair_of_tokens(encoder: int, decoder: int, gigaflop: float) -> None:
+    model = Model(encoder=Stack(layers=encoder), decoder=Stack(layers=decoder))  # d 512, inner 2,048
+    found = model_flops(model, vocab=32_000, sentences=1000, source=28, target=28) / 28_000 / 1e9
+    assert round(found, 2 if encoder == 6 else 3) == gigaflop
+
+
+def test_flops_count_each_product_once() -> None:
+    model = Model(width=4, heads=2, ffn=6, encoder=Stack(layers=1), decoder=Stack(layers=1))
+    encoder = 5 * (4 * 16 + 2 * 24)  # query, key, value, output; two of the FFN
+    decoder = 3 * (6 * 16 + 2 * 24 + 4 * 10) + 5 * 2 * 16  # and of cross-attention query, output; then key and value
+    scores = 4 * 4 * (5 * 5 + 3 * 1.5 + 3 * 5)
+    assert model_flops(model, 10, 7, 5, 3) == pytest.approx(7 * (6 * (encoder + decoder) + 3.5 * scores), rel=1e-12)
+
+
+def test_the_median_update_counts() -> None:
+    model = Model(width=16, heads=2, ffn=32, encoder=Stack(layers=2), decoder=Stack(layers=1))
+    figures = step_figures(model, 50, 4, 8, [0.5, 0.25, 4.0])
+    assert figures["target_tokens_per_second"] == figures["source_tokens_per_second"] == 32 / 0.5
+    assert figures["model_tflops"] == pytest.approx(model_flops(model, 50, 4, 8, 8) / 0.5 / 1e12, rel=1e-12)
+    assert (figures["fastest"], figures["slowest"], figures["steps"]) == (0.25, 4.0, 3)
+
+
+def test_random_batch_is_a_batch() -> None:
+    src, lengths, trg_in, trg_out, key = random_batch(6, 9, 40, 3, ONE)
+    assert src.shape == trg_in.shape == trg_out.shape == (6, 9) and key == 3
+    assert lengths.tolist() == [9] * 6
+    assert (src[:, -1] == 2).all() and (trg_out[:, -1] == 2).all() and (trg_in[:, 0] == 1).all()
+    assert torch.equal(trg_in[:, 1:], trg_out[:, :-1])
+    assert int(torch.cat([src[:, :-1], trg_out[:, :-1]]).min()) >= 4 and int(src.max()) < 40
+    assert not torch.equal(src, random_batch(6, 9, 40, 4, ONE)[0])

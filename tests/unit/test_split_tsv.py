@@ -1,0 +1,64 @@
+"""A split that tests on nothing it has trained on."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from deepnmt.errors import UserError
+from deepnmt.split_tsv import key, split_of, split_tsv
+
+
+def _corpus(file: Path, sentences: int) -> None:
+    """Each English sentence twice, spelled differently, and every German one of ten with two English ones."""
+    lines = []
+    for n in range(sentences):
+        source = n // 10 if n % 10 < 2 else 1000 + n
+        lines += [f"Word {n} is here.\tWort {source} da.", f"word {n} IS here!\tHier, {n}."]
+    with gzip.open(file, "wt", encoding="utf-8") as stream:
+        stream.write("".join(f"{line}\n" for line in lines))
+
+
+def _read(folder: Path) -> dict[str, list[tuple[str, str]]]:
+    def lines(name: str) -> list[str]:
+        return (folder / name).read_text(encoding="utf-8").splitlines()
+
+    return {name: list(zip(lines(f"{name}.de"), lines(f"{name}.en"), strict=True))
+            for name in ("train", "valid", "test")}
+
+
+def test_nothing_is_shared(tmp_path: Path) -> None:
+    _corpus(tmp_path / "pairs.tsv.gz", 2000)
+    counts = split_tsv(tmp_path / "pairs.tsv.gz", tmp_path / "text", (2, 1), ("de", "en"), valid=50, test=100)
+    found = _read(tmp_path / "text")
+    assert counts == {name: len(pairs) for name, pairs in found.items()}
+    for side in (0, 1):
+        kinds = {name: {key(pair[side]) for pair in pairs} for name, pairs in found.items()}
+        assert not kinds["train"] & kinds["valid"] and not kinds["train"] & kinds["test"]
+        assert not kinds["valid"] & kinds["test"]
+    for name, share in (("valid", 50), ("test", 100)):
+        assert len({key(trg) for _, trg in found[name]}) == len(found[name])  # one pair a sentence
+        assert abs(len(found[name]) - 2 * share) < 5 * (2 * share) ** 0.5  # five standard deviations of 2,000 draws
+    assert 3200 < len(found["train"]) < 3600
+
+
+def test_the_text_of_a_sentence_depends_on_it_alone() -> None:
+    assert key("Ja, Tom!") == key("ja tom") and key("...") == "..."
+    assert split_of("Go on.", 100, 200) == split_of("go on", 100, 200)
+    places = [split_of(f"sentence {n}", 100, 200) for n in range(3000)]
+    assert abs(places.count("test") - 600) < 110 and abs(places.count("valid") - 300) < 85
+
+
+@pytest.mark.parametrize(("valid", "test"), [(0, 20), (10, 0), (500, 500)])
+def test_shares_out_of_range(tmp_path: Path, valid: int, test: int) -> None:
+    with pytest.raises(UserError, match=rf"{valid} \+ {test} of 1,000"):
+        split_tsv(tmp_path / "none", tmp_path / "text", (1, 2), ("a", "b"), valid, test)
+
+
+def test_too_few_sentences(tmp_path: Path) -> None:
+    (tmp_path / "few.tsv").write_text("a\tb\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"few\.tsv has too few sentences"):
+        split_tsv(tmp_path / "few.tsv", tmp_path / "text", (1, 2), ("a", "b"))
+    assert not (tmp_path / "text").exists()
