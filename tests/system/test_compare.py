@@ -13,7 +13,8 @@ Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 def write_log(run: Path, losses: dict[int, float]) -> None:
     run.mkdir()
     lines = [json.dumps({"type": "train", "update": u, "loss": v}) for u, v in losses.items()]
-    (run / "log.jsonl").write_text("\n".join([*lines, '{"type": "train", "upd']), encoding="utf-8")  # a kill's half line
+    lines.append('{"type": "train", "upd')  # the half line of a kill
+    (run / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
 def test_compare_draws_and_tabulates(tool: Tool, tmp_path: Path) -> None:
