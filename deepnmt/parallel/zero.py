@@ -4,7 +4,8 @@ What is done here by hand, and why (each has a canary test):
 - the optimizer's moments exist only after a first step, so one step on zero gradients at rate 0 is taken and undone;
 - weights and moments go in and out one parameter at a time through DeepSpeed's per-parameter calls, in fp32;
 - the fp16 loss scale is deepnmt's own (`optim.LossScaler`);
-- without ZeRO in fp32 DeepSpeed lets non-finite gradients into the weights: such an update is dropped here.
+- without ZeRO in fp32 DeepSpeed lets non-finite gradients into the weights (and its clipping fails where there are
+  none): clipping is done here then, and such an update is dropped.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ class ZeroEngine:
         self.stage = ds_config.stage
         self.world = dist.get_world_size()
         self.device = device
+        self.clip = recipe.train.clip
+        tree = {**ds_config.tree, "gradient_clipping": 0.0} if self.stage == 0 else ds_config.tree
         initial = {name: p.detach().clone() for name, p in module.named_parameters()}
         optimizer = build_optimizer(module.parameters(), recipe.optimizer, fused=device.type == "cuda")
         with contextlib.redirect_stdout(io.StringIO()):
-            self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config.tree)
+            self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=tree)
         self.scaler: LossScaler | None = None
         if ds_config.precision == "fp16":
             self.scaler = LossScaler(ds_config.initial_scale, ds_config.window, ds_config.floor)
@@ -78,8 +81,7 @@ class ZeroEngine:
 
     def _apply(self) -> tuple[float, bool]:
         if self.stage == 0:
-            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients))
+            norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip or math.inf))
             finite = math.isfinite(norm)
             if not finite:
                 self.engine.optimizer.zero_grad(set_to_none=True)  # PyTorch's optimizers pass over missing gradients
