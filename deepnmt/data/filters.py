@@ -22,8 +22,8 @@ def judge_texts(pairs: Iterable[Pair], filters: Filters) -> Verdicts:
     """Judges every pair by its text: a side is empty, both are equal, or an earlier pair is the same.
 
     Duplicates are found by a 64-bit hash of both sides, so n different pairs lose one wrongly with probability
-    n²/2^65 (below 1e-4 for 40 million). This takes 9 bytes a pair while reading and some 32 at the end: it is the only
-    memory of the preparation that grows with the corpus.
+    n²/2^65 (below 1e-4 for 40 million). This takes 9 bytes a pair while reading and some 32 at the end. Only
+    such small arrays, a few bytes a pair, grow with the corpus; the texts never do.
     """
     verdicts = bytearray()
     hashes = array("Q")
