@@ -1,7 +1,7 @@
 """Random segmentations that are the same in every process: BPE-dropout and unigram sampling.
 
-SentencePiece has both, but with version 0.2.3 two processes were seen to draw differently from the same seed, so the same
-text would not give the same bytes twice. Here a seed decides everything.
+SentencePiece has both, but with version 0.2.3 two processes were seen to draw differently from the same seed, so the
+same text would not give the same bytes twice. Here a seed decides everything.
 
 No piece reaches over a space, so words are independent, and what a word needs is worked out once and kept.
 """
