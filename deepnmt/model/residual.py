@@ -58,7 +58,7 @@ class Rule(nn.Module):
         """The factor on the Xavier bound of one of the layer's matrices: 1, and 1/√2 for query, key and value.
 
         1/√2 is Xavier's bound for a fused [3D, D] matrix, as the toolkit drew it that the Admin and B2T papers used;
-        Admin's published profile follows from it (with 1 a deep profile runs 30 % above) and Post-LN learns earlier.
+        Admin's published profile follows from it; with 1 a deep profile runs 30 % above (docs/results.md).
         """
         return 2**-0.5 if matrix in ("q", "k", "v") else 1.0
 
