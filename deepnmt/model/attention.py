@@ -32,6 +32,20 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False
+) -> Tensor:
+    """softmax(q kᵀ / √d) v: q [B, H, T, d], keys and values [B, H, S, d] to [B, H, T, d].
+
+    On a CPU the 16-bit kernel's backward takes six times its fp32 twin's time at sentence length (docs/results.md), so
+    16-bit inputs that need a gradient are attended in fp32 there.
+    """
+    if q.device.type == "cpu" and q.dtype != torch.float32 and q.requires_grad:
+        attended = F.scaled_dot_product_attention(q.float(), keys.float(), values.float(), mask, dropout, causal)
+        return attended.to(q.dtype)
+    return F.scaled_dot_product_attention(q, keys, values, mask, dropout, causal)
+
+
 class SelfAttention(nn.Module):
     """Attention of a sequence to itself. `qkv` [3D, D] holds the query, key and value matrices in this order."""
 
@@ -46,7 +60,7 @@ class SelfAttention(nn.Module):
         """[B, T, D] to [B, T, D]; `causal`: position t sees positions up to t (then no mask may be given)."""
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         dropout = self.dropout if self.training else 0.0
-        return self.out(merge_heads(F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)))
+        return self.out(merge_heads(attend(q, k, v, mask, dropout, causal)))
 
     def step(self, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, position: int) -> Tensor:
         """One position further: x [B, K, D], the hypotheses' inputs at `position`, to [B, K, D].
@@ -59,7 +73,7 @@ class SelfAttention(nn.Module):
         beams, filled = x.size(1), (position + 1) * x.size(1)
         keys[:, :, filled - beams : filled] = k
         values[:, :, filled - beams : filled] = v
-        attended = F.scaled_dot_product_attention(q, keys[:, :, :filled], values[:, :, :filled], seen)
+        attended = attend(q, keys[:, :, :filled], values[:, :, :filled], seen)
         return self.out(merge_heads(attended))
 
 
@@ -83,4 +97,4 @@ class CrossAttention(nn.Module):
         """[B, T, D] to [B, T, D]. In decoding T counts the K hypotheses of a sentence, which share keys and values."""
         q = split_heads(self.q(x), self.heads)
         dropout = self.dropout if self.training else 0.0
-        return self.out(merge_heads(F.scaled_dot_product_attention(q, keys, values, mask, dropout)))
+        return self.out(merge_heads(attend(q, keys, values, mask, dropout)))

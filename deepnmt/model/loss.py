@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 # Logits of one chunk: small enough for the cache on a CPU, large enough to fill a GPU.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
+
+# A CPU's 16-bit products are compiled anew for every number of rows: there, rows of zeros make it a multiple of this.
+_ROW_MULTIPLE = 64
 
 
 class LossSums(NamedTuple):
@@ -49,13 +53,19 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, differentiable: bool
     ) -> tuple[Tensor, Tensor]:
+        rows = len(hidden)
+        if hidden.device.type == "cpu" and hidden.dtype != torch.float32:
+            extra = -rows % _ROW_MULTIPLE
+            hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
         weight_mean = weight.float().mean(0)
         loss, nll = hidden.new_zeros(2, dtype=torch.float32).unbind()
         hidden_grad = torch.empty_like(hidden) if differentiable else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if differentiable else None
         size = min(len(hidden), max(1, _CHUNK_LOGITS[hidden.device.type] // len(weight)))
+        size = size // _ROW_MULTIPLE * _ROW_MULTIPLE or size
         logits = hidden.new_empty(size, len(weight))
         for start in range(0, len(hidden), max(1, size)):
+            real = rows - start  # rows of this chunk and after it that are tokens
             h, y = hidden[start : start + size], targets[start : start + size, None]
             # scores: the logits, then in place the probabilities, then the gradient of the logits
             scores = torch.mm(h, weight.t(), out=logits[: len(h)]).float()
@@ -64,18 +74,19 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             torch.softmax(scores, 1, out=scores)
             lse = top - scores.amax(1, keepdim=True).log()  # the top probability is exp(top - lse)
             mean = torch.mv(h.float(), weight_mean)  # of a row's logits
-            nll += (lse - right).sum()
-            loss += (lse - (1 - smoothing) * right).sum() - smoothing * mean.sum()
+            nll += (lse - right)[:real].sum()
+            loss += (lse - (1 - smoothing) * right)[:real].sum() - smoothing * mean[:real].sum()
             if hidden_grad is not None and weight_grad is not None:
                 # d loss / d z = softmax(z) - (1 - ε) onehot(y) - ε / V; the last term, a constant, waits for the end
                 scores.scatter_add_(1, y, torch.full_like(right, smoothing - 1))
+                scores[real:] = 0
                 gradient = scores.to(h.dtype)
                 torch.mm(gradient, weight, out=hidden_grad[start : start + size])
                 _add_product(weight_grad, gradient.t(), h)
         if hidden_grad is not None and weight_grad is not None:
             hidden_grad -= smoothing * weight_mean
             weight_grad -= smoothing / len(weight) * hidden.sum(0, dtype=torch.float32)
-            ctx.save_for_backward(hidden_grad, weight_grad)
+            ctx.save_for_backward(hidden_grad[:rows], weight_grad)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(nll)
         return loss, nll

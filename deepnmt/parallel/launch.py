@@ -194,6 +194,8 @@ def quiet_libraries() -> None:
     """Keeps back messages a user can do nothing about; errors still come through."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # oneDNN compiles a CPU's 16-bit products for each number of rows; batches have some hundred, times 15 products
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
     for name in ("DeepSpeed", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
