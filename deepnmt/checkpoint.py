@@ -2,7 +2,7 @@
 
     update-00001000/
         weights.safetensors    fp32, each parameter once, under its canonical name
-        moments.safetensors    NAME.exp_avg, NAME.exp_avg_sq; an average has none
+        moments.safetensors    NAME.exp_avg, NAME.exp_avg_sq (of SGD NAME.momentum_buffer); an average has none
         state.json             TrainingState
         recipe.yaml            every setting
         src.spm, trg.spm       the vocabularies
@@ -302,7 +302,7 @@ def load_weights(folder: Path, verify: bool = True) -> dict[str, Tensor]:
 
 
 def load_moments(folder: Path) -> dict[str, Tensor]:
-    """NAME.exp_avg and NAME.exp_avg_sq, fp32 on the CPU, of a checkpoint that was verified. Raises `UserError`."""
+    """NAME.exp_avg and so on, fp32 on the CPU, of a checkpoint that was verified. Raises `UserError`."""
     if not (folder / MOMENTS).exists():
         raise UserError(f"{folder} holds no optimizer moments (an average has none), so training cannot go on from it; "
                         "give a checkpoint of a run")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deepnmt.config import Recipe, load_recipe
+from deepnmt import cli_study
+from deepnmt.cli_args import numbers, parse, recipe_parser
 from deepnmt.errors import UserError
 
 
@@ -19,7 +19,7 @@ def main(command: str | None = None, arguments: Sequence[str] | None = None) -> 
     words = [w for w in words if not w.startswith(("--local_rank", "--local-rank"))]  # launchers add it; RANK is read
     if command is None:
         if not words or words[0] not in COMMANDS:
-            known = "\n".join(f"  {name:<12}{run.__doc__}" for name, run in COMMANDS.items())
+            known = "\n".join(f"  {name:<15}{run.__doc__}" for name, run in COMMANDS.items())
             print(f"usage: deepnmt COMMAND ...\n\n{known}\n\ndeepnmt COMMAND --help says more.")
             return 0 if words and words[0] in ("-h", "--help") else 2
         command, words = words[0], words[1:]
@@ -32,38 +32,15 @@ def main(command: str | None = None, arguments: Sequence[str] | None = None) -> 
         return 0
 
 
-def _parser(command: str, text: str, example: str) -> argparse.ArgumentParser:
-    """A parser of a recipe and overrides; commands add their own options."""
-    parser = argparse.ArgumentParser(
-        prog=f"deepnmt {command}", description=text, epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )
-    parser.add_argument("recipe", help="a recipe file, or the folder of a run")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
-                        help="settings to change, for example model.encoder.layers=18 train.updates=300")
-    return parser
-
-
-def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Recipe]:
-    """Options may stand between overrides. A run's folder is the run, wherever it was moved since it was trained."""
-    found = parser.parse_intermixed_args(words)
-    folder = Path(found.recipe)
-    if (folder / "manifest.json").is_file():
-        raise UserError(f"{folder} is no run and no recipe; give the folder of the run, and a single checkpoint of it "
-                        "with --checkpoint where the command has that")
-    here = [f"run={json.dumps(str(folder))}"] if folder.is_dir() else []
-    return found, load_recipe(found.recipe, [*here, *found.overrides])
-
-
 def _prepare(words: list[str]) -> int:
     """Filter and segment a corpus into a data folder."""
-    parser = _parser(
+    parser = recipe_parser(
         "prepare",
         "Trains the vocabulary, filters the training text and writes token arrays into the recipe's data.folder.\n"
         "A folder that is up to date is left as it is.",
         "python tools/prepare_data.py recipes/demo/admin_18l-18l.yaml vocab.size=2000",
     )
-    _, recipe = _parse(parser, words)
+    _, recipe = parse(parser, words)
     from deepnmt.prepare import prepare
 
     print(prepare(recipe))
@@ -72,13 +49,13 @@ def _prepare(words: list[str]) -> int:
 
 def _profile(words: list[str]) -> int:
     """Measure Admin's omega on the first batch."""
-    parser = _parser(
+    parser = recipe_parser(
         "profile",
         "Profiles an Admin model layer by layer and writes admin_profile.json and .png into the run folder.\n"
         "Runs alone, or on several processes under a launcher.",
         "deepspeed --num_accelerators 2 tools/profile_admin.py recipes/demo/admin_18l-18l.yaml",
     )
-    _, recipe = _parse(parser, words)
+    _, recipe = parse(parser, words)
     from deepnmt.parallel.launch import processes
     from deepnmt.profile import profile
 
@@ -91,7 +68,7 @@ def _profile(words: list[str]) -> int:
 
 def _train(words: list[str]) -> int:
     """Train a recipe, or go on with a run."""
-    parser = _parser(
+    parser = recipe_parser(
         "train",
         "Trains a recipe into its run folder. Started again, it goes on where it was.\n"
         "Runs alone, or on several processes under deepspeed, torchrun or srun.",
@@ -99,7 +76,7 @@ def _train(words: list[str]) -> int:
     )
     parser.add_argument("--dry-run", action="store_true",
                         help="print the resolved recipe, sizes and layout; train nothing")
-    found, recipe = _parse(parser, words)
+    found, recipe = parse(parser, words)
     if found.dry_run:
         from deepnmt.dry_run import describe
 
@@ -114,7 +91,7 @@ def _train(words: list[str]) -> int:
 
 def _average(words: list[str]) -> int:
     """Average a run's checkpoints."""
-    parser = _parser(
+    parser = recipe_parser(
         "average",
         "Averages checkpoints of a run into RUN/averaged (or --output); by default the last average_last.",
         "python tools/average_checkpoints.py runs/demo --last 5",
@@ -126,9 +103,9 @@ def _average(words: list[str]) -> int:
     group.add_argument("--range", metavar="FROM:TO", help="all from update FROM to update TO")
     group.add_argument("--checkpoints", nargs="+", metavar="FOLDER", help="these folders, of any runs of one model")
     parser.add_argument("--output", metavar="FOLDER", help="where the average goes (default: RUN/averaged)")
-    found, recipe = _parse(parser, words)
-    updates = _numbers("--updates", found.updates, ",")
-    span = _numbers("--range", found.range, ":")
+    found, recipe = parse(parser, words)
+    updates = numbers("--updates", found.updates, ",")
+    span = numbers("--range", found.range, ":")
     if span is not None and len(span) != 2:
         raise UserError(f"--range is {found.range!r}, must be FROM:TO, for example 800:1000")
     from deepnmt.average import average_run
@@ -139,19 +116,26 @@ def _average(words: list[str]) -> int:
     return 0
 
 
-def _numbers(option: str, text: str | None, separator: str) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        return [int(n) for n in text.split(separator)]
-    except ValueError:
-        raise UserError(f"{option} is {text!r}, must be whole numbers with {separator!r} between, for example "
-                        f"800{separator}1000") from None
+def _fold(words: list[str]) -> int:
+    """Fold an Admin or DeepNorm model into plain Post-LN."""
+    parser = recipe_parser(
+        "fold",
+        "Writes the model of a run as a plain Post-LN checkpoint with the same logits: Admin's and DeepNorm's factors\n"
+        "go into the norms and matrices beside them. Other stacks stay as they are.",
+        "python tools/fold_model.py runs/demo --output runs/demo/folded",
+    )
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
+    parser.add_argument("--output", metavar="FOLDER", help="where the folded model goes (default: RUN/folded)")
+    found, recipe = parse(parser, words)
+    from deepnmt.fold import fold_run
+
+    print(fold_run(recipe, checkpoint=found.checkpoint, output=found.output))
+    return 0
 
 
 def _translate(words: list[str]) -> int:
     """Translate text with a trained model."""
-    parser = _parser(
+    parser = recipe_parser(
         "translate",
         "Translates lines of a file or of standard input, one line out for each line in. The search is set by the\n"
         "recipe's translate section; more than one translation a line is written as TSV or JSON lines.",
@@ -162,7 +146,7 @@ def _translate(words: list[str]) -> int:
     parser.add_argument("--form", default="text", choices=["text", "tsv", "jsonl"],
                         help="text: the best translation; tsv: line, rank, score, text; jsonl: one object a line")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
-    found, recipe = _parse(parser, words)
+    found, recipe = parse(parser, words)
     from deepnmt.parallel.launch import processes
     from deepnmt.translate import translate_files
 
@@ -175,7 +159,7 @@ def _translate(words: list[str]) -> int:
 
 def _evaluate(words: list[str]) -> int:
     """Score translations with SacreBLEU."""
-    parser = _parser(
+    parser = recipe_parser(
         "evaluate",
         "Translates and scores the recipe's test sets (or --test), or scores ready translations (--hypotheses), with\n"
         "SacreBLEU: BLEU, chrF and TER with signatures, a table, JSON.",
@@ -189,7 +173,7 @@ def _evaluate(words: list[str]) -> int:
                         "with the first by paired bootstrap")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
     parser.add_argument("--output", metavar="FILE", help="JSON file (default: RUN/scores.json)")
-    found, recipe = _parse(parser, words)
+    found, recipe = parse(parser, words)
     from deepnmt.evaluate import evaluate_run
     from deepnmt.parallel.launch import processes
 
@@ -199,46 +183,9 @@ def _evaluate(words: list[str]) -> int:
     return 0
 
 
-def _compare(words: list[str]) -> int:
-    """Draw the learning curves of several runs in one picture."""
-    parser = argparse.ArgumentParser(
-        prog="deepnmt compare", description="Draws the training losses of several runs and prints them as a table.",
-        epilog="example:\n  python tools/compare_runs.py runs/post_ln runs/admin --output runs/blocks.png",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    parser.add_argument("--output", default="runs/comparison.png", metavar="FILE", help="the picture")
-    parser.add_argument("--title", default="Training loss", help="over the picture")
-    found = parser.parse_args(words)
-    from deepnmt.compare import compare_runs
-
-    print(compare_runs([Path(run) for run in found.runs], Path(found.output), found.title))
-    return 0
-
-
-def _benchmark(words: list[str]) -> int:
-    """Time training and translation against a plain loop."""
-    parser = _parser(
-        "benchmark",
-        "Target tokens/s of the training loop against a plain loop over torch.nn.Transformer of the same shape on the\n"
-        "same batches; sentences/s of translation with and without the cache.",
-        "python tools/benchmark.py recipes/multi30k/de-en_4l-4l.yaml batch.tokens=2048 --translate runs/multi30k_de-en",
-    )
-    parser.add_argument("--updates", type=int, default=20, metavar="N", help="timed updates a round (default 20)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (default 3)")
-    parser.add_argument("--translate", metavar="RUN", help="a trained run whose first test set is translated")
-    parser.add_argument("--output", default="runs/benchmark.json", metavar="FILE", help="JSON file")
-    found, recipe = _parse(parser, words)
-    from deepnmt.benchmark import benchmark, save
-
-    run = Path(found.translate) if found.translate else None
-    save(benchmark(recipe, found.updates, found.rounds, run), Path(found.output))
-    return 0
-
-
 def _demo(words: list[str]) -> int:
     """The whole path on a corpus made here."""
-    parser = _parser(
+    parser = recipe_parser(
         "demo",
         "Writes the demo corpus, prepares it, trains under deepspeed on two processes, averages, translates and\n"
         "scores. What is there already is reused.",
@@ -246,7 +193,7 @@ def _demo(words: list[str]) -> int:
     )
     parser.add_argument("--pairs", type=int, default=110_000, metavar="N",
                         help="training pairs (default 110,000); the other texts shrink with fewer than 10,000")
-    found, recipe = _parse(parser, words)
+    found, recipe = parse(parser, words)
     from deepnmt.walkthrough import walk
 
     return walk(recipe, found.pairs)
@@ -275,40 +222,23 @@ def _split(words: list[str]) -> int:
     return 0
 
 
-def _gpu_report(words: list[str]) -> int:
-    """Report what a GPU does with the recipes, in ten minutes."""
-    parser = argparse.ArgumentParser(
-        prog="deepnmt gpu-report",
-        description="Matrix products, 60L-12L updates in fp16 and bf16 with model FLOPs utilisation, and Tatoeba\n"
-        "De-En trained by the clock and scored: a JSON file and a Markdown page, in one call of under ten minutes.",
-        epilog="example:\n  python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER", help="a new folder")
-    parser.add_argument("--tsv", type=Path, metavar="FILE", help="Tatoeba's pairs, English first, plain or .gz")
-    parser.add_argument("--recipes", type=Path, default=Path("recipes/tatoeba"), metavar="FOLDER",
-                        help="of the two recipes (default recipes/tatoeba)")
-    parser.add_argument("--minutes", type=float, default=8.0, metavar="N",
-                        help="of updates in the training, less if the budget ends before (default 8)")
-    parser.add_argument("--budget", type=float, default=580.0, metavar="SECONDS", help="for everything (default 580)")
-    parser.add_argument("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")
-    found = parser.parse_args(words)
-    from deepnmt.gpu_report import gpu_report
-
-    return gpu_report(found.output, found.recipes, found.tsv, found.minutes, found.budget, found.toy)
-
-
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "prepare": _prepare,
     "profile": _profile,
     "train": _train,
     "average": _average,
+    "fold": _fold,
     "translate": _translate,
     "evaluate": _evaluate,
-    "compare": _compare,
-    "benchmark": _benchmark,
+    "compare": cli_study.compare,
+    "diagnose": cli_study.diagnose,
+    "verdict-grid": cli_study.verdict_grid,
+    "reproduce": cli_study.reproduce,
+    "benchmark": cli_study.benchmark,
+    "layouts": cli_study.layouts,
+    "pipeline-idle": cli_study.pipeline_idle,
     "split": _split,
-    "gpu-report": _gpu_report,
+    "gpu-report": cli_study.gpu_report,
     "demo": _demo,
 }
 

@@ -17,7 +17,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from deepnmt.errors import UserError
 from deepnmt.recipe_faults import find_faults
 
-Block = Literal["post_ln", "pre_ln", "admin", "b2t", "deepnorm"]
+Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
+                "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]
+HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # a layer of these needs the outputs of all layers below it
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -93,11 +95,14 @@ class Batch(Section):
 
 
 class Stack(Section):
-    """One side of the model. `init`: auto takes what was measured to train (b2t: depth_scaled, others: xavier)."""
+    """One side of the model. `init`: depth_scaled multiplies every matrix of the layers by layers^-1/2, with any block;
+    auto does so for b2t and b2t_no_ln, as their published code does, and is xavier for the others.
+    `input_gain`: a trainable vector on the stack's input, 1 at first, which takes the first ω of a folded model."""
 
     block: Block = "admin"
     layers: Count = 6
     init: Literal["auto", "xavier", "depth_scaled"] = "auto"
+    input_gain: bool = False
 
 
 class Model(Section):
@@ -122,6 +127,8 @@ class Model(Section):
             faults.append(f"width ({self.width}) must be a multiple of heads ({self.heads})")
         if self.width % 2:
             faults.append(f"width ({self.width}) must be even: positions are half sines, half cosines")
+        if self.ffn % 2 and "looks_linear" in (self.encoder.block, self.decoder.block):
+            faults.append(f"ffn ({self.ffn}) must be even with block: looks_linear: half of it mirrors the other half")
         if faults:
             raise ValueError("\n".join(faults))
         return self
@@ -136,21 +143,50 @@ class Admin(Section):
 
 
 class Optimizer(Section):
-    """PyTorch's Adam, AdamW or RAdam."""
+    """PyTorch's Adam, RAdam or SGD. `weight_decay`: adamw and radamw shrink the weights themselves, the others add the
+    weight times it to the gradient."""
 
-    name: Literal["adam", "adamw", "radam"] = "adam"
+    name: Literal["adam", "adamw", "radam", "radamw", "sgd"] = "adam"
     lr: Positive = 5e-4
-    betas: list[Rate] = Field(default=[0.9, 0.98], min_length=2, max_length=2)
-    eps: Positive = 1e-9
+    betas: list[Rate] = Field(default=[0.9, 0.98], min_length=2, max_length=2)  # not of sgd
+    eps: Positive = 1e-9  # not of sgd
+    momentum: Rate = 0.0  # of sgd
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    decay_norms_and_biases: bool = True  # whether it is on vectors and single numbers too, or on matrices alone
+
+    @model_validator(mode="after")
+    def _momentum(self) -> Optimizer:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum ({self.momentum:g}) is of sgd, but name is {self.name}, whose momentum is the "
+                             "first of betas; remove momentum")
+        return self
 
 
 class Schedule(Section):
-    """Learning rate over updates: `warmup` updates of linear rise to the peak `optimizer.lr`, then the named curve."""
+    """Learning rate over updates: `warmup` updates of linear rise to the peak `optimizer.lr`, then the named curve.
 
-    name: Literal["inverse_sqrt", "constant", "linear"] = "inverse_sqrt"
+    step: constant until an epoch begins (counted from 1) or until an update; from there on times `step_factor`, and
+    falling as `after_step` says.
+    """
+
+    name: Literal["inverse_sqrt", "constant", "linear", "step"] = "inverse_sqrt"
     warmup: Annotated[int, Field(ge=0)] = 4000
     final: Annotated[float, Field(ge=0.0)] = 0.0  # linear: the rate at the last update
+    step_epoch: Annotated[int, Field(ge=2)] | None = None
+    step_update: Annotated[int, Field(ge=2)] | None = None
+    step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    after_step: Literal["constant", "inverse_sqrt"] = "inverse_sqrt"
+
+    @model_validator(mode="after")
+    def _step(self) -> Schedule:
+        given = [place for place in (self.step_epoch, self.step_update) if place is not None]
+        if self.name == "step" and len(given) != 1:
+            raise ValueError(f"name: step needs step_epoch or step_update, one of the two; {len(given)} are given")
+        if self.name != "step" and given:
+            raise ValueError(f"step_epoch and step_update are of name: step, but name is {self.name}; remove them")
+        if self.step_update is not None and self.step_update <= self.warmup:
+            raise ValueError(f"step_update ({self.step_update}) must be above warmup ({self.warmup})")
+        return self
 
 
 class Train(Section):
@@ -162,6 +198,7 @@ class Train(Section):
     label_smoothing: Rate = 0.1
     clip: Annotated[float, Field(ge=0.0)] = 0.0  # largest gradient norm; 0: no clipping
     log_every: Count = 50
+    probe_every: Annotated[int, Field(ge=0)] = 0  # updates between probes of every layer, into TensorBoard; 0: none
     validate_every: Count = 1000
     save_every: Count = 1000
     keep_last: Count = 5
@@ -176,6 +213,8 @@ class Parallel(Section):
     """`ds_config`: a DeepSpeed JSON; null runs the plain local engine (one process, fp32)."""
 
     ds_config: str | None = None
+    pipeline_stages: Annotated[int, Field(ge=0)] = 0  # the model cut into so many stages; 0: no pipeline
+    recompute_layers: Annotated[int, Field(ge=0)] = 0  # in a group whose activations are computed twice; 0: all kept
     threads: Annotated[int, Field(ge=0)] = 0  # per process; 0: the machine's cores shared among its processes
 
 
@@ -230,6 +269,12 @@ class Recipe(Section):
         if self.data.filters.max_tokens + 1 > self.batch.tokens:
             faults.append(f"batch.tokens ({self.batch.tokens}) cannot hold one sentence of data.filters.max_tokens "
                           f"({self.data.filters.max_tokens})")
+        whole = [f"model.{side}.block: {stack.block}" for side, stack in
+                 (("encoder", self.model.encoder), ("decoder", self.model.decoder)) if stack.block in HISTORY_BLOCKS]
+        if self.parallel.pipeline_stages and whole:
+            faults.append(f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot go with "
+                          f"{' and '.join(whole)}: each of its layers needs the outputs of all layers below, and "
+                          "stages hand on only the last; set parallel.pipeline_stages: 0, or take another block")
         if self.train.best_by == "bleu" and not self.train.valid_bleu:
             faults.append("train.best_by: bleu needs train.valid_bleu: true")
         if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:

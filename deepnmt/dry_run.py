@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from deepnmt.config import Model, Recipe, Stack, dump_recipe
 from deepnmt.data.batching import PlanStream
 from deepnmt.data.dataset import PreparedData
 from deepnmt.errors import UserError
+from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.build import check_layout
+from deepnmt.optim import moments_of
+from deepnmt.parallel.build import check_layout, cut, data_ranks
 from deepnmt.parallel.launch import place
+from deepnmt.parallel.partition import Partition
 
 # Tensors of one width kept for the backward pass, a token and layer; counted from the layers' operations, and within
 # 15 % of what a 6L-6L, d 256 model in fp32 was seen to hold (docs/results.md).
@@ -16,7 +21,10 @@ _KEPT = {"encoder": 16, "decoder": 24}
 
 
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
-    """Trainable numbers of the whole model; layers of a stack are alike, so one of each is built and counted."""
+    """Trainable numbers of the whole model; layers of a stack are alike, so one of each is built and counted.
+
+    But layer l of a DLCL stack has l + 1 weights for the outputs below it: each layer has one more than the last.
+    """
     def built(encoder: int, decoder: int) -> int:
         shallow = Model.model_validate({
             **model.model_dump(),
@@ -26,26 +34,44 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
         return sum(p.numel() for p in Transformer(shallow, 8, 8, 0).parameters())
 
     one = built(1, 1)
-    layers = (model.encoder.layers - 1) * (built(2, 1) - one) + (model.decoder.layers - 1) * (built(1, 2) - one)
+    layers = 0
+    for stack, second in ((model.encoder, built(2, 1) - one), (model.decoder, built(1, 2) - one)):
+        more = stack.layers - 1
+        layers += more * second + RULES[stack.block].needs_history * more * (more - 1) // 2
     tables = {"all": (trg_vocab - 8), "decoder": (src_vocab - 8) + (trg_vocab - 8),
               "none": (src_vocab - 8) + 2 * (trg_vocab - 8)}[model.tied]
     return one + layers + tables * model.width
 
 
-def memory_estimate(recipe: Recipe, parameters: int, world: int) -> dict[str, float]:
-    """Bytes a process holds: weights with gradients, optimizer (fp32 master and two moments), activations."""
+def memory_estimate(recipe: Recipe, parameters: int, world: int, cuts: Partition | None = None) -> dict[str, float]:
+    """Bytes a process holds: weights with gradients, optimizer (fp32 master and moments), activations.
+
+    Of a pipeline, whose stages `cuts` tells, the fullest stage: its parameters, and the activations of as many
+    micro-batches as it has in flight. With recomputation of groups of n layers, one group's activations and an input
+    for every group.
+    """
     layout = check_layout(recipe, world)
+    world = data_ranks(recipe, world)
     stage, precision = (layout.stage, layout.precision) if layout else (0, "fp32")
     size = 4 if precision == "fp32" else 2
     share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
-    master = 12 if layout and stage else 8
+    kept_by_optimizer = 4 * len(moments_of(recipe.optimizer)) + (4 if layout and stage else 0)
     tokens, model = recipe.batch.tokens, recipe.model
     kept = sum(_KEPT[side] * stack.layers for side, stack in (("encoder", model.encoder), ("decoder", model.decoder)))
     wide = 2 * (model.ffn / model.width) * (model.encoder.layers + model.decoder.layers) / 4
+    group = recipe.parallel.recompute_layers
+    if group:
+        layers = model.encoder.layers + model.decoder.layers
+        kept, wide = kept * min(1.0, group / layers) + layers / group, wide * min(1.0, group / layers)
+    if cuts is not None:
+        parameters = max(sum(u.parameters for u in cuts.units[a:b]) for a, b in pairwise(cuts.bounds))
+        in_flight = min(cuts.stages, recipe.batch.accumulation)
+        share_of_layers = in_flight * max(map(cuts.cost, range(cuts.stages)))
+        kept, wide = kept * share_of_layers, wide * share_of_layers
     return {
         "weights": parameters * size / share[0],
         "gradients": parameters * 4 / share[1],
-        "optimizer": parameters * master / share[2],
+        "optimizer": parameters * kept_by_optimizer / share[2],
         "activations": tokens * model.width * size * (kept + wide),
     }
 
@@ -53,6 +79,9 @@ def memory_estimate(recipe: Recipe, parameters: int, world: int) -> dict[str, fl
 def describe(recipe: Recipe) -> str:
     """The resolved recipe followed by its figures. Uses the prepared data where it exists."""
     world = place()[1]
+    stages = recipe.parallel.pipeline_stages
+    layout = check_layout(recipe, world)
+    chains = data_ranks(recipe, world)
     try:
         data = PreparedData.open(recipe.data.folder)
     except UserError:
@@ -61,22 +90,25 @@ def describe(recipe: Recipe) -> str:
         source, target = data.vocabs()
         sizes = (source.size, target.size)
         stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
-        per_update = world * recipe.batch.accumulation
+        per_update = chains * recipe.batch.accumulation
         epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.plan(0).waste:.1f} %)"
     parameters = count_parameters(recipe.model, *sizes)
-    memory = memory_estimate(recipe, parameters, world)
-    layout = check_layout(recipe, world)
+    cuts = cut(recipe, *sizes) if stages else None
+    memory = memory_estimate(recipe, parameters, world, cuts)
     name = "plain PyTorch, fp32" if layout is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
     encoder, decoder = recipe.model.encoder, recipe.model.decoder
     rows = {
         "model": f"{encoder.layers}L-{decoder.layers}L, {encoder.block} / {decoder.block}, width {recipe.model.width}",
         "parameters": f"{parameters:,}",
-        "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * world:,} at most, padding included "
-        f"({world} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",
+        "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * chains:,} at most, padding included "
+        f"({chains} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",
         "updates per epoch": epoch,
         "memory per process": f"about {sum(memory.values()) / 2**20:,.0f} MiB + libraries ("
         + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in memory.items()) + ")",
-        "layout": name,
+        "layout": name + (f", pipeline of {stages} stages on {world} process(es)" if stages else ""),
     }
     width = max(map(len, rows))
-    return dump_recipe(recipe) + "\n" + "\n".join(f"# {k:<{width}}  {v}" for k, v in rows.items())
+    lines = [f"# {k:<{width}}  {v}" for k, v in rows.items()]
+    if cuts is not None:
+        lines += [f"# {line}" for line in cuts.table(recipe.batch.accumulation).splitlines()]
+    return dump_recipe(recipe) + "\n" + "\n".join(lines)

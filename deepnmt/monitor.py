@@ -77,6 +77,13 @@ class Monitor:
         self.say(f"validation at update {update}: loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}"
                  f"{' (best so far)' if record['best'] else ''}")
 
+    def probe(self, update: int, record: dict[str, float]) -> None:
+        """Writes what a probe of the layers found into TensorBoard; values that are not finite are left out."""
+        if self.active:
+            for name, value in record.items():
+                if math.isfinite(value):
+                    self._board.add_scalar(f"probe/{name}", value, update)
+
     def event(self, update: int, message: str, **facts: Any) -> None:
         """Something that happened once: a resume, a skipped update, an end. Logged and said."""
         if self.active:

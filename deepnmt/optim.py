@@ -3,39 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
 from deepnmt import config
 
+Moment = Literal["exp_avg", "exp_avg_sq", "momentum_buffer"]
+
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter], settings: config.Optimizer, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """PyTorch's Adam (L2 decay in the gradient), AdamW (decoupled decay) or RAdam over one parameter group.
+    """PyTorch's Adam, RAdam or SGD (weight decay in the gradient), AdamW or RAdam (decoupled decay: radamw).
 
-    Weight decay, where set, applies to every parameter, norms and biases included. `fused`: Adam and AdamW in one
-    kernel (RAdam has none), which on a GPU spares several passes over weights and moments.
+    `fused`: the update in one kernel (RAdam has none), which on a GPU spares several passes over weights and moments.
     """
+    groups = parameter_groups(parameters, settings)
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused or None)
     beta1, beta2 = settings.betas
-    if settings.name == "radam":
-        return torch.optim.RAdam(
-            list(parameters), lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, weight_decay=settings.weight_decay
-        )
+    if settings.name in ("radam", "radamw"):
+        return torch.optim.RAdam(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps,
+                                 decoupled_weight_decay=settings.name == "radamw")
     kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
-    return kind(
-        list(parameters), lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, weight_decay=settings.weight_decay,
-        fused=fused or None,
-    )
+    return kind(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
 
 
-def learning_rate(peak: float, schedule: config.Schedule, update: int, last_update: int) -> float:
+def parameter_groups(parameters: Iterable[nn.Parameter], settings: config.Optimizer) -> list[dict[str, Any]]:
+    """The groups of an optimizer, each with its weight decay.
+
+    One, or, where norms and biases are spared, the matrices with and all else (biases, gains of norms, ω and other
+    vectors, single numbers) without.
+    """
+    everything = list(parameters)
+    if not settings.weight_decay or settings.decay_norms_and_biases:
+        return [{"params": everything, "weight_decay": settings.weight_decay}]
+    matrices = [p for p in everything if p.dim() > 1]
+    spared = [p for p in everything if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def moments_of(settings: config.Optimizer) -> tuple[Moment, ...]:
+    """What the optimizer keeps of each parameter from update to update, under PyTorch's and a checkpoint's names."""
+    if settings.name == "sgd":
+        return ("momentum_buffer",) if settings.momentum else ()
+    return ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(
+    peak: float, schedule: config.Schedule, update: int, last_update: int, passes: float = 0.0
+) -> float:
     """The rate of update number `update` (counted from 1); a pure function, so a resumed run has nothing to restore.
 
     Rises linearly to `peak` over `schedule.warmup` updates; then inverse_sqrt: peak · sqrt(warmup / update) (with no
-    warm-up: peak / sqrt(update)); constant: peak; linear: a straight line to `schedule.final` at `last_update`.
+    warm-up: peak / sqrt(update)); constant: peak; linear: a straight line to `schedule.final` at `last_update`; step:
+    see `_stepped`. `passes`: how often the training text was seen before this update; `schedule.step_epoch` needs it.
     """
     warmup = schedule.warmup
     if update < warmup:
@@ -45,7 +70,23 @@ def learning_rate(peak: float, schedule: config.Schedule, update: int, last_upda
     if schedule.name == "linear":
         done = min(1.0, (update - warmup) / max(1, last_update - warmup))
         return peak + (schedule.final - peak) * done
+    if schedule.name == "step":
+        return peak * _stepped(schedule, update, passes)
     return peak
+
+
+def _stepped(schedule: config.Schedule, update: int, passes: float) -> float:
+    """1 before the step and `step_factor` from there on, under inverse_sqrt times sqrt(step / now).
+
+    Where the step is an epoch, both are counted in passes over the text: with equally long epochs that is the same as
+    in updates, and it stays so for a run that goes on with other processes.
+    """
+    at, now = (schedule.step_update or 0, float(update))
+    if schedule.step_epoch is not None:
+        at, now = schedule.step_epoch - 1, passes
+    if now < at:
+        return 1.0
+    return schedule.step_factor * (1.0 if schedule.after_step == "constant" else (at / now) ** 0.5)
 
 
 class ScalerState(TypedDict):

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepnmt.analysis.admin_profile import AdminProfile
 from deepnmt.analysis.plots import draw_admin_profile, draw_learning_curve
+from deepnmt.analysis.training_probe import TrainingProbe
 from deepnmt.checkpoint import (
     MOMENTS,
     CheckpointWriteError,
@@ -26,11 +28,11 @@ from deepnmt.config import Recipe, dump_recipe, load_recipe
 from deepnmt.data.batching import MicroBatch as PlannedBatch
 from deepnmt.data.batching import PlanStream, Position, collate
 from deepnmt.data.settings import open_prepared
+from deepnmt.divergence import Drops, diverged
 from deepnmt.errors import UserError
-from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import Monitor, read_log
-from deepnmt.optim import learning_rate
-from deepnmt.parallel.build import build_engine, check_layout
+from deepnmt.optim import learning_rate, moments_of
+from deepnmt.parallel.build import check_layout, cut, start_engine
 from deepnmt.parallel.engine import Engine, MicroBatch
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.tensors import to_tensors
@@ -66,6 +68,7 @@ class Trainer:
         self.vocabs = self.data.vocabs()
         self.stream = PlanStream(self.data.split("train"), recipe.batch.tokens, recipe.seed)
         self.progress = Progress()
+        self.drops = Drops()
         self.stop_signal = 0
         self.out_of_time = False  # train.max_seconds has passed; the same on every process
         self._saved = -1
@@ -73,6 +76,7 @@ class Trainer:
         changes = self._check_same_run(checkpoint) if checkpoint else []
         self.monitor = Monitor(self.run, ranks.first, self._update_of(checkpoint), recipe.train.updates)
         self.engine = self._resume(checkpoint, changes) if checkpoint else self._begin()
+        self.probe = TrainingProbe(self.engine.module, recipe.model, recipe.train.probe_every)
         if ranks.first:
             (self.run / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
 
@@ -100,23 +104,25 @@ class Trainer:
     def _update_of(self, checkpoint: Path | None) -> int:
         return load_state(checkpoint).update if checkpoint else 0
 
-    def _model(self) -> Transformer:
+    def _engine(self, profile: AdminProfile | None) -> Engine:
+        """The model, as drawn, under its engine; a pipeline's stages are told of."""
         source, target = self.vocabs
-        return Transformer(self.recipe.model, source.size, target.size, self.recipe.seed,
-                           self.recipe.train.label_smoothing)
+        train = self.data.split("train")
+        ratio = float(train.src_lengths.mean() / train.trg_lengths.mean())
+        if self.recipe.parallel.pipeline_stages and self.ranks.first:
+            print(cut(self.recipe, source.size, target.size, ratio).table(self.recipe.batch.accumulation), flush=True)
+        return start_engine(self.recipe, (source.size, target.size), self.ranks, profile, ratio)
 
     def _begin(self) -> Engine:
-        model = self._model()
         profile = profile_for(self.recipe, self.data, self.ranks)
-        if profile is not None:
-            profile.apply(model)
-            if self.ranks.first:
-                profile.save(self.run / "admin_profile.json")
-                draw_admin_profile(profile, self.run / "admin_profile.png")
-        count = sum(p.numel() for p in model.parameters())
-        self.monitor.event(0, f"training {count:,} parameters on {self.ranks.world} process(es) from scratch",
-                           parameters=count, processes=self.ranks.world)
-        return build_engine(model, self.recipe, self.ranks)
+        if profile is not None and self.ranks.first:
+            profile.save(self.run / "admin_profile.json")
+            draw_admin_profile(profile, self.run / "admin_profile.png")
+        engine = self._engine(profile)
+        count, world = engine.parameters, self.ranks.world
+        self.monitor.event(0, f"training {count:,} parameters on {world} process(es) from scratch", parameters=count,
+                           processes=world)
+        return engine
 
     def _check_same_run(self, checkpoint: Path) -> list[str]:
         """The changed settings that take effect from `checkpoint` on.
@@ -124,8 +130,11 @@ class Trainer:
         Raises `UserError`, before anything is written, for a change that would make it another run, and for a
         checkpoint that training cannot go on from.
         """
-        changes = changed_settings(load_recipe(checkpoint / "recipe.yaml"), self.recipe)
-        refused = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in _FIXED)]
+        begun = load_recipe(checkpoint / "recipe.yaml")
+        changes = changed_settings(begun, self.recipe)
+        same_moments = moments_of(begun.optimizer) == moments_of(self.recipe.optimizer)
+        fixed = _FIXED if same_moments else (*_FIXED, "optimizer.name", "optimizer.momentum")
+        refused = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in fixed)]
         if refused:
             raise UserError(f"{self.run} holds a run begun with other settings:\n  " + "\n  ".join(refused)
                             + "\nput them back, or train into another folder with run=FOLDER")
@@ -140,7 +149,7 @@ class Trainer:
     def _resume(self, checkpoint: Path, changes: list[str]) -> Engine:
         """Takes up a checkpoint."""
         state = load_state(checkpoint)
-        engine = build_engine(self._model(), self.recipe, self.ranks)
+        engine = self._engine(None)
         engine.import_state(load_weights(checkpoint, verify=False), load_moments(checkpoint), state.optimizer_step)
         if state.loss_scale is not None:
             engine.restore_scaler({"scale": float(state.loss_scale["scale"]), "clean": int(state.loss_scale["clean"])})
@@ -185,12 +194,19 @@ class Trainer:
         started = time.monotonic()
         progress, ranks = self.progress, self.ranks
         per_rank = self.recipe.batch.accumulation
-        planned, after = self.stream.at(progress.position, ranks.world * per_rank)
+        here = progress.position
+        passes = here.epoch + here.index / self.stream.epoch_size(here.epoch)
+        engine = self.engine
+        planned, after = self.stream.at(here, engine.data_world * per_rank)
         tokens = sum(int(self.stream.split(item.epoch).trg_lengths[item.indices].sum()) for item in planned)
         rate = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, progress.update + 1,
-                             self.recipe.train.updates)
-        mine = [self._micro_batch(item) for item in planned[ranks.rank :: ranks.world]]
-        stats = self.engine.train_step(mine, tokens, rate)
+                             self.recipe.train.updates, passes)
+        mine = [self._micro_batch(item) for item in planned[engine.data_rank :: engine.data_world]]
+        with self.probe.watching(probed := self.probe.due(progress.update + 1)):
+            stats = engine.train_step(mine, tokens, rate)
+        if probed and stats.applied:
+            scale = stats.loss_scale * engine.data_world  # what engines multiply the loss by
+            self.monitor.probe(progress.update + 1, self.probe.read(scale, ranks.sum))
         loss, nll, told, late = ranks.sum([stats.loss, stats.nll, float(self.stop_signal != 0), float(self._late())])
         self.out_of_time = late > 0
         progress.position = after
@@ -198,10 +214,15 @@ class Trainer:
             progress.update += 1
             progress.target_tokens += tokens
             interval.add(loss, nll, tokens, stats.grad_norm)
+            self.drops.clear()
         else:
             progress.skipped += 1
             self.monitor.event(progress.update, f"a non-finite gradient at update {progress.update + 1}: dropped "
                                f"(loss scale {stats.loss_scale:g})", loss=str(loss))
+            if self.drops.add(stats.loss_scale):
+                source, target = self.vocabs
+                raise diverged(self.recipe, (source.size, target.size), engine, ranks, mine,
+                               engine.data_world / tokens, stats.loss_scale)
         seconds = time.monotonic() - started
         interval.updates += 1
         interval.seconds += seconds
@@ -271,7 +292,7 @@ class Trainer:
         for state in self.engine.export_state():
             if self.ranks.first:
                 weights[state.name] = state.weight
-                moments[f"{state.name}.exp_avg"], moments[f"{state.name}.exp_avg_sq"] = state.exp_avg, state.exp_avg_sq
+                moments |= state.moments
         if self.ranks.first:
             try:
                 self._write(weights, moments)
@@ -354,7 +375,11 @@ def changed_settings(old: Recipe, new: Recipe) -> list[str]:
 
 
 def train(recipe: Recipe, ranks: Ranks) -> int:
-    """Trains the recipe into its run folder, going on where an earlier attempt stopped; returns the exit code."""
+    """Trains the recipe into its run folder, going on where an earlier attempt stopped; returns the exit code.
+
+    Raises:
+        UserError: the run cannot begin or go on, or its gradients stay non-finite (`Diverged`).
+    """
     trainer = Trainer(recipe, ranks)
     try:
         return trainer.run_to_end()

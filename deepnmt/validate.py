@@ -34,23 +34,24 @@ def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -
     loss, nll, tokens = ranks.sum(_losses(recipe, split.cut(recipe.model.max_length), engine, ranks))
     bleu = signature = None
     if recipe.train.valid_bleu:
-        bleu, signature = _bleu(recipe, data, split, engine.module, ranks)
+        bleu, signature = _bleu(recipe, data, split, engine.gather_model(), ranks)
     return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), bleu, signature)
 
 
 def _losses(recipe: Recipe, split: Split, engine: Engine, ranks: Ranks) -> list[float]:
     plan = plan_eval(split.src_lengths, split.trg_lengths, recipe.batch.tokens)
     totals = [0.0, 0.0, 0.0]
-    rounds = math.ceil(len(plan) / ranks.world)  # ZeRO-3 gathers weights in every forward: all ranks make as many
+    rounds = math.ceil(len(plan) / engine.data_world)  # ZeRO-3 gathers weights in every forward: all make as many
     for turn in range(rounds):
-        place = turn * ranks.world + ranks.rank
+        place = turn * engine.data_world + engine.data_rank
         mine = place < len(plan)
         batch = collate(split, plan[place if mine else 0])
         micro_batch: MicroBatch = (*to_tensors(batch, ranks.device), 0)
         loss, nll = engine.evaluate(micro_batch)
         if mine:
             totals = [totals[0] + loss, totals[1] + nll, totals[2] + batch.tokens]
-    return totals
+    copies = ranks.world // engine.data_world  # the stages of a pipeline count the same tokens
+    return [totals[0], totals[1], totals[2] / copies]
 
 
 def _bleu(recipe: Recipe, data: PreparedData, split: Split, model: Transformer, ranks: Ranks) -> tuple[float, str]:

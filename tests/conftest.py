@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from warm import Warm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -64,6 +65,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe.write_text(RECIPE.format(folder=folder), encoding="utf-8")
     prepare(load_recipe(recipe), progress=False)
     return folder
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Starts processes that have everything imported."""
+    server = Warm()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.model.attention import key_mask
 from deepnmt.model.embedding import PAD
+from deepnmt.model.history import Stream, newest
 from deepnmt.model.layers import Layer
-from deepnmt.model.residual import RULES, Admin, Side
-from deepnmt.model.transformer import Transformer, build_embedding, build_layer
+from deepnmt.model.residual import Admin, Side
+from deepnmt.model.transformer import Transformer, build_embedding, build_layer, build_top
 
 ProfileBatch = tuple[Tensor, Tensor, Tensor, Tensor, int]  # src, src_lengths, trg_in, trg_out, dropout key
 Combine = Callable[[list[float]], list[float]]
@@ -127,9 +127,18 @@ class AdminProfile:
             if len(values) != size * len(stack.layers):
                 raise ValueError(f"the {side} has {size * len(stack.layers)} sub-layers, the profile {len(values)}")
             for index, layer in enumerate(stack.layers):
-                rule = layer.get_submodule("rule")
-                assert isinstance(rule, Admin)
-                rule.set_omega(values[size * index : size * (index + 1)])
+                self.apply_to_layer(side, index, layer)
+
+    def apply_to_layer(self, side: Side, index: int, layer: nn.Module) -> None:
+        """Sets ω of layer `index` (from 0) of a stack, alone; nothing where the profile has no such stack.
+
+        Raises ValueError if the profile ends before this layer.
+        """
+        size, values = len(SUBLAYERS[side]), self.encoder if side == "encoder" else self.decoder
+        if values:
+            rule = layer.get_submodule("rule")
+            assert isinstance(rule, Admin)
+            rule.set_omega(values[size * index : size * (index + 1)])
 
 
 def _hash(provenance: dict[str, Any]) -> str:
@@ -145,13 +154,13 @@ class _Flow:
     """A micro-batch on its way up a stack.
 
     Attributes:
-        x: [B, T, D], the input of the next layer.
+        x: [B, T, D], the input of the next layer; see `Stream`.
         real: boolean [B, T], true where there is no padding.
         context: what the stack's layers take between x and the dropout key.
         key: the dropout key.
     """
 
-    x: Tensor
+    x: Stream
     real: Tensor
     context: tuple[Tensor | None, ...]
     key: int
@@ -235,9 +244,9 @@ def _run_encoder(
         real = torch.arange(src.size(1), device=src.device) < lengths[:, None]
         flows.append(_Flow(x, real, (key_mask(lengths, src.size(1)),), key))
     moments = _run_stack(model, "encoder", seed, flows, show)
-    if RULES[model.encoder.block].final_norm:
-        return moments, [F.layer_norm(flow.x, (model.width,)) for flow in flows]
-    return moments, [flow.x for flow in flows]
+    top = build_top(model, "encoder")
+    with torch.no_grad():
+        return moments, [top.to(newest(flow.x).device)(flow.x) for flow in flows]
 
 
 def _run_decoder(
@@ -267,7 +276,7 @@ def _run_stack(model: Model, side: Side, seed: int, flows: list[_Flow], show: bo
     """Takes the flows to the top of a stack, one layer at a time; the moments of its input and of its branches
     [1 + sub-layers, 3]."""
     count = model.encoder.layers if side == "encoder" else model.decoder.layers
-    moments = [sum((_moments(flow.x[flow.real]) for flow in flows), torch.zeros(3, dtype=torch.float64))[None]]
+    moments = [sum((_moments(newest(flow.x)[flow.real]) for flow in flows), torch.zeros(3, dtype=torch.float64))[None]]
     for index in _with_progress(count, side, show):
         layer = build_layer(model, side, index, seed).train()
         moments.append(_run_layer(layer, flows))
@@ -283,7 +292,7 @@ def _run_layer(layer: Layer, flows: list[_Flow]) -> Tensor:
     moments = torch.zeros(len(layer.rule.adds), 3, dtype=torch.float64)
     for flow in flows:
         outputs.clear()
-        flow.x = layer.to(flow.x.device)(flow.x, *flow.context, flow.key)
+        flow.x = layer.to(newest(flow.x).device)(flow.x, *flow.context, flow.key)
         moments += torch.stack([_moments(output[flow.real]) for output in outputs])
     return moments
 

@@ -49,12 +49,12 @@ def attend(
 class SelfAttention(nn.Module):
     """Attention of a sequence to itself. `qkv` [3D, D] holds the query, key and value matrices in this order."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.qkv = skip_init(nn.Linear, width, 3 * width)
-        self.out = skip_init(nn.Linear, width, width)
+        self.qkv = skip_init(linear, width, 3 * width)
+        self.out = skip_init(linear, width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """[B, T, D] to [B, T, D]; `causal`: position t sees positions up to t (then no mask may be given)."""
@@ -80,13 +80,13 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Attention of target positions to the encoder's memory. `kv` [2D, D] holds the key and value matrices."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.q = skip_init(nn.Linear, width, width)
-        self.kv = skip_init(nn.Linear, width, 2 * width)
-        self.out = skip_init(nn.Linear, width, width)
+        self.q = skip_init(linear, width, width)
+        self.kv = skip_init(linear, width, 2 * width)
+        self.out = skip_init(linear, width, width)
 
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, S, d] of a memory [B, S, D]."""

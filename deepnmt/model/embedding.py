@@ -38,9 +38,13 @@ def sinusoids(positions: int, width: int) -> Tensor:
 
 
 class InputLayer(nn.Module):
-    """dropout(sqrt(D) · embedding + position): what enters the first layer of a stack. It has no parameters."""
+    """dropout(sqrt(D) · embedding + position): what enters the first layer of a stack.
+
+    Under `input_gain` times a trainable vector, which is 1 at first; else it has no parameters.
+    """
 
     positions: Tensor
+    gain: nn.Parameter | None
 
     def __init__(self, model: config.Model, side: Side, seed: int) -> None:
         super().__init__()
@@ -48,6 +52,8 @@ class InputLayer(nn.Module):
         self.seed = seed
         self.scale = math.sqrt(model.width)
         self.dropout = Dropout(model.dropout)
+        stack = model.encoder if side == "encoder" else model.decoder
+        self.register_parameter("gain", nn.Parameter(torch.ones(model.width)) if stack.input_gain else None)
         self.register_buffer("positions", sinusoids(model.max_length, model.width), persistent=False)
 
     def forward(self, embedded: Tensor, dropout_key: int = 0) -> Tensor:
@@ -69,4 +75,5 @@ class InputLayer(nn.Module):
 
     def positioned(self, embedded: Tensor, positions: Tensor) -> Tensor:
         """sqrt(D) · embedding + position, added in the table's fp32 and returned in the embedding's type."""
-        return torch.add(positions, embedded, alpha=self.scale).to(embedded.dtype)
+        x = torch.add(positions, embedded, alpha=self.scale)
+        return (x if self.gain is None else self.gain * x).to(embedded.dtype)

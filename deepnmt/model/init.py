@@ -4,17 +4,18 @@
 |------------------------------------|-----------------------------------------------------------------------------|
 | `*.qkv.weight` [3D, D]             | three Xavier-uniform [D, D] matrices: q, k, v                               |
 | `*.kv.weight` [2D, D]              | two Xavier-uniform [D, D] matrices: k, v                                    |
-| `*.q`, `*.out`, `*.fc1`, `*.fc2`   | Xavier-uniform                                                              |
-| each of these matrices             | × the rule's `matrix_gain`: 1/√2 on q, k, v; deepnorm instead 1 on q, k and |
-|                                    | β on v, out, fc1, fc2                                                       |
+| `*.q`, `*.out`, `*.fc1`, `*.fc2`   | Xavier-uniform; looks_linear: fc1, fc2 orthogonal and mirrored              |
+| each of these matrices             | × the rule's `matrix_gain`: 1/√2 on q, k, v, and what its paper puts there  |
 | each of these matrices             | × L^-1/2 under `init: depth_scaled`, L the depth of the layer's own stack   |
 | biases of linear maps              | 0                                                                           |
 | `*.norm*`                          | weight 1, bias 0                                                            |
-| `*.omegas.*`                       | 1, until a profile is read                                                  |
+| what else a rule has               | as its class says: docs/blocks.md                                           |
 | `embeddings.*.weight`              | normal with standard deviation D^-1/2, the row of pad 0                     |
+| a table that a stack's input reads | × the rule's `embedding_gain`: 1, t_fixup (9L)^-1/4; a table of two stacks  |
+|                                    | takes the source side's, unless that is 1                                   |
 
-`init: auto` is depth_scaled for b2t, whose published code does so (its paper, Takase et al. 2023, names no
-initialisation), and xavier for every other block.
+`init: auto` is depth_scaled for b2t and b2t_no_ln, whose published code does so (their paper, Takase et al. 2023,
+names no initialisation), and xavier for every other block.
 Xavier: Glorot and Bengio 2010, uniform in ±sqrt(6 / (fan_in + fan_out)).
 """
 
@@ -25,7 +26,8 @@ from torch import nn
 
 from deepnmt import config
 from deepnmt.model.dropout import stable_hash
-from deepnmt.model.embedding import PAD
+from deepnmt.model.embedding import PAD, TABLES
+from deepnmt.model.ffn import ShiftedLinear
 from deepnmt.model.layers import Layer
 from deepnmt.model.residual import RULES, Matrix, Place
 
@@ -48,20 +50,35 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 def init_layer(layer: Layer, place: Place, stack: config.Stack, seed: int) -> None:
     """Draws every matrix of the layer and zeroes its biases; see the table above."""
     linears = {**_SELF_ATTENTION, **(_CROSS_ATTENTION if place.side == "decoder" else {}), **_FFN}
-    depth_scaled = stack.init == "depth_scaled" or (stack.init == "auto" and stack.block == "b2t")
-    scale = place.depth**-0.5 if depth_scaled else 1.0
     rule = RULES[stack.block]
+    depth_scaled = stack.init == "depth_scaled" or (stack.init == "auto" and rule.depth_scaled)
+    scale = place.depth**-0.5 if depth_scaled else 1.0
     for path, matrices in linears.items():
         linear = layer.get_submodule(path)
         assert isinstance(linear, nn.Linear)
         generator = generator_for(seed, f"{layer.name}.{path}.weight")
         for part, matrix in zip(linear.weight.chunk(len(matrices)), matrices, strict=True):
-            nn.init.xavier_uniform_(part, gain=rule.matrix_gain(place, matrix) * scale, generator=generator)
+            rule.draw(part, place, matrix, scale, generator)
         nn.init.zeros_(linear.bias)
+        if isinstance(linear, ShiftedLinear):
+            nn.init.zeros_(linear.shift)
 
 
 @torch.no_grad()
-def init_table(table: nn.Embedding, name: str, seed: int) -> None:
-    """Draws an embedding table [V, D] from N(0, D^-1/2) with a zero row for pad; `name` as in `embeddings.src`."""
-    nn.init.normal_(table.weight, std=table.embedding_dim**-0.5, generator=generator_for(seed, f"{name}.weight"))
+def init_table(table: nn.Embedding, name: str, gain: float, seed: int) -> None:
+    """Draws an embedding table [V, D] from N(0, gain·D^-1/2) with a zero row for pad; `name` as in `embeddings.src`."""
+    std = gain * table.embedding_dim**-0.5
+    nn.init.normal_(table.weight, std=std, generator=generator_for(seed, f"{name}.weight"))
     table.weight[PAD].zero_()
+
+
+def table_gain(model: config.Model, name: str) -> float:
+    """The factor that the stacks which read the table put on it (`Rule.embedding_gain`); see above."""
+    tables, depths = TABLES[model.tied], (model.encoder.layers, model.decoder.layers)
+    gain = 1.0
+    if tables["trg"] == name:
+        gain = RULES[model.decoder.block].embedding_gain(Place("decoder", 0, *depths, model.width))
+    if tables["src"] == name:
+        source = RULES[model.encoder.block].embedding_gain(Place("encoder", 0, *depths, model.width))
+        gain = gain if source == 1.0 else source
+    return gain

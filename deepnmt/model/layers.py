@@ -5,30 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.utils import skip_init
 
 from deepnmt import config
 from deepnmt.model.attention import CrossAttention, SelfAttention
 from deepnmt.model.dropout import Dropout, seed_dropout
+from deepnmt.model.history import Stream, newest
 from deepnmt.model.residual import RULES, Place
-
-
-class FeedForward(nn.Module):
-    """fc2(dropout(activation(fc1(x)))), position by position."""
-
-    def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
-        super().__init__()
-        self.fc1 = skip_init(nn.Linear, width, inner)
-        self.fc2 = skip_init(nn.Linear, inner, width)
-        self.activation = F.relu if activation == "relu" else F.gelu
-        self.dropout = Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.dropout(self.activation(self.fc1(x))))
 
 
 class Layer(nn.Module):
@@ -46,22 +29,23 @@ class Layer(nn.Module):
         self.name = f"{place.side}.layers.{place.index}"
         self.seed = seed
         self.random = max(model.dropout, model.attention_dropout, model.activation_dropout) > 0
-        self.self_attn = SelfAttention(model.width, model.heads, model.attention_dropout)
-        self.ffn = FeedForward(model.width, model.ffn, model.activation, model.activation_dropout)
+        rule = RULES[stack.block]
+        self.self_attn = SelfAttention(model.width, model.heads, model.attention_dropout, rule.linear)
+        self.ffn = rule.feed_forward(model.width, model.ffn, model.activation, model.activation_dropout)
         self.dropout = Dropout(model.dropout)
-        self.rule = RULES[stack.block](place)
+        self.rule = rule(place)
 
-    def seed_masks(self, x: Tensor, dropout_key: int) -> None:
+    def seed_masks(self, x: Stream, dropout_key: int) -> None:
         """Makes the dropout masks of this call a function of (seed, key, layer)."""
         if self.training and self.random:
-            seed_dropout(x.device, self.seed, dropout_key, self.name)
+            seed_dropout(newest(x).device, self.seed, dropout_key, self.name)
 
 
 class EncoderLayer(Layer):
     """Self-attention and FFN."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, dropout_key: int = 0) -> Tensor:
-        """x [B, S, D] and key mask [B, 1, 1, S] (true: seen) to [B, S, D]."""
+    def forward(self, x: Stream, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
+        """x [B, S, D] and key mask [B, 1, 1, S] (true: seen) to [B, S, D]; see `history.Stream`."""
         self.seed_masks(x, dropout_key)
         return self.rule(
             x,
@@ -77,9 +61,9 @@ class DecoderLayer(Layer):
 
     def __init__(self, model: config.Model, place: Place, seed: int) -> None:
         super().__init__(model, place, seed)
-        self.cross_attn = CrossAttention(model.width, model.heads, model.attention_dropout)
+        self.cross_attn = CrossAttention(model.width, model.heads, model.attention_dropout, self.rule.linear)
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, dropout_key: int = 0) -> Tensor:
+    def forward(self, x: Stream, memory: Tensor, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
         """x [B, T, D], memory [B, S, D] and its key mask [B, 1, 1, S] (true: seen) to [B, T, D]."""
         self.seed_masks(x, dropout_key)
         keys, values = self.cross_attn.keys_values(memory)
@@ -94,13 +78,13 @@ class DecoderLayer(Layer):
 
     def step(
         self,
-        x: Tensor,
+        x: Stream,
         past: tuple[Tensor, Tensor],
         seen: Tensor | None,
         source: tuple[Tensor, Tensor],
         mask: Tensor | None,
         position: int,
-    ) -> Tensor:
+    ) -> Stream:
         """One target position further, without dropout: x [B, K, D] to [B, K, D].
 
         `past` are the self-attention's keys and values [B, H, max_steps·K, d], extended in place, and `seen` which of

@@ -7,17 +7,19 @@ Parameters are called the same in every layout: `embeddings.shared.weight`, `enc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
+from torch.utils.checkpoint import checkpoint
 
 from deepnmt import config
 from deepnmt.model.attention import key_mask
 from deepnmt.model.embedding import PAD, TABLES, InputLayer, Use
-from deepnmt.model.init import init_layer, init_table
+from deepnmt.model.init import init_layer, init_table, table_gain
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss
 from deepnmt.model.residual import RULES, Place, Side
@@ -36,16 +38,42 @@ def build_layer(model: config.Model, side: Side, index: int, seed: int) -> Layer
     return layer
 
 
+def build_top(model: config.Model, side: Side) -> nn.Module:
+    """What stands on a stack, alone: it takes the last layer's output to the stack's output [B, T, D]."""
+    stack = model.encoder if side == "encoder" else model.decoder
+    return RULES[stack.block].top(Place(side, stack.layers, model.encoder.layers, model.decoder.layers, model.width))
+
+
 def build_table(model: config.Model, use: Use, vocab: int, seed: int) -> nn.Embedding:
     """The table [V, D] for `use`, alone, with the weights it has in the whole model."""
     table = skip_init(nn.Embedding, vocab, model.width)
-    init_table(table, f"embeddings.{TABLES[model.tied][use]}", seed)
+    name = TABLES[model.tied][use]
+    init_table(table, f"embeddings.{name}", table_gain(model, name), seed)
     return table
 
 
 def build_embedding(model: config.Model, side: Side, vocab: int, seed: int) -> nn.Module:
     """What turns ids [B, T] into the input [B, T, D] of a stack, alone, as in the whole model: `(ids, dropout_key)`."""
     return StackInput(build_table(model, "src" if side == "encoder" else "trg", vocab, seed), model, side, seed)
+
+
+def through(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tensor | int | None) -> Tensor:
+    """x [B, T, D] through `layers`, each called as layer(x, *rest).
+
+    `recompute`: of every group of this many layers only the input is kept, and the group is run again in the backward
+    pass (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost); 0 keeps everything. Dropout masks come again
+    by themselves, since a layer seeds them at its entry.
+    """
+    def run(x: Tensor, start: int, stop: int) -> Tensor:
+        for layer in layers[start:stop]:
+            x = layer(x, *rest)
+        return x
+
+    if not recompute or not torch.is_grad_enabled():
+        return run(x, 0, len(layers))
+    for start in range(0, len(layers), recompute):
+        x = checkpoint(run, x, start, start + recompute, use_reentrant=False, preserve_rng_state=False)
+    return x
 
 
 class StackInput(nn.Module):
@@ -62,14 +90,14 @@ class StackInput(nn.Module):
 
 
 class Stack(nn.Module):
-    """One side of the model: input layer, layers and, where the rule asks for it, a norm on top."""
+    """One side of the model: input layer, layers and what the rule puts on top: nothing, a norm, or DLCL's mixture."""
 
     def __init__(self, model: config.Model, side: Side, seed: int) -> None:
         super().__init__()
         stack = model.encoder if side == "encoder" else model.decoder
         self.input = InputLayer(model, side, seed)
         self.layers = nn.ModuleList(build_layer(model, side, index, seed) for index in range(stack.layers))
-        self.norm = nn.LayerNorm(model.width) if RULES[stack.block].final_norm else nn.Identity()
+        self.norm = build_top(model, side)
 
 
 class Cache:
@@ -134,6 +162,7 @@ class Transformer(nn.Module):
         if model.tied == "all" and src_vocab != trg_vocab:
             raise ValueError(f"tied 'all' needs one vocabulary, but the sizes are {src_vocab} and {trg_vocab}")
         self.label_smoothing = label_smoothing
+        self.recompute = 0  # see `through`
         self.heads = model.heads
         self.tables = TABLES[model.tied]
         sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
@@ -156,16 +185,14 @@ class Transformer(nn.Module):
         """src [B, S] to the memory [B, S, D]; positions at or after a sentence's length hold nothing of use."""
         mask = key_mask(src_lengths, src.size(1))
         x = self.encoder.input(self.table("src")(src), dropout_key)
-        for layer in self.encoder.layers:
-            x = layer(x, mask, dropout_key)
+        x = through(list(self.encoder.layers), self.recompute, x, mask, dropout_key)
         return self.encoder.norm(x)
 
     def decode(self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
         """trg_in [B, T] and the memory [B, S, D] to the last layer's output [B, T, D]."""
         mask = key_mask(src_lengths, memory.size(1))
         x = self.decoder.input(self.table("trg")(trg_in), dropout_key)
-        for layer in self.decoder.layers:
-            x = layer(x, memory, mask, dropout_key)
+        x = through(list(self.decoder.layers), self.recompute, x, memory, mask, dropout_key)
         return self.decoder.norm(x)
 
     def table(self, use: Use) -> nn.Embedding:

@@ -75,7 +75,8 @@ def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_not
     precision, stage = _precision(tree, faults), _stage(tree, faults)
     if stage == 0 and precision != "fp32":
         faults.append(f"{precision} with ZeRO stage 0 is computed wrongly by DeepSpeed (unscaled loss, a step during "
-                      "initialisation); use a ZeRO-1 configuration, which on one process costs nothing more")
+                      "initialisation, 16-bit sums of gradients); use a ZeRO-1 configuration, which on one process "
+                      "costs nothing more")
     fp16 = _group(tree, "fp16")
     power, window, floor = (_number(fp16, key, default, faults) for key, default in _SCALING.items())
     if fp16:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import ScalerState
+from deepnmt.optim import Moment, ScalerState
 
 # src [B,S], src_lengths [B], trg_in [B,T], trg_out [B,T] (int64, on the device), and the global micro-batch number
 MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
@@ -17,8 +18,9 @@ MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 @dataclass(frozen=True)
 class StepStats:
-    """One update. `loss` and `nll`: this process's sums over its target tokens, undivided. `applied`: False where a
-    non-finite gradient kept the update from the weights; then `grad_norm` is inf."""
+    """One update. `loss` and `nll`: this process's sums over its target tokens, undivided (in a pipeline the last stage
+    has them, the others 0). `applied`: False where a non-finite gradient kept the update from the weights; then
+    `grad_norm` is inf."""
 
     loss: float
     nll: float
@@ -29,18 +31,38 @@ class StepStats:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One parameter under its canonical name: fp32 on CPU. Moments are None before the first update."""
+    """One parameter under its canonical name: fp32 on CPU. Of the moments those that the optimizer keeps, zeros before
+    the first update (see `optim.moments_of`); the others are None."""
 
     name: str
     weight: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    exp_avg: torch.Tensor | None = None
+    exp_avg_sq: torch.Tensor | None = None
+    momentum_buffer: torch.Tensor | None = None
+
+    @property
+    def moments(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds: NAME.exp_avg and so on, as far as they are kept."""
+        kept: dict[Moment, torch.Tensor | None] = {
+            "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "momentum_buffer": self.momentum_buffer
+        }
+        return {f"{self.name}.{moment}": tensor for moment, tensor in kept.items() if tensor is not None}
 
 
 class Engine(Protocol):
-    """What the loop asks for. Every call is made by all processes, in the same order."""
+    """What the loop asks for. Every call is made by all processes, in the same order.
 
-    module: Transformer
+    `data_rank` of `data_world`: whose micro-batches this process computes on; the stages of a pipeline share theirs.
+    `parameters`: trainable numbers of the whole model.
+    """
+
+    data_rank: int
+    data_world: int
+    parameters: int
+
+    @property
+    def module(self) -> nn.Module:
+        """What this process computes with: the model, or a pipeline's stage, layers under their canonical names."""
 
     def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
         """One update from this process's micro-batches; `update_tokens`: target tokens of all processes' together."""
@@ -52,7 +74,14 @@ class Engine(Protocol):
         """Full parameters one after the other; a collective: every process runs it to the end."""
 
     def import_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], step: int) -> None:
-        """Puts `export_state`'s content back; moments under NAME.exp_avg and NAME.exp_avg_sq."""
+        """Puts `export_state`'s content back; moments as `ParameterState.moments` names them."""
+
+    def gather_model(self) -> Transformer:
+        """A model whose forward talks to no other process, with the present weights in the float type of training.
+
+        For decoding, where processes take different numbers of steps. It may be the module itself: it is not trained,
+        and not kept over an update.
+        """
 
     @property
     def optimizer_step(self) -> int:

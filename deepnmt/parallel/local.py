@@ -9,7 +9,7 @@ import torch
 
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import ScalerState, build_optimizer
+from deepnmt.optim import ScalerState, build_optimizer, moments_of
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 
 
@@ -18,8 +18,12 @@ class LocalEngine:
 
     def __init__(self, module: Transformer, recipe: Recipe, device: torch.device) -> None:
         self.module = module.to(device)
+        self.data_rank, self.data_world = 0, 1
+        self.parameters = sum(p.numel() for p in module.parameters())
         self.clip = recipe.train.clip
         self.optimizer = build_optimizer(self.module.parameters(), recipe.optimizer)
+        self.moments = moments_of(recipe.optimizer)
+        self.counts = recipe.optimizer.name != "sgd"  # whether the optimizer counts its steps
         self._applied = 0
 
     def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
@@ -51,21 +55,23 @@ class LocalEngine:
         for name, parameter in self.module.named_parameters():
             weight = parameter.detach().float().cpu().clone()
             state = self.optimizer.state[parameter]
-            if state:
-                yield ParameterState(name, weight, state["exp_avg"].cpu().clone(), state["exp_avg_sq"].cpu().clone())
-            else:
-                yield ParameterState(name, weight, torch.zeros_like(weight), torch.zeros_like(weight))
+            kept: dict[str, torch.Tensor] = {
+                moment: state[moment].cpu().clone() if moment in state else torch.zeros_like(weight)
+                for moment in self.moments
+            }
+            yield ParameterState(name, weight, **kept)
 
     @torch.no_grad()
     def import_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], step: int) -> None:
         for name, parameter in self.module.named_parameters():
             parameter.copy_(weights[name])
-            self.optimizer.state[parameter] = {
-                "step": torch.tensor(float(step)),
-                "exp_avg": moments[f"{name}.exp_avg"].to(parameter),
-                "exp_avg_sq": moments[f"{name}.exp_avg_sq"].to(parameter),
-            }
+            kept = {moment: moments[f"{name}.{moment}"].to(parameter) for moment in self.moments}
+            counted = {"step": torch.tensor(float(step))} if self.counts else {}
+            self.optimizer.state[parameter] = {**counted, **kept}
         self._applied = step
+
+    def gather_model(self) -> Transformer:
+        return self.module
 
     @property
     def optimizer_step(self) -> int:

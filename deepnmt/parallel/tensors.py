@@ -1,8 +1,12 @@
-"""Batches onto the device."""
+"""Batches onto the device, and one model's tensors into another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
+from torch import nn
 
 from deepnmt.data.batching import Batch
 
@@ -14,3 +18,23 @@ def to_tensors(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.
         for a in (batch.src, batch.src_lengths, batch.trg_in, batch.trg_out)
     )
     return src, lengths, trg_in, trg_out
+
+
+def whole(parameter: nn.Parameter) -> AbstractContextManager[object]:
+    """The context in which a parameter is there in full, where it always is."""
+    return nullcontext()
+
+
+def take_over(
+    model: nn.Module, source: nn.Module, gathered: Callable[[nn.Parameter], AbstractContextManager[object]] = whole
+) -> None:
+    """Gives `model` the buffers of `source`, built alike, and copies of its parameters, in their type, on their device.
+
+    `gathered` makes the context in which a parameter of `source` is there in full.
+    """
+    for ours, theirs in zip(model.parameters(), source.parameters(), strict=True):
+        with gathered(theirs):
+            ours.data = theirs.detach().clone()
+    for part, other in zip(model.modules(), source.modules(), strict=True):
+        for name, buffer in other.named_buffers(recurse=False):
+            setattr(part, name, buffer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from deepnmt import config
 from deepnmt.model.embedding import PAD
 from deepnmt.model.transformer import Transformer
 
-BLOCKS = ["post_ln", "pre_ln", "admin", "b2t", "deepnorm"]
+BLOCKS: list[config.Block] = list(get_args(config.Block))
 VOCAB = 23
 
 

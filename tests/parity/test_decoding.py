@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 import torch
 from small_models import BLOCKS, VOCAB, model_of, shapes
+from torch import nn
 
 from deepnmt import config
 from deepnmt.decoding.lines import Hypothesis
@@ -44,8 +45,8 @@ def sharp(block: config.Block = "post_ln") -> Transformer:
     """A model that prefers some tokens clearly, as a trained one does, so that no choice hangs on the last bit."""
     model = model_of(block)
     with torch.no_grad():
-        last = model.decoder.norm if block == "pre_ln" else model.decoder.layers[-1].rule.norms[-1]
-        last.weight.mul_(3)
+        norms = [module for module in model.decoder.modules() if isinstance(module, nn.LayerNorm)]
+        (norms[-1].weight if norms else model.output_weight).mul_(3)
     return model
 
 

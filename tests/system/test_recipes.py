@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "recipes" / "demo" / "admin_18l-18l.yaml"
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 DEPTHS = [(60, 12), (50, 50), (100, 100)]
+CLOSED_AT_FIRST = ("rezero", "rezero_post_ln", "fixup")  # no gradient reaches their encoder before the second update
 VOCAB = 40
 
 every_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: str(file.relative_to(ROOT / "recipes")))
@@ -126,9 +127,11 @@ def one_update(model: Model, tmp_path: Path) -> None:
         measure(model, VOCAB, VOCAB, recipe.seed, [batch]).apply(module)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters() if ".0." in name}
     engine = LocalEngine(module, recipe, torch.device("cpu"))
-    stats = engine.train_step([batch], 12, 1e-3)
-    assert stats.applied and math.isfinite(stats.loss) and 0 < stats.grad_norm < math.inf
-    assert 0.5 < stats.nll / 12 / math.log(VOCAB) < 10  # in nats a token, of the order of guessing
+    for _ in range(2 if model.decoder.block in CLOSED_AT_FIRST else 1):
+        stats = engine.train_step([batch], 12, 1e-3)
+        assert stats.applied and math.isfinite(stats.loss) and 0 < stats.grad_norm < math.inf
+    if model.encoder.block != "b2t_no_ln":  # which grows with depth at this width: docs/blocks.md
+        assert 0.5 < stats.nll / 12 / math.log(VOCAB) < 10  # in nats a token, of the order of guessing
     moved = [name for name, parameter in module.named_parameters()
              if name in before and not torch.equal(parameter, before[name])]
     assert any(name.startswith("encoder.layers.0.") for name in moved)  # the gradient reaches the lowest layers

@@ -77,7 +77,8 @@ def test_omega_by_hand() -> None:
     assert omega_of(moments, "one") == pytest.approx([1.0, math.sqrt(2), math.sqrt(10)], rel=1e-15)
 
 
-@pytest.mark.parametrize("blocks", [("admin", "admin"), ("pre_ln", "admin"), ("b2t", "admin"), ("admin", "post_ln")])
+@pytest.mark.parametrize("blocks", [("admin", "admin"), ("pre_ln", "admin"), ("b2t", "admin"), ("admin", "post_ln"),
+                                    ("dlcl", "admin"), ("t_fixup", "admin"), ("admin_closed_form", "admin")])
 @pytest.mark.parametrize("tied", ["all", "none"])
 def test_layer_by_layer_equals_the_whole_model(blocks: tuple[str, str], tied: str) -> None:
     model, data = shape(*blocks, tied=tied), batches()

@@ -105,8 +105,16 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__width": 64.0}, ["model.width: is 64.0, must be a valid integer"]),
     ({"seed": True}, ["seed: is True, must be a valid integer"]),
     ({"model__dropout": 1.0}, ["model.dropout: is 1.0, must be less than 1"]),
-    ({"model__encoder__block": "rezero"},
-     ["model.encoder.block: is 'rezero', must be 'post_ln', 'pre_ln', 'admin', 'b2t' or 'deepnorm'"]),
+    ({"model__encoder__block": "re_zero"},
+     ["model.encoder.block: is 're_zero', must be 'post_ln', 'pre_ln', 'admin', 'admin_closed_form', 'b2t', "
+      "'b2t_no_ln', 'deepnorm', 'rezero', 'rezero_post_ln', 'fixup', 't_fixup', 'looks_linear', 'dlcl' or "
+      "'dlcl_post'"]),
+    ({"model__ffn": 7, "model__decoder__block": "looks_linear"},
+     ["model: ffn (7) must be even with block: looks_linear: half of it mirrors the other half"]),
+    ({"parallel__pipeline_stages": 2, "model__encoder__block": "dlcl", "model__decoder__block": "dlcl_post"},
+     ["parallel.pipeline_stages (2) cannot go with model.encoder.block: dlcl and model.decoder.block: dlcl_post: each "
+      "of its layers needs the outputs of all layers below, and stages hand on only the last; set "
+      "parallel.pipeline_stages: 0, or take another block"]),
     ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation"]),
     ({"data__test": "x"}, ["data.test: is 'x', must be a valid mapping"]),
     ({"optimizer__betas": [0.9]}, ["optimizer.betas: is [0.9], must have at least 2 items, not 1"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from deepnmt import config
 from deepnmt.model.dropout import Dropout, stable_hash
 from deepnmt.model.embedding import PAD, sinusoids
-from deepnmt.model.residual import Admin, DeepNorm, Place, Side
+from deepnmt.model.residual import RULES, Admin, DeepNorm, Place, Side
 from deepnmt.model.transformer import Transformer, build_embedding, build_layer
 
-BLOCKS: list[config.Block] = ["post_ln", "pre_ln", "admin", "b2t", "deepnorm"]
+BLOCKS: list[config.Block] = list(get_args(config.Block))
 SIDES: list[Side] = ["encoder", "decoder"]
 D, V = 16, 21
 
@@ -84,38 +85,92 @@ def xavier_bound(rows: int, columns: int) -> float:
     return math.sqrt(6 / (rows + columns))
 
 
+def gain_of(block: config.Block, side: Side, matrix: str) -> float:
+    """The factor on the Xavier bound that the paper of the block names, for 2 + 2 layers and the default init."""
+    fused, query = (2**-0.5 if matrix in ("q", "k", "v") else 1.0), matrix in ("q", "k")
+    if block == "deepnorm":
+        return 1.0 if query else DeepNorm.constants(Place(side, 1, 2, 2, D))[1]
+    if block == "fixup":  # 2·2 + 3·2 branches
+        return {"fc1": 10**-0.5, "fc2": 0.0, "out": 0.0}.get(matrix, fused * 10 ** (-1 / 6))
+    if block == "t_fixup":
+        return fused if query else (0.67 * 2**-0.25 if side == "encoder" else 18**-0.25)
+    return fused * (2**-0.5 if block in ("b2t", "b2t_no_ln") else 1.0)
+
+
+def matrices(state: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    """A layer's matrices by sub-layer and name, the fused ones apart."""
+    found = {}
+    for name, value in state.items():
+        if value.ndim == 2:
+            sublayer, linear, _ = name.split(".")
+            parts = linear if linear in ("qkv", "kv") else [linear]
+            found |= {(sublayer, part): piece for part, piece in zip(parts, value.chunk(len(parts)), strict=True)}
+    return found
+
+
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Side) -> None:
     """Each draw is a fixed uniform one times its bound, so the ratio to Post-LN's is exactly the gain."""
-    layer, post = (build_layer(shapes(b), side, 1, 1).state_dict() for b in (block, "post_ln"))
-    beta = DeepNorm.constants(Place(side, 1, 2, 2, D))[1] if block == "deepnorm" else 1.0
-    depth = 2**-0.5 if block == "b2t" else 1.0
-    bounds = {"qkv": (D, D), "kv": (D, D), "q": (D, D), "out": (D, D), "fc1": (24, D), "fc2": (24, D)}
-    matrices = [name for name in layer if name.endswith("weight") and layer[name].ndim == 2]
-    assert len(matrices) == (4 if side == "encoder" else 7)
-    for name in matrices:
-        parts = layer[name].size(0) // D if "kv" in name else 1
-        value_part = parts - 1
-        for i, (ours, theirs) in enumerate(
-            zip(layer[name].chunk(parts), post[name].chunk(parts), strict=True)
-        ):
-            matrix = name.split(".")[1]
-            gained = matrix in ("out", "fc1", "fc2") or ("kv" in name and i == value_part)
-            fused = 2**-0.5 if matrix in ("q", "kv", "qkv") else 1.0
-            unfused = 1 / fused if block == "deepnorm" else 1.0  # its paper gives q and k gain 1
-            torch.testing.assert_close(ours, theirs * (beta if gained else 1.0) * unfused * depth)
-            bound = fused * xavier_bound(*bounds[matrix])
-            assert 0.9 * bound < theirs.abs().max() <= bound
-    for name, value in layer.items():
-        if value.ndim == 1:
-            assert value.eq(0.0 if name.endswith("bias") else 1.0).all(), name
+    state = build_layer(shapes(block), side, 1, 1).state_dict()
+    ours, plain = matrices(state), matrices(build_layer(shapes("post_ln"), side, 1, 1).state_dict())
+    assert ours.keys() == plain.keys() and len(ours) == (6 if side == "encoder" else 10)
+    for (sublayer, matrix), value in plain.items():
+        base = gain_of("post_ln", side, matrix)
+        bound = base * xavier_bound(*((24, D) if matrix in ("fc1", "fc2") else (D, D)))
+        assert 0.9 * bound < value.abs().max() <= bound
+        if block != "looks_linear" or sublayer != "ffn":  # which is orthogonal: tests/parity/test_block_models.py
+            torch.testing.assert_close(ours[sublayer, matrix], value * gain_of(block, side, matrix) / base)
+    for name, value in state.items():
+        if value.ndim == 1 and not name.startswith(("rule.omegas", "rule.mix.weights")):
+            zero = name.endswith(("bias", "shift", "rule.a"))
+            assert value.eq(0.0 if zero else 1.0).all(), name
 
 
-def test_init_can_be_chosen() -> None:
-    scaled = build_layer(shapes("admin", init="depth_scaled", layers=4), "encoder", 0, 1).ffn.fc1.weight
-    plain = build_layer(shapes("b2t", init="xavier", layers=4), "encoder", 0, 1).ffn.fc1.weight
-    torch.testing.assert_close(scaled * 2, plain)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> None:
+    """Each matrix of a stack of 4 is halved, whatever else the block does to it; nothing else changes."""
+    scaled, plain = (build_layer(shapes(block, init=init, layers=4), side, 1, 1).state_dict()
+                     for init in ("depth_scaled", "xavier"))  # fmt: skip
+    for name, value in plain.items():
+        torch.testing.assert_close(scaled[name], value * (0.5 if value.ndim == 2 else 1.0))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_only_b2t_is_depth_scaled_by_itself(block: config.Block) -> None:
+    auto, chosen = (build_layer(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in
+                    ("auto", "depth_scaled" if block in ("b2t", "b2t_no_ln") else "xavier"))  # fmt: skip
+    assert all(torch.equal(auto[name], value) for name, value in chosen.items())
+
+
+SOURCE, TARGET = 18**-0.25, 27**-0.25  # (9·2)^-1/4 and (9·3)^-1/4
+
+
+@pytest.mark.parametrize(("encoder", "decoder", "tied", "factors"), [
+    ("t_fixup", "t_fixup", "all", {"shared": SOURCE}),
+    ("t_fixup", "t_fixup", "decoder", {"src": SOURCE, "trg": TARGET}),
+    ("t_fixup", "t_fixup", "none", {"src": SOURCE, "trg": TARGET, "out": 1.0}),
+    ("t_fixup", "pre_ln", "all", {"shared": SOURCE}),
+    ("pre_ln", "t_fixup", "all", {"shared": TARGET}),
+    ("pre_ln", "t_fixup", "decoder", {"src": 1.0, "trg": TARGET}),
+])
+def test_t_fixup_scales_the_tables_that_its_stacks_read(
+    encoder: config.Block, decoder: config.Block, tied: str, factors: dict[str, float]
+) -> None:
+    def tables(first: config.Block, second: config.Block) -> dict[str, Tensor]:
+        stacks = {"encoder": config.Stack(block=first, layers=2), "decoder": config.Stack(block=second, layers=3)}
+        model = shapes(tied=tied).model_copy(update=stacks)
+        for side in SIDES:  # alone they are the same
+            use = "src" if side == "encoder" else "trg"
+            alone = build_embedding(model, side, V, 1).state_dict()["table.weight"]
+            assert torch.equal(alone, Transformer(model, V, V, 1).table(use).weight)
+        return dict(Transformer(model, V, V, 1).embeddings.state_dict())
+
+    plain, scaled = tables("pre_ln", "pre_ln"), tables(encoder, decoder)
+    assert scaled.keys() == {f"{name}.weight" for name in factors}
+    for name, factor in factors.items():
+        torch.testing.assert_close(scaled[f"{name}.weight"], factor * plain[f"{name}.weight"])
 
 
 def test_embeddings_have_the_stated_spread() -> None:
@@ -152,8 +207,14 @@ def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
     names = set(model.state_dict())
     assert {"embeddings.shared.weight", "encoder.layers.1.ffn.fc1.weight"} < names
-    assert {"decoder.layers.0.cross_attn.kv.bias", "decoder.layers.1.rule.norms.2.weight"} < names
+    assert "decoder.layers.0.cross_attn.kv.bias" in names
+    without = block in ("b2t_no_ln", "rezero", "fixup", "t_fixup")
+    assert ("decoder.layers.1.rule.norms.2.weight" in names) != without
+    assert any(".norms." in name for name in names) != without
     assert ("encoder.norm.weight" in names) == ("decoder.norm.bias" in names) == (block == "pre_ln")
+    mixed = {"encoder.layers.1.rule.mix.weights", "decoder.layers.0.rule.mix.norm.bias", "decoder.norm.mix.weights"}
+    assert mixed & names == (mixed if RULES[block].needs_history else set())
+    assert ("encoder.norm.norm.weight" in names) == (block == "dlcl")
 
 
 def test_blocks_of_the_two_sides_are_independent() -> None:
@@ -268,6 +329,9 @@ def test_hash_is_stable() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_finite(dtype: torch.dtype, block: config.Block) -> None:
     model = Transformer(shapes(block, dropout=0.1), V, V, 1, label_smoothing=0.1).to(dtype).train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # gates and matrices that start at 0 let no gradient through
+            parameter.add_(0.05 * torch.randn_like(parameter))
     sums = model(*batch())
     assert sums.loss.dtype == torch.float32
     sums.loss.backward()

@@ -8,8 +8,14 @@ from typing import Literal
 import pytest
 import torch
 
-from deepnmt.config import Optimizer, Schedule
-from deepnmt.optim import LossScaler, build_optimizer, learning_rate
+from deepnmt.config import Optimizer, Recipe, Schedule, check_recipe
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+from deepnmt.optim import LossScaler, build_optimizer, learning_rate, moments_of
+from deepnmt.parallel.engine import MicroBatch
+from deepnmt.parallel.local import LocalEngine
+
+Name = Literal["adam", "adamw", "radam", "radamw", "sgd"]
 
 
 @pytest.mark.parametrize(("schedule", "update", "rate"), [
@@ -23,9 +29,47 @@ from deepnmt.optim import LossScaler, build_optimizer, learning_rate
     (Schedule(name="linear", warmup=100, final=0.1), 100, 1.0),
     (Schedule(name="linear", warmup=100, final=0.1), 550, 0.55),
     (Schedule(name="linear", warmup=100, final=0.1), 1000, 0.1),
+    (Schedule(name="step", warmup=10, step_update=100), 5, 0.5),
+    (Schedule(name="step", warmup=0, step_update=100), 99, 1.0),
+    (Schedule(name="step", warmup=0, step_update=100), 100, 0.1),
+    (Schedule(name="step", warmup=0, step_update=100, step_factor=0.5), 400, 0.25),
+    (Schedule(name="step", warmup=0, step_update=100, after_step="constant"), 400, 0.1),
 ])
 def test_learning_rate(schedule: Schedule, update: int, rate: float) -> None:
     assert learning_rate(1.0, schedule, update, 1000) == pytest.approx(rate, abs=1e-12)
+
+
+@pytest.mark.parametrize(("passes", "rate"), [(0.0, 1.0), (6.99, 1.0), (7.0, 0.1), (28.0, 0.05)])
+def test_a_step_at_an_epoch_goes_by_the_text(passes: float, rate: float) -> None:
+    schedule = Schedule(name="step", warmup=0, step_epoch=8)
+    for update in (1, 5000):  # however many updates the passes took
+        assert learning_rate(1.0, schedule, update, 10, passes) == pytest.approx(rate, abs=1e-12)
+
+
+def test_the_step_at_an_epoch_is_that_at_its_first_update() -> None:
+    """With 50 updates an epoch, epoch 3 begins with update 101."""
+    by_epoch = Schedule(name="step", warmup=10, step_epoch=3, step_factor=0.3)
+    for update in range(1, 400):
+        passes = (update - 1) / 50
+        rate = min(update / 10, 1.0) if update < 101 else 0.3 * (100 / (update - 1)) ** 0.5
+        assert learning_rate(2.0, by_epoch, update, 999, passes) == pytest.approx(2 * rate, rel=1e-12)
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"name": "step"}, "schedule: name: step needs step_epoch or step_update, one of the two; 0 are given"),
+    ({"name": "step", "step_epoch": 3, "step_update": 5000}, "one of the two; 2 are given"),
+    ({"name": "constant", "step_epoch": 3}, "are of name: step, but name is constant; remove them"),
+    ({"name": "step", "step_update": 4000}, r"step_update \(4000\) must be above warmup \(4000\)"),
+    ({"name": "step", "step_epoch": 1}, "schedule.step_epoch: is 1, must be greater than or equal to 2"),
+])
+def test_a_step_that_says_too_little_or_too_much(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        recipe_of({}, settings)
+
+
+def test_momentum_is_of_sgd() -> None:
+    with pytest.raises(UserError, match=r"optimizer: momentum \(0.9\) is of sgd, but name is adam"):
+        recipe_of({"momentum": 0.9})
 
 
 def fairseq_rule(overflows: list[bool], scale: float, window: int, floor: float) -> list[float]:
@@ -41,7 +85,7 @@ def fairseq_rule(overflows: list[bool], scale: float, window: int, floor: float)
     return trace
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(200))
 def test_loss_scale_follows_fairseq(seed: int) -> None:
     draw = random.Random(seed)
     rate = draw.choice([0.0, 0.01, 0.3, 0.9])
@@ -60,6 +104,22 @@ def test_loss_scale_follows_fairseq(seed: int) -> None:
     assert trace == fairseq_rule(overflows, 4.0, window, 0.03125)
 
 
+@pytest.mark.parametrize(("script", "trace"), [  # x: overflow; window 3, from 2, floor 1/2
+    ("......", [2, 2, 2, 4, 4, 4]),
+    ("..x...", [2, 2, 2, 1, 1, 1]),
+    ("..x....", [2, 2, 2, 1, 1, 1, 2]),
+    ("xxxx....", [2, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 1]),
+    ("...x.x", [2, 2, 2, 4, 2, 2]),
+])
+def test_loss_scale_by_hand(script: str, trace: list[float]) -> None:
+    scaler, seen = LossScaler(2.0, 3, 0.5), []
+    for sign in script:
+        seen.append(scaler.cur_scale)
+        scaler.update_scale(sign == "x")
+        scaler.after_step()
+    assert seen == trace == fairseq_rule([sign == "x" for sign in script], 2.0, 3, 0.5)
+
+
 def test_floor_holds() -> None:
     scaler = LossScaler(1.0, 256, 0.03125)
     for _ in range(100):
@@ -68,14 +128,109 @@ def test_floor_holds() -> None:
     assert scaler.cur_scale == 0.03125
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "radam"])
-def test_fused_updates_are_the_plain_ones(name: Literal["adam", "adamw", "radam"]) -> None:
-    settings = Optimizer(name=name, lr=1e-2, weight_decay=0.1)
+@pytest.mark.parametrize("name", ["adam", "adamw", "radam", "radamw", "sgd"])
+def test_fused_updates_are_the_plain_ones(name: Name) -> None:
+    settings = Optimizer(name=name, lr=1e-2, weight_decay=0.1, momentum=0.9 if name == "sgd" else 0.0)
     parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2)]
     plain, fused = (build_optimizer([p], settings, fused) for p, fused in zip(parameters, (False, True)))
     for step in range(10):
         for parameter, optimizer in zip(parameters, (plain, fused)):
             parameter.grad = torch.sin(torch.arange(50.0) + step)
             optimizer.step()
-    assert fused.defaults.get("fused", False) == (name != "radam")
+    assert fused.defaults.get("fused", False) == (not name.startswith("radam"))
     torch.testing.assert_close(parameters[0], parameters[1], rtol=0, atol=1e-6)
+
+
+def recipe_of(optimizer: dict[str, object], schedule: dict[str, object] | None = None) -> Recipe:
+    """A small Admin model under an optimizer."""
+    return check_recipe({
+        "run": "unused", "schedule": schedule or {}, "optimizer": optimizer, "train": {"updates": 10},
+        "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}},
+        "model": {"width": 8, "heads": 2, "ffn": 12, "encoder": {"layers": 1}, "decoder": {"layers": 1}},
+    }, "test")
+
+
+def engine_of(optimizer: dict[str, object]) -> LocalEngine:
+    recipe = recipe_of(optimizer)
+    return LocalEngine(Transformer(recipe.model, 20, 20, 1), recipe, torch.device("cpu"))
+
+
+def micro_batch(number: int) -> MicroBatch:
+    draw = torch.Generator().manual_seed(number)
+    src, trg = (torch.randint(4, 20, (2, 5), generator=draw) for _ in range(2))
+    return src, torch.tensor([5, 5]), trg, trg.roll(-1, dims=1), number
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "radam", "radamw", "sgd"])
+def test_decay_can_spare_norms_and_biases(name: Name) -> None:
+    """On zero gradients only the decay moves a parameter, and only where it applies."""
+    for everything in (True, False):
+        engine = engine_of({"name": name, "lr": 0.5, "weight_decay": 0.1, "decay_norms_and_biases": everything})
+        before = {key: parameter.detach().clone().fill_(0.5) for key, parameter in engine.module.named_parameters()}
+        with torch.no_grad():
+            for key, parameter in engine.module.named_parameters():
+                parameter.copy_(before[key])
+                parameter.grad = torch.zeros_like(parameter)
+        for _ in range(8):  # RAdam's first five updates have another rule
+            engine.optimizer.step()
+        moved = {key for key, parameter in engine.module.named_parameters() if not torch.equal(parameter, before[key])}
+        vectors = {key for key, tensor in before.items() if tensor.dim() == 1}
+        assert {"encoder.layers.0.rule.norms.0.weight", "encoder.layers.0.rule.omegas.1",
+                "decoder.layers.0.ffn.fc1.bias"} <= vectors
+        assert moved == (set(before) if everything else set(before) - vectors)
+
+
+def test_decoupled_decay_shrinks_the_weights_themselves() -> None:
+    for name, shrunk in (("radamw", 0.5 * (1 - 0.1 * 0.2)), ("adamw", 0.5 * (1 - 0.1 * 0.2)), ("sgd", 0.49)):
+        engine = engine_of({"name": name, "weight_decay": 0.2, "lr": 0.1})
+        weight = engine.module.table("src").weight
+        with torch.no_grad():
+            weight.fill_(0.5)
+        weight.grad = torch.zeros_like(weight)
+        engine.optimizer.step()
+        torch.testing.assert_close(weight, torch.full_like(weight, shrunk), rtol=1e-6, atol=0)
+
+
+def test_sgd_is_the_sum_of_gradients() -> None:
+    """v <- 0.9 v + g + 0.01 w, w <- w - rate v, from v = 0 and from a v that was stored."""
+    settings: dict[str, object] = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.01}
+    weights = {key: p.detach().clone() for key, p in engine_of(settings).module.named_parameters()}
+    velocity = {key: torch.zeros_like(w) for key, w in weights.items()}
+    engine, saved = engine_of(settings), dict[str, torch.Tensor]()
+    for update in range(4):
+        if update == 2:  # into another engine and on
+            states = list(engine.export_state())
+            saved = {k: v for state in states for k, v in state.moments.items()}
+            engine = engine_of(settings)
+            engine.import_state({state.name: state.weight for state in states}, saved, 2)
+        plain = engine_of(settings).module
+        plain.load_state_dict(engine.module.state_dict())
+        (plain(*micro_batch(update)).loss / 10).backward()
+        for key, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            velocity[key] = 0.9 * velocity[key] + parameter.grad + 0.01 * weights[key]
+            weights[key] = weights[key] - 0.3 * velocity[key]
+        assert engine.train_step([micro_batch(update)], 10, 0.3).applied
+        for key, parameter in engine.module.named_parameters():
+            torch.testing.assert_close(parameter.detach(), weights[key], rtol=1e-5, atol=1e-6)
+    assert engine.optimizer_step == 4
+    assert set(saved) == {f"{key}.momentum_buffer" for key in weights}
+
+
+@pytest.mark.parametrize(("settings", "kept"), [
+    ({"name": "adam"}, ["exp_avg", "exp_avg_sq"]),
+    ({"name": "radamw"}, ["exp_avg", "exp_avg_sq"]),
+    ({"name": "sgd", "momentum": 0.5}, ["momentum_buffer"]),
+    ({"name": "sgd"}, []),
+])
+def test_what_is_stored_is_what_pytorch_keeps(settings: dict[str, object], kept: list[str]) -> None:
+    engine = engine_of(settings)
+    fresh = [{key.removeprefix(f"{state.name}.") for key in state.moments} for state in engine.export_state()]
+    engine.train_step([micro_batch(0)], 10, 0.1)
+    for state, parameter in zip(engine.export_state(), engine.module.parameters(), strict=True):
+        held = {k: v for k, v in engine.optimizer.state[parameter].items() if k != "step" and v is not None}
+        assert held.keys() == set(kept)
+        assert state.moments.keys() == {f"{state.name}.{moment}" for moment in kept}
+        assert all(torch.equal(state.moments[f"{state.name}.{moment}"], held[moment]) for moment in kept)
+    assert fresh == [set(kept)] * len(fresh)
+    assert list(moments_of(recipe_of(settings).optimizer)) == kept

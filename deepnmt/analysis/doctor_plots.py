@@ -1,0 +1,197 @@
+"""The doctor's pictures: one function a picture, each writes one PNG from the numbers that the JSON file holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from deepnmt.analysis.activations import HALF_MAX
+from deepnmt.analysis.change import Growth
+from deepnmt.analysis.plots import COLOURS, DASHES, GREY, HEIGHT, dress, save
+
+Tree = Mapping[str, Any]
+_FLOOR = 1e-12  # the least value drawn on a logarithmic axis
+
+
+def panels(titles: Sequence[str], xlabel: str, ylabel: str, *, share: bool = True) -> tuple[Figure, list[Axes]]:
+    """Pictures side by side, one for each title."""
+    figure = Figure(figsize=(max(8.0, 5.5 * len(titles)), HEIGHT), layout="constrained")
+    made = figure.subplots(1, len(titles), sharey=share, squeeze=False)[0]
+    for axes, title in zip(made, titles, strict=True):
+        dress(axes, xlabel, ylabel)
+        axes.set_title(title, loc="left")
+    return figure, list(made)
+
+
+def draw_dependency(betas: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
+    """β_ij of each stack as a picture of squares: row i what enters branch i + 1, column j where it comes from."""
+    figure, made = _squares({f"{side}: β of {len(rows) - 1} sub-layers": _lower(rows) for side, rows in betas.items()},
+                            "branch j (0: the stack's input)", "input of branch i + 1", "viridis")
+    for axes in made:
+        axes.grid(visible=False)
+    save(figure, path)
+
+
+def draw_likeness(cosines: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
+    """Mean cosines between layers' outputs."""
+    figure, made = _squares({f"{side}: cosine of layers' outputs": np.array(rows) for side, rows in cosines.items()},
+                            "layer", "layer", "magma")
+    for axes in made:
+        axes.grid(visible=False)
+    save(figure, path)
+
+
+def _squares(
+    tables: Mapping[str, np.ndarray[Any, Any]], xlabel: str, ylabel: str, colours: str
+) -> tuple[Figure, list[Axes]]:
+    figure, made = panels(list(tables), xlabel, ylabel, share=False)
+    for axes, table in zip(made, tables.values(), strict=True):
+        drawn = axes.imshow(table, cmap=colours, vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+        figure.colorbar(drawn, ax=axes, shrink=0.8)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, made
+
+
+def _lower(rows: Sequence[Sequence[float]]) -> np.ndarray[Any, Any]:
+    """A triangle of rows as a square, NaN above it."""
+    square = np.full((len(rows), len(rows)), np.nan)
+    for index, row in enumerate(rows):
+        square[index, : len(row)] = row
+    return square
+
+
+def draw_growth(growths: Mapping[str, Mapping[str, Growth]], path: Path, title: str) -> None:
+    """Output changes against depth: a panel for each kind of change, a line for each name, with the better fit.
+
+    Args:
+        growths: by kind of change ("noise", ...), then by the line's name.
+        title: over the picture.
+    """
+    figure, made = panels(list(growths), "layers N", "change of the output, share of its variance", share=False)
+    figure.suptitle(title, x=0.01, ha="left")
+    for axes, lines in zip(made, growths.values(), strict=True):
+        for number, (name, growth) in enumerate(lines.items()):
+            colour = COLOURS[number % len(COLOURS)]
+            linear = _better_linear(growth)
+            best = growth.linear if linear else growth.logarithmic
+            label = f"{name}: {'N' if linear else 'log N'}, R² {best.r2:.3f}" if math.isfinite(best.r2) else name
+            axes.plot(growth.depths, growth.changes, "o", color=colour, markersize=4)
+            span = np.linspace(min(growth.depths), max(growth.depths), 100)
+            term = span if linear else np.log(span)
+            if math.isfinite(best.r2):
+                axes.plot(span, best.slope * term + best.offset, color=colour, linestyle=DASHES[number // len(COLOURS)],
+                          label=label)
+            else:
+                axes.plot(growth.depths, growth.changes, color=colour, label=label)
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False)
+    save(figure, path)
+
+
+def _better_linear(growth: Growth) -> bool:
+    return not growth.linear.r2 < growth.logarithmic.r2
+
+
+def draw_lines(
+    lines: Mapping[str, Mapping[str, Sequence[float]]], path: Path, *, title: str, xlabel: str, ylabel: str,
+    bound: tuple[float, str] | None = None, xs: Sequence[float] | None = None,
+) -> None:
+    """Lines on a logarithmic axis, a panel for each group.
+
+    Args:
+        lines: values by the panel's title, then by the line's name; values of zero are drawn at 1e-12.
+        title, xlabel, ylabel: of the picture.
+        bound: a value to draw across, and what it is.
+        xs: where the values stand; counted from 1 if not given.
+    """
+    figure, made = panels(list(lines), xlabel, ylabel)
+    figure.suptitle(title, x=0.01, ha="left")
+    for axes, group in zip(made, lines.values(), strict=True):
+        for number, (name, values) in enumerate(group.items()):
+            places = xs if xs is not None else range(1, len(values) + 1)
+            axes.plot(places, [max(value, _FLOOR) for value in values], color=COLOURS[number % len(COLOURS)],
+                      linestyle=DASHES[number // len(COLOURS) % len(DASHES)], marker="o", markersize=3, label=name)
+        axes.set_yscale("log")
+        if bound is not None:
+            axes.axhline(bound[0], color=GREY, linestyle=(0, (2, 2)), linewidth=1.2, label=bound[1])
+        if group:
+            axes.legend(frameon=False, fontsize="small")
+    save(figure, path)
+
+
+def draw_ranges(ranges: Mapping[str, Tree], path: Path) -> None:
+    """Variance of every layer's output, and the largest magnitude in the layer, with the end of fp16."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for side in ("encoder", "decoder"):
+        own = [record for name, record in ranges.items() if name.startswith(f"{side}.")]
+        groups[side] = {"variance of the output": [record["variance"] for record in own],
+                        "largest magnitude": [record["largest"] for record in own]}
+    draw_lines(groups, path, title="Activations", xlabel="layer", ylabel="variance, magnitude",
+               bound=(HALF_MAX, "end of fp16"))
+
+
+def draw_half(half: Tree, path: Path) -> None:
+    """The share of exact zeros among fp16 gradients of each part, beside that of fp32."""
+    names = list(half["shares"])
+    figure, [axes] = panels([f"Exact zeros of fp16 gradients at loss scale {half['scale']:g}"], "", "share of elements")
+    places = np.arange(len(names))
+    axes.bar(places - 0.2, [half["shares"][name] for name in names], 0.4, color=COLOURS[1], label="fp16")
+    axes.bar(places + 0.2, [half["shares_fp32"][name] for name in names], 0.4, color=COLOURS[5], label="fp32")
+    shown = range(0, len(names), max(1, len(names) // 12))
+    axes.set_xticks(list(shown), [names[place].replace(".layers.", " ") for place in shown], rotation=45, ha="right")
+    axes.legend(frameon=False)
+    save(figure, path)
+
+
+def draw_moved(moved: Sequence[Tree], path: Path) -> None:
+    """Relative norms of gradient and of update of each attention matrix, a line of checkpoints for each, by kind."""
+    figure, made = panels(["gradients", "updates"], "update of the run", "norm, share of the largest matrix's")
+    figure.suptitle("Attention matrices over checkpoints", x=0.01, ha="left")
+    kinds = sorted({name.split(".", 3)[3] for name in moved[0]["updates"]})
+    for axes, key in zip(made, ("gradients", "updates"), strict=True):
+        for name in moved[0][key]:
+            kind = name.split(".", 3)[3]
+            colour = COLOURS[kinds.index(kind) % len(COLOURS)]
+            dashes = DASHES[0 if name.startswith("encoder.") else 1]
+            axes.plot([pair["update"] for pair in moved], [max(pair[key][name], _FLOOR) for pair in moved],
+                      color=colour, linestyle=dashes, alpha=0.6, linewidth=1, marker="." if len(moved) < 3 else None)
+        axes.set_yscale("log")
+    for number, kind in enumerate(kinds):
+        made[0].plot([], [], color=COLOURS[number % len(COLOURS)], label=kind)
+    made[0].legend(frameon=False, fontsize="small", title="solid: encoder, dashed: decoder", title_fontsize="small")
+    save(figure, path)
+
+
+def draw_grid(records: Sequence[Tree], path: Path) -> None:
+    """The runs of a grid: a row for each block, a column for each depth and rate, with and without warm-up.
+
+    The colour is the final loss as a share of the mark that a run must come under: blue below, red above.
+    """
+    def row(record: Tree) -> str:
+        point = record["point"]
+        return str(point["encoder"] if point["encoder"] == point["decoder"]
+                   else f"{point['encoder']} / {point['decoder']}")
+
+    def column(record: Tree) -> tuple[bool, int, float]:
+        return not record["point"]["warmup"], record["point"]["layers"], record["point"]["rate"]
+
+    rows, columns = sorted({row(r) for r in records}), sorted({column(r) for r in records})
+    table = np.full((len(rows), len(columns)), np.nan)
+    for record in records:
+        table[rows.index(row(record)), columns.index(column(record))] = min(record["final"] / record["bar"], 2.0)
+    figure = Figure(figsize=(max(8.0, 0.36 * len(columns) + 3), 0.36 * len(rows) + 2.4), layout="constrained")
+    axes = figure.add_subplot()
+    drawn = axes.imshow(table, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
+    figure.colorbar(drawn, ax=axes, label="final loss / mark")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xticks(range(len(columns)), [f"{layers}L {rate:g}{' none' if bare else ''}" for bare, layers, rate in
+                                          columns], rotation=90, fontsize="small")
+    axes.set_title(f"{len(records)} runs: blue learned, red did not ('none': no warm-up)", loc="left")
+    save(figure, path)

@@ -1,0 +1,43 @@
+"""A model as training would begin with it: its initial weights, and Admin's ω measured on given batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deepnmt.analysis.admin_profile import SIDES, InputVariance, admin_sublayers, measure
+from deepnmt.analysis.probes import ProbeBatch
+from deepnmt.config import Model
+from deepnmt.model.transformer import Transformer
+
+
+def fresh_model(
+    model: Model,
+    src_vocab: int,
+    trg_vocab: int,
+    seed: int,
+    batches: Sequence[ProbeBatch],
+    *,
+    label_smoothing: float = 0.0,
+    input_variance: InputVariance = "measured",
+) -> Transformer:
+    """Builds the model on the batches' device; where a stack is Admin, the batches are profiled first."""
+    built = Transformer(model, src_vocab, trg_vocab, seed, label_smoothing)
+    if any(admin_sublayers(model, side) for side in SIDES):
+        measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance).apply(built)
+    return built.to(batches[0][0].device if batches else torch.device("cpu"))
+
+
+def with_depth(model: Model, encoder: int, decoder: int) -> Model:
+    """The same model with other depths."""
+    tree = model.model_dump()
+    tree["encoder"]["layers"], tree["decoder"]["layers"] = encoder, decoder
+    return Model.model_validate(tree)
+
+
+def with_blocks(model: Model, encoder: str, decoder: str) -> Model:
+    """The same model with other blocks."""
+    tree = model.model_dump()
+    tree["encoder"]["block"], tree["decoder"]["block"] = encoder, decoder
+    return Model.model_validate(tree)

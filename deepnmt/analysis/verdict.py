@@ -1,0 +1,227 @@
+"""Will it train? Numbers measured before training, and a rule on them that was learned from runs.
+
+The rule is a small JSON file that `verdict_fit.py` makes and that comes with deepnmt: a logistic regression on a few of
+the numbers below, or a small decision tree. It knows the runs it was fitted on and says where a model lies outside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from deepnmt.analysis.activations import token_likeness
+from deepnmt.analysis.change import compare, random_change
+from deepnmt.analysis.gradient_probe import Gradients, gradients
+from deepnmt.analysis.probes import ProbeBatch, mean_loss, stack_outputs
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+
+SHIPPED = Path(__file__).with_name("verdict.json")
+_FORMAT, _VERSION = "deepnmt-verdict", 1
+
+# What each feature is, in words. "Change": see `change.py`; all logarithms are to base 10.
+FEATURES: dict[str, str] = {
+    "noise_encoder": "log change of the encoder's output under 1 % noise on the matrices",
+    "noise_decoder": "log change of the decoder's output under 1 % noise on the matrices",
+    "update_encoder": "log change of the encoder's output after one real update at the peak rate",
+    "update_decoder": "log change of the decoder's output after one real update at the peak rate",
+    "update_loss": "change of the batch's loss by that update, nats a token",
+    "gradient_encoder": "log gradient norm of the encoder's lowest output over its highest",
+    "gradient_decoder": "log gradient norm of the decoder's lowest output over its highest",
+    "gradient_source": "log gradient norm of the encoder's top over the decoder's top",
+    "alike_encoder": "cosine between the encoder's outputs at different positions",
+    "alike_decoder": "cosine between the decoder's outputs at different positions",
+    "source_signal": "log change of the decoder's output when every sentence gets another source",
+    "layers": "log layers of both stacks",
+    "rate": "log peak learning rate",
+    "warmup": "1 with a warm-up, 0 without",
+    "tokens": "log target tokens of an update",
+}
+
+
+def features(
+    model: Transformer, batch: ProbeBatch, update: Callable[[], None], *, rate: float, warmup: int, tokens: int
+) -> dict[str, float]:
+    """All of `FEATURES` of a model before training, on one batch; its weights are as before on return.
+
+    Args:
+        update: takes one optimizer update at the peak rate on this batch, in place.
+        rate, warmup, tokens: of the recipe: peak learning rate, updates of warm-up, target tokens of an update.
+    """
+    was_training = model.training
+    model.eval()
+    found = gradients(model, batch)
+    noise = random_change(model, batch)
+    before = stack_outputs(model, batch)
+    signal = compare(model, _other_sources(batch), before)["decoder"]
+    moved, loss = change_by(model, batch, update)
+    model.train(was_training)
+    return {
+        "noise_encoder": _log(noise["encoder"]),
+        "noise_decoder": _log(noise["decoder"]),
+        "update_encoder": _log(moved["encoder"]),
+        "update_decoder": _log(moved["decoder"]),
+        "update_loss": min(max(loss - found.loss, -10.0), 10.0) if math.isfinite(loss) else 10.0,
+        "gradient_encoder": _gradient_ratio(found, "encoder"),
+        "gradient_decoder": _gradient_ratio(found, "decoder"),
+        "gradient_source": _log(_tops(found, "encoder")[-1]) - _log(_tops(found, "decoder")[-1]),
+        "alike_encoder": token_likeness(before["encoder"]),
+        "alike_decoder": token_likeness(before["decoder"]),
+        "source_signal": _log(signal),
+        "layers": math.log10(len(model.encoder.layers) + len(model.decoder.layers)),
+        "rate": math.log10(rate),
+        "warmup": float(warmup > 0),
+        "tokens": math.log10(tokens),
+    }
+
+
+def change_by(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> tuple[dict[Any, float], float]:
+    """The change of both outputs by an update, and the loss after it; weights and mode are put back."""
+    was_training = model.training
+    model.eval()
+    before = stack_outputs(model, batch)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    try:
+        update()
+        model.eval()
+        changes = {str(side): value for side, value in compare(model, batch, before).items()}
+        with torch.no_grad():
+            loss = float(mean_loss(model, batch))
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        model.train(was_training)
+    return changes, loss
+
+
+def _other_sources(batch: ProbeBatch) -> ProbeBatch:
+    """The same targets, each with the source of the sentence before it."""
+    src, lengths, trg_in, trg_out, key = batch
+    return src.roll(1, 0), lengths.roll(1, 0), trg_in, trg_out, key
+
+
+def _log(value: float) -> float:
+    """log10, held between -8 and 6, so that a zero or an overflow stays a number."""
+    if math.isnan(value):
+        return 6.0
+    return min(max(math.log10(value), -8.0), 6.0) if value > 0 else -8.0
+
+
+def _tops(found: Gradients, side: str) -> list[float]:
+    """The gradient norms of a stack's sub-layer outputs, from the bottom."""
+    return [value for name, value in found.outputs.items() if name.startswith(f"{side}.")]
+
+
+def _gradient_ratio(found: Gradients, side: str) -> float:
+    norms = _tops(found, side)
+    return _log(norms[0]) - _log(norms[-1])
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rule says of one model.
+
+    Attributes:
+        trains: the answer.
+        probability: that it trains, by the rule.
+        reasons: the numbers that decided, the weightiest first, as sentences.
+        outside: features that lie outside what the rule was fitted on.
+    """
+
+    trains: bool
+    probability: float
+    reasons: list[str]
+    outside: list[str]
+
+
+@dataclass(frozen=True)
+class VerdictRule:
+    """A rule that was fitted on runs.
+
+    Attributes:
+        kind: logistic: probability = 1 / (1 + exp(-(bias + Σ weights · (x - centre) / scale))); tree: nested questions.
+        names: the features it asks for.
+        body: logistic: centre, scale, weights (lists in the order of `names`) and bias; tree: nodes of feature,
+            threshold, low and high, and leaves of probability and runs.
+        spans: by feature, its smallest and largest value among the runs.
+        facts: what it was fitted on and how well it did on runs that were held out.
+    """
+
+    kind: Literal["logistic", "tree"]
+    names: list[str]
+    body: dict[str, Any]
+    spans: dict[str, list[float]]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def probability(self, values: Mapping[str, float]) -> float:
+        """That a model with these features trains."""
+        if self.kind == "logistic":
+            score = self.body["bias"] + sum(self._pulls(values).values())
+            return 1 / (1 + math.exp(-min(max(score, -500.0), 500.0)))
+        return float(self._leaf(values)[0]["probability"])
+
+    def judge(self, values: Mapping[str, float]) -> Verdict:
+        """The verdict with its reasons."""
+        probability = self.probability(values)
+        if self.kind == "logistic":
+            pulls = sorted(self._pulls(values).items(), key=lambda item: -abs(item[1]))
+            reasons = [f"{FEATURES[name]}: {values[name]:.3g} speaks {'for' if pull > 0 else 'against'} it "
+                       f"({pull:+.2f})" for name, pull in pulls]
+        else:
+            reasons = self._leaf(values)[1]
+        outside = [f"{FEATURES[name]} is {values[name]:.3g}, the runs had {low:.3g} to {high:.3g}"
+                   for name, (low, high) in self.spans.items()
+                   if not low - 1e-9 <= values[name] <= high + 1e-9]
+        return Verdict(probability >= 0.5, probability, reasons, outside)
+
+    def _pulls(self, values: Mapping[str, float]) -> dict[str, float]:
+        body = self.body
+        return {name: weight * (values[name] - centre) / scale for name, weight, centre, scale in
+                zip(self.names, body["weights"], body["centre"], body["scale"], strict=True)}
+
+    def _leaf(self, values: Mapping[str, float]) -> tuple[dict[str, Any], list[str]]:
+        node, path = self.body, []
+        while "feature" in node:
+            name, low = node["feature"], values[node["feature"]] <= node["threshold"]
+            path.append(f"{FEATURES[name]}: {values[name]:.3g} {'≤' if low else '>'} {node['threshold']:.3g}")
+            node = node["low"] if low else node["high"]
+        return node, path
+
+    def save(self, path: Path) -> None:
+        """Writes JSON."""
+        content = {"format": _FORMAT, "version": _VERSION, "kind": self.kind, "names": self.names, "body": self.body,
+                   "spans": self.spans, "facts": self.facts}
+        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path = SHIPPED) -> VerdictRule:
+        """Reads a rule.
+
+        Raises:
+            UserError: there is no such file, or it is not a rule of this version.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
+                raise KeyError
+            rule = cls(**content)
+        except OSError as error:
+            raise UserError(f"verdict rule {path} cannot be read ({error.strerror}); fit one with "
+                            "tools/verdict_grid.py fit") from None
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{path} is not a verdict rule of version {_VERSION}; fit one with tools/verdict_grid.py "
+                            "fit") from None
+        if unknown := [name for name in rule.names if name not in FEATURES]:
+            raise UserError(f"{path} asks for {', '.join(unknown)}, which is not measured; known: "
+                            f"{', '.join(FEATURES)}; fit a rule anew with tools/verdict_grid.py fit")
+        return rule

@@ -1,0 +1,190 @@
+"""A rule from runs: a logistic regression or a small decision tree on a few features, judged on runs held out.
+
+Which features and which of the two kinds is decided on the training part alone; the part held out is looked at once.
+Since neighbouring points of a grid are alike, the same is also done with each block held out in turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepnmt.analysis.verdict import FEATURES, VerdictRule
+from deepnmt.errors import UserError
+
+_MOST_FEATURES = 5
+_LEAST_IN_LEAF = 5
+_DECAY = 0.1  # of the squared weights of the logistic regression, per run set
+_FOLDS = 5
+
+Record = dict[str, Any]
+Fitter = Callable[[Sequence[Record], Sequence[str]], VerdictRule]
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Runs by what they did (learned or not) and what was said of them."""
+
+    learned_yes: int
+    learned_no: int
+    failed_yes: int
+    failed_no: int
+
+    @property
+    def total(self) -> int:
+        """All runs."""
+        return self.learned_yes + self.learned_no + self.failed_yes + self.failed_no
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers."""
+        return (self.learned_yes + self.failed_no) / self.total if self.total else float("nan")
+
+    def table(self) -> str:
+        """Three lines."""
+        return (f"{'':<14}{'said: trains':>14}{'said: fails':>14}\n"
+                f"{'learned':<14}{self.learned_yes:>14}{self.learned_no:>14}\n"
+                f"{'did not':<14}{self.failed_yes:>14}{self.failed_no:>14}")
+
+
+def confusion(rule: VerdictRule, records: Sequence[Record]) -> Confusion:
+    """What the rule says of these runs."""
+    counts = {(done, said): 0 for done in (True, False) for said in (True, False)}
+    for record in records:
+        counts[bool(record["learned"]), rule.probability(record["features"]) >= 0.5] += 1
+    return Confusion(counts[True, True], counts[True, False], counts[False, True], counts[False, False])
+
+
+def held_out(record: Record, share: float) -> bool:
+    """Whether a run is held out; a function of its point alone."""
+    digest = hashlib.sha256(json.dumps(record["point"], sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**32 < share
+
+
+def fit_rule(records: Sequence[Record], share: float = 0.3) -> tuple[VerdictRule, Confusion, dict[str, float]]:
+    """The rule, its confusion on the runs held out, and its accuracy on each block when fitted without that block.
+
+    Raises:
+        UserError: fewer than 40 runs, or all of them ended alike.
+    """
+    train = [record for record in records if not held_out(record, share)]
+    test = [record for record in records if held_out(record, share)]
+    if len(records) < 40 or len({record["learned"] for record in train}) < 2:
+        raise UserError(f"{len(records)} runs, of which {sum(bool(r['learned']) for r in records)} learned, are too "
+                        "few or too much alike for a rule; run more of the grid with tools/verdict_grid.py run")
+    kind, names = choose(train)
+    rule = FITTERS[kind](train, names)
+    blocks = sorted({_block(record) for record in records})
+    unseen = {}
+    for block in blocks:
+        others = [record for record in records if _block(record) != block]
+        own = [record for record in records if _block(record) == block]
+        unseen[block] = confusion(FITTERS[kind](others, names), own).accuracy
+    return rule, confusion(rule, test), unseen
+
+
+def _block(record: Record) -> str:
+    return f"{record['point']['encoder']}/{record['point']['decoder']}"
+
+
+def choose(train: Sequence[Record]) -> tuple[str, list[str]]:
+    """The kind of rule and its features: added one by one while five-fold accuracy on the training part grows."""
+    best: tuple[float, str, list[str]] = (0.0, "logistic", [])
+    for kind in FITTERS:
+        names: list[str] = []
+        reached = 0.0
+        while len(names) < _MOST_FEATURES:
+            scores = {name: folded(train, kind, [*names, name]) for name in FEATURES if name not in names}
+            name = max(scores, key=lambda n: scores[n])
+            if scores[name] <= reached + 0.002:
+                break
+            names, reached = [*names, name], scores[name]
+        if reached > best[0]:
+            best = (reached, kind, names)
+    return best[1], best[2]
+
+
+def folded(records: Sequence[Record], kind: str, names: Sequence[str]) -> float:
+    """Accuracy over five folds, each judged by a rule fitted on the other four."""
+    right = 0.0
+    for fold in range(_FOLDS):
+        inside = [record for number, record in enumerate(records) if number % _FOLDS == fold]
+        rest = [record for number, record in enumerate(records) if number % _FOLDS != fold]
+        right += confusion(FITTERS[kind](rest, names), inside).accuracy * len(inside)
+    return right / len(records)
+
+
+def _table(records: Sequence[Record], names: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Features [runs, names] and labels [runs], float64."""
+    x = torch.tensor([[record["features"][name] for name in names] for record in records], dtype=torch.float64)
+    return x, torch.tensor([float(record["learned"]) for record in records], dtype=torch.float64)
+
+
+def _spans(records: Sequence[Record], names: Sequence[str]) -> dict[str, list[float]]:
+    values = {name: [float(record["features"][name]) for record in records] for name in names}
+    return {name: [min(found), max(found)] for name, found in values.items()}
+
+
+def fit_logistic(records: Sequence[Record], names: Sequence[str]) -> VerdictRule:
+    """Logistic regression on standardised features, weights shrunk a little, by Newton's method."""
+    x, y = _table(records, names)
+    centre, scale = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
+    z = torch.cat([(x - centre) / scale, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
+    decay = torch.full((z.size(1),), _DECAY, dtype=x.dtype)
+    decay[-1] = 1e-6
+    weights = torch.zeros(z.size(1), dtype=x.dtype)
+    for _ in range(30):
+        p = torch.sigmoid(z @ weights)
+        slope = z.t() @ (p - y) + decay * weights
+        curvature = (z * (p * (1 - p))[:, None]).t() @ z + torch.diag(decay)
+        weights = weights - torch.linalg.solve(curvature, slope)
+    body = {"centre": centre.tolist(), "scale": scale.tolist(), "weights": weights[:-1].tolist(),
+            "bias": float(weights[-1])}
+    return VerdictRule("logistic", list(names), body, _spans(records, names))
+
+
+def fit_tree(records: Sequence[Record], names: Sequence[str], depth: int = 3) -> VerdictRule:
+    """A decision tree by Gini impurity, at most `depth` questions deep, at least five runs in a leaf."""
+    x, y = _table(records, names)
+    return VerdictRule("tree", list(names), _grow(x, y, names, depth), _spans(records, names))
+
+
+def _grow(x: Tensor, y: Tensor, names: Sequence[str], depth: int) -> dict[str, Any]:
+    leaf = {"probability": float((y.sum() + 1) / (len(y) + 2)), "runs": len(y)}
+    best: tuple[float, int, float] | None = None
+    if depth and len(y) >= 2 * _LEAST_IN_LEAF and 0 < y.sum() < len(y):
+        for column in range(x.size(1)):
+            split = _best_split(x[:, column], y)
+            if split is not None and (best is None or split[0] < best[0]):
+                best = (split[0], column, split[1])
+    if best is None:
+        return leaf
+    low = x[:, best[1]] <= best[2]
+    return {"feature": names[best[1]], "threshold": best[2], "low": _grow(x[low], y[low], names, depth - 1),
+            "high": _grow(x[~low], y[~low], names, depth - 1)}
+
+
+def _best_split(values: Tensor, y: Tensor) -> tuple[float, float] | None:
+    """The impurity (runs × p (1 - p), summed over both sides) and the threshold of the best cut, if there is any."""
+    order = values.argsort(stable=True)
+    v, ones = values[order], y[order].cumsum(0)
+    count = torch.arange(1, len(v) + 1, dtype=v.dtype)
+    left = ones - ones.square() / count
+    ones_right, count_right = ones[-1] - ones, (len(v) - count).clamp_min(1)
+    impurity = left + ones_right - ones_right.square() / count_right
+    allowed = (count >= _LEAST_IN_LEAF) & (len(v) - count >= _LEAST_IN_LEAF)
+    allowed[:-1] &= v[1:] > v[:-1]
+    allowed[-1] = False
+    if not allowed.any():
+        return None
+    cut = int(impurity.masked_fill(~allowed, torch.inf).argmin())
+    return float(impurity[cut]), float((v[cut] + v[cut + 1]) / 2)
+
+
+FITTERS: dict[str, Fitter] = {"logistic": fit_logistic, "tree": fit_tree}

@@ -1,0 +1,59 @@
+"""What the command lines share: a recipe with overrides, and checks of options. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from deepnmt.config import Recipe, load_recipe
+from deepnmt.errors import UserError
+
+
+def recipe_parser(command: str, text: str, example: str) -> argparse.ArgumentParser:
+    """A parser of a recipe and overrides; commands add their own options."""
+    parser = argparse.ArgumentParser(
+        prog=f"deepnmt {command}", description=text, epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.add_argument("recipe", help="a recipe file, or the folder of a run")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
+                        help="settings to change, for example model.encoder.layers=18 train.updates=300")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Recipe]:
+    """Options may stand between overrides. A run's folder is the run, wherever it was moved since it was trained."""
+    found = parser.parse_intermixed_args(words)
+    folder = Path(found.recipe)
+    if (folder / "manifest.json").is_file():
+        raise UserError(f"{folder} is no run and no recipe; give the folder of the run, and a single checkpoint of it "
+                        "with --checkpoint where the command has that")
+    here = [f"run={json.dumps(str(folder))}"] if folder.is_dir() else []
+    return found, load_recipe(found.recipe, [*here, *found.overrides])
+
+
+def numbers(option: str, text: str | None, separator: str) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(n) for n in text.split(separator)]
+    except ValueError:
+        raise UserError(f"{option} is {text!r}, must be whole numbers with {separator!r} between, for example "
+                        f"800{separator}1000") from None
+
+
+def batch_options(parser: argparse.ArgumentParser) -> None:
+    """What random batches look like."""
+    parser.add_argument("--micro-batches", type=int, default=4, metavar="M",
+                        help="of an update, over all processes (default 4)")
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of a micro-batch, a side (default 512)")
+    parser.add_argument("--vocab", type=int, default=8000, metavar="V", help="default 8000")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process (default 1)")
+
+
+def positive(found: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = vars(found)[name]
+        if value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}, must be 1 or more")

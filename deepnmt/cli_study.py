@@ -1,0 +1,204 @@
+"""The command lines that look at models and machines: diagnosis, comparisons, measurements. No torch until they run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from deepnmt.cli_args import batch_options, parse, positive, recipe_parser
+from deepnmt.errors import UserError
+
+
+def compare(words: list[str]) -> int:
+    """Draw the learning curves of several runs in one picture."""
+    parser = argparse.ArgumentParser(
+        prog="deepnmt compare", description="Draws the training losses of several runs and prints them as a table.",
+        epilog="example:\n  python tools/compare_runs.py runs/post_ln runs/admin --output runs/blocks.png",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument("--output", default="runs/comparison.png", metavar="FILE", help="the picture")
+    parser.add_argument("--title", default="Training loss", help="over the picture")
+    found = parser.parse_args(words)
+    from deepnmt.compare import compare_runs
+
+    print(compare_runs([Path(run) for run in found.runs], Path(found.output), found.title))
+    return 0
+
+
+def diagnose(words: list[str]) -> int:
+    """Look into a model before training, or at a checkpoint: will it train?"""
+    parser = recipe_parser(
+        "diagnose",
+        "Measures on one batch how layers depend on each other, how far an update moves the output, gradients,\n"
+        "ranges and likeness of layers, and says whether the recipe will train. Prints a table; writes JSON, pictures\n"
+        "and one page into RUN/diagnosis. Of a run that has checkpoints the newest is taken.",
+        "python tools/diagnose.py recipes/demo/admin_18l-18l.yaml model.encoder.block=post_ln",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", metavar="FOLDER", help="a checkpoint, or a run whose newest is meant")
+    which.add_argument("--fresh", action="store_true", help="of a run: the weights it began with")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/diagnosis or RUN/diagnosis-UPDATE")
+    parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="target tokens looked at (default 1024)")
+    parser.add_argument("--rule", type=Path, metavar="FILE", help="a verdict rule other than deepnmt's own")
+    found, recipe = parse(parser, words)
+    if found.tokens < 1:
+        raise UserError(f"--tokens is {found.tokens}, must be 1 or more, for example 1024")
+    from deepnmt.diagnose import default_checkpoint, diagnose
+    from deepnmt.parallel.launch import processes
+
+    with processes(recipe.parallel.threads) as ranks:
+        is_run = Path(found.recipe).is_dir() and not found.fresh
+        checkpoint = default_checkpoint(recipe, found.checkpoint, is_run)
+        print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=found.output, tokens=found.tokens,
+                       rule=found.rule))
+    return 0
+
+
+def verdict_grid(words: list[str]) -> int:
+    """Train many small models, and fit the doctor's verdict on them."""
+    parser = argparse.ArgumentParser(
+        prog="deepnmt verdict-grid",
+        description="run: trains small models over blocks, depths, rates and warm-up and appends a line of JSON for\n"
+        "each to RUNS; said again, it goes on with what is missing. fit: fits the verdict rule on such lines, judges\n"
+        "it on runs held out, and writes the rule, a table and a picture beside them.",
+        epilog="example:\n  python tools/verdict_grid.py run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
+        "  python tools/verdict_grid.py fit runs/verdict/runs.jsonl",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.add_argument("action", choices=["run", "fit"])
+    parser.add_argument("runs", type=Path, metavar="RUNS", help="the file of runs, a line of JSON each")
+    parser.add_argument("--blocks", nargs="+", metavar="BLOCK", help="words, or ENCODER/DECODER (default: all blocks)")
+    parser.add_argument("--depths", nargs="+", type=int, metavar="N", help="layers of each stack (default 6 12 18 36)")
+    parser.add_argument("--rates", nargs="+", type=float, metavar="R", help="peak rates (default 3e-4 1e-3 3e-3 1e-2)")
+    parser.add_argument("--sentences", nargs="+", type=int, default=[32], metavar="N", help="of a batch (default 32)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="N", help="default 1")
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
+    found = parser.parse_args(words)
+    from deepnmt.verdict_grid import fit_grid, make_grid
+
+    if found.action == "fit":
+        print(fit_grid(found.runs, found.ship))
+        return 0
+    left = make_grid(found.runs, found.blocks, found.depths, found.rates, found.sentences, found.seeds, found.seconds,
+                     found.threads)
+    print(f"{left} runs left" if left else "all runs done")
+    return 0
+
+
+def reproduce(words: list[str]) -> int:
+    """Repeat one of the papers' analyses in small."""
+    parser = argparse.ArgumentParser(
+        prog="deepnmt reproduce",
+        description="corollaries: output change under noise, 1 to 100 layers (Admin, corollaries 1 and 2).\n"
+        "vanishing: gradients of every layer at 18L-18L (Admin, figure 3; B2T, figures 3 and 4).\n"
+        "last_ffn: the last FFN's gradient against depth (Pre-LN paper, figure 3).\nWrites a JSON file and a picture.",
+        epilog="example:\n  python tools/reproduce.py corollaries --output runs/reproduce",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.add_argument("name", choices=["corollaries", "vanishing", "last_ffn"])
+    parser.add_argument("--output", type=Path, default=Path("runs/reproduce"), metavar="FOLDER")
+    parser.add_argument("--width", type=int, default=64, metavar="D", help="a multiple of 4 (default 64)")
+    parser.add_argument("--sentences", type=int, default=16, metavar="N", help="of 20 tokens (default 16)")
+    parser.add_argument("--trials", type=int, default=5, metavar="N", help="draws of noise, or seeds (default 5)")
+    parser.add_argument("--deepest", type=int, default=100, metavar="N", help="layers (default 100)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
+    found = parser.parse_args(words)
+    from deepnmt.reproduce import Small, reproduce_on
+
+    print(reproduce_on(found.name, found.output, Small(found.width, found.sentences, found.trials, found.deepest),
+                       found.threads))
+    return 0
+
+
+def benchmark(words: list[str]) -> int:
+    """Time training and translation against a plain loop."""
+    parser = recipe_parser(
+        "benchmark",
+        "Target tokens/s of the training loop against a plain loop over torch.nn.Transformer of the same shape on the\n"
+        "same batches; sentences/s of translation with and without the cache.",
+        "python tools/benchmark.py recipes/multi30k/de-en_4l-4l.yaml batch.tokens=2048 --translate runs/multi30k_de-en",
+    )
+    parser.add_argument("--updates", type=int, default=20, metavar="N", help="timed updates a round (default 20)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (default 3)")
+    parser.add_argument("--translate", metavar="RUN", help="a trained run whose first test set is translated")
+    parser.add_argument("--output", default="runs/benchmark.json", metavar="FILE", help="JSON file")
+    found, recipe = parse(parser, words)
+    from deepnmt.benchmark import benchmark, save
+
+    run = Path(found.translate) if found.translate else None
+    save(benchmark(recipe, found.updates, found.rounds, run), Path(found.output))
+    return 0
+
+
+def layouts(words: list[str]) -> int:
+    """Take the same updates in several layouts and compare losses, memory and time."""
+    parser = recipe_parser(
+        "layouts",
+        "Takes the same updates, on random batches of the recipe's shape, in each layout. A layout is local,\n"
+        "CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES, CONFIG a file of ds_configs/ without .json.",
+        "python tools/compare_layouts.py recipes/demo/admin_18l-18l.yaml --layouts local zero3_fp32:2"
+        " pipeline_zero1_fp32:2",
+    )
+    parser.add_argument("--layouts", nargs="+", required=True, metavar="LAYOUT")
+    parser.add_argument("--updates", type=int, default=3, metavar="N", help="default 3")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file")
+    batch_options(parser)
+    found, recipe = parse(parser, words)
+    positive(found, "updates", "micro_batches", "tokens", "vocab", "threads")
+    from deepnmt.layouts import compare_layouts, parse_layout, save_layouts
+
+    rows = compare_layouts(recipe, [parse_layout(text) for text in found.layouts], found.updates, found.micro_batches,
+                           found.tokens, found.vocab, found.threads)
+    if found.output:
+        save_layouts(recipe, rows, found.output)
+    return 0
+
+
+def pipeline_idle(words: list[str]) -> int:
+    """Measure a pipeline's idle time as micro-batches grow."""
+    parser = recipe_parser(
+        "pipeline-idle",
+        "Runs a pipeline, one process a stage, with more and more micro-batches an update, and compares the time its\n"
+        "stages wait with (stages - 1) / (micro-batches + stages - 1). Writes idle.json and idle.png.",
+        "python tools/pipeline_idle.py recipes/demo/admin_18l-18l.yaml --stages 2 --counts 1 2 4 8 16",
+    )
+    parser.add_argument("--config", default="pipeline_zero1_fp32", metavar="NAME",
+                        help="of ds_configs/ (default: %(default)s)")
+    parser.add_argument("--stages", type=int, default=2, metavar="P", help="default 2")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="M",
+                        help="micro-batches an update (default 1 2 4 8 16)")
+    parser.add_argument("--output", type=Path, default=Path("runs/idle"), metavar="FOLDER")
+    batch_options(parser)
+    found, recipe = parse(parser, words)
+    positive(found, "stages", "tokens", "vocab", "threads")
+    from deepnmt.layouts import measure_idle
+
+    measure_idle(recipe, found.config, found.stages, found.counts, found.tokens, found.vocab, found.threads,
+                 found.output)
+    return 0
+
+
+def gpu_report(words: list[str]) -> int:
+    """Report what a GPU does with the recipes, in ten minutes."""
+    parser = argparse.ArgumentParser(
+        prog="deepnmt gpu-report",
+        description="Matrix products, 60L-12L updates in fp16 and bf16 with model FLOPs utilisation, and Tatoeba\n"
+        "De-En trained by the clock and scored: a JSON file and a Markdown page, in one call of under ten minutes.",
+        epilog="example:\n  python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER", help="a new folder")
+    parser.add_argument("--tsv", type=Path, metavar="FILE", help="Tatoeba's pairs, English first, plain or .gz")
+    parser.add_argument("--recipes", type=Path, default=Path("recipes/tatoeba"), metavar="FOLDER",
+                        help="of the two recipes (default recipes/tatoeba)")
+    parser.add_argument("--minutes", type=float, default=8.0, metavar="N",
+                        help="of updates in the training, less if the budget ends before (default 8)")
+    parser.add_argument("--budget", type=float, default=580.0, metavar="SECONDS", help="for everything (default 580)")
+    parser.add_argument("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")
+    found = parser.parse_args(words)
+    from deepnmt.gpu_report import gpu_report
+
+    return gpu_report(found.output, found.recipes, found.tsv, found.minutes, found.budget, found.toy)

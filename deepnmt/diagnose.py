@@ -1,0 +1,321 @@
+"""`deepnmt diagnose`: what a model looks like from inside before training, or at a checkpoint, and if it will train.
+
+One batch of the prepared data, on whatever device there is. All measurements but one are made in fp32 and without
+dropout; the share of zeros among fp16 gradients is made on an fp16 copy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepnmt.analysis.activations import likeness, ranges
+from deepnmt.analysis.admin_profile import SIDES
+from deepnmt.analysis.change import Growth, layer_changes, random_change
+from deepnmt.analysis.dependency import dependency
+from deepnmt.analysis.doctor_page import summary, write_page
+from deepnmt.analysis.fresh import fresh_model, with_blocks, with_depth
+from deepnmt.analysis.gradient_probe import gradients, half_zeros
+from deepnmt.analysis.probes import ProbeBatch
+from deepnmt.analysis.update_probe import moved
+from deepnmt.analysis.verdict import VerdictRule, change_by, features
+from deepnmt.checkpoint import (
+    MOMENTS,
+    find_checkpoint,
+    list_checkpoints,
+    load_model,
+    load_moments,
+    load_state,
+    load_weights,
+    update_of,
+)
+from deepnmt.config import Recipe
+from deepnmt.data.batching import PlanStream, Position, collate
+from deepnmt.data.dataset import PreparedData
+from deepnmt.data.settings import open_prepared
+from deepnmt.errors import UserError
+from deepnmt.model.embedding import PAD
+from deepnmt.model.transformer import Transformer
+from deepnmt.monitor import make_run_folder, write_json
+from deepnmt.optim import learning_rate
+from deepnmt.parallel.build import check_layout
+from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.tensors import to_tensors
+
+LOSS_SCALE = 128.0  # of the fp16 measurement, where the recipe's layout names none
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)  # of the models built for growth against depth
+_TRIALS = 3  # draws of noise
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What is examined: a model with its recipe and a batch, and the checkpoint it came from, if any."""
+
+    recipe: Recipe
+    model: Transformer
+    batch: ProbeBatch
+    vocabs: tuple[int, int]
+    checkpoint: Path | None
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens of the batch."""
+        return int((self.batch[3] != PAD).sum())
+
+
+def diagnose(
+    recipe: Recipe, device: torch.device, *, checkpoint: Path | None = None, output: Path | None = None,
+    tokens: int = 1024, rule: Path | None = None,
+) -> str:
+    """Examines a recipe's model before training, or a checkpoint, and writes JSON, pictures and a page.
+
+    Args:
+        checkpoint: a checkpoint, or the folder of a run (its newest one); None: the model as training would begin.
+        output: the folder to write (default: RUN/diagnosis, or RUN/diagnosis-NAME for a checkpoint).
+        tokens: target tokens of the batch, about.
+        rule: a verdict rule other than the one that comes with deepnmt.
+
+    Returns:
+        The table for the terminal.
+
+    Raises:
+        UserError: no prepared data, no such checkpoint, or a folder that cannot be written.
+    """
+    data = open_prepared(recipe)
+    batch = first_batch(recipe, data, tokens, device)
+    patient = _patient(recipe, data, batch, checkpoint)
+    if output is None:
+        name = f"diagnosis-{patient.checkpoint.name}" if patient.checkpoint else "diagnosis"
+        output = Path(recipe.run) / name
+    make_run_folder(output)
+    findings = examine(patient, rule)
+    write_json(output / "diagnosis.json", _plain(findings))
+    page = write_page(findings, output)
+    return f"{summary(findings)}\n{page}"
+
+
+def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.device) -> ProbeBatch:
+    """The run's first micro-batch, cut to as many sentences as have about so many target tokens, at least two."""
+    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    [item], _ = stream.at(Position(0, 0), 1)
+    split = stream.split(0)
+    reached = split.trg_lengths[item.indices].cumsum()
+    count = max(2, int((reached <= tokens).sum()))
+    return (*to_tensors(collate(split, item.indices[:count]), device), item.number)
+
+
+def _patient(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint: Path | None) -> Patient:
+    source, target = data.vocabs()
+    vocabs = (source.size, target.size)
+    if checkpoint is None:
+        return Patient(recipe, _fresh(recipe, vocabs, batch), batch, vocabs, None)
+    loaded = load_model(checkpoint)
+    if (loaded.src_vocab.size, loaded.trg_vocab.size) != vocabs:
+        raise UserError(f"{loaded.folder} was trained with vocabularies of {loaded.src_vocab.size} and "
+                        f"{loaded.trg_vocab.size} pieces, but {recipe.data.folder} has {vocabs[0]} and {vocabs[1]}; "
+                        "give the recipe whose data it was trained on")
+    model = loaded.model.to(batch[0].device)
+    model.label_smoothing = recipe.train.label_smoothing
+    return Patient(loaded.recipe.model_copy(update={"run": recipe.run}), model, batch, vocabs, loaded.folder)
+
+
+def _fresh(recipe: Recipe, vocabs: tuple[int, int], batch: ProbeBatch) -> Transformer:
+    return fresh_model(recipe.model, *vocabs, recipe.seed, [batch], label_smoothing=recipe.train.label_smoothing,
+                       input_variance=recipe.admin.input_variance)
+
+
+def examine(patient: Patient, rule: Path | None = None) -> dict[str, Any]:
+    """All measurements, in the order of the page; fresh models get growth against depth and a verdict."""
+    recipe, model, batch = patient.recipe, patient.model, patient.batch
+    found: dict[str, Any] = {"about": _about(patient)}
+    _say("layer dependency and likeness of layers")
+    found["dependency"] = {side: dependency(model, batch, side) for side in SIDES}
+    found["likeness"] = {side: likeness(model, batch, side) for side in SIDES}
+    _say("gradients")
+    found["gradients"] = gradients(model, batch).as_dict()
+    found["ranges"] = {name: each.as_dict() for name, each in ranges(model, batch).items()}
+    scale = _loss_scale(recipe)
+    half = half_zeros(model, batch, scale)
+    found["half"] = {"scale": scale, "finite": half.finite, "shares": half.shares, "shares_fp32": half.shares_fp32,
+                     "lost": half.lost}
+    _say("output change")
+    rate = recipe.optimizer.lr
+    if patient.checkpoint is None:
+        found["growth"], found["last_ffn"] = growth(patient, rate)
+        found["verdict"] = judge(patient, rule)
+    else:
+        found["growth"] = _growth_inside(patient)
+        found["moved"] = [pair.as_dict() for pair in between_checkpoints(patient)]
+    found["change"] = {"noise": random_change(model, batch, trials=_TRIALS)}
+    changes, loss = change_by(model, batch, lambda: _update(patient))
+    found["change"]["update"] = {**changes, "loss_before": found["gradients"]["loss"], "loss_after": loss}
+    return found
+
+
+def _about(patient: Patient) -> dict[str, Any]:
+    recipe, model = patient.recipe, patient.recipe.model
+    return {
+        "checkpoint": str(patient.checkpoint) if patient.checkpoint else None,
+        "encoder": f"{model.encoder.layers} layers, {model.encoder.block}",
+        "decoder": f"{model.decoder.layers} layers, {model.decoder.block}",
+        "width": model.width, "ffn": model.ffn, "parameters": sum(p.numel() for p in patient.model.parameters()),
+        "learning rate": recipe.optimizer.lr, "schedule": recipe.schedule.name, "warm-up": recipe.schedule.warmup,
+        "sentences": len(patient.batch[0]), "target tokens": patient.tokens, "device": str(patient.batch[0].device),
+    }
+
+
+def _say(what: str) -> None:
+    print(f"measuring: {what}", file=sys.stderr, flush=True)
+
+
+def _loss_scale(recipe: Recipe) -> float:
+    """The recipe's own first loss scale where its layout is fp16."""
+    if recipe.parallel.ds_config is None:
+        return LOSS_SCALE
+    layout = check_layout(recipe, 1 if not recipe.parallel.pipeline_stages else recipe.parallel.pipeline_stages)
+    return layout.initial_scale if layout is not None and layout.precision == "fp16" else LOSS_SCALE
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> None:
+    """The first update of a fresh model, in place, but at the peak rate."""
+    engine = LocalEngine(model, recipe, batch[0].device)
+    engine.train_step([batch], int((batch[3] != PAD).sum()), recipe.optimizer.lr)
+
+
+def _update(patient: Patient) -> None:
+    """One update: of a checkpoint with its moments at the rate that is due, where it has moments; else `one_update`."""
+    recipe, model, batch, checkpoint = patient.recipe, patient.model, patient.batch, patient.checkpoint
+    if checkpoint is None or not (checkpoint / MOMENTS).exists():
+        one_update(model, recipe, batch)
+        return
+    state = load_state(checkpoint)
+    engine = LocalEngine(model, recipe, batch[0].device)
+    engine.import_state(load_weights(checkpoint), load_moments(checkpoint), state.optimizer_step)
+    rate = learning_rate(recipe.optimizer.lr, recipe.schedule, state.update + 1, recipe.train.updates,
+                         float(state.epoch))
+    engine.train_step([batch], patient.tokens, rate)
+
+
+def growth(patient: Patient, rate: float) -> tuple[dict[str, dict[str, Growth]], dict[str, list[float]]]:
+    """Changes of models of the recipe's kind against depth, and the last FFN's gradient norm.
+
+    Models of 1 layer up to the recipe's depth are built; the shallower stack keeps its proportion to the deeper.
+    """
+    model = patient.recipe.model
+    deep = max(model.encoder.layers, model.decoder.layers)
+    depths = [depth for depth in _DEPTHS if depth < deep] + [deep]
+    noise: list[dict[Any, float]] = []
+    update: list[dict[Any, float]] = []
+    last: list[float] = []
+    for depth in depths:
+        layers = [max(1, round(depth * stack.layers / deep)) for stack in (model.encoder, model.decoder)]
+        recipe = patient.recipe.model_copy(update={"model": with_depth(model, *layers)})
+        built = patient.model if depth == deep else _fresh(recipe, patient.vocabs, patient.batch)
+        noise.append(random_change(built, patient.batch, trials=_TRIALS))
+        update.append(change_by(built, patient.batch, lambda b=built, r=recipe: one_update(b, r, patient.batch))[0])
+        last.append(gradients(built, patient.batch).last_ffn)
+    changes = {"1 % noise on the matrices": noise, f"one update at the peak rate {rate:g}": update}
+    return ({kind: {side: Growth.of(depths, [each[side] for each in found]) for side in SIDES}
+             for kind, found in changes.items()},
+            {"depths": [float(depth) for depth in depths], "norms": last})
+
+
+def _growth_inside(patient: Patient) -> dict[str, dict[str, Growth]]:
+    """Changes of each layer's output in the one model there is, against the layer's number."""
+    found = layer_changes(patient.model, patient.batch, trials=_TRIALS)
+    return {"1 % noise on the matrices, layer by layer": {
+        side: Growth.of(range(1, len(values) + 1), values) for side, values in found.items()}}
+
+
+def between_checkpoints(patient: Patient) -> list[Any]:
+    """How the attention matrices moved between the run's checkpoints, and their gradients on the batch at each."""
+    assert patient.checkpoint is not None
+    beside = patient.checkpoint.parent
+    folders = list_checkpoints(beside / "checkpoints" if patient.checkpoint.name == "averaged" else beside)
+    pairs = []
+    for first, second in pairwise(folders):
+        before, after = load_weights(first), load_weights(second)
+        model = Transformer(patient.recipe.model, *patient.vocabs, patient.recipe.seed, patient.model.label_smoothing)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
+        norms = gradients(model.to(patient.batch[0].device), patient.batch).matrices
+        pairs.append(moved(update_of(first), update_of(second), before, after, norms))
+    return pairs
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def judge(patient: Patient, rule_file: Path | None) -> dict[str, Any]:
+    """The rule's answer and, where it is no, its answers for other rates, a warm-up and other blocks."""
+    rule = VerdictRule.load(rule_file) if rule_file else VerdictRule.load()
+    values = _features(patient.recipe, patient.model, patient)
+    verdict = rule.judge(values)
+    answer: dict[str, Any] = {
+        "trains": verdict.trains, "probability": verdict.probability, "reasons": verdict.reasons,
+        "outside": verdict.outside, "features": values, "rule": {**rule.facts, "kind": rule.kind}, "instead": {},
+    }
+    if not verdict.trains:
+        for name, recipe in _alternatives(patient.recipe).items():
+            model = _fresh(recipe, patient.vocabs, patient.batch)
+            answer["instead"][name] = rule.probability(_features(recipe, model, patient))
+    return answer
+
+
+def _features(recipe: Recipe, model: Transformer, patient: Patient) -> dict[str, float]:
+    tokens = patient.tokens / len(patient.batch[0]) * (recipe.batch.tokens / patient.batch[3].size(1))
+    return features(model, patient.batch, lambda: one_update(model, recipe, patient.batch), rate=recipe.optimizer.lr,
+                    warmup=recipe.schedule.warmup, tokens=max(1, round(tokens * recipe.batch.accumulation)))
+
+
+def _alternatives(recipe: Recipe) -> dict[str, Recipe]:
+    """Recipes that differ from this one in one thing each, by what one would write to get them."""
+    found = {}
+    for part in (3, 10):
+        optimizer = recipe.optimizer.model_copy(update={"lr": recipe.optimizer.lr / part})
+        found[f"optimizer.lr={optimizer.lr:.3g}"] = recipe.model_copy(update={"optimizer": optimizer})
+    if recipe.schedule.warmup == 0:
+        schedule = recipe.schedule.model_copy(update={"warmup": max(1, recipe.train.updates // 10)})
+        found[f"schedule.warmup={schedule.warmup}"] = recipe.model_copy(update={"schedule": schedule})
+    model = recipe.model
+    for block in ("pre_ln", "admin", "deepnorm", "b2t"):
+        if block not in (model.encoder.block, model.decoder.block):
+            changed = {"model": with_blocks(model, block, block)}
+            found[f"model.encoder.block={block} model.decoder.block={block}"] = recipe.model_copy(update=changed)
+    return found
+
+
+def _plain(findings: dict[str, Any]) -> dict[str, Any]:
+    """Numbers that JSON has no word for (NaN, infinity) become text."""
+    def plain(value: Any) -> Any:
+        if isinstance(value, Growth):
+            return plain(value.as_dict())
+        if isinstance(value, dict):
+            return {str(key): plain(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(each) for each in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        return value
+
+    return dict(json.loads(json.dumps(plain(findings))))
+
+
+def default_checkpoint(recipe: Recipe, given: str | None, is_run: bool) -> Path | None:
+    """The checkpoint that a command line means: the one given, else a run's newest, else none (a fresh model)."""
+    if given is not None:
+        return find_checkpoint(Path(given), "newest")
+    if is_run and list_checkpoints(Path(recipe.run) / "checkpoints"):
+        return find_checkpoint(Path(recipe.run), "newest")
+    return None

@@ -1,0 +1,25 @@
+"""The folding job: the model of a run, or one checkpoint of it, into a plain Post-LN checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepnmt.config import Recipe
+from deepnmt.folding import save_folded
+
+
+def fold_run(recipe: Recipe, checkpoint: str | Path | None = None, output: str | Path | None = None) -> str:
+    """Folds and returns a line that says what was written and how exact it is.
+
+    Args:
+        recipe: whose `run` is folded.
+        checkpoint: a checkpoint or run folder to be folded in its place; without, the run's average, else its newest.
+        output: the folder written; without, `folded` in the run folder.
+
+    Raises:
+        UserError: see `folding.save_folded`.
+    """
+    target = Path(output) if output is not None else Path(recipe.run) / "folded"
+    folded = save_folded(Path(checkpoint or recipe.run), target)
+    return (f"{folded.folder}: {' and '.join(folded.stacks)} as post_ln; logits of random sentences differ by at most "
+            f"{folded.difference:.1e} (the largest is {folded.largest_logit:.1f})")

@@ -1,0 +1,74 @@
+"""The feed-forward sub-layer, the two forms of it that some residual systems ask for, and a linear map with a shift.
+
+`D` width, `I` inner width.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import skip_init
+
+from deepnmt.model.dropout import Dropout
+
+
+class ShiftedLinear(nn.Linear):
+    """W (x - b) + c: a linear map with a trainable scalar b before it (Fixup, Zhang et al. 2019, section 3)."""
+
+    def __init__(
+        self, columns: int, rows: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(columns, rows, device=device, dtype=dtype)
+        self.shift = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.shift)
+
+
+class FeedForward(nn.Module):
+    """fc2(dropout(activation(fc1(x)))), position by position: [..., D] to [..., D]."""
+
+    linear: ClassVar[type[nn.Linear]] = nn.Linear
+    copies: ClassVar[int] = 1  # numbers that the activation makes of one output of fc1
+
+    def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
+        super().__init__()
+        self.fc1 = skip_init(self.linear, width, inner // self.copies)
+        self.fc2 = skip_init(self.linear, inner, width)
+        self.activation = F.relu if activation == "relu" else F.gelu
+        self.dropout = Dropout(dropout)
+
+    def activate(self, h: Tensor) -> Tensor:
+        """What fc1 gives [..., I / copies] to what fc2 takes [..., I]."""
+        return self.activation(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.dropout(self.activate(self.fc1(x))))
+
+
+class ShiftedFeedForward(FeedForward):
+    """A trainable scalar is subtracted before fc1, before the activation and before fc2 (Fixup)."""
+
+    linear = ShiftedLinear
+
+    def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
+        super().__init__(width, inner, activation, dropout)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def activate(self, h: Tensor) -> Tensor:
+        return self.activation(h - self.shift)
+
+
+class ConcatenatedFeedForward(FeedForward):
+    """The activation is (f(h), f(-h)), h = fc1(x) of half the inner width: the CReLU of Shang et al. 2016.
+
+    With fc2 = [W, -W] the whole is W fc1(x), since f(h) - f(-h) = h for relu and for gelu.
+    """
+
+    copies = 2
+
+    def activate(self, h: Tensor) -> Tensor:
+        return torch.cat([self.activation(h), self.activation(-h)], dim=-1)

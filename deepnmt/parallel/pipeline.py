@@ -1,0 +1,363 @@
+"""DeepSpeed's pipeline engine behind deepnmt's seam: the model cut into stages, each on processes of its own.
+
+DeepSpeed keeps its schedule (1F1B), its communication and its optimizers. deepnmt gives it one module a stage
+(`stage.py`), its own cuts (`partition.py`), the groups of tied tables, and, without ZeRO, its own clipping and check
+for non-finite gradients. Stage s on data-parallel rank r is process s · (data-parallel ranks) + r. A tied table has a
+copy on each stage that uses it; DeepSpeed sums their gradients, so that all copies take the same update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import schedule
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+
+from deepnmt.analysis.admin_profile import AdminProfile
+from deepnmt.config import Recipe
+from deepnmt.model.transformer import Transformer
+from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
+from deepnmt.parallel.ds_config import DsConfig
+from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
+from deepnmt.parallel.launch import Ranks
+from deepnmt.parallel.partition import Partition
+from deepnmt.parallel.stage import Parcel, Stage, tables_used
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero.py
+
+
+class StageModule(PipelineModule):
+    """DeepSpeed's view of a pipelined model: as many layers as stages, of which each process builds its own.
+
+    `scale` is what the loss is multiplied with; `sums` holds (loss, nll) of each micro-batch since it was last emptied.
+    """
+
+    def __init__(self, recipe: Recipe, vocabs: tuple[int, int], cuts: Partition) -> None:
+        self.recipe, self.vocabs, self.cuts = recipe, vocabs, cuts
+        self.scale = 1.0
+        self.sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule asks for it, plain python does not set it
+        with contextlib.redirect_stdout(io.StringIO()):
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes the group that is open
+            super().__init__(layers=range(cuts.stages), num_stages=cuts.stages, loss_fn=self.loss, dynamic_shape=True)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        """One "layer", which is the stage, for each stage."""
+        self.parts = list(range(self.cuts.stages + 1))
+        self._set_bounds(self.stage_id, self.stage_id + 1)
+
+    def _build(self) -> None:
+        recipe, bounds = self.recipe, self.cuts.bounds
+        self.stage = Stage(
+            recipe.model,
+            *self.vocabs,
+            recipe.seed,
+            recipe.train.label_smoothing,
+            bounds[self.stage_id],
+            bounds[self.stage_id + 1],
+            recipe.parallel.recompute_layers,
+        )
+        for p in self.parameters():
+            p.ds_pipe_replicated = False
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """For every table that several stages hold, the group of its copies; collective.
+
+        The first copy counts in gradient norms, the others are marked as replicas.
+        """
+        holders: dict[str, list[int]] = {}
+        for stage in range(self.cuts.stages):
+            for name, _ in tables_used(self.recipe.model, *self.cuts.bounds[stage : stage + 2]):
+                holders.setdefault(name, []).append(stage)
+        groups: dict[str, dict[str, Any]] = {}
+        for name, stages in sorted(holders.items()):
+            for data in range(self._grid.data_parallel_size if len(stages) > 1 else 0):
+                members = [self._grid.stage_to_global(stage_id=stage, data=data) for stage in stages]
+                group = dist.new_group(ranks=members)
+                if self.global_rank in members:
+                    table = self.stage.embeddings[name]
+                    groups[name] = {"ranks": members, "group": group, "weight_attr": ["weight"], "module": table}
+                    table.weight.ds_pipe_replicated = self.global_rank != members[0]
+        return groups
+
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
+        """The copies of tied tables here, each with the group of all its copies."""
+        return [(tied["module"].weight, tied["group"]) for tied in self.tied_comms.values()]
+
+    def forward(self, parcel: Parcel) -> Parcel | torch.Tensor:
+        """See `Stage.forward`."""
+        return self.stage(parcel)
+
+    def loss(self, hidden: torch.Tensor, trg_out: torch.Tensor) -> torch.Tensor:
+        """The scaled loss of a micro-batch, on the last stage."""
+        sums = self.stage.loss(hidden, trg_out)
+        self.sums.append((sums.loss.detach(), sums.nll.detach()))
+        return sums.loss * self.scale
+
+
+class PipelineEngine:
+    """See `Engine`. Collective in all processes.
+
+    Args:
+        recipe: of the run; its batch, model, optimizer and clipping count.
+        vocabs: source and target vocabulary sizes.
+        cuts: which units each stage holds.
+        settings: the DeepSpeed configuration, completed for the data-parallel processes.
+        ranks: the processes, `data-parallel ranks` × stages.
+        profile: ω of Admin layers, which start from it.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        vocabs: tuple[int, int],
+        cuts: Partition,
+        settings: DsConfig,
+        ranks: Ranks,
+        profile: AdminProfile | None,
+    ) -> None:
+        self.ranks, self.recipe, self.vocabs = ranks, recipe, vocabs
+        self.zero, self.clip, self.micro_batches = settings.stage, recipe.train.clip, recipe.batch.accumulation
+        self.pipe = StageModule(recipe, vocabs, cuts)
+        self.module = self.pipe.stage
+        self.module = self.pipe.stage  # what this process computes
+        self.moments = moments_of(recipe.optimizer)
+        self.stages, self.stage = cuts.stages, self.pipe.stage_id
+        self.data_rank, self.data_world = self.pipe._grid.data_parallel_id, ranks.world // cuts.stages
+        _place_omega(self.pipe.stage, profile)
+        self.local = {name.removeprefix("stage."): p for name, p in self.pipe.named_parameters()}
+        initial = {name: p.detach().clone() for name, p in self.local.items()}
+        self.layout = self._exchange_layout()
+        self.parameters = sum(math.prod(shape) for _, _, shape in self._each_once())
+        tree = {**settings.tree, "gradient_clipping": 0.0} if self.zero == 0 else settings.tree
+        optimizer = build_optimizer(self.pipe.parameters(), recipe.optimizer, fused=ranks.device.type == "cuda")
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.engine, *_ = deepspeed.initialize(model=self.pipe, optimizer=optimizer, config=tree)
+        self.scaler: LossScaler | None = None
+        if settings.precision == "fp16":
+            self.scaler = LossScaler(settings.initial_scale, settings.window, settings.floor)
+            self.engine.optimizer.loss_scaler = self.scaler
+        self._norm, self._applied, self._counted = 0.0, True, 0
+        if self.zero == 0:
+            self._step_of_deepspeed = self.engine._take_model_step
+            self.engine._take_model_step = self._checked_step
+        self._prime()
+        zeros = {f"{name}.{moment}": torch.zeros_like(p) for name, p in initial.items() for moment in self.moments}
+        self.import_state(initial, zeros, 0)
+
+    def _exchange_layout(self) -> list[list[tuple[str, list[int]]]]:
+        """Names and shapes of every stage's parameters, on every process."""
+        mine = json.dumps([(name, list(p.shape)) for name, p in self.local.items()]).encode()
+        found = self.ranks.gather_bytes(mine)
+        first = [self._source(stage) for stage in range(self.stages)]
+        data = json.dumps([json.loads(found[rank]) for rank in first]).encode() if found else None
+        return json.loads(self.ranks.broadcast_bytes(data))
+
+    def _source(self, stage: int) -> int:
+        """The process that speaks for a stage: its data-parallel rank 0."""
+        return stage * self.data_world
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
+        self._set_rate(rate)
+        # DeepSpeed averages over micro-batches and data-parallel processes
+        self.pipe.scale = self.micro_batches * self.data_world / update_tokens
+        scale_used = self.scaler.cur_scale if self.scaler else 1.0
+        loss, nll = self._run(micro_batches)
+        if self.zero:
+            norm = float(self.engine.get_global_grad_norm())
+            self._applied = bool(self.engine.was_step_applied()) and math.isfinite(norm) and norm >= 0
+            self._norm = norm
+        self._counted += self._applied
+        if self.scaler:
+            self.scaler.after_step()
+        return StepStats(loss, nll, self._norm if self._applied else math.inf, scale_used, self._applied)
+
+    def _run(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+        """One update; the sums of loss and nll on the last stage, 0 on the others."""
+        if len(micro_batches) != self.micro_batches:
+            raise ValueError(f"an update takes {self.micro_batches} micro-batches, but {len(micro_batches)} were given")
+        self.pipe.sums.clear()
+        self.engine.train_batch(iter([self._parcel(batch) for batch in micro_batches]))
+        return self._sums()
+
+    def _sums(self) -> tuple[float, float]:
+        loss = sum(loss.item() for loss, _ in self.pipe.sums)
+        nll = sum(nll.item() for _, nll in self.pipe.sums)
+        self.pipe.sums.clear()
+        return float(loss), float(nll)
+
+    def _parcel(self, batch: MicroBatch) -> tuple[Parcel, torch.Tensor]:
+        src, lengths, trg_in, trg_out, key = batch
+        return (src, lengths, trg_in, torch.tensor([key], device=self.ranks.device)), trg_out
+
+    def _checked_step(self, lr_kwargs: Any) -> None:
+        """Without ZeRO: norm over all stages, clipping, and no step on non-finite gradients (DeepSpeed looks for
+        none)."""
+        own = [p.grad for p in self.pipe.parameters() if p.grad is not None and not p.ds_pipe_replicated]
+        squares = torch.stack([grad.float().pow(2).sum() for grad in own]).sum() if own else torch.zeros(())
+        total = squares.double().to(self.ranks.device)
+        dist.all_reduce(total, group=self.pipe._grid.get_pipe_parallel_group())
+        self._norm = math.sqrt(total.item()) if math.isfinite(total.item()) else math.inf
+        self._applied = math.isfinite(self._norm)
+        if not self._applied:
+            self.engine.zero_grad()
+            for p in self.pipe.parameters():
+                p.grad = None  # PyTorch's optimizers pass over missing gradients
+        elif self.clip and self._norm > self.clip:
+            for p in self.pipe.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(self.clip / (self._norm + 1e-6))
+        self._step_of_deepspeed(lr_kwargs)
+
+    def evaluate(self, micro_batch: MicroBatch) -> tuple[float, float]:
+        self.pipe.sums.clear()
+        self.engine.eval_batch(
+            iter([self._parcel(micro_batch)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
+        )
+        return self._sums()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def export_state(self) -> Iterator[ParameterState]:
+        for stage, name, shape in self._each_once():
+            tensors = [torch.empty(shape, device=self.ranks.device) for _ in (0, *self.moments)]
+            if stage == self.stage:
+                tensors = [t.detach().float().contiguous() for t in self._read(self.local[name])]
+            for tensor in tensors:
+                self._from_stage(tensor, stage)
+            weight, *rest = (tensor.cpu().clone() for tensor in tensors)
+            kept: dict[str, torch.Tensor] = dict(zip(self.moments, rest, strict=True))
+            yield ParameterState(name, weight, **kept)
+
+    def _each_once(self) -> Iterator[tuple[int, str, list[int]]]:
+        """(stage, name, shape) of every parameter, tied tables from the first stage that holds them."""
+        seen = set()
+        for stage, parameters in enumerate(self.layout):
+            for name, shape in parameters:
+                if name not in seen:
+                    seen.add(name)
+                    yield stage, name, shape
+
+    def _from_stage(self, tensor: torch.Tensor, stage: int) -> None:
+        if self.ranks.world > 1:
+            dist.broadcast(tensor, self._source(stage))
+
+    def _read(self, p: torch.nn.Parameter) -> list[torch.Tensor]:
+        """Weight and moments, whole, in fp32."""
+        if self.zero == 0:
+            state = self._optimizer.state[p]
+            return [p.detach(), *(state[moment] for moment in self.moments)]
+        return [safe_get_full_fp32_param(p), *(safe_get_full_optimizer_state(p, moment) for moment in self.moments)]
+
+    @torch.no_grad()
+    def import_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], step: int) -> None:
+        for name, p in self.local.items():
+            weight = weights[name].to(self.ranks.device, torch.float32)
+            states = {m: moments[f"{name}.{m}"].to(self.ranks.device, torch.float32) for m in self.moments}
+            if self.zero == 0:
+                p.copy_(weight)
+                for moment, value in states.items():
+                    self._optimizer.state[p][moment].copy_(value)
+                continue
+            safe_set_full_fp32_param(p, weight)
+            for moment, value in states.items():
+                safe_set_full_optimizer_state(p, value, moment)
+        if self.zero:
+            self.engine.optimizer.update_lp_params()
+        for state in self._optimizer.state.values():
+            if "step" in state:  # SGD counts none
+                state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
+        self._counted = step
+
+    @torch.no_grad()
+    def gather_model(self) -> Transformer:
+        """The whole model with the present weights, in the type it computes in, on every process."""
+        model = Transformer(self.recipe.model, *self.vocabs, self.recipe.seed, self.recipe.train.label_smoothing)
+        dtype = next(iter(self.local.values())).dtype
+        model = model.to(self.ranks.device, dtype)
+        whole = dict(model.named_parameters())
+        for stage, name, _ in self._each_once():
+            if stage == self.stage:
+                whole[name].copy_(self.local[name])
+            self._from_stage(whole[name].data, stage)
+        return model.eval()
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def _prime(self) -> None:
+        """Makes the optimizer create its moments: one update on zero gradients at rate 0 (overwritten afterwards)."""
+        token = torch.full((1, 2), 4, dtype=torch.int64, device=self.ranks.device)
+        batch: MicroBatch = (token, torch.tensor([2], device=self.ranks.device), token, token, 0)
+        self._set_rate(0.0)
+        self.pipe.scale = 0.0
+        self._run([batch] * self.micro_batches)
+        self.engine.skipped_steps = self.engine.global_steps = 0
+        if self.scaler:
+            self.scaler.restore({"scale": self.scaler.cur_scale, "clean": 0})
+
+    def time_instructions(self, add: Callable[[float], None]) -> None:
+        """Calls `add` with the seconds of every forward and backward pass of this stage: its work without the
+        waiting."""
+
+        def timed(execute: Callable[..., None]) -> Callable[..., None]:
+            def run(engine: Any, **arguments: Any) -> None:
+                started = time.perf_counter()
+                execute(engine, **arguments)
+                add(time.perf_counter() - started)
+
+            return run
+
+        work = (schedule.ForwardPass, schedule.BackwardPass, schedule.LoadMicroBatch)
+        self.engine._INSTRUCTION_MAP = {
+            kind: timed(execute) if kind in work else execute for kind, execute in self.engine._INSTRUCTION_MAP.items()
+        }
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.basic_optimizer
+
+    @property
+    def optimizer_step(self) -> int:
+        return self._counted
+
+    def scaler_state(self) -> ScalerState | None:
+        return self.scaler.state() if self.scaler else None
+
+    def restore_scaler(self, state: ScalerState) -> None:
+        if self.scaler:
+            self.scaler.restore(state)
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def _place_omega(stage: Stage, profile: AdminProfile | None) -> None:
+    """Gives a stage's Admin layers the ω that were measured for them."""
+    if profile is None:
+        return
+    for index, layer in stage.encoder.layers.items():
+        profile.apply_to_layer("encoder", int(index), layer)
+    for index, layer in stage.decoder.layers.items():
+        profile.apply_to_layer("decoder", int(index), layer)

@@ -1,0 +1,59 @@
+"""Measurements in processes of their own: a job out, an answer back, nothing left behind.
+
+A module that measures has a function `work(job: dict, ranks: Ranks) -> Any` and ends with
+
+    if __name__ == "__main__":
+        answer_job(work)
+
+and is started by `run_workers("deepnmt.that_module", job, processes, threads)`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from deepnmt.parallel.launch import Ranks, free_port, processes
+
+
+def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> Any:
+    """Runs `module`'s work on `count` fresh processes; what rank 0 answered.
+
+    Raises:
+        RuntimeError: a process failed; its output, which went to this process's stderr, says why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        task, answer = Path(folder, "job.json"), Path(folder, "answer.json")
+        task.write_text(json.dumps(job), encoding="utf-8")
+        env = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(count),
+            "PYTHONPATH": os.pathsep.join(sys.path),  # a checkout need not be installed
+            "LOCAL_WORLD_SIZE": str(count),
+            "OMP_NUM_THREADS": str(threads),
+            "DEEPNMT_THREADS": str(threads),
+        }
+        command = [sys.executable, "-m", module, str(task), str(answer)]
+        running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
+        codes = [process.wait() for process in running]
+        if any(codes):
+            raise RuntimeError(f"a process of {module} failed (exit codes {codes})")
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def answer_job(work: Callable[[dict[str, Any], Ranks], Any]) -> None:
+    """The other end, in each process: reads the job named on the command line, works, and rank 0 writes the answer."""
+    task, answer = map(Path, sys.argv[1:3])
+    job = json.loads(task.read_text(encoding="utf-8"))
+    with processes(int(os.environ["DEEPNMT_THREADS"]), group=True) as ranks:
+        found = work(job, ranks)
+        if ranks.first:
+            answer.write_text(json.dumps(found), encoding="utf-8")

@@ -1,0 +1,173 @@
+"""The papers' analyses in small: measurements on models at their beginning, written as JSON and a picture.
+
+All run on random tokens: what they look at, initial weights and one batch, needs no language.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepnmt.analysis.change import Growth, fit_line, random_change
+from deepnmt.analysis.doctor_plots import draw_growth, draw_lines
+from deepnmt.analysis.fresh import fresh_model
+from deepnmt.analysis.gradient_probe import Gradients, gradients
+from deepnmt.analysis.probes import ProbeBatch
+from deepnmt.config import Model
+from deepnmt.data.vocab import BOS, EOS, PAD
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+from deepnmt.monitor import make_run_folder, write_json
+
+_VOCAB = 1000
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)
+_PRE_LN_PAPER = (2, 4, 6, 8, 10, 12, 14, 18, 24, 36)
+
+
+@dataclass(frozen=True)
+class Small:
+    """How small: width (4 heads, inner width twice it), sentences of 20 tokens in the batch, draws or seeds, depth."""
+
+    width: int = 64
+    sentences: int = 16
+    trials: int = 5
+    deepest: int = 100
+
+    def model(self, encoder: str, decoder: str, layers: tuple[int, int], seed: int) -> tuple[Transformer, ProbeBatch]:
+        """A fresh model without dropout, and its batch."""
+        shape = Model.model_validate({
+            "width": self.width, "heads": 4, "ffn": 2 * self.width, "dropout": 0.0, "max_length": 32,
+            "encoder": {"block": encoder, "layers": layers[0]}, "decoder": {"block": decoder, "layers": layers[1]}})
+        batch = self.batch(seed)
+        return fresh_model(shape, _VOCAB, _VOCAB, seed, [batch]), batch
+
+    def batch(self, seed: int) -> ProbeBatch:
+        """Sentences of 19 random symbols and eos on both sides."""
+        draw = torch.Generator().manual_seed(seed)
+        src, trg = (torch.randint(PAD + 1, _VOCAB, (self.sentences, 20), generator=draw) for _ in range(2))
+        src[:, -1] = trg[:, -1] = EOS
+        trg_in = torch.cat([torch.full((self.sentences, 1), BOS), trg[:, :-1]], dim=1)
+        return src, torch.full((self.sentences,), 20), trg_in, trg, seed
+
+
+def reproduce(name: str, folder: Path, small: Small) -> str:
+    """Does one experiment, writes `folder/NAME.json` and `.png`, and returns what it found in lines.
+
+    Raises:
+        UserError: no experiment of that name, or a folder that cannot be written.
+    """
+    if name not in EXPERIMENTS:
+        raise UserError(f"there is no experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
+    make_run_folder(folder)
+    found, lines = EXPERIMENTS[name](small, folder / f"{name}.png")
+    write_json(folder / f"{name}.json", {"experiment": name, "settings": vars(small), **found})
+    return "\n".join([*lines, str(folder / f"{name}.png")])
+
+
+def reproduce_on(name: str, folder: Path, small: Small, threads: int) -> str:
+    """`reproduce` with so many threads."""
+    torch.set_num_threads(threads)
+    return reproduce(name, folder, small)
+
+
+# -- corollaries 1 and 2 of the Admin paper ----------------------------------------------------------------------------
+
+
+def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Output change of encoders of 1 to 100 layers under noise of 1 % (Admin, corollaries 1 and 2, figure 4 left)."""
+    depths = [depth for depth in _DEPTHS if depth <= small.deepest]
+    growths: dict[str, Growth] = {}
+    for block in ("post_ln", "pre_ln", "admin"):
+        changes = []
+        for depth in depths:
+            model, batch = small.model(block, block, (depth, 1), 1)
+            changes.append(random_change(model, batch, trials=small.trials)["encoder"])
+            _say(f"{block} {depth}L: {changes[-1]:.3g}")
+        growths[block] = Growth.of(depths, changes)
+    draw_growth({"encoders under 1 % noise on their matrices": growths}, picture, "Output change against depth")
+    lines = [f"{block}: R² to N {growth.linear.r2:.3f}, to log N {growth.logarithmic.r2:.3f}; change "
+             f"{growth.changes[0]:.2g} at {depths[0]}L, {growth.changes[-1]:.2g} at {depths[-1]}L"
+             for block, growth in growths.items()]
+    return {"growth": {block: growth.as_dict() for block, growth in growths.items()}}, lines
+
+
+# -- gradients vanish in Post-LN decoders ------------------------------------------------------------------------------
+
+
+def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Gradients of sub-layers' outputs at 18L-18L (Admin, figure 3; B2T, figures 3 and 4)."""
+    layers = min(18, small.deepest)
+    norms: dict[str, Gradients] = {}
+    for block in ("post_ln", "pre_ln", "b2t", "admin"):
+        model, batch = small.model(block, block, (layers, layers), 1)
+        norms[block] = gradients(model, batch)
+    panels: dict[str, dict[str, Sequence[float]]] = {
+        side: {block: _tops(found, side, part) for block, found in norms.items()}
+        for side, part in (("encoder", "ffn"), ("decoder", "ffn"))}
+    panels["Post-LN decoder, by sub-layer"] = {part: _tops(norms["post_ln"], "decoder", part)
+                                               for part in ("self_attn", "cross_attn", "ffn")}
+    draw_lines(panels, picture, title=f"Gradient of every layer's output, {layers}L-{layers}L", xlabel="layer",
+               ylabel="gradient norm")
+    lines = []
+    for block, found in norms.items():
+        ratios = [_tops(found, side, "ffn")[0] / _tops(found, side, "ffn")[-1] for side in ("encoder", "decoder")]
+        lines.append(f"{block}: lowest over highest layer's gradient, encoder {ratios[0]:.3g}, decoder {ratios[1]:.3g}")
+    lines += [f"Post-LN decoder, factor on the way down, geometric mean over layers: {text}"
+              for text in _drops(norms["post_ln"])]
+    return {"gradients": {block: found.as_dict() for block, found in norms.items()}}, lines
+
+
+def _drops(found: Gradients) -> list[str]:
+    """What the gradient is multiplied by at each step between two of the five places."""
+    steps = {"(5) to (4), FFN": (4, 3), "(4) to (3), norm after cross-attention": (3, 2),
+             "(3) to (2), cross-attention": (2, 1), "(2) to (1), norm after self-attention": (1, 0)}
+    return [f"{name} {math.exp(_mean(math.log(v[low] / v[high]) for v in found.places.values())):.3f}"
+            for name, (high, low) in steps.items()]
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def _tops(found: Gradients, side: str, part: str) -> list[float]:
+    return [value for name, value in found.outputs.items() if name.startswith(f"{side}.") and name.endswith(part)]
+
+
+# -- the last FFN's gradient, Pre-LN paper -----------------------------------------------------------------------------
+
+
+def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Gradient norm of the decoder's last fc2 against depth (Xiong et al. 2020, theorem 1 and figure 3 c, d)."""
+    depths = [depth for depth in _PRE_LN_PAPER if depth <= small.deepest]
+    norms: dict[str, list[float]] = {}
+    for block in ("post_ln", "pre_ln"):
+        norms[block] = []
+        for depth in depths:
+            values = []
+            for seed in range(1, small.trials + 1):
+                model, batch = small.model(block, block, (depth, depth), seed)
+                values.append(gradients(model, batch).last_ffn)
+            norms[block].append(_mean(values))
+            _say(f"{block} {depth}L-{depth}L: {norms[block][-1]:.4g}")
+    draw_lines({"decoder's last fc2": norms}, picture, title="Gradient of the last FFN against depth", xs=depths,
+               xlabel="layers L", ylabel="gradient norm")
+    slopes = {block: fit_line([math.log(n) for n in depths], [math.log(v) for v in values])
+              for block, values in norms.items()}
+    lines = [f"{block}: {values[0]:.3g} at {depths[0]}L, {values[-1]:.3g} at {depths[-1]}L, about "
+             f"L^{slopes[block].slope:.2f} (R² {slopes[block].r2:.2f})" for block, values in norms.items()]
+    return {"depths": depths, "norms": norms, "power": {block: fit.slope for block, fit in slopes.items()}}, lines
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+Experiment = Callable[[Small, Path], tuple[dict[str, Any], list[str]]]
+EXPERIMENTS: dict[str, Experiment] = {"corollaries": corollaries, "vanishing": vanishing, "last_ffn": last_ffn}

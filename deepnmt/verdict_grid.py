@@ -1,0 +1,251 @@
+"""The runs that the doctor's verdict is learned from: many small models, trained for a few hundred updates each.
+
+Every run is one line of a JSON-lines file: the point of the grid, the features measured before training
+(`analysis/verdict.py`), and what the loss did. Points are done in a shuffled order that is always the same, so a grid
+that was stopped is an even sample of the whole, and the same command goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepnmt.analysis.doctor_plots import draw_grid
+from deepnmt.analysis.fresh import fresh_model
+from deepnmt.analysis.probes import ProbeBatch
+from deepnmt.analysis.toy_task import ToyTask
+from deepnmt.analysis.verdict import FEATURES, SHIPPED, VerdictRule, features
+from deepnmt.analysis.verdict_fit import Confusion, fit_rule
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.errors import UserError
+from deepnmt.model.embedding import PAD
+from deepnmt.model.residual import RULES
+from deepnmt.model.transformer import Transformer
+from deepnmt.optim import learning_rate
+from deepnmt.parallel.local import LocalEngine
+
+DEPTHS = (6, 12, 18, 36)
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+_AVERAGED = 20  # updates at the end whose mean loss decides
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a grid share: model width, heads and inner width, updates, those of a warm-up, the task."""
+
+    width: int = 32
+    heads: int = 4
+    ffn: int = 64
+    updates: int = 200
+    warmup: int = 60
+    task: ToyTask = field(default_factory=ToyTask)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the lines of the file; runs of other settings do not count as done."""
+        task = {name: getattr(self.task, name) for name in ("symbols", "successors", "shortest", "longest", "seed")}
+        return {**{k: v for k, v in asdict(self).items() if k != "task"}, "task": task}
+
+    @property
+    def bar(self) -> float:
+        """The mean loss of the last 20 updates under which a run counts as learned: halfway, in nats, from a model that
+        knows the symbols' frequencies to one that makes no mistake."""
+        return self.task.frequencies_only / 2
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: blocks of encoder and decoder, layers of each, peak rate, with or without warm-up, sentences of a batch,
+    seed."""
+
+    encoder: str
+    decoder: str
+    layers: int
+    rate: float
+    warmup: bool
+    sentences: int = 32
+    seed: int = 1
+
+    @property
+    def name(self) -> str:
+        """The blocks as one word: `admin`, or `post_ln/pre_ln` for a hybrid."""
+        return self.encoder if self.encoder == self.decoder else f"{self.encoder}/{self.decoder}"
+
+
+def grid(
+    blocks: Iterable[str], depths: Iterable[int], rates: Iterable[float], sentences: Iterable[int], seeds: Iterable[int]
+) -> list[Point]:
+    """All points, shuffled. `blocks` are words as in `Point.name`.
+
+    Raises:
+        UserError: a block that does not exist.
+    """
+    pairs = []
+    for word in blocks:
+        encoder, _, decoder = word.partition("/")
+        for block in (encoder, decoder or encoder):
+            if block not in RULES:
+                raise UserError(f"there is no block {block!r}; known: {', '.join(RULES)}; two with a / between them "
+                                "are encoder and decoder")
+        pairs.append((encoder, decoder or encoder))
+    points = [Point(encoder, decoder, layers, rate, warmup, size, seed) for encoder, decoder in pairs
+              for layers in depths for rate in rates for warmup in (True, False) for size in sentences
+              for seed in seeds]
+    random.Random(1).shuffle(points)
+    return points
+
+
+def make_grid(
+    output: Path, blocks: list[str] | None, depths: list[int] | None, rates: list[float] | None, sentences: list[int],
+    seeds: list[int], max_seconds: float, threads: int,
+) -> int:
+    """The runs of a command line (None: all blocks, `DEPTHS`, `RATES`); returns how many are left."""
+    torch.set_num_threads(threads)
+    points = grid(blocks or list(RULES), depths or DEPTHS, rates or RATES, sentences, seeds)
+    return run_grid(points, Settings(), output, max_seconds)
+
+
+def fit_grid(runs: Path, ship: bool) -> str:
+    """Fits the rule on a file of runs; writes `verdict.json`, `verdict.md` and `verdict.png` beside it.
+
+    Args:
+        ship: also put the rule where deepnmt looks for its own.
+
+    Raises:
+        UserError: too few runs.
+    """
+    records = read_runs(runs)
+    rule, held, unseen = fit_rule(records)
+    facts = {
+        "runs": len(records) - held.total, "held_out_runs": held.total, "held_out_accuracy": held.accuracy,
+        "confusion": asdict(held), "accuracy_on_a_block_left_out": unseen,
+        "learned": sum(bool(record["learned"]) for record in records),
+        "settings": records[0]["settings"], "bar": records[0]["bar"],
+    }
+    rule = VerdictRule(rule.kind, rule.names, rule.body, rule.spans, facts)
+    rule.save(runs.with_name("verdict.json"))
+    if ship:
+        rule.save(SHIPPED)
+    draw_grid(records, runs.with_name("verdict.png"))
+    text = report(rule, held, unseen)
+    runs.with_name("verdict.md").write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def report(rule: VerdictRule, held: Confusion, unseen: dict[str, float]) -> str:
+    """What was fitted and how well it does, in lines."""
+    lines = [f"{rule.kind} on {rule.facts['runs']} runs; features:", *(f"  {FEATURES[name]}" for name in rule.names),
+             f"accuracy on {held.total} runs held out: {100 * held.accuracy:.1f} %", held.table(),
+             "accuracy on the runs of a block that was left out of the fit:",
+             *(f"  {name:<24}{100 * value:5.1f} %" for name, value in unseen.items())]
+    return "\n".join(lines)
+
+
+def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds: float = math.inf) -> int:
+    """Does the points that `output` does not have yet, appending a line for each; returns how many are left.
+
+    A point is not begun once `max_seconds` have passed.
+    """
+    done = {_key(record) for record in read_runs(output)}
+    wanted = [p for p in points if _key({"point": asdict(p), "settings": settings.as_dict()}) not in done]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with output.open("a", encoding="utf-8") as file:
+        for number, point in enumerate(wanted):
+            if time.monotonic() - started > max_seconds:
+                return len(wanted) - number
+            record = run_point(point, settings)
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            print(f"{number + 1}/{len(wanted)} {point.name} {point.layers}L lr {point.rate:g} "
+                  f"{'warm-up' if point.warmup else 'no warm-up'}: {'learned' if record['learned'] else 'not learned'} "
+                  f"({record['final']:.3f}, {record['seconds']:.1f} s)", flush=True)
+    return 0
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """The records of a grid's file; the half line of a kill is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def _key(record: dict[str, Any]) -> str:
+    return json.dumps([record["point"], record["settings"]], sort_keys=True)
+
+
+def run_point(point: Point, settings: Settings) -> dict[str, Any]:
+    """One run: features before training, then the updates. The record that goes into the file."""
+    started = time.monotonic()
+    recipe = point_recipe(point, settings)
+    task = settings.task
+    batch = task.batch(0, point.sentences)
+    model = fresh_model(recipe.model, task.vocabulary, task.vocabulary, point.seed, [batch])
+    measured = features(model, batch, lambda: one_update(model, recipe, batch, point.rate),
+                        rate=point.rate, warmup=recipe.schedule.warmup, tokens=tokens_of(batch))
+    measured_in = time.monotonic() - started
+    losses = list(_train(model, recipe, settings, point.sentences))
+    tail = losses[-_AVERAGED:]
+    whole = len(losses) == settings.updates
+    final = sum(tail) / len(tail) if whole else math.inf
+    return {
+        "point": asdict(point), "settings": settings.as_dict(), "features": measured,
+        "losses": [round(sum(losses[i:i + 10]) / len(losses[i:i + 10]), 4) for i in range(0, len(losses), 10)],
+        "final": final if math.isfinite(final) else 1e9, "bar": settings.bar,
+        "learned": math.isfinite(final) and final < settings.bar,
+        "measuring_seconds": round(measured_in, 2), "seconds": round(time.monotonic() - started, 2),
+    }
+
+
+def point_recipe(point: Point, settings: Settings) -> Recipe:
+    """The recipe of a point; only its model, optimizer, schedule and training are used."""
+    corpus = {"src": "-", "trg": "-"}
+    stack = {"layers": point.layers}
+    return check_recipe({
+        "run": "-", "seed": point.seed,
+        "data": {"folder": "-", "src_lang": "src", "trg_lang": "trg", "train": corpus, "valid": corpus,
+                 "filters": {"max_tokens": 60}},
+        "batch": {"tokens": 64 * point.sentences},
+        "model": {"width": settings.width, "heads": settings.heads, "ffn": settings.ffn, "dropout": 0.0,
+                  "max_length": 64, "encoder": {**stack, "block": point.encoder},
+                  "decoder": {**stack, "block": point.decoder}},
+        "optimizer": {"name": "adam", "lr": point.rate},
+        "schedule": {"name": "linear", "warmup": settings.warmup if point.warmup else 0},
+        "train": {"updates": settings.updates, "label_smoothing": 0.0, "clip": 0.0},
+    }, "a point of the grid")
+
+
+def tokens_of(batch: ProbeBatch) -> int:
+    """Target tokens, eos counted."""
+    return int((batch[3] != PAD).sum())
+
+
+def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch, rate: float) -> None:
+    """One update by the recipe's optimizer, from moments of zero, with this rate."""
+    LocalEngine(model, recipe, batch[0].device).train_step([batch], tokens_of(batch), rate)
+
+
+def _train(model: Transformer, recipe: Recipe, settings: Settings, sentences: int) -> Iterator[float]:
+    """The loss of every update, nats a target token; ends early where it is no longer finite."""
+    engine = LocalEngine(model, recipe, torch.device("cpu"))
+    for update in range(1, settings.updates + 1):
+        batch = settings.task.batch(update, sentences)
+        tokens = tokens_of(batch)
+        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, update, settings.updates)
+        stats = engine.train_step([batch], tokens, rate)
+        if not stats.applied:
+            return
+        yield stats.nll / tokens

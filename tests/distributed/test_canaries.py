@@ -1,0 +1,249 @@
+"""Faults of DeepSpeed that deepnmt works around, each shown on the real DeepSpeed.
+
+A canary that fails says that DeepSpeed has changed: then the code it names can become simpler, or must change. All were
+seen on 0.19.8. Each runs in a process of its own on one weight w, loss w · x, plain SGD: the gradient is x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from warm import Warm
+
+Config = dict[str, Any]
+
+
+class Weight(torch.nn.Module):
+    """w · x, for a single w that starts at 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return (self.w * x).sum()
+
+
+MADE: list[Any] = []  # the engines of this process, closed at its end
+
+
+def engine_of(config: Config, decay: float = 0.0, optimizer: str = "SGD") -> Any:
+    """DeepSpeed's engine over one weight, rate 1/8; a configuration says only what its canary is about."""
+    import deepspeed
+
+    module = Weight()
+    made = getattr(torch.optim, optimizer)(module.parameters(), lr=0.125, weight_decay=decay)
+    always = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
+    tree = {key: value for key, value in {**always, **config}.items() if value is not None}
+    MADE.append(deepspeed.initialize(model=module, optimizer=made, config=tree)[0])
+    return MADE[-1]
+
+
+def zero(stage: int, **more: Any) -> Config:
+    return {"zero_optimization": {"stage": stage}, **more}
+
+
+def fp16(power: int = 4, window: int = 1000, **more: Any) -> Config:
+    return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": power, "loss_scale_window": window,
+                     "hysteresis": 1, "min_loss_scale": 1, **more}}
+
+
+def moves(engine: Any, inputs: list[float]) -> list[float]:
+    """How far the fp32 weight moves down, divided by the rate, in one update for each input: the gradient used."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    def weight() -> float:
+        kept = safe_get_full_fp32_param(engine.module.w)
+        return float(engine.module.w if kept is None else kept)
+
+    trace, rate = [], engine.optimizer.param_groups[0]["lr"]
+    for x in inputs:
+        before = weight()
+        engine.backward(engine(x))
+        engine.step()
+        trace.append((before - weight()) / rate)
+    return trace
+
+
+# -- the canaries: the docstring says what holds no longer once one fails, and what to revisit then --------------------
+
+
+def clips_where_not_told() -> None:
+    """Gradient_clipping absent no longer clips at 1.0: ds_config.py need not ask for it, ds_configs/README.md."""
+    silent, told = moves(engine_of(zero(1, gradient_clipping=None)), [4.0]), moves(engine_of(zero(1)), [4.0])
+    assert math.isclose(silent[0], 1.0, rel_tol=1e-3) and told == [4.0]
+
+
+def accumulation_is_averaged() -> None:
+    """Micro-batch losses are no longer averaged by backward(): see scale_wrt_gas in zero.py."""
+    engine = engine_of(zero(1, gradient_accumulation_steps=2))
+    before = float(engine.module.w)
+    for x in (1.0, 3.0):
+        engine.backward(engine(x))
+        engine.step()
+    assert before - float(engine.module.w) == 0.125 * 2.0
+
+
+def accumulates_in_16_bits() -> None:
+    """Bf16 gradients are no longer summed in bf16 by default: data_types.grad_accum_dtype in ds_config.py."""
+    sums = {}
+    for kind in (None, "fp32"):
+        engine = engine_of(zero(1, bf16={"enabled": True}, gradient_accumulation_steps=2,
+                                data_types={"grad_accum_dtype": kind}))
+        for x in (512.0, 2.0):  # halved by the average: 256 + 1 has no bf16
+            engine.backward(engine(x))
+            engine.step()
+        sums[kind] = float(engine.get_global_grad_norm())
+    assert sums == {None: 256.0, "fp32": 257.0}
+
+
+def communicates_in_16_bits() -> None:
+    """Bf16 gradients are no longer reduced in bf16 by default: communication_data_type in ds_config.py."""
+    assert engine_of(zero(1, bf16={"enabled": True})).communication_data_type == torch.bfloat16
+
+
+def radam_is_refused() -> None:
+    """RAdam is now taken under ZeRO: zero_allow_untested_optimizer need not be written (ds_config.py)."""
+    with pytest.raises(AssertionError, match="untested ZeRO Optimizer"):
+        engine_of(zero(1, zero_allow_untested_optimizer=None), optimizer="RAdam")
+
+
+def nan_reaches_the_weights() -> None:
+    """Fp32 without ZeRO now keeps NaN from the weights: the check in ZeroEngine._apply can go."""
+    engine = engine_of(zero(0))
+    moves(engine, [math.nan])
+    assert math.isnan(float(engine.module.w)) and engine.skipped_steps == 0
+
+
+def clipping_needs_every_gradient() -> None:
+    """Clipping without ZeRO now stands that there is no gradient: ZeroEngine may leave it to DeepSpeed."""
+    engine = engine_of(zero(0, gradient_clipping=1.0))
+    engine.backward(engine(4.0))
+    engine.module.w.grad = None  # what ZeroEngine does to drop an update
+    with pytest.raises(IndexError):
+        engine.step()
+
+
+def growth_halves_the_update() -> None:
+    """DeepSpeed's scaler grows on time and divides by the scale it used: optim.LossScaler in ZeroEngine can go."""
+    for stage in (1, 2, 3):
+        engine = engine_of({**zero(stage), **fp16(window=2)})
+        trace, scale = moves(engine, [1.0] * 4), engine.optimizer.loss_scale
+        assert trace == [1.0, 1.0, 0.5, 1.0], (stage, trace)  # the third clean update, not the second, and half of it
+        assert scale == 32.0
+
+
+def floor_ends_the_run() -> None:
+    """The loss scale's floor no longer raises: optim.LossScaler could be DeepSpeed's."""
+    engine = engine_of({**zero(1), **fp16(power=0)})
+    with pytest.raises(Exception, match="already at minimum"):
+        moves(engine, [math.inf])
+
+
+def floor_is_a_whole_number() -> None:
+    """Fp16.min_loss_scale takes fractions now: deepnmt_min_loss_scale in the ds_configs can go."""
+    with pytest.raises(Exception, match="min_loss_scale"):
+        engine_of({**zero(1), **fp16(min_loss_scale=0.03125)})
+
+
+def no_zero_divides_an_unscaled_loss() -> None:
+    """Fp16 without ZeRO now scales its loss: the refusal in ds_config.py can be looked at again."""
+    assert moves(engine_of({**zero(0), **fp16()}), [1.0]) == [0.0625]
+
+
+def no_zero_steps_at_initialize() -> None:
+    """16 bits without ZeRO take no step at initialize any more: the refusal in ds_config.py can be looked at again."""
+    engine = engine_of(zero(0, bf16={"enabled": True}), decay=0.5)
+    assert float(engine.optimizer.fp32_groups[0][0]) == 1 - 0.125 * 0.5  # weight decay, before any update
+
+
+def no_zero_cannot_sum_in_fp32() -> None:
+    """16 bits without ZeRO can sum gradients in fp32 now: the refusal in ds_config.py can be looked at again."""
+    with pytest.raises(NotImplementedError, match="unsupported mix"):
+        engine_of(zero(0, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
+
+
+def moments_come_with_the_first_step() -> None:
+    """Moments are there before a first step: ZeroEngine._prime can go."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    for stage in (1, 2, 3):
+        engine = engine_of(zero(stage), optimizer="Adam")
+        with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
+            safe_get_full_optimizer_state(engine.module.w, "exp_avg")
+
+
+def no_zero_gives_no_state() -> None:
+    """The per-parameter calls answer without ZeRO now: one way in and out in ZeroEngine is enough."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    assert safe_get_full_fp32_param(engine_of(zero(0)).module.w) is None
+
+
+def masters_do_not_reach_the_model() -> None:
+    """Setting the fp32 weight now sets the model's too: update_lp_params and p.copy_ in ZeroEngine can go."""
+    import deepspeed
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    for stage in (1, 3):
+        engine = engine_of(zero(stage, bf16={"enabled": True}))
+        safe_set_full_fp32_param(engine.module.w, torch.full((1,), 7.0))
+        with deepspeed.zero.GatheredParameters([engine.module.w]):
+            assert float(engine.module.w) == 1.0, stage
+
+
+def uneven_shares_cannot_be_set() -> None:
+    """Safe_set_full_fp32_param now stands sizes that the processes do not divide: ZeroEngine._share can go."""
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    engine = engine_of(zero(3))
+    if torch.distributed.get_rank() == 1:
+        with pytest.raises(RuntimeError):
+            safe_set_full_fp32_param(engine.module.w, torch.ones(1))
+
+
+def shared_memory_kernel_has_its_name() -> None:
+    """The CPU's shared-memory all-reduce goes by another name: zero.py must switch that off before it compiles."""
+    from deepspeed.accelerator import get_accelerator
+
+    assert get_accelerator().create_op_builder("ShareMemCommBuilder").NAME == "deepspeed_shm_comm"
+
+
+def offload_wants_its_own_adam() -> None:
+    """Offload takes PyTorch's Adam by default: zero_force_ds_cpu_optimizer in the ds_configs can go."""
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    with pytest.raises(Exception, match="zero_force_ds_cpu_optimizer"):
+        engine_of({"zero_optimization": offload}, optimizer="Adam")
+
+
+CANARIES = (
+    clips_where_not_told, accumulation_is_averaged, accumulates_in_16_bits, communicates_in_16_bits, radam_is_refused,
+    nan_reaches_the_weights, clipping_needs_every_gradient, growth_halves_the_update, floor_ends_the_run,
+    floor_is_a_whole_number, no_zero_divides_an_unscaled_loss, no_zero_steps_at_initialize, no_zero_cannot_sum_in_fp32,
+    moments_come_with_the_first_step, no_zero_gives_no_state, masters_do_not_reach_the_model,
+    uneven_shares_cannot_be_set, shared_memory_kernel_has_its_name, offload_wants_its_own_adam,
+)
+
+
+def show(name: str) -> None:
+    """Runs on each rank."""
+    from deepnmt.parallel.launch import processes
+
+    with processes(threads=1, group=True):
+        try:
+            globals()[name]()
+        finally:
+            for engine in MADE:
+                engine.destroy()
+
+
+@pytest.mark.parametrize("canary", CANARIES, ids=lambda canary: canary.__name__)
+def test_fault_is_still_there(canary: Callable[[], None], warm: Warm) -> None:
+    try:
+        warm.run(2 if canary is uneven_shares_cannot_be_set else 1, "test_canaries:show", canary.__name__)
+    except AssertionError as error:
+        raise AssertionError(f"{canary.__doc__}\n{error}") from None

@@ -1,0 +1,38 @@
+"""Every process of a finished run ends with exit code 0, in every layout: no abort at exit, no hang.
+
+Twice in each layout; twenty times, with programs started anew instead of forked ones, where DEEPNMT_LONG is set.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from ranks import run_on_ranks
+from warm import TESTS, Warm, train
+
+# processes, ds_config, pipeline stages. A new layout is one more row.
+LAYOUTS = [(1, "null", 0), *((2, f"ds_configs/{name}.json", 0) for name in (
+    "zero0_fp32", "zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_fp32", "zero3_bf16", "zero3_offload_bf16"))]
+LONG = bool(os.environ.get("DEEPNMT_LONG"))
+
+
+def job(*arguments: str) -> None:
+    """Runs on each rank."""
+    code = train(*arguments)
+    if code:
+        raise SystemExit(code)
+
+
+@pytest.mark.parametrize(("world", "layout", "stages"), LAYOUTS)
+@pytest.mark.timeout(1800 if LONG else 120)
+def test_all_processes_end_with_0(
+    world: int, layout: str, stages: int, prepared: Path, tmp_path: Path, warm: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    start = run_on_ranks if LONG else warm.run
+    for number in range(20 if LONG else 2):
+        overrides = (f"run={tmp_path / str(number)}", f"parallel.ds_config={layout}",
+                     f"parallel.pipeline_stages={stages}", "train.updates=2")
+        start(world, "test_exit_codes:job", str(prepared / "recipe.yaml"), *overrides)

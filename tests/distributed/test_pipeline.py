@@ -1,0 +1,239 @@
+"""A pipeline computes what the plain engine computes: gradients, losses and norms, over stages, accumulation, data
+parallel ranks, blocks, tyings and recomputation.
+
+After one update from rest Adam's first moment is (1 - β1) times the gradient, so gradients are compared through the
+ordinary export. Many layouts share one set of processes, since starting one takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.launch import Ranks, processes
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB = 40
+BLOCKS = [("post_ln", "pre_ln"), ("admin", "b2t"), ("pre_ln", "deepnorm"), ("b2t", "post_ln"), ("deepnorm", "admin")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to be compared. `stages` 0: the plain engine; `blocks`: which of BLOCKS."""
+
+    stages: int
+    accumulation: int
+    blocks: int = 0
+    config: str = "pipeline_zero1_fp32"
+    dropout: float = 0.2
+    tied: str = "all"
+    recompute: int = 0
+
+
+def recipe(case: Case, accumulation: int, clip: float = 0.0) -> Recipe:
+    encoder, decoder = BLOCKS[case.blocks]
+    return check_recipe(
+        {
+            "run": "unused",
+            "seed": 3,
+            "data": {
+                "folder": "unused",
+                "src_lang": "a",
+                "trg_lang": "b",
+                "train": {"tsv": "x"},
+                "valid": {"tsv": "x"},
+            },
+            "vocab": {"shared": case.tied == "all"},
+            "batch": {"accumulation": accumulation},
+            "model": {
+                "width": 16,
+                "heads": 2,
+                "ffn": 24,
+                "dropout": case.dropout,
+                "tied": case.tied,
+                "encoder": {"block": encoder, "layers": 3},
+                "decoder": {"block": decoder, "layers": 3},
+            },
+            "train": {"updates": 10, "clip": clip},
+            "parallel": {
+                "ds_config": str(ROOT / "ds_configs" / f"{case.config}.json") if case.stages else None,
+                "pipeline_stages": case.stages,
+                "recompute_layers": case.recompute,
+            },
+        },
+        "test",
+    )
+
+
+def batches(update: int, count: int) -> list[MicroBatch]:
+    """Micro-batches of unequal sizes and lengths, with padding."""
+    made: list[MicroBatch] = []
+    for number in range(count):
+        draw = torch.Generator().manual_seed(100 * update + number)
+        rows, source, target = 2 + number % 3, 4 + 2 * (number % 5), 9 - number % 4
+        src = torch.randint(4, VOCAB, (rows, source), generator=draw)
+        trg = torch.randint(4, VOCAB, (rows, target + 1), generator=draw)
+        lengths = torch.full((rows,), source)
+        lengths[0], src[0, 3:] = 3, 3
+        trg_out = trg[:, 1:].clone()
+        trg_out[0, 2:] = 3
+        made.append((src, lengths, trg[:, :-1], trg_out, (update << 32) + number))
+    return made
+
+
+def update(engine: Engine, number: int, count: int, ranks: Ranks | None, rate: float) -> list[float]:
+    """One update of `count` micro-batches over all data-parallel ranks; loss a token, plain loss a token, norm."""
+    plan = batches(number, count)
+    tokens = sum(int((b[3] != 3).sum()) for b in plan)
+    stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
+    assert stats.applied
+    sums = [stats.loss / tokens, stats.nll / tokens]
+    return [*(ranks.sum(sums) if ranks else sums), stats.grad_norm]
+
+
+def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    return {s.name: s.exp_avg.clone() for s in engine.export_state() if s.exp_avg is not None}
+
+
+def trial(cases: str, folder: str) -> None:
+    """Runs on each rank: every case against the plain engine, which each process computes for itself."""
+    results = []
+    with processes(threads=1, group=True) as ranks:
+        alone = Ranks(0, 1, 0, 1, ranks.device)
+        for values in json.loads(cases):
+            case = Case(**values)
+            count = ranks.world // case.stages * case.accumulation
+            plain = start_engine(recipe(Case(**{**values, "stages": 0, "recompute": 0}), count), (VOCAB, VOCAB), alone)
+            engine = start_engine(recipe(case, case.accumulation), (VOCAB, VOCAB), ranks)
+            assert (engine.data_world, engine.parameters) == (ranks.world // case.stages, plain.parameters)
+            start = {s.name: s.weight.clone() for s in engine.export_state()}
+            same_start = all(torch.equal(start[s.name], s.weight) for s in plain.export_state())
+            first = [update(e, 0, count, r, 1e-3) for e, r in ((engine, ranks), (plain, None))]
+            ours, theirs = gradients(engine), gradients(plain)
+            worst = max((float((ours[n] - g).norm() / g.norm().clamp_min(1e-30)), n) for n, g in theirs.items())
+            later = [[update(e, k, count, r, 1e-3) for k in range(1, 4)] for e, r in ((engine, ranks), (plain, None))]
+            [held] = batches(9, 1)
+            valid = [ranks.sum(list(engine.evaluate(held))), list(plain.evaluate(held))]
+            valid[0] = [v / engine.data_world for v in valid[0]]
+            gathered = dict(engine.gather_model().named_parameters())
+            whole = all(
+                torch.allclose(gathered[s.name].float(), s.weight, rtol=0.01, atol=1e-3) for s in engine.export_state()
+            )
+            results.append(
+                {
+                    "case": values,
+                    "same_start": same_start,
+                    "worst": worst,
+                    "first": first,
+                    "later": later,
+                    "names": sorted(ours) == sorted(theirs),
+                    "valid": valid,
+                    "whole": whole,
+                }
+            )
+            engine.close()
+        if ranks.first:
+            Path(folder, "results.json").write_text(json.dumps(results))
+
+
+# Every number of stages, accumulation 1, 2, 8, data parallel 1 and 2, all blocks on both sides, all tyings.
+GRID = {
+    1: [Case(1, 1, 0), Case(1, 8, 1, config="pipeline_zero0_fp32"), Case(1, 2, 4, recompute=2)],
+    2: [
+        Case(2, 1, 0),
+        Case(2, 2, 1),
+        Case(2, 8, 2),
+        Case(2, 2, 3, tied="decoder"),
+        Case(2, 2, 4, tied="none"),
+        Case(2, 2, 1, config="pipeline_zero0_fp32"),
+        Case(2, 2, 2, recompute=1),
+        Case(2, 2, 3, dropout=0.0),
+        Case(1, 2, 3, config="pipeline_zero0_fp32"),
+    ],
+    3: [Case(3, 1, 2), Case(3, 2, 3), Case(3, 8, 4), Case(3, 2, 0, config="pipeline_zero0_fp32", recompute=2)],
+    4: [
+        Case(4, 1, 3),
+        Case(4, 2, 4),
+        Case(4, 8, 0),
+        Case(4, 8, 1, tied="decoder", recompute=2),
+        Case(2, 1, 2),
+        Case(2, 2, 0, config="pipeline_zero0_fp32"),
+        Case(2, 8, 4),
+        Case(4, 2, 1, config="pipeline_zero0_fp32"),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", sorted(GRID))
+def test_pipeline_equals_the_plain_engine(world: int, tmp_path: Path) -> None:
+    for found in results(world, GRID[world], tmp_path):
+        check(found, 1e-5, 1e-5)
+
+
+# 16-bit weights and activations against the plain engine's fp32: every number is rounded to 8 (bf16) or 11 (fp16) bits.
+ROUNDED = [
+    Case(2, 2, 1, config="pipeline_zero1_bf16"),
+    Case(2, 2, 4, config="pipeline_zero1_bf16", recompute=2),
+    Case(2, 2, 2, config="pipeline_zero1_fp16"),
+    Case(1, 2, 3, config="pipeline_zero1_fp16"),
+]
+
+
+def test_16_bit_pipelines_stay_near_fp32(tmp_path: Path) -> None:
+    for found in results(2, ROUNDED, tmp_path):
+        bf16 = "bf16" in found["case"]["config"]
+        check(found, 6e-2 if bf16 else 1e-2, 1e-2 if bf16 else 2e-3)
+
+
+def results(world: int, cases: list[Case], folder: Path) -> list[dict[str, Any]]:
+    run_on_ranks(world, "test_pipeline:trial", json.dumps([case.__dict__ for case in cases]), str(folder), timeout=600)
+    found = json.loads((folder / "results.json").read_text())
+    assert len(found) == len(cases)
+    return found
+
+
+def check(found: dict[str, Any], gradient: float, loss: float) -> None:
+    case = found["case"]
+    assert found["same_start"] and found["names"] and found["whole"], case
+    assert found["worst"][0] < gradient, f"the gradient of {found['worst']} differs: {case}"
+    for ours, theirs in (found["first"], found["later"], found["valid"]):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=loss, atol=0, msg=str(found))
+
+
+def poisoned(configs: str) -> None:
+    """Runs on each rank: a NaN in one gradient of one stage must not reach a weight of any stage, and is reported."""
+    with processes(threads=1, group=True) as ranks:
+        for config in json.loads(configs):
+            case = Case(2, 2, 1, config=config)
+            engine = start_engine(recipe(case, 2), (VOCAB, VOCAB), ranks)
+            update(engine, 0, 2, ranks, 1e-2)
+            before = {s.name: (s.weight, s.exp_avg) for s in engine.export_state()}
+            scale = engine.scaler_state()
+            victim = engine.local.get("decoder.layers.2.ffn.fc1.bias")
+            hook = victim.register_hook(lambda grad: grad * float("nan")) if victim is not None else None
+            stats = engine.train_step(batches(1, 2), 100, 1e-2)
+            if hook is not None:
+                hook.remove()
+            assert not stats.applied and stats.grad_norm == float("inf"), (config, stats)
+            assert engine.optimizer_step == 1, config
+            for s in engine.export_state():
+                weight, moment = before[s.name]
+                assert torch.equal(weight, s.weight) and torch.equal(moment, s.exp_avg), (config, s.name)
+            if scale is not None:
+                assert engine.scaler_state() == {"scale": scale["scale"] / 2, "clean": 0}
+            update(engine, 2, 2, ranks, 1e-2)
+            engine.close()
+
+
+def test_non_finite_gradient_of_one_stage_reaches_none() -> None:
+    configs = [f"pipeline_zero{z}_{p}" for z, p in ((0, "fp32"), (1, "fp32"), (1, "bf16"), (1, "fp16"))]
+    run_on_ranks(2, "test_pipeline:poisoned", json.dumps(configs), timeout=600)

@@ -1,0 +1,58 @@
+"""The same eight micro-batches make the same update, however processes and accumulation share them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny_engines import batches, build, recipe_of, step
+from warm import Warm
+
+from deepnmt.parallel.launch import processes
+
+MICRO_BATCHES, UPDATES = 8, 5
+
+
+def trial(folder: str, layout: str, stages: str = "0") -> None:
+    """Runs on each rank. Adam's first moment after the first update is the gradient, times 0.1."""
+    with processes(threads=1, group=True) as ranks:
+        accumulation = MICRO_BATCHES * max(int(stages), 1) // ranks.world
+        engine = build(recipe_of(layout, accumulation, int(stages), clip=0.5), ranks)
+        trace = [step(engine, batches(0, MICRO_BATCHES), ranks)]
+        first = {state.name: state.exp_avg for state in engine.export_state()}
+        trace += [step(engine, batches(update, MICRO_BATCHES), ranks) for update in range(1, UPDATES)]
+        if ranks.first:
+            save_file(first, f"{folder}/moments")
+            Path(folder, "trace.json").write_text(json.dumps(trace))
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
+    folder = tmp_path_factory.mktemp("local")
+    warm.run(1, "test_same_tokens:trial", folder, "local")
+    return folder
+
+
+def test_token_counts_are_unequal() -> None:
+    counts = {int((batch[3] != 3).sum()) for update in range(UPDATES) for batch in batches(update, MICRO_BATCHES)}
+    assert len(counts) > 4
+
+
+@pytest.mark.parametrize(("world", "layout", "stages"), [
+    (1, "zero1_fp32", 0), (2, "zero1_fp32", 0), (4, "zero1_fp32", 0), (8, "zero1_fp32", 0), (4, "zero2_fp32", 0),
+    (8, "zero3_fp32", 0),
+])
+def test_sharing_changes_nothing(
+    world: int, layout: str, stages: int, control: Path, tmp_path: Path, warm: Warm
+) -> None:
+    warm.run(world, "test_same_tokens:trial", tmp_path, layout, stages)
+    ours, theirs = (json.loads((folder / "trace.json").read_text()) for folder in (tmp_path, control))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine[:2] == pytest.approx(other[:2], rel=1e-5) and mine[3]
+    gradients, expected = load_file(tmp_path / "moments"), load_file(control / "moments")
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((gradients[name] - gradient).norm() / gradient.norm()) <= 1e-5, name

@@ -1,0 +1,206 @@
+"""What the residual systems make of a whole model: their stacks, their start, their first steps, and mixed pairs."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from small_models import BLOCKS, VOCAB, batch, model_of, shapes
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deepnmt import config
+from deepnmt.model.transformer import Stack, Transformer, build_layer
+
+D, H = 16, 4
+PAIRS: list[tuple[config.Block, config.Block]] = [
+    ("post_ln", "pre_ln"), ("dlcl", "admin"), ("fixup", "post_ln"), ("t_fixup", "deepnorm"), ("pre_ln", "dlcl_post"),
+    ("rezero", "looks_linear"), ("b2t_no_ln", "admin_closed_form"), ("b2t", "fixup"), ("dlcl_post", "dlcl"),
+]  # fmt: skip
+
+
+def pair(encoder: config.Block, decoder: config.Block, layers: int = 2, init: str = "auto") -> config.Model:
+    stacks = [{"block": block, "layers": layers, "init": init} for block in (encoder, decoder)]
+    return config.Model.model_validate(shapes("post_ln").model_dump() | dict(zip(("encoder", "decoder"), stacks)))
+
+
+def fresh(block: config.Block, layers: int = 2) -> Transformer:
+    return Transformer(pair(block, block, layers), VOCAB, VOCAB, seed=1).eval()
+
+
+def inputs(model: Transformer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ids and lengths of unpadded sentences, and what enters the stacks."""
+    src, _, trg, _ = batch([5, 5], [4, 4])
+    return src, trg, model.encoder.input(model.table("src")(src)), model.decoder.input(model.table("trg")(trg))
+
+
+# ---- DLCL's stacks
+
+
+def by_the_matrix(stack: Stack, x: Tensor, pre_norm: bool) -> Tensor:
+    """An encoder of DLCL layers as its paper writes it: a lower-triangular W, an LN for each y."""
+    mixes, ys = [*(layer.rule.mix for layer in stack.layers), stack.norm.mix], [x]
+
+    def mixed() -> Tensor:
+        row = mixes[len(ys) - 1]
+        if not pre_norm:
+            return row.norm(sum(w * y for w, y in zip(row.weights, ys, strict=True)))
+        return sum(w * mixes[k].norm(y) for k, (w, y) in enumerate(zip(row.weights, ys, strict=True)))
+
+    for layer in stack.layers:
+        x = mixed()
+        for i in range(2):
+            h = layer.rule.norms[i](x) if pre_norm else x
+            x = x + (layer.ffn(h) if i else layer.self_attn(h, None, causal=False))
+            x = x if pre_norm else layer.rule.norms[i](x)
+        ys.append(x)
+    return stack.norm.norm(mixed())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", ["dlcl", "dlcl_post"])
+def test_dlcl_is_the_papers_matrix(block: config.Block) -> None:
+    model = model_of(block)
+    src, _, x, _ = inputs(model)
+    expected = by_the_matrix(model.encoder, x, block == "dlcl")
+    torch.testing.assert_close(model.encode(src, torch.tensor([5, 5])), expected, rtol=1e-5, atol=1e-5)
+
+
+def gradients(model: Transformer) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(*batch([7, 3, 5], [6, 2, 4])).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("block", ["dlcl", "dlcl_post"])
+def test_recomputing_layers_changes_no_gradient_of_dlcl(block: config.Block) -> None:
+    model = model_of(block)
+    kept = gradients(model)
+    for group in (1, 2):
+        model.recompute = group
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(gradient, kept[name], rtol=1e-6, atol=1e-7)
+
+
+# ---- how they start
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", ["rezero", "fixup"])
+def test_a_new_stack_is_the_identity(block: config.Block) -> None:
+    model = fresh(block, layers=5)
+    src, trg, x, y = inputs(model)
+    memory = model.encode(src, torch.tensor([5, 5]))
+    assert torch.equal(memory, x)
+    assert torch.equal(model.decode(trg, memory, torch.tensor([5, 5])), y)
+
+
+@torch.no_grad()
+def test_rezero_post_ln_starts_as_its_norms_alone() -> None:
+    model = fresh("rezero_post_ln")
+    src, _, x, _ = inputs(model)
+    for _ in range(4):
+        x = F.layer_norm(x, (D,))
+    torch.testing.assert_close(model.encode(src, torch.tensor([5, 5])), x, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("init", ["xavier", "depth_scaled"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_looks_linear_ffn_is_linear_at_first(activation: str, init: str) -> None:
+    """With the mirror and the orthogonality that make it so; afterwards it is as free as any."""
+    model = pair("looks_linear", "looks_linear", 4, init).model_copy(update={"activation": activation, "ffn": 48})
+    ffn, scale = build_layer(model, "encoder", 1, 1).ffn, 0.5 if init == "depth_scaled" else 1.0
+    x, y = torch.randn(2, 7, D).unbind()
+    torch.testing.assert_close(ffn(2 * x - 3 * y), 2 * ffn(x) - 3 * ffn(y), rtol=1e-5, atol=1e-5)
+    first, second = ffn.fc1.weight, ffn.fc2.weight
+    assert first.shape == (24, D) and second.shape == (D, 48)
+    assert torch.equal(second[:, :24], -second[:, 24:])
+    torch.testing.assert_close(first.T @ first, scale**2 * torch.eye(D), rtol=0, atol=1e-6)
+    torch.testing.assert_close(second[:, :24] @ second[:, :24].T, scale**2 * torch.eye(D), rtol=0, atol=1e-6)
+    torch.testing.assert_close(ffn(x), x @ (second[:, :24] @ first).T, rtol=1e-5, atol=1e-5)
+    second.add_(torch.randn_like(second))
+    assert not torch.allclose(ffn(x + y), ffn(x) + ffn(y), atol=1e-2)
+
+
+@torch.no_grad()
+def test_looks_linear_ffn_is_a_concatenated_rectifier() -> None:
+    ffn = model_of("looks_linear").encoder.layers[0].ffn
+    x = torch.randn(3, D)
+    h = x @ ffn.fc1.weight.T + ffn.fc1.bias
+    expected = torch.cat([h.clamp(min=0), (-h).clamp(min=0)], dim=1) @ ffn.fc2.weight.T + ffn.fc2.bias
+    torch.testing.assert_close(ffn(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_fixup_has_a_scalar_before_each_linear_map_and_activation() -> None:
+    """A whole decoder layer with random parameters, in plain products."""
+    model = model_of("fixup")
+    layer = model.decoder.layers[1]
+    p = dict(layer.named_parameters())
+    x, memory = torch.randn(2, 3, D), torch.randn(2, 5, D)
+
+    def linear(name: str, h: Tensor) -> Tensor:
+        return (h - p[f"{name}.shift"]) @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+    def attention(name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        heads = [part.unflatten(-1, (H, -1)).transpose(1, 2) for part in (q, k, v)]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2).flatten(2)
+        return linear(f"{name}.out", mixed)
+
+    h = x + p["rule.scales.0"] * attention("self_attn", *linear("self_attn.qkv", x).chunk(3, -1), True)
+    crossed = attention("cross_attn", linear("cross_attn.q", h), *linear("cross_attn.kv", memory).chunk(2, -1), False)
+    h = h + p["rule.scales.1"] * crossed
+    inner = (linear("ffn.fc1", h) - p["ffn.shift"]).relu()
+    expected = h + p["rule.scales.2"] * linear("ffn.fc2", inner)
+    torch.testing.assert_close(layer(x, memory), expected, rtol=1e-5, atol=1e-5)
+    assert sum(name.endswith("shift") for name in p) == 8
+
+
+# ---- first steps
+
+
+def three_steps(shape: config.Model) -> Transformer:
+    """Adam on one batch; afterwards every parameter has had a gradient, and the loss has fallen."""
+    model = Transformer(shape, VOCAB, VOCAB, seed=1, label_smoothing=0.1).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(*batch([7, 3, 5], [6, 2, 4]), dropout_key=1).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+    return model
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_block_takes_steps(block: config.Block) -> None:
+    """Where a gate or a matrix starts at 0, gradients reach the encoder's matrices with the third."""
+    three_steps(shapes(block, dropout=0.1))
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), PAIRS)
+def test_every_pair_takes_steps(encoder: config.Block, decoder: config.Block) -> None:
+    three_steps(pair(encoder, decoder))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("encoder", "decoder"), PAIRS)
+def test_a_pair_decodes_step_by_step_as_at_once(encoder: config.Block, decoder: config.Block) -> None:
+    model = Transformer(pair(encoder, decoder), VOCAB, VOCAB, seed=1).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    src, lengths, trg, _ = batch([7, 3, 5], [6, 6, 6])
+    memory = model.encode(src, lengths)
+    cache = model.start_cache(memory, lengths, 1, 6)
+    steps = torch.stack([model.step(trg[:, t], cache) for t in range(6)], dim=1)
+    torch.testing.assert_close(steps, model.decode(trg, memory, lengths), rtol=1e-4, atol=1e-5)
+
+
+def test_the_pairs_hold_every_block() -> None:
+    assert {block for both in PAIRS for block in both} | {"rezero_post_ln"} == set(get_args(config.Block))

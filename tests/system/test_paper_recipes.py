@@ -1,0 +1,114 @@
+"""The recipes of the papers: their batches, what their heads say, and the command lines that stand there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deepnmt.config import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Task and depth: tokens of an update (Admin, Appendix D: GPUs x largest batch of each; B2T, Tables 7, 8: 128 x 3584),
+# updates or epochs, peak rate and warm-up, the optimizer, beam.
+PAPERS = {
+    "iwslt14_de_en/6l-6l": (4000, 90, 7e-4, 6000, "radamw", 5),
+    "wmt14_en_de/6l-6l": (4 * 8196, 100, 1e-3, 8000, "radam", 4),
+    "wmt14_en_de/12l-12l": (4 * 8196, 100, 1e-3, 8000, "radam", 4),
+    "wmt14_en_de/18l-18l": (4 * 8196, 100, 1e-3, 8000, "radam", 4),
+    "wmt14_en_de/36l-36l": (128 * 3584, 50000, 1e-3, 4000, "adam", 4),
+    "wmt14_en_de/50l-50l": (128 * 3584, 50000, 1e-3, 4000, "adam", 4),
+    "wmt14_en_de/60l-12l": (128 * 3584, 50000, 1e-3, 4000, "adam", 4),
+    "wmt14_en_de/100l-100l": (4 * 8196, 100, 1e-3, 8000, "radam", 4),
+    "wmt14_en_fr/6l-6l": (4 * 5000, 50, 7e-4, 8000, "radam", 5),
+    "wmt14_en_fr/60l-12l": (16 * 5000, 50, 7e-4, 8000, "radam", 5),
+}
+every_paper = pytest.mark.parametrize("name", PAPERS)
+
+
+def file_of(name: str) -> Path:
+    return ROOT / "recipes" / f"{name}.yaml"
+
+
+def head_of(name: str) -> list[str]:
+    return file_of(name).read_text(encoding="utf-8").partition("\nrun:")[0].splitlines()
+
+
+def commands(name: str) -> list[str]:
+    """The indented lines of the head, joined where they end in a backslash."""
+    lines = [line.removeprefix("#   ") for line in head_of(name) if line.startswith("#   ")]
+    return "\n".join(lines).replace("\\\n", " ").splitlines()
+
+
+def test_these_are_all() -> None:
+    folders = ("iwslt14_de_en", "wmt14_en_de", "wmt14_en_fr")
+    assert {f"{p.parent.name}/{p.stem}" for f in folders for p in (ROOT / "recipes" / f).glob("*.yaml")} == set(PAPERS)
+
+
+@every_paper
+def test_the_figures_are_the_papers(name: str) -> None:
+    recipe = load_recipe(file_of(name))
+    tokens, length, rate, warmup, optimizer, beam = PAPERS[name]
+    [stated] = [re.fullmatch(r"# Batch: (\d+) GPUs? x (\d+) x (\d+) tokens = (\d+) an update, as in .*", line)
+                for line in head_of(name) if line.startswith("# Batch: ")]
+    assert stated is not None
+    gpus, accumulation, per_gpu, product = map(int, stated.groups())
+    assert (accumulation, per_gpu) == (recipe.batch.accumulation, recipe.batch.tokens)
+    assert gpus * accumulation * per_gpu == product == tokens
+    assert length == (recipe.train.epochs or recipe.train.updates)
+    assert (recipe.optimizer.lr, recipe.schedule.warmup, recipe.optimizer.name) == (rate, warmup, optimizer)
+    assert (recipe.schedule.name, recipe.translate.beam, recipe.average_last) == ("inverse_sqrt", beam, 10)
+    assert recipe.train.keep_last >= recipe.average_last
+
+
+@every_paper
+def test_every_setting_has_a_comment(name: str) -> None:
+    body = file_of(name).read_text(encoding="utf-8").partition("\nrun:")[2]
+    group = re.compile(r"(data|vocab|batch|model|admin|optimizer|schedule|train|parallel|translate|  test|  filters):")
+    bare = [line for line in f"run:{body}".splitlines()
+            if line and " # " not in line and not group.fullmatch(line) and not re.match(r" +(src|trg): \S+/", line)]
+    assert bare == []
+
+
+@every_paper
+def test_the_head_says_what_is_reproduced_and_how(name: str) -> None:
+    head = "\n".join(head_of(name))
+    assert re.search(r"Table \d|Figure \d|No row of a table", head)
+    assert "no command below was run" in head
+    for word in ("Data", "prepare_data.py", "--hostfile hosts", "sbatch", "average_checkpoints.py", "evaluate.py"):
+        assert word in head, word
+    assert ("wmt14/full" in head) == name.startswith("wmt14")
+    assert all(len(line) <= 120 for line in file_of(name).read_text(encoding="utf-8").splitlines())
+
+
+@every_paper
+def test_the_commands_name_what_is_there(name: str) -> None:
+    recipe = load_recipe(file_of(name))
+    text = "\n".join(commands(name))
+    tools, recipes = re.findall(r"tools/\w+\.py", text), re.findall(r"recipes/\S+?\.yaml", text)
+    assert tools and all((ROOT / tool).is_file() for tool in tools)
+    assert set(recipes) == {f"recipes/{name}.yaml"}
+    assert set(re.findall(r"runs/[\w-]+", text)) == {recipe.run}
+    for folder in set(re.findall(r"data/\w+/text", text)):
+        assert recipe.data.train.src[0].startswith(folder) and recipe.data.valid.trg[0].startswith(folder)
+
+
+@every_paper
+def test_the_settings_to_change_are_settings(name: str) -> None:
+    """Lines of the head that hold settings alone, and those in brackets or in the line of other blocks."""
+    lines = [line for line in commands(name) if re.match(r"[a-z]+\.[a-z_.]+=", line)]
+    prose = " ".join(line for line in head_of(name) if line.startswith(("# (", "# Other blocks")))
+    lines.append(" ".join(re.findall(r"[a-z]+\.[a-z_.]+=[\w./-]+", prose)).rstrip("."))
+    assert lines[-1]
+    for line in lines:
+        assert load_recipe(file_of(name), shlex.split(line)) != load_recipe(file_of(name))
+
+
+def test_the_depths_of_a_task_share_their_data() -> None:
+    for task in ("wmt14_en_de", "wmt14_en_fr"):
+        trees = [yaml.safe_load(file_of(name).read_text(encoding="utf-8")) for name in PAPERS if name.startswith(task)]
+        assert all((tree["data"], tree["vocab"]) == (trees[0]["data"], trees[0]["vocab"]) for tree in trees)

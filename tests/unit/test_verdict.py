@@ -1,0 +1,180 @@
+"""The verdict: its toy task, its grid of runs, the fits, and the rule as a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepnmt.analysis import verdict_fit
+from deepnmt.analysis.toy_task import ToyTask
+from deepnmt.analysis.verdict import FEATURES, VerdictRule
+from deepnmt.analysis.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
+from deepnmt.errors import UserError
+from deepnmt.verdict_grid import Point, Settings, fit_grid, grid, read_runs, run_grid
+
+TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
+
+
+def test_toy_task_is_a_permuted_walk() -> None:
+    task = ToyTask(symbols=6, successors=2, shortest=3, longest=5, seed=4)
+    src, lengths, trg_in, trg_out, key = task.batch(7, 200)
+    assert all(torch.equal(a, b) for a, b in zip(task.batch(7, 200)[:4], (src, lengths, trg_in, trg_out), strict=True))
+    assert not torch.equal(task.batch(8, 200)[0][:, :3], src[:, :3]) and key == 7
+    pairs, follows = set(), set()
+    rows = zip(src.tolist(), lengths.tolist(), trg_in.tolist(), trg_out.tolist(), strict=True)
+    for row, length, inputs, outputs in rows:
+        walk, said = row[: length - 1], outputs[: length - 1]
+        assert row[length - 1:] == outputs[length - 1:] == [2] + [3] * (6 - length) and 4 <= length <= 6
+        assert inputs[:length] == [1, *said] and set(inputs[length:]) <= {3}
+        pairs |= set(zip(walk, said, strict=True))
+        follows |= set(pairwise(walk))
+    assert len(pairs) == 6 and len({target for _, target in pairs}) == 6  # a permutation
+    assert len(follows) == 6 * 2
+    assert task.vocabulary == 10 and task.frequencies_only == pytest.approx(math.log(6) * 4 / 5)
+    assert task.target_only == pytest.approx((math.log(6) + 3 * math.log(2)) / 5)
+
+
+def test_logistic_rule_by_hand(tmp_path: Path) -> None:
+    body = {"centre": [1.0, 0.0], "scale": [2.0, 1.0], "weights": [3.0, -1.0], "bias": 0.5}
+    rule = VerdictRule("logistic", ["rate", "layers"], body, {"rate": [-4.0, -2.0], "layers": [0.0, 2.0]}, {"runs": 9})
+    values = {"rate": -3.0, "layers": 1.5}
+    expected = 1 / (1 + math.exp(-(3.0 * (-3.0 - 1) / 2 - 1.5 + 0.5)))
+    assert rule.probability(values) == pytest.approx(expected)
+    verdict = rule.judge({"rate": -1.0, "layers": 1.5})
+    assert not verdict.trains and verdict.reasons[0].startswith(FEATURES["rate"]) and "against" in verdict.reasons[0]
+    assert len(verdict.outside) == 1 and "-1" in verdict.outside[0]
+    rule.save(tmp_path / "rule.json")
+    assert VerdictRule.load(tmp_path / "rule.json") == rule
+
+
+def test_tree_rule_by_hand() -> None:
+    body = {"feature": "rate", "threshold": -2.5, "low": {"probability": 0.9, "runs": 5},
+            "high": {"feature": "warmup", "threshold": 0.5, "low": {"probability": 0.1, "runs": 6},
+                     "high": {"probability": 0.6, "runs": 7}}}
+    rule = VerdictRule("tree", ["rate", "warmup"], body, {"rate": [-4, -2]})
+    said = [rule.probability({"rate": r, "warmup": w}) for r, w in ((-3, 0), (-2, 0), (-2, 1), (-2.5, 0))]
+    assert said == [0.9, 0.1, 0.6, 0.9]
+    assert rule.judge({"rate": -2, "warmup": 1}).reasons == [
+        f"{FEATURES['rate']}: -2 > -2.5", f"{FEATURES['warmup']}: 1 > 0.5"]
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", '{"format": "deepnmt-verdict", "version": 2}', None])
+def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "rule.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match="verdict_grid"):
+        VerdictRule.load(path)
+
+
+def test_the_shipped_rule_is_sound() -> None:
+    rule = VerdictRule.load()
+    assert set(rule.names) <= set(FEATURES) and set(rule.spans) == set(rule.names)
+    assert rule.facts["held_out_accuracy"] > 0.5 and rule.facts["runs"] >= 40
+    counts = rule.facts["confusion"]
+    right = counts["learned_yes"] + counts["failed_no"]
+    assert right / sum(counts.values()) == pytest.approx(rule.facts["held_out_accuracy"])
+
+
+def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Runs that learn exactly where rate + layers is low; every other feature is noise."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for number in range(count):
+        values = {name: float(torch.randn((), generator=draw)) for name in FEATURES}
+        found.append({"point": {"encoder": f"b{number % 3}", "decoder": "x", "layers": 6, "rate": 1e-3 * (number + 1),
+                                "warmup": bool(number % 2)},
+                      "settings": {}, "features": values, "learned": values["rate"] + values["layers"] < 0.2,
+                      "final": 0.1, "bar": 1.0})
+    return found
+
+
+def test_logistic_finds_what_decides() -> None:
+    records = records_of(300)
+    rule = fit_logistic(records, ["rate", "layers", "noise_encoder"])
+    rate, layers, noise = rule.body["weights"]
+    assert rate < -1 and layers < -1 and abs(noise) < 0.3 * abs(rate)
+    assert confusion(rule, records_of(300, seed=9)).accuracy > 0.93
+
+
+def test_tree_cuts_where_gini_says() -> None:
+    records = records_of(60)
+    for record in records:
+        record["learned"] = record["features"]["rate"] > 0.3
+    rule = fit_tree(records, ["layers", "rate"])
+    below = max(r["features"]["rate"] for r in records if not r["learned"])
+    above = min(r["features"]["rate"] for r in records if r["learned"])
+    assert rule.body["feature"] == "rate" and rule.body["threshold"] == pytest.approx((below + above) / 2)
+    assert confusion(rule, records).accuracy == 1.0
+    assert rule.body["low"] == {"probability": pytest.approx(1 / (rule.body["low"]["runs"] + 2)),
+                                "runs": rule.body["low"]["runs"]}
+
+
+def test_best_split_against_every_cut() -> None:
+    draw = torch.Generator().manual_seed(2)
+    values = torch.randn(30, generator=draw, dtype=torch.float64)
+    y = (torch.rand(30, generator=draw) < 0.5).double()
+    def impurity(part: torch.Tensor) -> float:
+        return float(len(part) * part.mean() * (1 - part.mean()))
+    ordered = values.sort().values
+    cuts = [float((ordered[i] + ordered[i + 1]) / 2) for i in range(4, 25)]
+    expected = min(cuts, key=lambda cut: impurity(y[values <= cut]) + impurity(y[values > cut]))
+    found = verdict_fit._best_split(values, y)
+    assert found is not None and found[1] == pytest.approx(expected)
+
+
+def test_fit_rule_holds_out_and_refuses_too_little() -> None:
+    records = records_of(120)
+    rule, held, unseen = fit_rule(records)
+    assert held.total == sum(held_out(record, 0.3) for record in records) and 20 < held.total < 55
+    assert held.accuracy > 0.8 and {"rate", "layers"} <= set(rule.names) and set(unseen) == {"b0/x", "b1/x", "b2/x"}
+    with pytest.raises(UserError, match="too few"):
+        fit_rule(records[:30])
+    for record in records:
+        record["learned"] = True
+    with pytest.raises(UserError, match="too much alike"):
+        fit_rule(records)
+
+
+def test_grid_goes_on_where_it_was(tmp_path: Path) -> None:
+    points = grid(["post_ln", "pre_ln/admin"], [1], [1e-3], [2], [1])
+    assert len(points) == 4 and {p.name for p in points} == {"post_ln", "pre_ln/admin"}
+    file = tmp_path / "runs.jsonl"
+    assert run_grid(points[:1], TINY, file) == 0
+    with file.open("a") as out:
+        out.write('{"point": {"enc')  # the half line of a kill
+    first = read_runs(file)
+    file.write_text(json.dumps(first[0]) + "\n")
+    assert run_grid(points, TINY, file, max_seconds=-1.0) == 3 and run_grid(points, TINY, file) == 0
+    records = read_runs(file)
+    assert len(records) == 4 and records[0] == first[0]
+    assert set(records[1]["features"]) == set(FEATURES) and len(records[1]["losses"]) == 1
+    assert all(math.isfinite(value) for record in records for value in record["features"].values())
+    with pytest.raises(UserError, match="no block 'nonsense'"):
+        grid(["nonsense"], [1], [1e-3], [2], [1])
+
+
+def test_a_run_learns_or_not_by_the_mark(tmp_path: Path) -> None:
+    task = ToyTask(symbols=4, successors=1, shortest=3, longest=3)
+    easy = Settings(width=16, heads=2, ffn=16, updates=60, warmup=5, task=task)
+    assert run_grid([Point("pre_ln", "pre_ln", 1, 1e-2, True, 16), Point("pre_ln", "pre_ln", 1, 1e-7, True, 16)], easy,
+                    tmp_path / "runs.jsonl") == 0
+    learned, stuck = read_runs(tmp_path / "runs.jsonl")
+    assert learned["learned"] and learned["final"] < easy.bar < stuck["final"] and not stuck["learned"]
+    assert easy.bar == pytest.approx(task.frequencies_only / 2)
+
+
+def test_fit_writes_rule_table_and_picture(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records_of(120)))
+    text = fit_grid(file, ship=False)
+    assert "held out" in text and (tmp_path / "verdict.md").read_text().strip() == text
+    assert (tmp_path / "verdict.png").stat().st_size > 5000
+    rule = VerdictRule.load(tmp_path / "verdict.json")
+    assert rule.facts["runs"] + rule.facts["held_out_runs"] == 120
