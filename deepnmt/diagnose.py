@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from deepnmt.analysis.fresh import fresh_model, with_blocks, with_depth
 from deepnmt.analysis.gradient_probe import gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.update_probe import moved
-from deepnmt.analysis.verdict import VerdictRule, change_by, features
+from deepnmt.analysis.verdict import TRIAL, VerdictRule, change_by, features
 from deepnmt.checkpoint import (
     MOMENTS,
     find_checkpoint,
@@ -192,6 +193,13 @@ def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> None:
     engine.train_step([batch], int((batch[3] != PAD).sum()), recipe.optimizer.lr)
 
 
+def trial(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> list[float]:
+    """Updates of a fresh model on one batch, in place, at the peak rate; the plain losses, nats a target token."""
+    engine = LocalEngine(model, recipe, batch[0].device)
+    tokens = int((batch[3] != PAD).sum())
+    return [engine.train_step([batch], tokens, recipe.optimizer.lr).nll / tokens for _ in range(TRIAL)]
+
+
 def _update(patient: Patient) -> None:
     """One update: of a checkpoint with its moments at the rate that is due, where it has moments; else `one_update`."""
     recipe, model, batch, checkpoint = patient.recipe, patient.model, patient.batch, patient.checkpoint
@@ -222,7 +230,7 @@ def growth(patient: Patient, rate: float) -> tuple[dict[str, dict[str, Growth]],
         recipe = patient.recipe.model_copy(update={"model": with_depth(model, *layers)})
         built = patient.model if depth == deep else _fresh(recipe, patient.vocabs, patient.batch)
         noise.append(random_change(built, patient.batch, trials=_TRIALS))
-        update.append(change_by(built, patient.batch, lambda b=built, r=recipe: one_update(b, r, patient.batch))[0])
+        update.append(change_by(built, patient.batch, partial(one_update, built, recipe, patient.batch))[0])
         last.append(gradients(built, patient.batch).last_ffn)
     changes = {"1 % noise on the matrices": noise, f"one update at the peak rate {rate:g}": update}
     return ({kind: {side: Growth.of(depths, [each[side] for each in found]) for side in SIDES}
@@ -275,7 +283,8 @@ def judge(patient: Patient, rule_file: Path | None) -> dict[str, Any]:
 
 def _features(recipe: Recipe, model: Transformer, patient: Patient) -> dict[str, float]:
     tokens = patient.tokens / len(patient.batch[0]) * (recipe.batch.tokens / patient.batch[3].size(1))
-    return features(model, patient.batch, lambda: one_update(model, recipe, patient.batch), rate=recipe.optimizer.lr,
+    return features(model, patient.batch, partial(one_update, model, recipe, patient.batch),
+                    partial(trial, model, recipe, patient.batch), rate=recipe.optimizer.lr,
                     warmup=recipe.schedule.warmup, tokens=max(1, round(tokens * recipe.batch.accumulation)))
 
 

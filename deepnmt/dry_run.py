@@ -57,7 +57,7 @@ def memory_estimate(recipe: Recipe, parameters: int, world: int, cuts: Partition
     share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
     kept_by_optimizer = 4 * len(moments_of(recipe.optimizer)) + (4 if layout and stage else 0)
     tokens, model = recipe.batch.tokens, recipe.model
-    kept = sum(_KEPT[side] * stack.layers for side, stack in (("encoder", model.encoder), ("decoder", model.decoder)))
+    kept = float(_KEPT["encoder"] * model.encoder.layers + _KEPT["decoder"] * model.decoder.layers)
     wide = 2 * (model.ffn / model.width) * (model.encoder.layers + model.decoder.layers) / 4
     group = recipe.parallel.recompute_layers
     if group:

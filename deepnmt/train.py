@@ -288,7 +288,8 @@ class Trainer:
         progress = self.progress
         if self._saved == progress.update:
             return
-        weights, moments = {}, {}
+        weights: dict[str, Any] = {}
+        moments: dict[str, Any] = {}
         for state in self.engine.export_state():
             if self.ranks.first:
                 weights[state.name] = state.weight

@@ -11,8 +11,9 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,18 @@ import torch
 
 from deepnmt.analysis.doctor_plots import draw_grid
 from deepnmt.analysis.fresh import fresh_model
+from deepnmt.analysis.many import train_side_by_side
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.toy_task import ToyTask
-from deepnmt.analysis.verdict import FEATURES, SHIPPED, VerdictRule, features
+from deepnmt.analysis.verdict import (
+    FEATURES,
+    SHIPPED,
+    TRIAL,
+    VerdictRule,
+    still_features,
+    trial_features,
+    update_features,
+)
 from deepnmt.analysis.verdict_fit import Confusion, fit_rule
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
@@ -33,7 +43,7 @@ from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
 
 DEPTHS = (6, 12, 18, 36)
-RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 _AVERAGED = 20  # updates at the end whose mean loss decides
 
 
@@ -45,7 +55,7 @@ class Settings:
     heads: int = 4
     ffn: int = 64
     updates: int = 200
-    warmup: int = 60
+    warmup: int = 50
     task: ToyTask = field(default_factory=ToyTask)
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,9 +65,9 @@ class Settings:
 
     @property
     def bar(self) -> float:
-        """The mean loss of the last 20 updates under which a run counts as learned: halfway, in nats, from a model that
-        knows the symbols' frequencies to one that makes no mistake."""
-        return self.task.frequencies_only / 2
+        """The mean loss of the last 20 updates, nats a target token, under which a run counts as learned: less than any
+        model can reach that knows how often each symbol is, but neither its own output nor the source."""
+        return self.task.frequencies_only
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Point:
     layers: int
     rate: float
     warmup: bool
-    sentences: int = 32
+    sentences: int = 8
     seed: int = 1
 
     @property
@@ -127,6 +137,7 @@ def fit_grid(runs: Path, ship: bool) -> str:
         "runs": len(records) - held.total, "held_out_runs": held.total, "held_out_accuracy": held.accuracy,
         "confusion": asdict(held), "accuracy_on_a_block_left_out": unseen,
         "learned": sum(bool(record["learned"]) for record in records),
+        "read_the_source": sum(record["final"] < Settings().task.target_only for record in records),
         "settings": records[0]["settings"], "bar": records[0]["bar"],
     }
     rule = VerdictRule(rule.kind, rule.names, rule.body, rule.spans, facts)
@@ -151,23 +162,27 @@ def report(rule: VerdictRule, held: Confusion, unseen: dict[str, float]) -> str:
 def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds: float = math.inf) -> int:
     """Does the points that `output` does not have yet, appending a line for each; returns how many are left.
 
-    A point is not begun once `max_seconds` have passed.
+    Points that differ in rate and warm-up only are trained side by side. No more are begun once `max_seconds` have
+    passed.
     """
     done = {_key(record) for record in read_runs(output)}
     wanted = [p for p in points if _key({"point": asdict(p), "settings": settings.as_dict()}) not in done]
+    groups: dict[tuple[object, ...], list[Point]] = {}
+    for point in wanted:
+        groups.setdefault((point.encoder, point.decoder, point.layers, point.sentences, point.seed), []).append(point)
     output.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+    started, left = time.monotonic(), len(wanted)
     with output.open("a", encoding="utf-8") as file:
-        for number, point in enumerate(wanted):
+        for group in groups.values():
             if time.monotonic() - started > max_seconds:
-                return len(wanted) - number
-            record = run_point(point, settings)
-            file.write(json.dumps(record) + "\n")
+                return left
+            records = run_points(group, settings)
+            left -= len(group)
+            file.write("".join(json.dumps(record) + "\n" for record in records))
             file.flush()
-            print(f"{number + 1}/{len(wanted)} {point.name} {point.layers}L lr {point.rate:g} "
-                  f"{'warm-up' if point.warmup else 'no warm-up'}: {'learned' if record['learned'] else 'not learned'} "
-                  f"({record['final']:.3f}, {record['seconds']:.1f} s)", flush=True)
-    return 0
+            print(f"{group[0].name} {group[0].layers}L: {sum(r['learned'] for r in records)} of {len(group)} learned "
+                  f"({sum(r['seconds'] for r in records):.0f} s), {left} runs left", flush=True)
+    return left
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
@@ -187,26 +202,52 @@ def _key(record: dict[str, Any]) -> str:
     return json.dumps([record["point"], record["settings"]], sort_keys=True)
 
 
-def run_point(point: Point, settings: Settings) -> dict[str, Any]:
-    """One run: features before training, then the updates. The record that goes into the file."""
+def run_points(points: list[Point], settings: Settings) -> list[dict[str, Any]]:
+    """The records of runs that differ in rate and warm-up only: features before training, then the updates."""
     started = time.monotonic()
-    recipe = point_recipe(point, settings)
-    task = settings.task
-    batch = task.batch(0, point.sentences)
-    model = fresh_model(recipe.model, task.vocabulary, task.vocabulary, point.seed, [batch])
-    measured = features(model, batch, lambda: one_update(model, recipe, batch, point.rate),
-                        rate=point.rate, warmup=recipe.schedule.warmup, tokens=tokens_of(batch))
-    measured_in = time.monotonic() - started
-    losses = list(_train(model, recipe, settings, point.sentences))
-    tail = losses[-_AVERAGED:]
-    whole = len(losses) == settings.updates
-    final = sum(tail) / len(tail) if whole else math.inf
+    task, size = settings.task, points[0].sentences
+    recipes = [point_recipe(point, settings) for point in points]
+    model = _fresh(points[0], settings)
+    measured = measure_points(points, settings)
+    updates = range(1, settings.updates + 1)
+    losses = list(train_side_by_side(
+        [model] * len(points), (task.batch(update, size) for update in updates),
+        ([learning_rate(r.optimizer.lr, r.schedule, update, settings.updates) for r in recipes] for update in updates),
+        recipes[0].optimizer))
+    seconds = (time.monotonic() - started) / len(points)
+    return [_record(point, settings, values, [each[place] for each in losses], seconds)
+            for place, (point, values) in enumerate(zip(points, measured, strict=True))]
+
+
+def measure_points(points: list[Point], settings: Settings) -> list[dict[str, float]]:
+    """The features of runs that differ in rate and warm-up only."""
+    first, recipes = points[0], {point.rate: point_recipe(point, settings) for point in points}
+    model, batch = _fresh(first, settings), settings.task.batch(0, first.sentences)
+    still = still_features(model, batch)
+    update = {rate: update_features(model, batch, partial(one_update, model, recipe, batch))
+              for rate, recipe in recipes.items()}
+    losses = list(train_side_by_side([model] * len(recipes), [batch] * TRIAL, [list(recipes)] * TRIAL,
+                                     recipes[first.rate].optimizer))
+    trial = {rate: trial_features([each[place] for each in losses], batch) for place, rate in enumerate(recipes)}
+    return [{**still, **update[point.rate], **trial[point.rate], "rate": math.log10(point.rate),
+             "warmup": float(point.warmup), "tokens": math.log10(tokens_of(batch))} for point in points]
+
+
+def _fresh(point: Point, settings: Settings) -> Transformer:
+    vocabulary = settings.task.vocabulary
+    return fresh_model(point_recipe(point, settings).model, vocabulary, vocabulary, point.seed,
+                       [settings.task.batch(0, point.sentences)])
+
+
+def _record(point: Point, settings: Settings, values: dict[str, float], losses: list[float], seconds: float) -> Any:
+    """A line of the file; `final` is the mean loss of the last updates, 1e9 where it is not finite."""
+    final = sum(losses[-_AVERAGED:]) / len(losses[-_AVERAGED:])
+    tens = [sum(losses[i:i + 10]) / len(losses[i:i + 10]) for i in range(0, len(losses), 10)]
     return {
-        "point": asdict(point), "settings": settings.as_dict(), "features": measured,
-        "losses": [round(sum(losses[i:i + 10]) / len(losses[i:i + 10]), 4) for i in range(0, len(losses), 10)],
+        "point": asdict(point), "settings": settings.as_dict(), "features": values,
+        "losses": [round(loss, 4) if math.isfinite(loss) else 1e9 for loss in tens],
         "final": final if math.isfinite(final) else 1e9, "bar": settings.bar,
-        "learned": math.isfinite(final) and final < settings.bar,
-        "measuring_seconds": round(measured_in, 2), "seconds": round(time.monotonic() - started, 2),
+        "learned": math.isfinite(final) and final < settings.bar, "seconds": round(seconds, 2),
     }
 
 
@@ -233,19 +274,6 @@ def tokens_of(batch: ProbeBatch) -> int:
     return int((batch[3] != PAD).sum())
 
 
-def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch, rate: float) -> None:
-    """One update by the recipe's optimizer, from moments of zero, with this rate."""
-    LocalEngine(model, recipe, batch[0].device).train_step([batch], tokens_of(batch), rate)
-
-
-def _train(model: Transformer, recipe: Recipe, settings: Settings, sentences: int) -> Iterator[float]:
-    """The loss of every update, nats a target token; ends early where it is no longer finite."""
-    engine = LocalEngine(model, recipe, torch.device("cpu"))
-    for update in range(1, settings.updates + 1):
-        batch = settings.task.batch(update, sentences)
-        tokens = tokens_of(batch)
-        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, update, settings.updates)
-        stats = engine.train_step([batch], tokens, rate)
-        if not stats.applied:
-            return
-        yield stats.nll / tokens
+def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> None:
+    """One update by the recipe's optimizer, from moments of zero, at the peak rate."""
+    LocalEngine(model, recipe, batch[0].device).train_step([batch], tokens_of(batch), recipe.optimizer.lr)

@@ -32,7 +32,7 @@ class Warm:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         self._server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         bufsize=0, env=env, cwd=ROOT)
-        assert self._answer(120) == "ready"
+        assert self._answer(300) == "ready"
         self._folder, self._jobs = tempfile.TemporaryDirectory(), 0
         self.pids: list[int] = []
         self.log = Path()
@@ -47,10 +47,10 @@ class Warm:
                "port": str(free_port())}
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(job).encode() + b"\n")
-        self.pids = self._answer(30)
+        self.pids = self._answer(60)
         return self.pids
 
-    def wait(self, timeout: float = 120) -> list[int]:
+    def wait(self, timeout: float = 240) -> list[int]:
         """The exit codes (minus the number of the signal that ended a process). Fails, and kills, after `timeout` s."""
         try:
             return self._answer(timeout)
@@ -64,7 +64,7 @@ class Warm:
         """What the processes of the job wrote."""
         return self.log.read_text(errors="replace")
 
-    def run(self, world: int, target: str, *arguments: object, timeout: float = 120) -> None:
+    def run(self, world: int, target: str, *arguments: object, timeout: float = 240) -> None:
         """Runs a job to its end; fails with its output unless every process ends with 0."""
         self.start(world, target, *arguments)
         codes = self.wait(timeout)
@@ -119,7 +119,8 @@ def serve() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print while they are imported
     quiet_libraries()
-    for name in ("pytest", "deepnmt.cli", "deepnmt.train", "deepnmt.parallel.zero"):
+    for name in ("pytest", "deepnmt.cli", "deepnmt.train", "deepnmt.parallel.pipeline",
+                 "deepspeed.runtime.zero.muon.muon_optimizer"):  # DeepSpeed's first engine would import the last
         importlib.import_module(name)
     from deepspeed.accelerator import get_accelerator
 

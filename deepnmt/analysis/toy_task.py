@@ -27,10 +27,10 @@ _FIRST = PAD + 1  # the id of the first symbol
 class ToyTask:
     """Symbols, successors of each, symbols of a sentence (shortest to longest), and the seed of all of it."""
 
-    symbols: int = 16
-    successors: int = 4
-    shortest: int = 6
-    longest: int = 8
+    symbols: int = 12
+    successors: int = 3
+    shortest: int = 4
+    longest: int = 6
     seed: int = 1
     _alphabet: Tensor = field(init=False, repr=False, compare=False)
     _next: Tensor = field(init=False, repr=False, compare=False)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -20,9 +22,11 @@ from deepnmt.analysis.change import compare, random_change
 from deepnmt.analysis.gradient_probe import Gradients, gradients
 from deepnmt.analysis.probes import ProbeBatch, mean_loss, stack_outputs
 from deepnmt.errors import UserError
+from deepnmt.model.embedding import PAD
 from deepnmt.model.transformer import Transformer
 
 SHIPPED = Path(__file__).with_name("verdict.json")
+TRIAL = 30  # updates on one batch
 _FORMAT, _VERSION = "deepnmt-verdict", 1
 
 # What each feature is, in words. "Change": see `change.py`; all logarithms are to base 10.
@@ -32,6 +36,8 @@ FEATURES: dict[str, str] = {
     "update_encoder": "log change of the encoder's output after one real update at the peak rate",
     "update_decoder": "log change of the decoder's output after one real update at the peak rate",
     "update_loss": "change of the batch's loss by that update, nats a token",
+    "trial_loss": "loss at the end of 30 updates on this one batch at the peak rate, above the entropy of its tokens",
+    "trial_fall": "how far that loss fell over the last 15 of them, nats a token",
     "gradient_encoder": "log gradient norm of the encoder's lowest output over its highest",
     "gradient_decoder": "log gradient norm of the decoder's lowest output over its highest",
     "gradient_source": "log gradient norm of the encoder's top over the decoder's top",
@@ -46,28 +52,34 @@ FEATURES: dict[str, str] = {
 
 
 def features(
-    model: Transformer, batch: ProbeBatch, update: Callable[[], None], *, rate: float, warmup: int, tokens: int
+    model: Transformer, batch: ProbeBatch, update: Callable[[], None], trial: Callable[[], list[float]], *, rate: float,
+    warmup: int, tokens: int,
 ) -> dict[str, float]:
     """All of `FEATURES` of a model before training, on one batch; its weights are as before on return.
 
     Args:
         update: takes one optimizer update at the peak rate on this batch, in place.
+        trial: takes `TRIAL` of them, in place, and returns the plain losses, nats a target token.
         rate, warmup, tokens: of the recipe: peak learning rate, updates of warm-up, target tokens of an update.
     """
+    with kept(model):
+        losses = trial()
+    return {**still_features(model, batch), **update_features(model, batch, update), **trial_features(losses, batch),
+            "rate": math.log10(rate), "warmup": float(warmup > 0), "tokens": math.log10(tokens)}
+
+
+def still_features(model: Transformer, batch: ProbeBatch) -> dict[str, float]:
+    """Those that no learning rate changes."""
     was_training = model.training
     model.eval()
     found = gradients(model, batch)
     noise = random_change(model, batch)
     before = stack_outputs(model, batch)
     signal = compare(model, _other_sources(batch), before)["decoder"]
-    moved, loss = change_by(model, batch, update)
     model.train(was_training)
     return {
         "noise_encoder": _log(noise["encoder"]),
         "noise_decoder": _log(noise["decoder"]),
-        "update_encoder": _log(moved["encoder"]),
-        "update_decoder": _log(moved["decoder"]),
-        "update_loss": min(max(loss - found.loss, -10.0), 10.0) if math.isfinite(loss) else 10.0,
         "gradient_encoder": _gradient_ratio(found, "encoder"),
         "gradient_decoder": _gradient_ratio(found, "decoder"),
         "gradient_source": _log(_tops(found, "encoder")[-1]) - _log(_tops(found, "decoder")[-1]),
@@ -75,30 +87,64 @@ def features(
         "alike_decoder": token_likeness(before["decoder"]),
         "source_signal": _log(signal),
         "layers": math.log10(len(model.encoder.layers) + len(model.decoder.layers)),
-        "rate": math.log10(rate),
-        "warmup": float(warmup > 0),
-        "tokens": math.log10(tokens),
     }
 
 
-def change_by(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> tuple[dict[Any, float], float]:
-    """The change of both outputs by an update, and the loss after it; weights and mode are put back."""
+def update_features(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> dict[str, float]:
+    """Those of one update."""
+    with torch.no_grad():
+        was_training = model.training
+        loss = float(mean_loss(model.eval(), batch))
+        model.train(was_training)
+    moved, after = change_by(model, batch, update)
+    return {
+        "update_encoder": _log(moved["encoder"]),
+        "update_decoder": _log(moved["decoder"]),
+        "update_loss": min(max(after - loss, -10.0), 10.0) if math.isfinite(after) else 10.0,
+    }
+
+
+def trial_features(losses: Sequence[float], batch: ProbeBatch) -> dict[str, float]:
+    """Those of a trial: a model that is stuck knows how often each token occurs in the batch, and no more.
+
+    Args:
+        losses: the plain loss at each of `TRIAL` updates, nats a target token.
+    """
+    end, middle = fmean(losses[-5:]), fmean(losses[-20:-15])
+    if not math.isfinite(end):
+        return {"trial_loss": 10.0, "trial_fall": -10.0}
+    return {"trial_loss": min(end - token_entropy(batch), 10.0), "trial_fall": min(max(middle - end, -10.0), 10.0)}
+
+
+def token_entropy(batch: ProbeBatch) -> float:
+    """Of the batch's target tokens by their frequencies in it, in nats."""
+    counts = batch[3][batch[3] != PAD].unique(return_counts=True)[1].double()
+    shares = counts / counts.sum()
+    return float(-(shares * shares.log()).sum())
+
+
+@contextmanager
+def kept(model: Transformer) -> Iterator[None]:
+    """Puts the model's weights and mode back at the end."""
     was_training = model.training
-    model.eval()
-    before = stack_outputs(model, batch)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     try:
-        update()
-        model.eval()
-        changes = {str(side): value for side, value in compare(model, batch, before).items()}
-        with torch.no_grad():
-            loss = float(mean_loss(model, batch))
+        yield
     finally:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
         model.train(was_training)
-    return changes, loss
+
+
+def change_by(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> tuple[dict[Any, float], float]:
+    """The change of both outputs by an update, and the loss after it; weights and mode are put back."""
+    with kept(model):
+        before = stack_outputs(model.eval(), batch)
+        update()
+        changes = {str(side): value for side, value in compare(model.eval(), batch, before).items()}
+        with torch.no_grad():
+            return changes, float(mean_loss(model, batch))
 
 
 def _other_sources(batch: ProbeBatch) -> ProbeBatch:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from deepnmt import config
 from deepnmt.model.attention import key_mask
 from deepnmt.model.embedding import PAD, TABLES, InputLayer, Use
+from deepnmt.model.history import Stream
 from deepnmt.model.init import init_layer, init_table, table_gain
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss
@@ -58,7 +59,7 @@ def build_embedding(model: config.Model, side: Side, vocab: int, seed: int) -> n
 
 
 def through(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tensor | int | None) -> Tensor:
-    """x [B, T, D] through `layers`, each called as layer(x, *rest).
+    """x [B, T, D] (or a `Stream`) through `layers`, each called as layer(x, *rest).
 
     `recompute`: of every group of this many layers only the input is kept, and the group is run again in the backward
     pass (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost); 0 keeps everything. Dropout masks come again
@@ -232,7 +233,7 @@ class Transformer(nn.Module):
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """The tokens [B·K] last chosen to the last layer's output [B·K, D] at their position; `cache` moves one on."""
         embedded = self.table("trg")(tokens.view(-1, cache.beams))
-        x = self.decoder.input.step(embedded, cache.position)
+        x: Stream = self.decoder.input.step(embedded, cache.position)
         seen = cache.advance()
         for layer, (keys, values), source in zip(self.decoder_layers, cache.past, cache.source, strict=True):
             x = layer.step(x, (keys, values), seen, source, cache.mask, cache.position)

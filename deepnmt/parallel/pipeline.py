@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -38,8 +38,7 @@ from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.partition import Partition
 from deepnmt.parallel.stage import Parcel, Stage, tables_used
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero.py
+from deepnmt.parallel.zero import link_moments
 
 
 class StageModule(PipelineModule):
@@ -55,7 +54,7 @@ class StageModule(PipelineModule):
         os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule asks for it, plain python does not set it
         with contextlib.redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes the group that is open
-            super().__init__(layers=range(cuts.stages), num_stages=cuts.stages, loss_fn=self.loss, dynamic_shape=True)
+            super().__init__(layers=range(cuts.stages), num_stages=cuts.stages, dynamic_shape=True)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """One "layer", which is the stage, for each stage."""
@@ -93,7 +92,7 @@ class StageModule(PipelineModule):
                 if self.global_rank in members:
                     table = self.stage.embeddings[name]
                     groups[name] = {"ranks": members, "group": group, "weight_attr": ["weight"], "module": table}
-                    table.weight.ds_pipe_replicated = self.global_rank != members[0]
+                    cast(Any, table.weight).ds_pipe_replicated = self.global_rank != members[0]
         return groups
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
@@ -101,12 +100,15 @@ class StageModule(PipelineModule):
         return [(tied["module"].weight, tied["group"]) for tied in self.tied_comms.values()]
 
     def forward(self, parcel: Parcel) -> Parcel | torch.Tensor:
-        """See `Stage.forward`."""
-        return self.stage(parcel)
+        """See `Stage.forward`; on the last stage the scaled loss of the micro-batch.
 
-    def loss(self, hidden: torch.Tensor, trg_out: torch.Tensor) -> torch.Tensor:
-        """The scaled loss of a micro-batch, on the last stage."""
-        sums = self.stage.loss(hidden, trg_out)
+        The loss is made here and not in DeepSpeed's `loss_fn`: what happens outside a module's forward is lost in bf16,
+        where DeepSpeed clears the gradients once that of the module's output is there.
+        """
+        found = self.stage(parcel)
+        if not torch.is_tensor(found):
+            return found
+        sums = self.stage.loss(found, parcel[3])
         self.sums.append((sums.loss.detach(), sums.nll.detach()))
         return sums.loss * self.scale
 
@@ -153,6 +155,7 @@ class PipelineEngine:
         if settings.precision == "fp16":
             self.scaler = LossScaler(settings.initial_scale, settings.window, settings.floor)
             self.engine.optimizer.loss_scaler = self.scaler
+        self.engine._INSTRUCTION_MAP = {**self.engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _sum_tied_gradients}
         self._norm, self._applied, self._counted = 0.0, True, 0
         if self.zero == 0:
             self._step_of_deepspeed = self.engine._take_model_step
@@ -206,7 +209,7 @@ class PipelineEngine:
 
     def _parcel(self, batch: MicroBatch) -> tuple[Parcel, torch.Tensor]:
         src, lengths, trg_in, trg_out, key = batch
-        return (src, lengths, trg_in, torch.tensor([key], device=self.ranks.device)), trg_out
+        return (src, lengths, trg_in, trg_out, torch.tensor([key], device=self.ranks.device)), trg_out
 
     def _checked_step(self, lr_kwargs: Any) -> None:
         """Without ZeRO: norm over all stages, clipping, and no step on non-finite gradients (DeepSpeed looks for
@@ -309,6 +312,8 @@ class PipelineEngine:
         self._set_rate(0.0)
         self.pipe.scale = 0.0
         self._run([batch] * self.micro_batches)
+        if self.zero:
+            link_moments(self.engine.optimizer)
         self.engine.skipped_steps = self.engine.global_steps = 0
         if self.scaler:
             self.scaler.restore({"scale": self.scaler.cur_scale, "clean": 0})
@@ -351,6 +356,17 @@ class PipelineEngine:
 
     def close(self) -> None:
         self.engine.destroy()
+
+
+def _sum_tied_gradients(engine: Any) -> None:
+    """Sums each tied table's gradient over its copies; DeepSpeed's own step overlooks where those of fp16 are."""
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        if engine.using_bf16_optimizer:
+            gradient = weight._hp_grad
+        else:
+            summed = getattr(weight, "grad_accum", None)
+            gradient = weight.grad if summed is None else summed
+        dist.all_reduce(gradient, group=group)
 
 
 def _place_omega(stage: Stage, profile: AdminProfile | None) -> None:

@@ -1,6 +1,7 @@
 """One stage of a pipelined model: the same layers under the same names as in `Transformer`, a run of them.
 
-Between stages goes one float tensor and three of integers: (hidden, src_lengths [B], trg_in [B, T], dropout_key [1]).
+Between stages goes one float tensor and four of integers: (hidden, src_lengths [B], trg_in [B, T], trg_out [B, T],
+dropout_key [1]).
 The hidden states are [B, S, D] in the encoder, memory and target one behind the other, [B, S + T, D], in the decoder,
 and [B, T, D] before the output. A single float tensor is walked back once (of several DeepSpeed walks back one after
 the other, through the encoder twice), has always a gradient, and keeps its receive buffer. Masks are made anew from the
@@ -25,7 +26,7 @@ from deepnmt.model.residual import Side
 from deepnmt.model.transformer import build_layer, build_table, build_top, through
 from deepnmt.parallel.partition import layer_of, unit_names
 
-Parcel = tuple[Tensor, Tensor, Tensor, Tensor]  # what goes from stage to stage
+Parcel = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # what goes from stage to stage
 
 
 def tables_used(model: Model, start: int, stop: int) -> list[tuple[str, Use]]:
@@ -92,7 +93,7 @@ class Stage(nn.Module):
     def forward(self, parcel: Parcel) -> Parcel | Tensor:
         """What the stage before sent (the first stage: src ids [B, S] in its place) to what the next receives; the last
         stage's output is the last decoder layer's, [B, T, D], normed."""
-        x, src_lengths, trg_in, dropout_key = parcel
+        x, src_lengths, trg_in, trg_out, dropout_key = parcel
         key = int(dropout_key)
         target = trg_in.size(1)
         memory = x  # of use only where the stage begins in the decoder
@@ -111,7 +112,7 @@ class Stage(nn.Module):
             return self.decoder.norm(x)
         if self.followed_by.startswith("decoder"):
             x = torch.cat([memory, x], dim=1)
-        return x, src_lengths, trg_in, dropout_key
+        return x, src_lengths, trg_in, trg_out, dropout_key
 
     def loss(self, hidden: Tensor, trg_out: Tensor) -> LossSums:
         """The last stage's loss of its output [B, T, D] against trg_out [B, T], as `Transformer.forward` gives it."""

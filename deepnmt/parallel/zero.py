@@ -2,6 +2,8 @@
 
 What is done here by hand, and why (each has a canary test):
 - the optimizer's moments exist only after a first step, so one step on zero gradients at rate 0 is taken and undone;
+- with several parameter groups DeepSpeed looks for all moments after the step of the first group alone, and never
+  again: `link_moments` makes it look once more;
 - weights and moments go in and out one parameter at a time through DeepSpeed's per-parameter calls, in fp32; under
   ZeRO-3 each process cuts its own share, because DeepSpeed's cut fails where the shares do not come out even;
 - the fp16 loss scale is deepnmt's own (`optim.LossScaler`);
@@ -15,6 +17,7 @@ import contextlib
 import io
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import deepspeed
 import torch
@@ -38,6 +41,12 @@ from deepnmt.parallel.tensors import take_over
 # On a CPU DeepSpeed compiles a shared-memory all-reduce that only its inference uses: a minute with a compiler, and a
 # lock file that hangs every later start if that minute is interrupted. Not wanted.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def link_moments(optimizer: Any) -> None:
+    """Shows the per-parameter calls the moments of every group of a ZeRO-1 or 2 optimizer, which has stepped."""
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
 
 
 class ZeroEngine:
@@ -169,6 +178,8 @@ class ZeroEngine:
         sums = self.engine(token, torch.tensor([2], device=self.device), token, token, 0)
         self.engine.backward(sums.loss * 0.0, scale_wrt_gas=False)
         self.engine.step()
+        if self.stage in (1, 2):
+            link_moments(self.engine.optimizer)
         self.engine.skipped_steps = self.engine.global_steps = 0
         if self.scaler:
             self.scaler.restore({"scale": self.scaler.cur_scale, "clean": 0})

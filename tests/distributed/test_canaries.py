@@ -93,7 +93,7 @@ def accumulates_in_16_bits() -> None:
     sums = {}
     for kind in (None, "fp32"):
         engine = engine_of(zero(1, bf16={"enabled": True}, gradient_accumulation_steps=2,
-                                data_types={"grad_accum_dtype": kind}))
+                                communication_data_type="fp32", data_types={"grad_accum_dtype": kind}))
         for x in (512.0, 2.0):  # halved by the average: 256 + 1 has no bf16
             engine.backward(engine(x))
             engine.step()

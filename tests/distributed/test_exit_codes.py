@@ -14,7 +14,8 @@ from warm import TESTS, Warm, train
 
 # processes, ds_config, pipeline stages. A new layout is one more row.
 LAYOUTS = [(1, "null", 0), *((2, f"ds_configs/{name}.json", 0) for name in (
-    "zero0_fp32", "zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_fp32", "zero3_bf16", "zero3_offload_bf16"))]
+    "zero0_fp32", "zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_fp32", "zero3_bf16", "zero3_offload_bf16")),
+    (2, "ds_configs/pipeline_zero1_bf16.json", 2), (4, "ds_configs/pipeline_zero1_fp32.json", 2)]
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 
 

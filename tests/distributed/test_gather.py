@@ -44,15 +44,19 @@ def trial(recipe: str, checkpoint: str, layout: str, output: str) -> None:
 def checkpoint(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     """Of a run long enough for a BLEU above 0."""
     run = tmp_path_factory.mktemp("gather") / "run"
-    warm.train(1, prepared / "recipe.yaml", f"run={run}", "train.updates=150", "train.validate_every=1000",
-               "train.save_every=150", "train.valid_bleu=false", "batch.tokens=1024")
+    warm.train(1, prepared / "recipe.yaml", f"run={run}", "train.updates=80", "train.validate_every=1000",
+               "train.save_every=80", "train.valid_bleu=false", "batch.tokens=512")
     assert warm.wait() == [0], warm.said()
-    return run / "checkpoints" / "update-00000150"
+    return run / "checkpoints" / "update-00000080"
 
 
-@pytest.mark.parametrize(("layout", "control"), [("zero3_fp32", (1, "null")), ("zero3_bf16", (2, "zero1_bf16"))])
+# In bf16 the weights are the same bits, but the products' kernels differ by where a weight lies in memory.
+@pytest.mark.parametrize(("layout", "control", "of_loss", "of_bleu"), [
+    ("zero3_fp32", (1, "null"), 1e-6, 0.0), ("zero3_bf16", (2, "zero1_bf16"), 1e-3, 1.0),
+])
 def test_validation_is_that_of_other_layouts(
-    layout: str, control: tuple[int, str], checkpoint: Path, prepared: Path, tmp_path: Path, warm: Warm
+    layout: str, control: tuple[int, str], of_loss: float, of_bleu: float, checkpoint: Path, prepared: Path,
+    tmp_path: Path, warm: Warm
 ) -> None:
     results = []
     for world, name in ((2, layout), control):
@@ -61,5 +65,5 @@ def test_validation_is_that_of_other_layouts(
         warm.run(world, "test_gather:trial", prepared / "recipe.yaml", checkpoint, path, output)
         results.append(json.loads(output.read_text()))
     (loss, bleu, size), (other_loss, other_bleu, other_size) = results
-    assert loss == pytest.approx(other_loss, rel=1e-6)
-    assert bleu == other_bleu > 0 and size == other_size
+    assert loss == pytest.approx(other_loss, rel=of_loss)
+    assert bleu == pytest.approx(other_bleu, abs=of_bleu) and other_bleu > 0 and size == other_size

@@ -28,7 +28,7 @@ BLOCKS = [("post_ln", "pre_ln"), ("admin", "b2t"), ("pre_ln", "deepnorm"), ("b2t
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to be compared. `stages` 0: the plain engine; `blocks`: which of BLOCKS."""
+    """A layout to be compared; `blocks`: which of BLOCKS."""
 
     stages: int
     accumulation: int
@@ -39,7 +39,7 @@ class Case:
     recompute: int = 0
 
 
-def recipe(case: Case, accumulation: int, clip: float = 0.0) -> Recipe:
+def recipe(case: Case, accumulation: int, clip: float = 0.0, control: str = "") -> Recipe:
     encoder, decoder = BLOCKS[case.blocks]
     return check_recipe(
         {
@@ -65,9 +65,9 @@ def recipe(case: Case, accumulation: int, clip: float = 0.0) -> Recipe:
             },
             "train": {"updates": 10, "clip": clip},
             "parallel": {
-                "ds_config": str(ROOT / "ds_configs" / f"{case.config}.json") if case.stages else None,
-                "pipeline_stages": case.stages,
-                "recompute_layers": case.recompute,
+                "ds_config": None if control == "local" else f"{ROOT}/ds_configs/{control or case.config}.json",
+                "pipeline_stages": 0 if control else case.stages,
+                "recompute_layers": 0 if control else case.recompute,
             },
         },
         "test",
@@ -90,59 +90,70 @@ def batches(update: int, count: int) -> list[MicroBatch]:
     return made
 
 
-def update(engine: Engine, number: int, count: int, ranks: Ranks | None, rate: float) -> list[float]:
+def update(engine: Engine, number: int, count: int, ranks: Ranks, rate: float) -> list[float]:
     """One update of `count` micro-batches over all data-parallel ranks; loss a token, plain loss a token, norm."""
     plan = batches(number, count)
     tokens = sum(int((b[3] != 3).sum()) for b in plan)
     stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
     assert stats.applied
     sums = [stats.loss / tokens, stats.nll / tokens]
-    return [*(ranks.sum(sums) if ranks else sums), stats.grad_norm]
+    return [*ranks.sum(sums), stats.grad_norm]
 
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
     return {s.name: s.exp_avg.clone() for s in engine.export_state() if s.exp_avg is not None}
 
 
+def measured(engine: Engine, ranks: Ranks, count: int) -> dict[str, Any]:
+    """Weights at rest, figures and gradients of a first update, figures of three more, a validation batch's losses."""
+    start = {s.name: s.weight.clone() for s in engine.export_state()}
+    first = update(engine, 0, count, ranks, 1e-3)
+    gradient = gradients(engine)
+    later = [update(engine, k, count, ranks, 1e-3) for k in range(1, 4)]
+    [held] = batches(9, 1)
+    valid = [value / engine.data_world for value in ranks.sum(list(engine.evaluate(held)))]
+    return {"start": start, "gradient": gradient, "figures": [first, *later], "valid": valid}
+
+
+def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Whether both start alike, and the largest relative differences of a gradient, a figure and a validation loss."""
+    far = {name: float((ours["gradient"][name] - g).norm() / g.norm()) for name, g in theirs["gradient"].items()}
+    pairs = [(torch.tensor(ours[key]), torch.tensor(theirs[key])) for key in ("figures", "valid")]
+    return {
+        "start": all(torch.equal(ours["start"][name], weight) for name, weight in theirs["start"].items()),
+        "names": sorted(ours["start"]) == sorted(theirs["start"]),
+        "gradient": max((value, name) for name, value in far.items()),
+        "figures": max(float(((a - b) / b).abs().max()) for a, b in pairs),
+    }
+
+
 def trial(cases: str, folder: str) -> None:
-    """Runs on each rank: every case against the plain engine, which each process computes for itself."""
-    results = []
+    """Runs on each rank: every case against its control, fp32 the plain engine on each process alone, 16 bits ZeRO-1.
+
+    All controls come first: DeepSpeed starts no other engine in a process that has had a pipeline.
+    """
     with processes(threads=1, group=True) as ranks:
         alone = Ranks(0, 1, 0, 1, ranks.device)
-        for values in json.loads(cases):
-            case = Case(**values)
+        chosen = [Case(**values) for values in json.loads(cases)]
+        controls, found = [], []
+        for case in chosen:
             count = ranks.world // case.stages * case.accumulation
-            plain = start_engine(recipe(Case(**{**values, "stages": 0, "recompute": 0}), count), (VOCAB, VOCAB), alone)
+            rounded = not case.config.endswith("fp32")
+            peers, name = (ranks, case.config.replace("pipeline_", "")) if rounded else (alone, "local")
+            engine = start_engine(recipe(case, count // peers.world, control=name), (VOCAB, VOCAB), peers)
+            controls.append(measured(engine, peers, count))
+            engine.close()
+        for case, control in zip(chosen, controls, strict=True):
             engine = start_engine(recipe(case, case.accumulation), (VOCAB, VOCAB), ranks)
-            assert (engine.data_world, engine.parameters) == (ranks.world // case.stages, plain.parameters)
-            start = {s.name: s.weight.clone() for s in engine.export_state()}
-            same_start = all(torch.equal(start[s.name], s.weight) for s in plain.export_state())
-            first = [update(e, 0, count, r, 1e-3) for e, r in ((engine, ranks), (plain, None))]
-            ours, theirs = gradients(engine), gradients(plain)
-            worst = max((float((ours[n] - g).norm() / g.norm().clamp_min(1e-30)), n) for n, g in theirs.items())
-            later = [[update(e, k, count, r, 1e-3) for k in range(1, 4)] for e, r in ((engine, ranks), (plain, None))]
-            [held] = batches(9, 1)
-            valid = [ranks.sum(list(engine.evaluate(held))), list(plain.evaluate(held))]
-            valid[0] = [v / engine.data_world for v in valid[0]]
-            gathered = dict(engine.gather_model().named_parameters())
-            whole = all(
-                torch.allclose(gathered[s.name].float(), s.weight, rtol=0.01, atol=1e-3) for s in engine.export_state()
-            )
-            results.append(
-                {
-                    "case": values,
-                    "same_start": same_start,
-                    "worst": worst,
-                    "first": first,
-                    "later": later,
-                    "names": sorted(ours) == sorted(theirs),
-                    "valid": valid,
-                    "whole": whole,
-                }
-            )
+            assert engine.data_world == ranks.world // case.stages
+            mine = measured(engine, ranks, engine.data_world * case.accumulation)
+            whole = dict(engine.gather_model().named_parameters())
+            state = {s.name: s.weight for s in engine.export_state()}
+            near = all(torch.allclose(whole[n].float(), w, rtol=0.01, atol=1e-3) for n, w in state.items())
+            found.append({"case": case.__dict__, "gathered": near, **compared(mine, control)})
             engine.close()
         if ranks.first:
-            Path(folder, "results.json").write_text(json.dumps(results))
+            Path(folder, "results.json").write_text(json.dumps(found))
 
 
 # Every number of stages, accumulation 1, 2, 8, data parallel 1 and 2, all blocks on both sides, all tyings.
@@ -179,7 +190,8 @@ def test_pipeline_equals_the_plain_engine(world: int, tmp_path: Path) -> None:
         check(found, 1e-5, 1e-5)
 
 
-# 16-bit weights and activations against the plain engine's fp32: every number is rounded to 8 (bf16) or 11 (fp16) bits.
+# 16 bits against ZeRO-1 in the same 16 bits: only sums of rounded numbers differ. A tied table whose copies are not
+# summed differs by 0.74.
 ROUNDED = [
     Case(2, 2, 1, config="pipeline_zero1_bf16"),
     Case(2, 2, 4, config="pipeline_zero1_bf16", recompute=2),
@@ -188,10 +200,9 @@ ROUNDED = [
 ]
 
 
-def test_16_bit_pipelines_stay_near_fp32(tmp_path: Path) -> None:
+def test_16_bit_pipelines_equal_zero1(tmp_path: Path) -> None:
     for found in results(2, ROUNDED, tmp_path):
-        bf16 = "bf16" in found["case"]["config"]
-        check(found, 6e-2 if bf16 else 1e-2, 1e-2 if bf16 else 2e-3)
+        check(found, 1e-2, 2e-2)  # four updates; Adam takes the sign even of gradients that are rounding alone
 
 
 def results(world: int, cases: list[Case], folder: Path) -> list[dict[str, Any]]:
@@ -201,12 +212,10 @@ def results(world: int, cases: list[Case], folder: Path) -> list[dict[str, Any]]
     return found
 
 
-def check(found: dict[str, Any], gradient: float, loss: float) -> None:
-    case = found["case"]
-    assert found["same_start"] and found["names"] and found["whole"], case
-    assert found["worst"][0] < gradient, f"the gradient of {found['worst']} differs: {case}"
-    for ours, theirs in (found["first"], found["later"], found["valid"]):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=loss, atol=0, msg=str(found))
+def check(found: dict[str, Any], gradient: float, figures: float) -> None:
+    assert found["start"] and found["names"] and found["gathered"], found
+    assert found["gradient"][0] < gradient, found
+    assert found["figures"] < figures, found
 
 
 def poisoned(configs: str) -> None:

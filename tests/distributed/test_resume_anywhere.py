@@ -22,6 +22,10 @@ LAYOUTS = {
     "zero3-2": (2, "zero3_fp32", 0),
     "zero3-4": (4, "zero3_fp32", 0),
     "offload-2": (2, "zero3_offload_fp32", 0),
+    "pipeline-2": (2, "pipeline_zero1_fp32", 2),
+    "pipeline-4": (4, "pipeline_zero1_fp32", 4),
+    "pipeline-2x2": (4, "pipeline_zero1_fp32", 2),
+    "pipeline-2-zero0": (2, "pipeline_zero0_fp32", 2),
 }
 MICRO_BATCHES, SAVED, MORE = 4, 6, 20
 

@@ -23,7 +23,7 @@ def recipe_of(layout: str, accumulation: int = 1, stages: int = 0, **train: Any)
         "run": "unused", "seed": 3,
         "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}},
         "batch": {"accumulation": accumulation},
-        "model": {"width": 16, "heads": 2, "ffn": 25, "dropout": 0.2, "max_length": 32,
+        "model": {"width": 16, "heads": 2, "ffn": 25, "dropout": 0.2,
                   "encoder": {"block": "admin", "layers": 2}, "decoder": {"block": "b2t", "layers": 2}},
         "train": {"updates": 100, **train},
         "parallel": {"ds_config": known.get(layout, layout), "pipeline_stages": stages},

@@ -14,6 +14,7 @@ from deepnmt.analysis.verdict import SHIPPED
 from deepnmt.cli import main
 from deepnmt.reproduce import Small, reproduce
 
+ONE = "parallel.threads=1"
 PICTURES = {"dependency", "change", "gradients", "matrices", "places", "likeness", "ranges", "half"}
 
 
@@ -23,7 +24,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def test_a_recipe_before_training(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert SHIPPED.is_file()
-    assert main("diagnose", [str(prepared / "recipe.yaml"), f"run={tmp_path}", "--tokens", "100"]) == 0
+    assert main("diagnose", [str(prepared / "recipe.yaml"), f"run={tmp_path}", "--tokens", "100", ONE]) == 0
     said, folder = capsys.readouterr().out, tmp_path / "diagnosis"
     assert re.search(r"^verdict +(trains|does NOT train) \(probability 0\.\d\d\)", said, flags=re.MULTILINE)
     found = read(folder)
@@ -43,8 +44,8 @@ def test_a_verdict_of_no_tries_other_recipes(prepared: Path, tmp_path: Path) -> 
             "body": {"centre": [-2.8], "scale": [1.0], "weights": [-9.0], "bias": 0.0}, "spans": {"rate": [-5, -3]},
             "facts": {}}
     (tmp_path / "rule.json").write_text(json.dumps(rule))
-    assert main("diagnose", [str(prepared / "recipe.yaml"), f"run={tmp_path}", "schedule.warmup=0", "--tokens", "60",
-                             "--rule", str(tmp_path / "rule.json")]) == 0
+    assert main("diagnose", [str(prepared / "recipe.yaml"), f"run={tmp_path}", "schedule.warmup=0", ONE,
+                             "--tokens", "60", "--rule", str(tmp_path / "rule.json")]) == 0
     verdict = read(tmp_path / "diagnosis")["verdict"]
     assert not verdict["trains"] and verdict["probability"] < 0.5 and len(verdict["outside"]) == 1
     assert verdict["instead"]["optimizer.lr=0.0005"] > 0.9 > 0.5 > verdict["instead"]["schedule.warmup=1"]
@@ -54,8 +55,8 @@ def test_a_verdict_of_no_tries_other_recipes(prepared: Path, tmp_path: Path) -> 
 def test_a_run_and_its_checkpoints(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "train.updates=6", "train.valid_bleu=false",
-                          "train.probe_every=2"]) == 0
-    assert main("diagnose", [str(run), "--tokens", "60"]) == 0
+                          "train.probe_every=2", ONE]) == 0
+    assert main("diagnose", [str(run), "--tokens", "60", ONE]) == 0
     said = capsys.readouterr().out
     folder = run / "diagnosis-update-00000006"
     found = read(folder)
@@ -64,7 +65,7 @@ def test_a_run_and_its_checkpoints(prepared: Path, tmp_path: Path, capsys: pytes
     assert (found["moved"][0]["update"], found["moved"][-1]["until"]) == (3, 6)
     assert max(found["moved"][0]["updates"].values()) == 1.0
     assert found["about"]["checkpoint"].endswith("update-00000006")
-    assert main("diagnose", [str(run), "--fresh", "--tokens", "60"]) == 0 and "verdict" in read(run / "diagnosis")
+    assert main("diagnose", [str(run), "--fresh", "--tokens", "60", ONE]) == 0 and "verdict" in read(run / "diagnosis")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(run / "tensorboard"))

@@ -25,6 +25,7 @@ LAYOUTS = {
     "local": (1, "null", 0),
     "zero1-2": (2, "ds_configs/zero1_fp32.json", 0),
     "zero3-2": (2, "ds_configs/zero3_fp32.json", 0),
+    "pipeline-2": (2, "ds_configs/pipeline_zero1_fp32.json", 2),
 }
 
 

@@ -11,7 +11,8 @@ from warm import Warm
 # processes, ds_config, pipeline stages; accumulation makes up for it, so that every update has four micro-batches
 Start = tuple[int, str, int]
 STARTS: list[Start] = [(1, "null", 0), (2, "ds_configs/zero1_{}.json", 0), (4, "ds_configs/zero3_{}.json", 0),
-                       (2, "ds_configs/zero2_{}.json", 0), (1, "ds_configs/zero1_{}.json", 0)]
+                       (2, "ds_configs/pipeline_zero1_{}.json", 2), (2, "ds_configs/zero2_{}.json", 0),
+                       (4, "ds_configs/pipeline_zero1_{}.json", 2), (1, "ds_configs/zero1_{}.json", 0)]
 EACH = 4
 
 

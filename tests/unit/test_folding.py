@@ -92,8 +92,8 @@ def test_each_stack_folds_alone(encoder: str, decoder: str) -> None:
 
 
 def test_a_gain_that_is_there_already_is_kept() -> None:
-    stack = {"block": "admin", "layers": 2, "input_gain": True}
-    model = shapes("admin", "admin", encoder=stack, decoder=stack)
+    stack = config.Stack(block="admin", layers=2, input_gain=True)
+    model = shapes("admin", "admin").model_copy(update={"encoder": stack, "decoder": stack})
     module = as_trained(model)
     torch.testing.assert_close(logits(folded(module, model)[0]), logits(module), rtol=0, atol=1e-5)
 

@@ -130,7 +130,7 @@ def test_gradients_of_outputs_and_matrices(block: str) -> None:
     expected = torch.autograd.grad(loss, [*tensors, stacked])
     for name, gradient in zip(where, expected[:-1], strict=True):
         assert found.outputs[name] == pytest.approx(float(gradient.norm()), rel=1e-4)
-    assert found.loss == pytest.approx(float(loss), rel=1e-6)
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-6)
     assert list(found.outputs) == [*sublayers(model, "encoder"), *sublayers(model, "decoder")]
     assert found.matrices["decoder.layers.1.cross_attn.k"] == pytest.approx(float(expected[-1][:8].norm()), rel=1e-4)
     assert found.matrices["decoder.layers.1.cross_attn.v"] == pytest.approx(float(expected[-1][8:].norm()), rel=1e-4)
@@ -165,8 +165,8 @@ def test_every_point_is_seen_once_and_hooks_go(block: str) -> None:
 
 def test_half_precision_zeros() -> None:
     model, data = model_of("post_ln", tied="none"), batch()
-    small, large = half_zeros(model, data, 2.0**-14), half_zeros(model, data, 256.0)
-    assert small.lost > 0.9 > 0.1 > large.lost and large.finite
+    small, large = half_zeros(model, data, 2.0**-22), half_zeros(model, data, 256.0)
+    assert small.lost > 0.5 > 0.05 > large.lost and large.finite
     assert not half_zeros(model, data, 1e7).finite
     used = len(set(data[0][torch.arange(6) < data[1][:, None]].tolist()) | {PAD})
     unused = sum(float((g == 0).sum()) for g in _embedding_gradients(model, data))
