@@ -25,7 +25,7 @@ demo-clean:
 	rm -rf runs/demo data/demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
