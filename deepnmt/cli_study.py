@@ -75,12 +75,14 @@ def verdict_grid(words: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="N", help="default 1")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument("--mark", choices=["source", "context"], default="source",
+                        help="fit: what counts as learned: reads the source (default), or at least its own output")
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
     found = parser.parse_args(words)
     from deepnmt.verdict_grid import fit_grid, make_grid
 
     if found.action == "fit":
-        print(fit_grid(found.runs, found.ship))
+        print(fit_grid(found.runs, found.ship, found.mark))
         return 0
     left = make_grid(found.runs, found.blocks, found.depths, found.rates, found.sentences, found.seeds, found.seconds,
                      found.threads)

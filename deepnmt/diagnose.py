@@ -26,7 +26,7 @@ from deepnmt.analysis.fresh import fresh_model, with_blocks, with_depth
 from deepnmt.analysis.gradient_probe import gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.update_probe import moved
-from deepnmt.analysis.verdict import TRIAL, VerdictRule, change_by, features
+from deepnmt.analysis.verdict import SHIPPED, TRIAL, VerdictRule, change_by, features
 from deepnmt.checkpoint import (
     MOMENTS,
     find_checkpoint,
@@ -87,8 +87,9 @@ def diagnose(
         The table for the terminal.
 
     Raises:
-        UserError: no prepared data, no such checkpoint, or a folder that cannot be written.
+        UserError: no prepared data, no such checkpoint or rule, or a folder that cannot be written.
     """
+    known = VerdictRule.load(rule or SHIPPED) if checkpoint is None else None
     data = open_prepared(recipe)
     batch = first_batch(recipe, data, tokens, device)
     patient = _patient(recipe, data, batch, checkpoint)
@@ -96,7 +97,7 @@ def diagnose(
         name = f"diagnosis-{patient.checkpoint.name}" if patient.checkpoint else "diagnosis"
         output = Path(recipe.run) / name
     make_run_folder(output)
-    findings = examine(patient, rule)
+    findings = examine(patient, known)
     write_json(output / "diagnosis.json", _plain(findings))
     page = write_page(findings, output)
     return f"{summary(findings)}\n{page}"
@@ -132,8 +133,8 @@ def _fresh(recipe: Recipe, vocabs: tuple[int, int], batch: ProbeBatch) -> Transf
                        input_variance=recipe.admin.input_variance)
 
 
-def examine(patient: Patient, rule: Path | None = None) -> dict[str, Any]:
-    """All measurements, in the order of the page; fresh models get growth against depth and a verdict."""
+def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
+    """All measurements, in the order of the page; fresh models get growth against depth and the rule's verdict."""
     recipe, model, batch = patient.recipe, patient.model, patient.batch
     found: dict[str, Any] = {"about": _about(patient)}
     _say("layer dependency and likeness of layers")
@@ -150,7 +151,8 @@ def examine(patient: Patient, rule: Path | None = None) -> dict[str, Any]:
     rate = recipe.optimizer.lr
     if patient.checkpoint is None:
         found["growth"], found["last_ffn"] = growth(patient, rate)
-        found["verdict"] = judge(patient, rule)
+        if rule is not None:
+            found["verdict"] = judge(patient, rule)
     else:
         found["growth"] = _growth_inside(patient)
         found["moved"] = [pair.as_dict() for pair in between_checkpoints(patient)]
@@ -265,9 +267,8 @@ def between_checkpoints(patient: Patient) -> list[Any]:
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 
-def judge(patient: Patient, rule_file: Path | None) -> dict[str, Any]:
+def judge(patient: Patient, rule: VerdictRule) -> dict[str, Any]:
     """The rule's answer and, where it is no, its answers for other rates, a warm-up and other blocks."""
-    rule = VerdictRule.load(rule_file) if rule_file else VerdictRule.load()
     values = _features(patient.recipe, patient.model, patient)
     verdict = rule.judge(values)
     answer: dict[str, Any] = {

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,6 +42,8 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
 
+Mark = Literal["source", "context"]
+
 DEPTHS = (6, 12, 18, 36)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 _AVERAGED = 20  # updates at the end whose mean loss decides
@@ -64,10 +66,13 @@ class Settings:
         return {**{k: v for k, v in asdict(self).items() if k != "task"}, "task": task}
 
     @property
-    def bar(self) -> float:
-        """The mean loss of the last 20 updates, nats a target token, under which a run counts as learned: less than any
-        model can reach that knows how often each symbol is, but neither its own output nor the source."""
-        return self.task.frequencies_only
+    def bars(self) -> dict[Mark, float]:
+        """The mean loss of the last 20 updates, nats a target token, under which a run counts as learned.
+
+        source: less than any model can reach that does not read the source; it translates. context: less than any can
+        reach that knows how often each symbol is and nothing else; it is not stuck, but may have lost the encoder.
+        """
+        return {"source": self.task.target_only, "context": self.task.frequencies_only}
 
 
 @dataclass(frozen=True)
@@ -122,23 +127,23 @@ def make_grid(
     return run_grid(points, Settings(), output, max_seconds)
 
 
-def fit_grid(runs: Path, ship: bool) -> str:
+def fit_grid(runs: Path, ship: bool, mark: Mark = "source") -> str:
     """Fits the rule on a file of runs; writes `verdict.json`, `verdict.md` and `verdict.png` beside it.
 
     Args:
         ship: also put the rule where deepnmt looks for its own.
+        mark: what counts as learned, see `Settings.bars`.
 
     Raises:
         UserError: too few runs.
     """
-    records = read_runs(runs)
+    records = [_marked(record, Settings().bars[mark]) for record in read_runs(runs)]
     rule, held, unseen = fit_rule(records)
     facts = {
         "runs": len(records) - held.total, "held_out_runs": held.total, "held_out_accuracy": held.accuracy,
         "confusion": asdict(held), "accuracy_on_a_block_left_out": unseen,
         "learned": sum(bool(record["learned"]) for record in records),
-        "read_the_source": sum(record["final"] < Settings().task.target_only for record in records),
-        "settings": records[0]["settings"], "bar": records[0]["bar"],
+        "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"],
     }
     rule = VerdictRule(rule.kind, rule.names, rule.body, rule.spans, facts)
     rule.save(runs.with_name("verdict.json"))
@@ -150,9 +155,16 @@ def fit_grid(runs: Path, ship: bool) -> str:
     return text
 
 
+def _marked(record: dict[str, Any], bar: float) -> dict[str, Any]:
+    """The record with another bar."""
+    return {**record, "bar": bar, "learned": record["final"] < bar}
+
+
 def report(rule: VerdictRule, held: Confusion, unseen: dict[str, float]) -> str:
     """What was fitted and how well it does, in lines."""
-    lines = [f"{rule.kind} on {rule.facts['runs']} runs; features:", *(f"  {FEATURES[name]}" for name in rule.names),
+    facts = rule.facts
+    lines = [f"learned: final loss below {facts['bar']:.3f} ({facts['mark']}), {facts['learned']} runs did",
+             f"{rule.kind} on {facts['runs']} runs; features:", *(f"  {FEATURES[name]}" for name in rule.names),
              f"accuracy on {held.total} runs held out: {100 * held.accuracy:.1f} %", held.table(),
              "accuracy on the runs of a block that was left out of the fit:",
              *(f"  {name:<24}{100 * value:5.1f} %" for name, value in unseen.items())]
@@ -243,12 +255,11 @@ def _record(point: Point, settings: Settings, values: dict[str, float], losses: 
     """A line of the file; `final` is the mean loss of the last updates, 1e9 where it is not finite."""
     final = sum(losses[-_AVERAGED:]) / len(losses[-_AVERAGED:])
     tens = [sum(losses[i:i + 10]) / len(losses[i:i + 10]) for i in range(0, len(losses), 10)]
-    return {
+    return _marked({
         "point": asdict(point), "settings": settings.as_dict(), "features": values,
         "losses": [round(loss, 4) if math.isfinite(loss) else 1e9 for loss in tens],
-        "final": final if math.isfinite(final) else 1e9, "bar": settings.bar,
-        "learned": math.isfinite(final) and final < settings.bar, "seconds": round(seconds, 2),
-    }
+        "final": final if math.isfinite(final) else 1e9, "seconds": round(seconds, 2),
+    }, settings.bars["source"])
 
 
 def point_recipe(point: Point, settings: Settings) -> Recipe:

@@ -95,7 +95,7 @@ def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
         found.append({"point": {"encoder": f"b{number % 3}", "decoder": "x", "layers": 6, "rate": 1e-3 * (number + 1),
                                 "warmup": bool(number % 2)},
                       "settings": {}, "features": values, "learned": values["rate"] + values["layers"] < 0.2,
-                      "final": 0.1, "bar": 1.0})
+                      "final": 0.1 if values["rate"] + values["layers"] < 0.2 else 9.0, "bar": 1.0})
     return found
 
 
@@ -184,12 +184,12 @@ def test_side_by_side_is_one_by_one(blocks: str) -> None:
 
 def test_a_run_learns_or_not_by_the_mark(tmp_path: Path) -> None:
     task = ToyTask(symbols=4, successors=1, shortest=3, longest=3)
-    easy = Settings(width=16, heads=2, ffn=16, updates=60, warmup=5, task=task)
+    easy = Settings(width=16, heads=2, ffn=16, updates=120, warmup=5, task=task)
     assert run_grid([Point("pre_ln", "pre_ln", 1, 1e-2, True, 16), Point("pre_ln", "pre_ln", 1, 1e-7, True, 16)], easy,
                     tmp_path / "runs.jsonl") == 0
     learned, stuck = read_runs(tmp_path / "runs.jsonl")
-    assert learned["learned"] and learned["final"] < easy.bar < stuck["final"] and not stuck["learned"]
-    assert easy.bar == pytest.approx(math.log(4) * 3 / 4)
+    assert learned["learned"] and learned["final"] < learned["bar"] < stuck["final"] and not stuck["learned"]
+    assert easy.bars == pytest.approx({"source": math.log(4) / 4, "context": math.log(4) * 3 / 4})
 
 
 def test_fit_writes_rule_table_and_picture(tmp_path: Path) -> None:
