@@ -27,7 +27,7 @@ def compare(words: list[str]) -> int:
 
 
 def diagnose(words: list[str]) -> int:
-    """Look into a model before training, or at a checkpoint: will it train?"""
+    """Look into a model before training, and at its checkpoints."""
     parser = recipe_parser(
         "diagnose",
         "Measures on one batch how layers depend on each other, how far an update moves the output, gradients,\n"

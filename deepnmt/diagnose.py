@@ -81,7 +81,7 @@ def diagnose(
         checkpoint: a checkpoint, or the folder of a run (its newest one); None: the model as training would begin.
         output: the folder to write (default: RUN/diagnosis, or RUN/diagnosis-NAME for a checkpoint).
         tokens: target tokens of the batch, about.
-        rule: a verdict rule other than the one that comes with deepnmt.
+        rule: a verdict rule other than the one that comes with deepnmt; where neither is, there is no verdict.
 
     Returns:
         The table for the terminal.
@@ -89,7 +89,8 @@ def diagnose(
     Raises:
         UserError: no prepared data, no such checkpoint or rule, or a folder that cannot be written.
     """
-    known = VerdictRule.load(rule or SHIPPED) if checkpoint is None else None
+    wanted = checkpoint is None and (rule is not None or SHIPPED.is_file())
+    known = VerdictRule.load(rule or SHIPPED) if wanted else None
     data = open_prepared(recipe)
     batch = first_batch(recipe, data, tokens, device)
     patient = _patient(recipe, data, batch, checkpoint)
@@ -151,8 +152,7 @@ def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
     rate = recipe.optimizer.lr
     if patient.checkpoint is None:
         found["growth"], found["last_ffn"] = growth(patient, rate)
-        if rule is not None:
-            found["verdict"] = judge(patient, rule)
+        found["verdict"] = judge(patient, rule) if rule is not None else None
     else:
         found["growth"] = _growth_inside(patient)
         found["moved"] = [pair.as_dict() for pair in between_checkpoints(patient)]

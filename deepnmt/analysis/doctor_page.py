@@ -14,6 +14,7 @@ from deepnmt.analysis import doctor_plots as plots
 from deepnmt.analysis.change import Growth
 
 Findings = Mapping[str, Any]
+_NO_RULE = "none: no rule comes with this version; fit one with tools/verdict_grid.py and give it with --rule"
 _SIDES = ("encoder", "decoder")
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -54,7 +55,7 @@ def _rows(found: Findings) -> list[tuple[str, str]]:
     if found.get("moved"):
         rows.append(("updates", _moved_words(found["moved"])))
     if "verdict" in found:
-        rows.append(("verdict", _verdict_words(found["verdict"])))
+        rows.append(("verdict", _verdict_words(found["verdict"]) if found["verdict"] else _NO_RULE))
     return rows
 
 
@@ -105,7 +106,7 @@ def write_page(found: Findings, folder: Path) -> Path:
     """Draws the pictures into `folder` and writes `diagnosis.html`, which holds them all; returns its path."""
     about = found["about"]
     parts = [f"<h1>Diagnosis of {html.escape(about['encoder'])} / {html.escape(about['decoder'])}</h1>"]
-    if "verdict" in found:
+    if found.get("verdict"):
         parts.append(_verdict_box(found["verdict"]))
     rows = "".join(f"<tr><th>{html.escape(title)}</th><td>{html.escape(text)}</td></tr>"
                    for title, text in _rows(found))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepnmt.analysis.verdict import SHIPPED
+import deepnmt.diagnose
 from deepnmt.cli import main
 from deepnmt.reproduce import Small, reproduce
 
@@ -22,9 +22,18 @@ def read(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "diagnosis.json").read_text()))
 
 
+def write_rule(folder: Path, weight: float) -> str:
+    """A rule that asks for the rate alone: `weight` below 0 wants it low."""
+    rule = {"format": "deepnmt-verdict", "version": 1, "kind": "logistic", "names": ["rate"],
+            "body": {"centre": [-2.8], "scale": [1.0], "weights": [weight], "bias": 0.0}, "spans": {"rate": [-5, -3]},
+            "facts": {}}
+    (folder / "rule.json").write_text(json.dumps(rule))
+    return str(folder / "rule.json")
+
+
 def test_a_recipe_before_training(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert SHIPPED.is_file()
-    assert main("diagnose", [str(prepared / "recipe.yaml"), f"run={tmp_path}", "--tokens", "100", ONE]) == 0
+    words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "--tokens", "100", ONE]
+    assert main("diagnose", [*words, "--rule", write_rule(tmp_path, -5.0)]) == 0
     said, folder = capsys.readouterr().out, tmp_path / "diagnosis"
     assert re.search(r"^verdict +(trains|does NOT train) \(probability 0\.\d\d\)", said, flags=re.MULTILINE)
     found = read(folder)
@@ -40,19 +49,17 @@ def test_a_recipe_before_training(prepared: Path, tmp_path: Path, capsys: pytest
 
 
 def test_a_verdict_of_no_tries_other_recipes(prepared: Path, tmp_path: Path) -> None:
-    rule = {"format": "deepnmt-verdict", "version": 1, "kind": "logistic", "names": ["rate"],
-            "body": {"centre": [-2.8], "scale": [1.0], "weights": [-9.0], "bias": 0.0}, "spans": {"rate": [-5, -3]},
-            "facts": {}}
-    (tmp_path / "rule.json").write_text(json.dumps(rule))
     assert main("diagnose", [str(prepared / "recipe.yaml"), f"run={tmp_path}", "schedule.warmup=0", ONE,
-                             "--tokens", "60", "--rule", str(tmp_path / "rule.json")]) == 0
+                             "--tokens", "60", "--rule", write_rule(tmp_path, -9.0)]) == 0
     verdict = read(tmp_path / "diagnosis")["verdict"]
     assert not verdict["trains"] and verdict["probability"] < 0.5 and len(verdict["outside"]) == 1
     assert verdict["instead"]["optimizer.lr=0.0005"] > 0.9 > 0.5 > verdict["instead"]["schedule.warmup=1"]
     assert "model.encoder.block=pre_ln model.decoder.block=pre_ln" in verdict["instead"]
 
 
-def test_a_run_and_its_checkpoints(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_its_checkpoints(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "train.updates=6", "train.valid_bleu=false",
                           "train.probe_every=2", ONE]) == 0
@@ -65,7 +72,9 @@ def test_a_run_and_its_checkpoints(prepared: Path, tmp_path: Path, capsys: pytes
     assert (found["moved"][0]["update"], found["moved"][-1]["until"]) == (3, 6)
     assert max(found["moved"][0]["updates"].values()) == 1.0
     assert found["about"]["checkpoint"].endswith("update-00000006")
-    assert main("diagnose", [str(run), "--fresh", "--tokens", "60", ONE]) == 0 and "verdict" in read(run / "diagnosis")
+    monkeypatch.setattr(deepnmt.diagnose, "SHIPPED", tmp_path / "none.json")
+    assert main("diagnose", [str(run), "--fresh", "--tokens", "60", ONE]) == 0
+    assert read(run / "diagnosis")["verdict"] is None and "no rule comes with this version" in capsys.readouterr().out
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(run / "tensorboard"))
