@@ -26,7 +26,7 @@ from deepnmt.analysis.fresh import fresh_model, with_blocks, with_depth
 from deepnmt.analysis.gradient_probe import gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.update_probe import moved
-from deepnmt.analysis.verdict import SHIPPED, TRIAL, VerdictRule, change_by, features
+from deepnmt.analysis.verdict import SHIPPED, VerdictRule, change_by, features, other_sources, trial_rates
 from deepnmt.checkpoint import (
     MOMENTS,
     find_checkpoint,
@@ -196,10 +196,15 @@ def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> None:
 
 
 def trial(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> list[float]:
-    """Updates of a fresh model on one batch, in place, at the peak rate; the plain losses, nats a target token."""
+    """Updates of a fresh model on one batch, in place, and the plain losses that `trial_features` asks for."""
     engine = LocalEngine(model, recipe, batch[0].device)
     tokens = int((batch[3] != PAD).sum())
-    return [engine.train_step([batch], tokens, recipe.optimizer.lr).nll / tokens for _ in range(TRIAL)]
+    rates = trial_rates(recipe.optimizer.lr, recipe.schedule.warmup)
+    during = [engine.train_step([batch], tokens, rate).nll / tokens for rate in rates]
+    model.eval()
+    with torch.no_grad():
+        after = [model(*tensors, key).nll / tokens for *tensors, key in (batch, other_sources(batch))]
+    return [*during, *map(float, after)]
 
 
 def _update(patient: Patient) -> None:

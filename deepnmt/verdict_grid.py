@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from deepnmt.analysis.doctor_plots import draw_grid
-from deepnmt.analysis.fresh import fresh_model
+from deepnmt.analysis.fresh import block_pair, fresh_model
 from deepnmt.analysis.many import train_side_by_side
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.toy_task import ToyTask
@@ -29,13 +29,14 @@ from deepnmt.analysis.verdict import (
     SHIPPED,
     TRIAL,
     VerdictRule,
+    other_sources,
     still_features,
     trial_features,
+    trial_rates,
     update_features,
 )
 from deepnmt.analysis.verdict_fit import Confusion, fit_rule
 from deepnmt.config import Recipe, check_recipe
-from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
 from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
@@ -64,6 +65,11 @@ class Settings:
         """For the lines of the file; runs of other settings do not count as done."""
         task = {name: getattr(self.task, name) for name in ("symbols", "successors", "shortest", "longest", "seed")}
         return {**{k: v for k, v in asdict(self).items() if k != "task"}, "task": task}
+
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> Settings:
+        """Those that `as_dict` wrote."""
+        return cls(**{**said, "task": ToyTask(**said["task"])})
 
     @property
     def bars(self) -> dict[Mark, float]:
@@ -102,15 +108,7 @@ def grid(
     Raises:
         UserError: a block that does not exist.
     """
-    pairs = []
-    for word in blocks:
-        encoder, _, decoder = word.partition("/")
-        for block in (encoder, decoder or encoder):
-            if block not in RULES:
-                raise UserError(f"there is no block {block!r}; known: {', '.join(RULES)}; two with a / between them "
-                                "are encoder and decoder")
-        pairs.append((encoder, decoder or encoder))
-    points = [Point(encoder, decoder, layers, rate, warmup, size, seed) for encoder, decoder in pairs
+    points = [Point(encoder, decoder, layers, rate, warmup, size, seed) for encoder, decoder in map(block_pair, blocks)
               for layers in depths for rate in rates for warmup in (True, False) for size in sentences
               for seed in seeds]
     random.Random(1).shuffle(points)
@@ -197,6 +195,31 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
     return left
 
 
+def measure_anew(runs: Path) -> int:
+    """Measures again, in place, the runs that were made before a feature was thought of; returns how many.
+
+    Their losses stay: what is measured comes before the training and does not change it.
+    """
+    records = read_runs(runs)
+    groups: dict[str, list[int]] = {}
+    for place, record in enumerate(records):
+        if set(record["features"]) != set(FEATURES):
+            shared = {name: value for name, value in record["point"].items() if name not in ("rate", "warmup")}
+            groups.setdefault(json.dumps([shared, record["settings"]], sort_keys=True), []).append(place)
+    done = 0
+    for places in groups.values():
+        points = [Point(**records[place]["point"]) for place in places]
+        settings = Settings.of(records[places[0]]["settings"])
+        for place, values in zip(places, measure_points(points, settings), strict=True):
+            records[place]["features"] = values
+        done += len(places)
+        half = runs.with_name(runs.name + ".part")
+        half.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        half.replace(runs)
+        print(f"{points[0].name} {points[0].layers}L: {done} runs measured", flush=True)
+    return done
+
+
 def read_runs(path: Path) -> list[dict[str, Any]]:
     """The records of a grid's file; the half line of a kill is left out."""
     if not path.exists():
@@ -238,11 +261,12 @@ def measure_points(points: list[Point], settings: Settings) -> list[dict[str, fl
     still = still_features(model, batch)
     update = {rate: update_features(model, batch, partial(one_update, model, recipe, batch))
               for rate, recipe in recipes.items()}
-    losses = list(train_side_by_side([model] * len(recipes), [batch] * TRIAL, [list(recipes)] * TRIAL,
-                                     recipes[first.rate].optimizer))
-    trial = {rate: trial_features([each[place] for each in losses], batch) for place, rate in enumerate(recipes)}
-    return [{**still, **update[point.rate], **trial[point.rate], "rate": math.log10(point.rate),
-             "warmup": float(point.warmup), "tokens": math.log10(tokens_of(batch))} for point in points]
+    rates = [[*trial_rates(point.rate, settings.warmup if point.warmup else 0), 0.0, 0.0] for point in points]
+    losses = list(train_side_by_side([model] * len(points), [batch] * (TRIAL + 1) + [other_sources(batch)],
+                                     zip(*rates, strict=True), recipes[first.rate].optimizer))
+    return [{**still, **update[point.rate], **trial_features([each[place] for each in losses], batch),
+             "rate": math.log10(point.rate), "warmup": float(point.warmup), "tokens": math.log10(tokens_of(batch))}
+            for place, point in enumerate(points)]
 
 
 def _fresh(point: Point, settings: Settings) -> Transformer:

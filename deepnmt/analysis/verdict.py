@@ -1,7 +1,8 @@
 """Will it train? Numbers measured before training, and a rule on them that was learned from runs.
 
 The rule is a small JSON file that `verdict_fit.py` makes and that comes with deepnmt: a logistic regression on a few of
-the numbers below, or a small decision tree. It knows the runs it was fitted on and says where a model lies outside.
+the numbers below and their squares (too little can be as bad as too much), or a small decision tree. It knows the runs
+it was fitted on and says where a model lies outside.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from deepnmt.model.embedding import PAD
 from deepnmt.model.transformer import Transformer
 
 SHIPPED = Path(__file__).with_name("verdict.json")
-TRIAL = 30  # updates on one batch
-_FORMAT, _VERSION = "deepnmt-verdict", 1
+TRIAL = 40  # updates on one batch
+_RISE = 20  # of them at most for the warm-up
+_FORMAT, _VERSION = "deepnmt-verdict", 2
 
 # What each feature is, in words. "Change": see `change.py`; all logarithms are to base 10.
 FEATURES: dict[str, str] = {
@@ -36,8 +38,9 @@ FEATURES: dict[str, str] = {
     "update_encoder": "log change of the encoder's output after one real update at the peak rate",
     "update_decoder": "log change of the decoder's output after one real update at the peak rate",
     "update_loss": "change of the batch's loss by that update, nats a token",
-    "trial_loss": "loss at the end of 30 updates on this one batch at the peak rate, above the entropy of its tokens",
+    "trial_loss": "loss at the end of 40 updates on this one batch, above the entropy of its tokens",
     "trial_fall": "how far that loss fell over the last 15 of them, nats a token",
+    "trial_source": "what another source for every sentence adds to the loss after these 40 updates, nats a token",
     "gradient_encoder": "log gradient norm of the encoder's lowest output over its highest",
     "gradient_decoder": "log gradient norm of the decoder's lowest output over its highest",
     "gradient_source": "log gradient norm of the encoder's top over the decoder's top",
@@ -59,7 +62,8 @@ def features(
 
     Args:
         update: takes one optimizer update at the peak rate on this batch, in place.
-        trial: takes `TRIAL` of them, in place, and returns the plain losses, nats a target token.
+        trial: takes `TRIAL` updates at `trial_rates`, in place, and returns `TRIAL` + 2 plain losses, see
+            `trial_features`.
         rate, warmup, tokens: of the recipe: peak learning rate, updates of warm-up, target tokens of an update.
     """
     with kept(model):
@@ -75,7 +79,7 @@ def still_features(model: Transformer, batch: ProbeBatch) -> dict[str, float]:
     found = gradients(model, batch)
     noise = random_change(model, batch)
     before = stack_outputs(model, batch)
-    signal = compare(model, _other_sources(batch), before)["decoder"]
+    signal = compare(model, other_sources(batch), before)["decoder"]
     model.train(was_training)
     return {
         "noise_encoder": _log(noise["encoder"]),
@@ -104,16 +108,30 @@ def update_features(model: Transformer, batch: ProbeBatch, update: Callable[[], 
     }
 
 
+def trial_rates(rate: float, warmup: int) -> list[float]:
+    """The `TRIAL` learning rates of a trial: the peak, after the recipe's warm-up shortened to at most 20 updates."""
+    rise = min(warmup, _RISE)
+    return [rate * min(1.0, update / (rise + 1)) for update in range(1, TRIAL + 1)]
+
+
 def trial_features(losses: Sequence[float], batch: ProbeBatch) -> dict[str, float]:
     """Those of a trial: a model that is stuck knows how often each token occurs in the batch, and no more.
 
     Args:
-        losses: the plain loss at each of `TRIAL` updates, nats a target token.
+        losses: the plain loss at each of `TRIAL` updates, then after them on the batch, then on `other_sources` of it;
+            nats a target token.
     """
-    end, middle = fmean(losses[-5:]), fmean(losses[-20:-15])
+    *during, own, other = losses
+    end, middle = fmean(during[-5:]), fmean(during[-20:-15])
     if not math.isfinite(end):
-        return {"trial_loss": 10.0, "trial_fall": -10.0}
-    return {"trial_loss": min(end - token_entropy(batch), 10.0), "trial_fall": min(max(middle - end, -10.0), 10.0)}
+        return {"trial_loss": 10.0, "trial_fall": -10.0, "trial_source": 0.0}
+    return {"trial_loss": _held(end - token_entropy(batch)), "trial_fall": _held(middle - end),
+            "trial_source": _held(other - own)}
+
+
+def _held(value: float) -> float:
+    """Between -10 and 10 nats; 0 where it is no number."""
+    return min(max(value, -10.0), 10.0) if not math.isnan(value) else 0.0
 
 
 def token_entropy(batch: ProbeBatch) -> float:
@@ -147,7 +165,7 @@ def change_by(model: Transformer, batch: ProbeBatch, update: Callable[[], None])
             return changes, float(mean_loss(model, batch))
 
 
-def _other_sources(batch: ProbeBatch) -> ProbeBatch:
+def other_sources(batch: ProbeBatch) -> ProbeBatch:
     """The same targets, each with the source of the sentence before it."""
     src, lengths, trg_in, trg_out, key = batch
     return src.roll(1, 0), lengths.roll(1, 0), trg_in, trg_out, key
@@ -195,11 +213,13 @@ class VerdictRule:
     """A rule that was fitted on runs.
 
     Attributes:
-        kind: logistic: probability = 1 / (1 + exp(-(bias + Σ weights · (x - centre) / scale))); tree: nested questions.
+        kind: logistic: probability = 1 / (1 + exp(-(bias + Σ weights · z + squares · z²))), z = (x - centre) / scale;
+            tree: nested questions.
         names: the features it asks for.
-        body: logistic: centre, scale, weights (lists in the order of `names`) and bias; tree: nodes of feature,
-            threshold, low and high, and leaves of probability and runs.
-        spans: by feature, its smallest and largest value among the runs.
+        body: logistic: centre, scale, weights, squares (lists in the order of `names`) and bias; tree: nodes of
+            feature, threshold, low and high, and leaves of probability and runs.
+        spans: by feature, its smallest and largest value among the runs; the logistic rule takes what lies outside
+            for the nearest of the two, since a square knows nothing out there.
         facts: what it was fitted on and how well it did on runs that were held out.
     """
 
@@ -231,9 +251,13 @@ class VerdictRule:
         return Verdict(probability >= 0.5, probability, reasons, outside)
 
     def _pulls(self, values: Mapping[str, float]) -> dict[str, float]:
-        body = self.body
-        return {name: weight * (values[name] - centre) / scale for name, weight, centre, scale in
-                zip(self.names, body["weights"], body["centre"], body["scale"], strict=True)}
+        body, found = self.body, {}
+        columns = zip(self.names, body["weights"], body["squares"], body["centre"], body["scale"], strict=True)
+        for name, weight, square, centre, scale in columns:
+            low, high = self.spans[name]
+            z = (min(max(values[name], low), high) - centre) / scale
+            found[name] = weight * z + square * z * z
+        return found
 
     def _leaf(self, values: Mapping[str, float]) -> tuple[dict[str, Any], list[str]]:
         node, path = self.body, []

@@ -1,6 +1,7 @@
 """A rule from runs: a logistic regression or a small decision tree on a few features, judged on runs held out.
 
-Which features and which of the two kinds is decided on the training part alone; the part held out is looked at once.
+Which features and which of the two kinds is decided on the training part alone, by the log loss over five folds of it;
+the part held out is looked at once. A feature may enter a logistic regression with its square (`NAME²`).
 Since neighbouring points of a grid are alike, the same is also done with each block held out in turn.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +20,11 @@ from torch import Tensor
 from deepnmt.analysis.verdict import FEATURES, VerdictRule
 from deepnmt.errors import UserError
 
-_MOST_FEATURES = 5
+_MOST_TERMS = 10
+_LEAST_GAIN = 0.003  # nats a run that another term must save
 _LEAST_IN_LEAF = 5
-_DECAY = 0.1  # of the squared weights of the logistic regression, per run set
+_DECAY = 0.3  # of the squared weights of the logistic regression, per run set
+_SQUARE = "²"
 _FOLDS = 5
 
 Record = dict[str, Any]
@@ -94,30 +98,40 @@ def _block(record: Record) -> str:
 
 
 def choose(train: Sequence[Record]) -> tuple[str, list[str]]:
-    """The kind of rule and its features: added one by one while five-fold accuracy on the training part grows."""
-    best: tuple[float, str, list[str]] = (0.0, "logistic", [])
+    """The kind of rule and its terms, added one by one while the log loss over five folds of the runs falls."""
+    best: tuple[float, str, list[str]] = (math.inf, "logistic", [])
     for kind in FITTERS:
-        names: list[str] = []
-        reached = 0.0
-        while len(names) < _MOST_FEATURES:
-            scores = {name: folded(train, kind, [*names, name]) for name in FEATURES if name not in names}
-            name = max(scores, key=lambda n: scores[n])
-            if scores[name] <= reached + 0.002:
+        terms: list[str] = []
+        reached = math.inf
+        while len(terms) < _MOST_TERMS:
+            losses = {term: folded(train, kind, [*terms, term]) for term in _possible(kind) if term not in terms}
+            term = min(losses, key=lambda t: losses[t])
+            if losses[term] > reached - _LEAST_GAIN:
                 break
-            names, reached = [*names, name], scores[name]
-        if reached > best[0]:
-            best = (reached, kind, names)
+            terms, reached = [*terms, term], losses[term]
+        if reached < best[0]:
+            best = (reached, kind, terms)
     return best[1], best[2]
 
 
-def folded(records: Sequence[Record], kind: str, names: Sequence[str]) -> float:
-    """Accuracy over five folds, each judged by a rule fitted on the other four."""
-    right = 0.0
+def _possible(kind: str) -> list[str]:
+    """A tree has no use for squares, nor has what is 0 or 1."""
+    squares = [name + _SQUARE for name in FEATURES if name != "warmup"]
+    return [*FEATURES, *(squares if kind == "logistic" else [])]
+
+
+def folded(records: Sequence[Record], kind: str, terms: Sequence[str]) -> float:
+    """Log loss in nats a run over five folds, each judged by a rule fitted on the other four."""
+    total = 0.0
     for fold in range(_FOLDS):
         inside = [record for number, record in enumerate(records) if number % _FOLDS == fold]
         rest = [record for number, record in enumerate(records) if number % _FOLDS != fold]
-        right += confusion(FITTERS[kind](rest, names), inside).accuracy * len(inside)
-    return right / len(records)
+        rule = FITTERS[kind](rest, terms)
+        for record in inside:
+            probability = rule.probability(record["features"])
+            right = probability if record["learned"] else 1 - probability
+            total -= math.log(max(right, 1e-6))
+    return total / len(records)
 
 
 def _table(records: Sequence[Record], names: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -131,22 +145,37 @@ def _spans(records: Sequence[Record], names: Sequence[str]) -> dict[str, list[fl
     return {name: [min(found), max(found)] for name, found in values.items()}
 
 
-def fit_logistic(records: Sequence[Record], names: Sequence[str]) -> VerdictRule:
-    """Logistic regression on standardised features, weights shrunk a little, by Newton's method."""
+def fit_logistic(records: Sequence[Record], terms: Sequence[str]) -> VerdictRule:
+    """Logistic regression on standardised features and, for terms `NAME²`, their squares; weights shrunk a little, by
+    Newton's method."""
+    names = list(dict.fromkeys(term.removesuffix(_SQUARE) for term in terms))
     x, y = _table(records, names)
     centre, scale = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
-    z = torch.cat([(x - centre) / scale, torch.ones(len(x), 1, dtype=x.dtype)], dim=1)
-    decay = torch.full((z.size(1),), _DECAY, dtype=x.dtype)
+    z = (x - centre) / scale
+    columns = [z[:, names.index(term.removesuffix(_SQUARE))] for term in terms]
+    columns = [c.square() if term.endswith(_SQUARE) else c for c, term in zip(columns, terms, strict=True)]
+    found, bias = _newton(torch.stack(columns, dim=1), y)
+    weight = dict(zip(terms, found.tolist(), strict=True))
+    body = {"centre": centre.tolist(), "scale": scale.tolist(), "weights": [weight.get(name, 0.0) for name in names],
+            "squares": [weight.get(name + _SQUARE, 0.0) for name in names], "bias": bias}
+    return VerdictRule("logistic", names, body, _spans(records, names))
+
+
+def _newton(columns: Tensor, y: Tensor) -> tuple[Tensor, float]:
+    """Weights and bias of a logistic regression of y [N] on columns [N, C]."""
+    z = torch.cat([columns, torch.ones(len(columns), 1, dtype=columns.dtype)], dim=1)
+    decay = torch.full((z.size(1),), _DECAY, dtype=z.dtype)
     decay[-1] = 1e-6
-    weights = torch.zeros(z.size(1), dtype=x.dtype)
+    weights = torch.zeros(z.size(1), dtype=z.dtype)
     for _ in range(30):
         p = torch.sigmoid(z @ weights)
         slope = z.t() @ (p - y) + decay * weights
         curvature = (z * (p * (1 - p))[:, None]).t() @ z + torch.diag(decay)
-        weights = weights - torch.linalg.solve(curvature, slope)
-    body = {"centre": centre.tolist(), "scale": scale.tolist(), "weights": weights[:-1].tolist(),
-            "bias": float(weights[-1])}
-    return VerdictRule("logistic", list(names), body, _spans(records, names))
+        step = torch.linalg.solve(curvature, slope)
+        weights = weights - step
+        if float(step.abs().max()) < 1e-6:
+            break
+    return weights[:-1], float(weights[-1])
 
 
 def fit_tree(records: Sequence[Record], names: Sequence[str], depth: int = 3) -> VerdictRule:

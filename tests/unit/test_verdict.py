@@ -20,7 +20,7 @@ from deepnmt.analysis.verdict_fit import confusion, fit_logistic, fit_rule, fit_
 from deepnmt.errors import UserError
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.verdict_grid import Point, Settings, fit_grid, grid, point_recipe, read_runs, run_grid
+from deepnmt.verdict_grid import Point, Settings, fit_grid, grid, measure_anew, point_recipe, read_runs, run_grid
 
 TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
 
@@ -45,14 +45,15 @@ def test_toy_task_is_a_permuted_walk() -> None:
 
 
 def test_logistic_rule_by_hand(tmp_path: Path) -> None:
-    body = {"centre": [1.0, 0.0], "scale": [2.0, 1.0], "weights": [3.0, -1.0], "bias": 0.5}
+    body = {"centre": [1.0, 0.0], "scale": [2.0, 1.0], "weights": [3.0, -1.0], "squares": [0.0, 0.25], "bias": 0.5}
     rule = VerdictRule("logistic", ["rate", "layers"], body, {"rate": [-4.0, -2.0], "layers": [0.0, 2.0]}, {"runs": 9})
     values = {"rate": -3.0, "layers": 1.5}
-    expected = 1 / (1 + math.exp(-(3.0 * (-3.0 - 1) / 2 - 1.5 + 0.5)))
+    expected = 1 / (1 + math.exp(-(3.0 * (-3.0 - 1) / 2 - 1.5 + 0.25 * 1.5**2 + 0.5)))
     assert rule.probability(values) == pytest.approx(expected)
     verdict = rule.judge({"rate": -1.0, "layers": 1.5})
     assert not verdict.trains and verdict.reasons[0].startswith(FEATURES["rate"]) and "against" in verdict.reasons[0]
     assert len(verdict.outside) == 1 and "-1" in verdict.outside[0]
+    assert verdict.probability == rule.probability({"rate": -2.0, "layers": 1.5})  # held inside the spans
     rule.save(tmp_path / "rule.json")
     assert VerdictRule.load(tmp_path / "rule.json") == rule
 
@@ -68,7 +69,7 @@ def test_tree_rule_by_hand() -> None:
         f"{FEATURES['rate']}: -2 > -2.5", f"{FEATURES['warmup']}: 1 > 0.5"]
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", '{"format": "deepnmt-verdict", "version": 2}', None])
+@pytest.mark.parametrize("text", ["{}", "no json", '{"format": "deepnmt-verdict", "version": 1}', None])
 def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "rule.json"
     if text is not None:
@@ -96,6 +97,18 @@ def test_logistic_finds_what_decides() -> None:
     rate, layers, noise = rule.body["weights"]
     assert rate < -1 and layers < -1 and abs(noise) < 0.3 * abs(rate)
     assert confusion(rule, records_of(300, seed=9)).accuracy > 0.93
+
+
+def test_logistic_finds_a_middle() -> None:
+    records = records_of(300)
+    for record in records:
+        record["learned"] = abs(record["features"]["rate"]) < 0.7
+    rule = fit_logistic(records, ["rate", "rate²", "layers"])
+    place = rule.names.index("rate")
+    assert rule.names == ["rate", "layers"] and rule.body["squares"][place] < -2 and rule.body["squares"][1] == 0.0
+    assert confusion(rule, records).accuracy > 0.95 > confusion(fit_logistic(records, ["rate"]), records).accuracy + 0.3
+    kind, terms = verdict_fit.choose(records)
+    assert kind == "tree" or "rate²" in terms
 
 
 def test_tree_cuts_where_gini_says() -> None:
@@ -151,6 +164,14 @@ def test_grid_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(records) == 4 and records[0] == first[0]
     assert set(records[1]["features"]) == set(FEATURES) and len(records[1]["losses"]) == 1
     assert all(math.isfinite(value) for record in records for value in record["features"].values())
+    old = json.loads(json.dumps(records))
+    del old[2]["features"]["trial_source"]
+    old[2]["features"]["rate"] = 9.0
+    file.write_text("".join(json.dumps(record) + "\n" for record in old))
+    assert measure_anew(file) == 1 and measure_anew(file) == 0
+    for again, record in zip(read_runs(file), records, strict=True):
+        assert again["features"] == pytest.approx(record["features"], rel=1e-4, abs=1e-4)
+        assert again["losses"] == record["losses"]
     with pytest.raises(UserError, match="no block 'nonsense'"):
         grid(["nonsense"], [1], [1e-3], [2], [1])
 
