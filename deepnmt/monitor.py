@@ -39,7 +39,7 @@ class Monitor:
         self._log = _reopen_log(folder / "log.jsonl", update)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=update + 1)
         self._bar = tqdm(total=updates, initial=update, unit="update", dynamic_ncols=True,
-                         disable=not sys.stderr.isatty(), bar_format="{n_fmt}/{total_fmt} {postfix}")
+                         disable=not sys.stderr.isatty(), bar_format="{n_fmt}/{total_fmt} |{bar:12}| {desc}")
 
     def say(self, message: str) -> None:
         """A line for the person watching."""
@@ -57,13 +57,12 @@ class Monitor:
         text = (f"epoch {record['epoch']:.0f} loss {record['loss']:.3f} ppl {record['perplexity']:.2f} "
                 f"lr {record['learning_rate']:.2e} gnorm {record['gradient_norm']:.2f} scale {record['loss_scale']:g} "
                 f"{record['target_tokens_per_second']:.0f} tok/s"
-                + (f" skipped {record['skipped_updates']:.0f}" if record["skipped_updates"] else "")
-                + f" left {clock(left)}")
+                + (f" skipped {record['skipped_updates']:.0f}" if record["skipped_updates"] else ""))
         if self._bar.disable:
-            print(f"update {update}/{self.updates} {text}", file=sys.stderr, flush=True)
+            print(f"update {update}/{self.updates} {text} left {clock(left)}", file=sys.stderr, flush=True)
         else:
             self._bar.n = update
-            self._bar.set_postfix_str(text)
+            self._bar.set_description_str(f"left {clock(left)} {text}")  # a narrow terminal cuts the end
 
     def valid(self, update: int, record: dict[str, Any]) -> None:
         """Logs the figures of a validation and shows them on a line of their own."""
