@@ -12,9 +12,10 @@ import math
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,7 @@ from deepnmt.analysis.verdict import (
     trial_rates,
     update_features,
 )
-from deepnmt.analysis.verdict_fit import Confusion, fit_rule
+from deepnmt.analysis.verdict_fit import Fitted, fit_rule
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.model.embedding import PAD
 from deepnmt.model.residual import RULES
@@ -136,19 +137,21 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source") -> str:
         UserError: too few runs.
     """
     records = [_marked(record, Settings().bars[mark]) for record in read_runs(runs)]
-    rule, held, unseen = fit_rule(records)
+    fitted = fit_rule(records)
+    held, splits = fitted.held, fitted.splits
     facts = {
         "runs": len(records) - held.total, "held_out_runs": held.total, "held_out_accuracy": held.accuracy,
-        "confusion": asdict(held), "accuracy_on_a_block_left_out": unseen,
-        "learned": sum(bool(record["learned"]) for record in records),
+        "confusion": asdict(held), "accuracy_on_a_block_left_out": fitted.unseen,
+        "accuracy_on_random_splits": {"mean": fmean(splits), "least": min(splits), "most": max(splits)},
+        "learned": sum(bool(record["learned"]) for record in records), "fit": fitted.recipe,
         "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"],
     }
-    rule = VerdictRule(rule.kind, rule.names, rule.body, rule.spans, facts)
+    rule = replace(fitted.rule, facts=facts)
     rule.save(runs.with_name("verdict.json"))
     if ship:
         rule.save(SHIPPED)
     draw_grid(records, runs.with_name("verdict.png"))
-    text = report(rule, held, unseen)
+    text = report(rule, fitted)
     runs.with_name("verdict.md").write_text(text + "\n", encoding="utf-8")
     return text
 
@@ -158,14 +161,16 @@ def _marked(record: dict[str, Any], bar: float) -> dict[str, Any]:
     return {**record, "bar": bar, "learned": record["final"] < bar}
 
 
-def report(rule: VerdictRule, held: Confusion, unseen: dict[str, float]) -> str:
+def report(rule: VerdictRule, fitted: Fitted) -> str:
     """What was fitted and how well it does, in lines."""
-    facts = rule.facts
+    facts, held, splits = rule.facts, fitted.held, fitted.splits
     lines = [f"learned: final loss below {facts['bar']:.3f} ({facts['mark']}), {facts['learned']} runs did",
-             f"{rule.kind} on {facts['runs']} runs; features:", *(f"  {FEATURES[name]}" for name in rule.names),
+             f"{fitted.recipe}, on {facts['runs']} runs",
              f"accuracy on {held.total} runs held out: {100 * held.accuracy:.1f} %", held.table(),
+             f"on {len(splits)} other splits of the same size: {100 * fmean(splits):.1f} % on average, "
+             f"{100 * min(splits):.1f} to {100 * max(splits):.1f} %",
              "accuracy on the runs of a block that was left out of the fit:",
-             *(f"  {name:<24}{100 * value:5.1f} %" for name, value in unseen.items())]
+             *(f"  {name:<24}{100 * value:5.1f} %" for name, value in fitted.unseen.items())]
     return "\n".join(lines)
 
 

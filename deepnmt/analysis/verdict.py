@@ -28,6 +28,7 @@ from deepnmt.model.transformer import Transformer
 
 SHIPPED = Path(__file__).with_name("verdict.json")
 TRIAL = 40  # updates on one batch
+_REASONS = 6  # of a verdict, the weightiest
 _RISE = 20  # of them at most for the warm-up
 _FORMAT, _VERSION = "deepnmt-verdict", 2
 
@@ -198,7 +199,7 @@ class Verdict:
     Attributes:
         trains: the answer.
         probability: that it trains, by the rule.
-        reasons: the numbers that decided, the weightiest first, as sentences.
+        reasons: the numbers that weighed most, the weightiest first, as sentences.
         outside: features that lie outside what the rule was fitted on.
     """
 
@@ -242,7 +243,7 @@ class VerdictRule:
         if self.kind == "logistic":
             pulls = sorted(self._pulls(values).items(), key=lambda item: -abs(item[1]))
             reasons = [f"{FEATURES[name]}: {values[name]:.3g} speaks {'for' if pull > 0 else 'against'} it "
-                       f"({pull:+.2f})" for name, pull in pulls]
+                       f"({pull:+.2f})" for name, pull in pulls[:_REASONS]]
         else:
             reasons = self._leaf(values)[1]
         outside = [f"{FEATURES[name]} is {values[name]:.3g}, the runs had {low:.3g} to {high:.3g}"

@@ -1,8 +1,8 @@
-"""A rule from runs: a logistic regression or a small decision tree on a few features, judged on runs held out.
+"""A rule from runs: a logistic regression on features and their squares, or a decision tree; judged on runs held out.
 
-Which features and which of the two kinds is decided on the training part alone, by the log loss over five folds of it;
-the part held out is looked at once. A feature may enter a logistic regression with its square (`NAME²`).
-Since neighbouring points of a grid are alike, the same is also done with each block held out in turn.
+Which of the two, how much the weights are shrunk, and how deep the tree is, is decided on the training part alone, by
+the log loss over five folds of it. Since neighbouring points of a grid are alike, the same is also done with each block
+held out in turn; and since one split is a matter of luck, with twenty other splits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,13 @@ from torch import Tensor
 from deepnmt.analysis.verdict import FEATURES, VerdictRule
 from deepnmt.errors import UserError
 
-_MOST_TERMS = 10
-_LEAST_GAIN = 0.003  # nats a run that another term must save
 _LEAST_IN_LEAF = 5
-_DECAY = 0.3  # of the squared weights of the logistic regression, per run set
-_SQUARE = "²"
 _FOLDS = 5
+_SPLITS = 20
+_NO_SQUARE = ("warmup",)  # 0 or 1
 
 Record = dict[str, Any]
-Fitter = Callable[[Sequence[Record], Sequence[str]], VerdictRule]
+Fitter = Callable[[Sequence[Record]], VerdictRule]
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,24 @@ class Confusion:
                 f"{'did not':<14}{self.failed_yes:>14}{self.failed_no:>14}")
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """A rule, how it was made, and how well it does.
+
+    Attributes:
+        recipe: the entry of `FITTERS` that was chosen.
+        held: on the runs held out.
+        unseen: its accuracy on each block when fitted without that block.
+        splits: the accuracy on the part held out of each of twenty random splits, everything chosen anew for each.
+    """
+
+    rule: VerdictRule
+    recipe: str
+    held: Confusion
+    unseen: dict[str, float]
+    splits: list[float]
+
+
 def confusion(rule: VerdictRule, records: Sequence[Record]) -> Confusion:
     """What the rule says of these runs."""
     counts = {(done, said): 0 for done in (True, False) for said in (True, False)}
@@ -71,8 +88,8 @@ def held_out(record: Record, share: float) -> bool:
     return int.from_bytes(digest[:4], "big") / 2**32 < share
 
 
-def fit_rule(records: Sequence[Record], share: float = 0.3) -> tuple[VerdictRule, Confusion, dict[str, float]]:
-    """The rule, its confusion on the runs held out, and its accuracy on each block when fitted without that block.
+def fit_rule(records: Sequence[Record], share: float = 0.3) -> Fitted:
+    """The rule of all runs but a `share` that is held out, and what it is worth.
 
     Raises:
         UserError: fewer than 40 runs, or all of them ended alike.
@@ -82,51 +99,39 @@ def fit_rule(records: Sequence[Record], share: float = 0.3) -> tuple[VerdictRule
     if len(records) < 40 or len({record["learned"] for record in train}) < 2:
         raise UserError(f"{len(records)} runs, of which {sum(bool(r['learned']) for r in records)} learned, are too "
                         "few or too much alike for a rule; run more of the grid with tools/verdict_grid.py run")
-    kind, names = choose(train)
-    rule = FITTERS[kind](train, names)
-    blocks = sorted({_block(record) for record in records})
+    recipe = choose(train)
     unseen = {}
-    for block in blocks:
+    for block in sorted({_block(record) for record in records}):
         others = [record for record in records if _block(record) != block]
         own = [record for record in records if _block(record) == block]
-        unseen[block] = confusion(FITTERS[kind](others, names), own).accuracy
-    return rule, confusion(rule, test), unseen
+        unseen[block] = confusion(FITTERS[recipe](others), own).accuracy
+    rule = FITTERS[recipe](train)
+    return Fitted(rule, recipe, confusion(rule, test), unseen, [_by_luck(records, share, n) for n in range(_SPLITS)])
+
+
+def _by_luck(records: Sequence[Record], share: float, seed: int) -> float:
+    """The accuracy on the part held out of a random split."""
+    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed)).tolist()
+    cut = round(share * len(records))
+    train, test = [records[place] for place in order[cut:]], [records[place] for place in order[:cut]]
+    return confusion(FITTERS[choose(train)](train), test).accuracy
 
 
 def _block(record: Record) -> str:
     return f"{record['point']['encoder']}/{record['point']['decoder']}"
 
 
-def choose(train: Sequence[Record]) -> tuple[str, list[str]]:
-    """The kind of rule and its terms, added one by one while the log loss over five folds of the runs falls."""
-    best: tuple[float, str, list[str]] = (math.inf, "logistic", [])
-    for kind in FITTERS:
-        terms: list[str] = []
-        reached = math.inf
-        while len(terms) < _MOST_TERMS:
-            losses = {term: folded(train, kind, [*terms, term]) for term in _possible(kind) if term not in terms}
-            term = min(losses, key=lambda t: losses[t])
-            if losses[term] > reached - _LEAST_GAIN:
-                break
-            terms, reached = [*terms, term], losses[term]
-        if reached < best[0]:
-            best = (reached, kind, terms)
-    return best[1], best[2]
+def choose(train: Sequence[Record]) -> str:
+    """The entry of `FITTERS` with the least log loss over five folds."""
+    return min(FITTERS, key=lambda name: folded(train, FITTERS[name]))
 
 
-def _possible(kind: str) -> list[str]:
-    """A tree has no use for squares, nor has what is 0 or 1."""
-    squares = [name + _SQUARE for name in FEATURES if name != "warmup"]
-    return [*FEATURES, *(squares if kind == "logistic" else [])]
-
-
-def folded(records: Sequence[Record], kind: str, terms: Sequence[str]) -> float:
+def folded(records: Sequence[Record], fitter: Fitter) -> float:
     """Log loss in nats a run over five folds, each judged by a rule fitted on the other four."""
     total = 0.0
     for fold in range(_FOLDS):
         inside = [record for number, record in enumerate(records) if number % _FOLDS == fold]
-        rest = [record for number, record in enumerate(records) if number % _FOLDS != fold]
-        rule = FITTERS[kind](rest, terms)
+        rule = fitter([record for number, record in enumerate(records) if number % _FOLDS != fold])
         for record in inside:
             probability = rule.probability(record["features"])
             right = probability if record["learned"] else 1 - probability
@@ -145,26 +150,28 @@ def _spans(records: Sequence[Record], names: Sequence[str]) -> dict[str, list[fl
     return {name: [min(found), max(found)] for name, found in values.items()}
 
 
-def fit_logistic(records: Sequence[Record], terms: Sequence[str]) -> VerdictRule:
-    """Logistic regression on standardised features and, for terms `NAME²`, their squares; weights shrunk a little, by
-    Newton's method."""
-    names = list(dict.fromkeys(term.removesuffix(_SQUARE) for term in terms))
+def fit_logistic(records: Sequence[Record], decay: float, names: Sequence[str] = tuple(FEATURES)) -> VerdictRule:
+    """Logistic regression on standardised features and their squares.
+
+    Args:
+        decay: half of it times the squared weights is added to the log loss summed over the runs.
+    """
     x, y = _table(records, names)
     centre, scale = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
     z = (x - centre) / scale
-    columns = [z[:, names.index(term.removesuffix(_SQUARE))] for term in terms]
-    columns = [c.square() if term.endswith(_SQUARE) else c for c, term in zip(columns, terms, strict=True)]
-    found, bias = _newton(torch.stack(columns, dim=1), y)
-    weight = dict(zip(terms, found.tolist(), strict=True))
-    body = {"centre": centre.tolist(), "scale": scale.tolist(), "weights": [weight.get(name, 0.0) for name in names],
-            "squares": [weight.get(name + _SQUARE, 0.0) for name in names], "bias": bias}
-    return VerdictRule("logistic", names, body, _spans(records, names))
+    squared = [place for place, name in enumerate(names) if name not in _NO_SQUARE]
+    found, bias = _newton(torch.cat([z, z[:, squared].square()], dim=1), y, decay)
+    squares = torch.zeros(len(names), dtype=x.dtype)
+    squares[squared] = found[len(names):]
+    body = {"centre": centre.tolist(), "scale": scale.tolist(), "weights": found[: len(names)].tolist(),
+            "squares": squares.tolist(), "bias": bias}
+    return VerdictRule("logistic", list(names), body, _spans(records, names))
 
 
-def _newton(columns: Tensor, y: Tensor) -> tuple[Tensor, float]:
+def _newton(columns: Tensor, y: Tensor, shrink: float) -> tuple[Tensor, float]:
     """Weights and bias of a logistic regression of y [N] on columns [N, C]."""
     z = torch.cat([columns, torch.ones(len(columns), 1, dtype=columns.dtype)], dim=1)
-    decay = torch.full((z.size(1),), _DECAY, dtype=z.dtype)
+    decay = torch.full((z.size(1),), shrink, dtype=z.dtype)
     decay[-1] = 1e-6
     weights = torch.zeros(z.size(1), dtype=z.dtype)
     for _ in range(30):
@@ -178,7 +185,7 @@ def _newton(columns: Tensor, y: Tensor) -> tuple[Tensor, float]:
     return weights[:-1], float(weights[-1])
 
 
-def fit_tree(records: Sequence[Record], names: Sequence[str], depth: int = 3) -> VerdictRule:
+def fit_tree(records: Sequence[Record], depth: int, names: Sequence[str] = tuple(FEATURES)) -> VerdictRule:
     """A decision tree by Gini impurity, at most `depth` questions deep, at least five runs in a leaf."""
     x, y = _table(records, names)
     return VerdictRule("tree", list(names), _grow(x, y, names, depth), _spans(records, names))
@@ -216,4 +223,7 @@ def _best_split(values: Tensor, y: Tensor) -> tuple[float, float] | None:
     return float(impurity[cut]), float((v[cut] + v[cut + 1]) / 2)
 
 
-FITTERS: dict[str, Fitter] = {"logistic": fit_logistic, "tree": fit_tree}
+FITTERS: dict[str, Fitter] = {
+    **{f"logistic, decay {decay}": partial(fit_logistic, decay=decay) for decay in (0.03, 0.1, 0.3, 1.0, 3.0)},
+    **{f"tree, {depth} questions": partial(fit_tree, depth=depth) for depth in (2, 3, 4)},
+}
