@@ -234,3 +234,18 @@ def test_fit_writes_rule_table_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "verdict.png").stat().st_size > 5000
     rule = VerdictRule.load(tmp_path / "verdict.json")
     assert rule.facts["runs"] + rule.facts["held_out_runs"] == 120
+
+
+def test_the_shipped_rule_is_the_one_of_the_shipped_runs() -> None:
+    rule = VerdictRule.load()
+    assert set(rule.names) <= set(FEATURES) and set(rule.spans) == set(rule.names)
+    records = read_runs(Path(__file__).parents[2] / "docs" / "verdict_runs.jsonl")
+    assert all(set(record["features"]) == set(FEATURES) for record in records)
+    test = [record for record in records if held_out(record, 0.3)]
+    found = confusion(rule, test)
+    assert found.total == rule.facts["held_out_runs"] and len(records) - found.total == rule.facts["runs"]
+    assert found == verdict_fit.Confusion(**rule.facts["confusion"]) and found.accuracy >= 0.9
+    train = [record for record in records if not held_out(record, 0.3)]
+    again = verdict_fit.FITTERS[rule.facts["fit"]](train)
+    for record in test:
+        assert again.probability(record["features"]) == pytest.approx(rule.probability(record["features"]), abs=1e-6)
