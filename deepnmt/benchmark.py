@@ -37,8 +37,16 @@ from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.launch import Ranks, free_port, processes
 from deepnmt.parallel.tensors import to_tensors
-from deepnmt.translate import translate_shards
+from deepnmt.translate import cast, translate_shards
 
+# How the test set is translated: whether the cache is used, and what the run's `translate` settings are changed to.
+TRANSLATIONS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "cached": (True, {}),
+    "cached, patience 1": (True, {"patience": 1.0}),
+    "cached, bf16": (True, {"precision": "bf16"}),
+    "cached, patience 1, bf16": (True, {"patience": 1.0, "precision": "bf16"}),
+    "no cache": (False, {}),
+}
 MICRO_BATCHES = 2  # of every update, in every layout: two processes take one each, one process takes both
 
 
@@ -103,10 +111,10 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
 def _translation(run: Path, rounds: int, cores: int) -> dict[str, list[float]]:
     results: dict[str, list[float]] = {}
     for _ in range(rounds):
-        for cache in (True, False):
+        for way, (cache, changes) in TRANSLATIONS.items():
             for count, threads in ((1, cores), (cores, 1)):
-                name = f"beam, {'cached' if cache else 'no cache'}, {count} x {threads} threads"
-                job = {"job": "translate", "run": str(run), "cache": cache, "threads": threads}
+                name = f"{way}, {count} x {threads} threads"
+                job = {"job": "translate", "run": str(run), "cache": cache, "changes": changes, "threads": threads}
                 results.setdefault(name, []).append(_timed(job, count))
                 print(f"{name:<62} {results[name][-1]:9,.1f} sentences/s", file=sys.stderr, flush=True)
     return results
@@ -181,9 +189,11 @@ def _translate_rate(job: dict[str, Any], ranks: Ranks) -> float:
     lines = data.split(names[0]).src_text()
     stepper = CachedStepper if job["cache"] else RecomputingStepper
     vocabs = (loaded.src_vocab, loaded.trg_vocab)
+    settings = loaded.recipe.translate.model_copy(update=job["changes"])
+    model = cast(loaded.model, settings.precision)
 
     def run(texts: list[str]) -> None:
-        for _ in translate_shards(loaded.model, vocabs, texts, loaded.recipe.translate, rank=ranks.rank,
+        for _ in translate_shards(model, vocabs, texts, settings, rank=ranks.rank,
                                   world=ranks.world, gather=ranks.gather_bytes, stepper=stepper):
             pass
 

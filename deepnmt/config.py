@@ -227,9 +227,12 @@ class Translate(Section):
     alpha: Annotated[float, Field(ge=0.0)] = 1.0
     temperature: Positive = 1.0
     nbest: Count = 1
+    # A sentence is done when patience × beam hypotheses have ended among its best; null: when none can be better still.
+    patience: Positive | None = None
     max_ratio: Positive = 2.0  # longest output: max_ratio × source tokens + max_extra
     max_extra: Annotated[int, Field(ge=0)] = 20
     batch_tokens: Count = 4096
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is faster on a GPU and on a CPU with AMX, and slower without
 
     @model_validator(mode="after")
     def _nbest(self) -> Translate:

@@ -20,7 +20,7 @@ from deepnmt.config import Recipe
 from deepnmt.data.corpus import read_pairs
 from deepnmt.errors import UserError
 from deepnmt.scoring import EvaluationSet, Report, score_systems
-from deepnmt.translate import read_lines, translate_lines
+from deepnmt.translate import cast, read_lines, translate_lines
 
 
 def evaluate_run(
@@ -128,7 +128,7 @@ def read_systems(hypotheses: Sequence[str], sets: Sequence[EvaluationSet]) -> di
 
 def translate_sets(loaded: LoadedModel, recipe: Recipe, sets: Sequence[EvaluationSet]) -> list[list[str]]:
     """The best translation of every line of every set, by the recipe's search, on the GPU if there is one."""
-    model = loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = cast(loaded.model, recipe.translate.precision).to("cuda" if torch.cuda.is_available() else "cpu")
     translations = []
     for test in sets:
         with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=None) as bar:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -45,6 +46,14 @@ class Report:
 
     lines: int
     seconds: float
+
+
+def cast(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
+    """The same model, its weights now in that type. The table of positions stays fp32."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def silent(lines: int) -> None:
@@ -147,7 +156,7 @@ class _Search:
         state = self.stepper(self.model, src, torch.tensor(lengths, device=device), self.width, max(longest))
         penalty = LengthPenalty(settings.length_penalty, settings.alpha)
         if settings.method == "beam":
-            return beam_search(state, limits, self.width, settings.nbest, penalty)
+            return beam_search(state, limits, self.width, settings.nbest, penalty, settings.patience)
         if settings.method == "greedy":
             return follow(state, limits, self.width, most_likely, penalty)
         draw = Draw(self._uniforms(numbers, longest).to(device), settings.temperature)
@@ -252,7 +261,7 @@ def translate_files(
     """
     lines_in, lines_out = _checked(source, target, settings.nbest, form, world)
     loaded = load_model(folder)
-    model, vocabs = loaded.model.to(device), (loaded.src_vocab, loaded.trg_vocab)
+    model, vocabs = cast(loaded.model, settings.precision).to(device), (loaded.src_vocab, loaded.trg_vocab)
     begin = time.perf_counter()
     written = 0
     with progressing() as progress:

@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deepnmt.decoding.scores import BOS, EOS, NEVER, LengthPenalty, extensions
+from deepnmt.decoding.scores import BOS, EOS, NEVER, LengthPenalty, extensions, log_normalisers
 from deepnmt.decoding.steppers import Stepper
 from deepnmt.errors import UserError
 
-# Sentences that are done leave the batch once they are this share of it: leaving copies the state of all that stay.
+# Sentences that are done leave the batch once they are this share of it.
 LEAVE = 0.125
 
 
@@ -85,7 +85,7 @@ class _Finished:
 
 
 def beam_search(
-    stepper: Stepper, limits: Tensor, beams: int, nbest: int, penalty: LengthPenalty
+    stepper: Stepper, limits: Tensor, beams: int, nbest: int, penalty: LengthPenalty, patience: float | None = None
 ) -> list[list[Candidate]]:
     """The best `nbest` hypotheses of each sentence that a beam of `beams` finds, best first.
 
@@ -96,15 +96,22 @@ def beam_search(
     limit. The result is therefore that of going on to the limit, and with a beam wide enough to hold every prefix that
     of trying every hypothesis.
 
+    With a `patience` a sentence is done as well when `patience`·K hypotheses have ended whose log-probability was, when
+    they did, among the K highest of all extensions of its live hypotheses, eos included (Kasai et al. 2022, A Call for
+    Clarity in Beam Search; 1 is the usual rule of first come, first served). That is sooner, and a better hypothesis
+    may be missed.
+
     Args:
         stepper: B·`beams` rows, nothing stepped yet.
         limits: [B] most tokens of a hypothesis, eos counted; >= 1.
         beams: K.
         nbest: N <= K.
         penalty: of the score.
+        patience: > 0, or None to go on until nothing can be gained.
     """
     device, longest = limits.device, int(limits.max())
     finished = _Finished(len(limits), nbest, longest, device)
+    counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses ended, for `patience`
     last_divisors = torch.tensor([penalty.divisor(limit) for limit in limits.tolist()], device=device)
     sentences = torch.arange(len(limits), device=device)
     order = torch.arange(beams, device=device)
@@ -115,8 +122,8 @@ def beam_search(
     for length in range(1, longest + 1):
         logits = stepper.step(last)
         log_probs, nexts, ends = extensions(logits, min(beams, logits.size(1)))
-        divisor = penalty.divisor(length)
-        finished.offer(sentences, sums + ends.view_as(sums), tokens, length - 1, divisor, ended=True)
+        divisor, ended = penalty.divisor(length), sums + ends.view_as(sums)
+        finished.offer(sentences, ended, tokens, length - 1, divisor, ended=True)
 
         sums, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
         parents = best // log_probs.size(1)
@@ -128,7 +135,10 @@ def beam_search(
             at_limit = sums.masked_fill(~cut[:, None], -torch.inf)
             finished.offer(sentences, at_limit, tokens, length, divisor, ended=False)
         done = cut | (sums[:, 0] / last_divisors[sentences] <= finished.worst(sentences))
-        stay = (~done).nonzero().squeeze(1)
+        if patience is not None:
+            counts[sentences] += _among_best(ended, sums)
+            done |= counts[sentences] >= patience * beams
+        stay = _staying(done)
         if len(stay) == 0:
             break
         if len(stay) <= (1 - LEAVE) * len(done):
@@ -140,6 +150,20 @@ def beam_search(
             stepper.reorder((torch.arange(len(parents), device=device)[:, None] * beams + parents).flatten())
         last = tokens[:, :, length - 1].flatten()
     return finished.candidates()
+
+
+def _among_best(ended: Tensor, live: Tensor) -> Tensor:
+    """How many of the log-probabilities `ended` [b, K] are among the K highest of these and `live` [b, K]: [b]."""
+    values, places = torch.cat([live, ended], dim=1).topk(live.size(1))
+    return ((places >= live.size(1)) & (values > -torch.inf)).sum(1)
+
+
+def _staying(done: Tensor) -> Tensor:
+    """The numbers [b'] of the sentences that are not done [b], most in their place: those from b' on fill the gaps."""
+    stay = (~done).nonzero().squeeze(1)
+    order = torch.arange(len(stay), device=done.device)
+    order[done[: len(stay)]] = stay[stay >= len(stay)]
+    return order
 
 
 class Choice(Protocol):
@@ -197,7 +221,7 @@ def follow(
     last = torch.full((len(limits) * count,), BOS, device=device)
     for length in range(1, longest + 1):
         logits = stepper.step(last).float()
-        norm = logits.logsumexp(1)
+        norm = log_normalisers(logits)
         logits[:, NEVER] = -torch.inf
         last = choice(logits, sentences, length - 1)
         sums = sums + (logits.gather(1, last[:, None]).squeeze(1) - norm).view_as(sums)
@@ -210,7 +234,7 @@ def follow(
         finished.offer(sentences, sums.masked_fill(~cut, -torch.inf), tokens, length, divisor, ended=False)
         sums = sums.masked_fill(eos | cut, -torch.inf)
         done = (sums == -torch.inf).all(1)
-        stay = (~done).nonzero().squeeze(1)
+        stay = _staying(done)
         if len(stay) == 0:
             break
         if len(stay) <= (1 - LEAVE) * len(done):

@@ -19,7 +19,11 @@ class Stepper(Protocol):
     """The state of B·K growing hypotheses."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Appends tokens [B·K] and gives the logits [B·K, V] of what follows; the caller may overwrite them."""
+        """Appends tokens [B·K] and gives the logits [B·K, V] of what follows.
+
+        The first tokens of a sentence's hypotheses are alike. The logits hold until the next step; the caller may
+        overwrite them.
+        """
 
     def reorder(self, rows: Tensor) -> None:
         """Row r goes on from what row rows[r] holds; rows [B·K] stay within their sentence."""
@@ -44,10 +48,17 @@ class CachedStepper:
 
     def __init__(self, model: Transformer, src: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> None:
         self._model = model
+        self._beams = beams
         self._cache = model.start_cache(model.encode(src, src_lengths), src_lengths, beams, max_steps)
+        # Made once: memory of this size comes new from the system each time, which can take as long as the product.
+        self._logits = model.output_weight.new_empty(len(src) * beams, len(model.output_weight))
 
     def step(self, tokens: Tensor) -> Tensor:
-        return self._model.logits(self._model.step(tokens, self._cache))
+        if self._cache.position == 0:  # all hypotheses of a sentence are one as yet
+            hidden = self._model.step(tokens[:: self._beams], self._cache)
+            return self._model.logits(hidden).repeat_interleave(self._beams, 0)
+        hidden = self._model.step(tokens, self._cache)
+        return self._model.logits(hidden, self._logits[: len(hidden)])
 
     def reorder(self, rows: Tensor) -> None:
         self._cache.reorder(rows)

@@ -62,18 +62,18 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return self.out(merge_heads(attend(q, k, v, mask, dropout, causal)))
 
-    def step(self, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, position: int) -> Tensor:
-        """One position further: x [B, K, D], the hypotheses' inputs at `position`, to [B, K, D].
+    def step(self, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, here: slice) -> Tensor:
+        """One position further: x [B, K, D], the hypotheses' inputs there, to [B, K, D].
 
         `keys` and `values` [B, H, max_steps·K, d] hold all hypotheses of a sentence, slot p·K + j the j-th of position
-        p; those of `position` are written here. `seen` [B, 1, K, (position + 1)·K] is true where a hypothesis goes on
-        from a slot; None: from all.
+        p; those of this position, `here`, are written. `seen` [B, 1, K, slots up to here], to be added to the scores,
+        is 0 where a hypothesis goes on from a slot and -inf elsewhere; None: from all. If x is [B, 1, D], for
+        hypotheses that are one as yet, its key and value go into all slots of the position.
         """
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-        beams, filled = x.size(1), (position + 1) * x.size(1)
-        keys[:, :, filled - beams : filled] = k
-        values[:, :, filled - beams : filled] = v
-        attended = attend(q, keys[:, :, :filled], values[:, :, :filled], seen)
+        keys[:, :, here] = k
+        values[:, :, here] = v
+        attended = attend(q, keys[:, :, : here.stop], values[:, :, : here.stop], seen)
         return self.out(merge_heads(attended))
 
 

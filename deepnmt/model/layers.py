@@ -83,18 +83,18 @@ class DecoderLayer(Layer):
         seen: Tensor | None,
         source: tuple[Tensor, Tensor],
         mask: Tensor | None,
-        position: int,
+        here: slice,
     ) -> Stream:
         """One target position further, without dropout: x [B, K, D] to [B, K, D].
 
-        `past` are the self-attention's keys and values [B, H, max_steps·K, d], extended in place, and `seen` which of
-        them each hypothesis sees (`SelfAttention.step`); `source` the cross-attention's [B, H, S, d] and `mask` its key
-        mask.
+        `past` are the self-attention's keys and values [B, H, max_steps·K, d], extended in place in the slots `here`,
+        and `seen` which of them each hypothesis sees (`SelfAttention.step`); `source` the cross-attention's
+        [B, H, S, d] and `mask` its key mask.
         """
         return self.rule(
             x,
             (
-                lambda h: self.self_attn.step(h, *past, seen, position),
+                lambda h: self.self_attn.step(h, *past, seen, here),
                 lambda h: self.cross_attn(h, *source, mask),
                 self.ffn,
             ),

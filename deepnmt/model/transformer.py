@@ -101,19 +101,24 @@ class Stack(nn.Module):
         self.norm = build_top(model, side)
 
 
+def _move(store: Tensor, dim: int, places: Tensor, movers: Tensor) -> None:
+    """Writes what `store` holds at `movers` of a dimension to its `places`."""
+    store.index_copy_(dim, places, store.index_select(dim, movers))
+
+
 class Cache:
     """What decoding remembers between steps, for B sentences with K hypotheses each.
 
     A sentence's hypotheses share one store of self-attention keys and values [B, H, max_steps·K, d], in which slot
-    p·K + j belongs to the j-th hypothesis of position p. Which slots a hypothesis goes on from is its row of `lineage`:
-    reordering moves these flags and no key or value. Those of the cross-attention are kept once for each sentence
-    [B, H, S, d].
+    p·K + j belongs to the j-th hypothesis of position p. Which slots a hypothesis goes on from is its row of `lineage`,
+    0 there and -inf elsewhere: reordering moves these numbers and no key or value. Those of the cross-attention are
+    kept once for each sentence [B, H, S, d].
     """
 
     def __init__(self, past: Tensor, source: list[tuple[Tensor, Tensor]], mask: Tensor | None, beams: int) -> None:
         self.past = past  # [layers, 2, B, H, max_steps·K, d], filled up to `position`
-        self.lineage = torch.zeros(past.size(2) * beams, past.size(4), dtype=torch.bool, device=past.device)
-        self.own = torch.eye(beams, dtype=torch.bool, device=past.device)  # [K, K]
+        self.lineage = past.new_full((past.size(2) * beams, past.size(4)), -torch.inf)
+        self.own = past.new_full((beams, beams), -torch.inf).fill_diagonal_(0.0)
         self.source = source
         self.mask = mask
         self.beams = beams
@@ -123,24 +128,32 @@ class Cache:
         """Hypothesis r goes on from the past of hypothesis rows[r]; rows [B·K] index the present hypotheses."""
         self.lineage = self.lineage.index_select(0, rows)
 
-    def advance(self) -> Tensor | None:
-        """What the hypotheses see at `position` [B, 1, K, (position + 1)·K], themselves included; None: everything."""
+    def advance(self, hypotheses: int) -> tuple[Tensor | None, slice]:
+        """One position further: what the first `hypotheses` of each sentence see there, themselves included
+        [B, 1, hypotheses, slots up to the position's] (None: everything), and the position's slots."""
+        here = slice(self.position * self.beams, (self.position + 1) * self.beams)
+        self.position += 1
         if self.beams == 1:
-            return None
-        filled = (self.position + 1) * self.beams
-        here = slice(filled - self.beams, filled)
+            return None, here
         lineage = self.lineage.view(-1, self.beams, self.lineage.size(1))
         lineage[:, :, here] = self.own
-        return lineage[:, None, :, :filled]
+        return lineage[:, None, :hypotheses, : here.stop], here
 
     def select(self, sentences: Tensor) -> None:
-        """Keeps these sentences [B'] with all their hypotheses, in this order."""
-        filled = self.position * self.beams
-        kept = self.past[..., :filled, :].index_select(2, sentences)
-        self.past = self.past[:, :, : len(sentences)]
-        self.past[..., :filled, :] = kept
+        """Keeps these sentences [B'] with all their hypotheses, in this order.
+
+        A sentence that keeps its place is not copied.
+        """
+        count, filled = len(sentences), self.position * self.beams
+        places = (sentences != torch.arange(count, device=sentences.device)).nonzero().squeeze(1)
+        movers = sentences[places]
+        _move(self.past[..., :filled, :], 2, places, movers)
+        self.past = self.past[:, :, :count]
+        for k, v in self.source:
+            _move(k, 0, places, movers)
+            _move(v, 0, places, movers)
+        self.source = [(k[:count], v[:count]) for k, v in self.source]
         self.lineage = self.lineage.unflatten(0, (-1, self.beams)).index_select(0, sentences).flatten(0, 1)
-        self.source = [(k.index_select(0, sentences), v.index_select(0, sentences)) for k, v in self.source]
         self.mask = None if self.mask is None else self.mask.index_select(0, sentences)
 
 
@@ -210,9 +223,10 @@ class Transformer(nn.Module):
         """The decoder's layers, from the bottom."""
         return cast(list[DecoderLayer], list(self.decoder.layers))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., D] to logits [..., V], those of pad -inf."""
-        logits = F.linear(hidden, self.output_weight)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [..., D] to logits [..., V], those of pad -inf; written into `out` if given (hidden [R, D] then)."""
+        weight = self.output_weight
+        logits = F.linear(hidden, weight) if out is None else torch.mm(hidden, weight.t(), out=out)
         logits[..., PAD] = -torch.inf
         return logits
 
@@ -231,11 +245,13 @@ class Transformer(nn.Module):
         return Cache(memory.new_empty(shape), source, key_mask(src_lengths, memory.size(1)), beams)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """The tokens [B·K] last chosen to the last layer's output [B·K, D] at their position; `cache` moves one on."""
-        embedded = self.table("trg")(tokens.view(-1, cache.beams))
+        """The tokens [B·K] last chosen to the last layer's output [B·K, D] at their position; `cache` moves one on.
+
+        The first tokens may be given once for all hypotheses of a sentence: [B] to [B, D].
+        """
+        embedded = self.table("trg")(tokens.view(cache.past.size(2), -1))
         x: Stream = self.decoder.input.step(embedded, cache.position)
-        seen = cache.advance()
+        seen, here = cache.advance(embedded.size(1))
         for layer, (keys, values), source in zip(self.decoder_layers, cache.past, cache.source, strict=True):
-            x = layer.step(x, (keys, values), seen, source, cache.mask, cache.position)
-        cache.position += 1
+            x = layer.step(x, (keys, values), seen, source, cache.mask, here)
         return self.decoder.norm(x).flatten(0, 1)

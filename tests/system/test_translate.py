@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepnmt import config, translate
 from deepnmt.checkpoint import LoadedModel, TrainingState, load_model, save_checkpoint
@@ -105,6 +106,18 @@ def test_the_reference_decoder_gives_the_same_file(checkpoint: Path, source: Pat
     translate_files(checkpoint, str(source), str(tmp_path / "cached"), SETTINGS)
     translate_files(checkpoint, str(source), str(tmp_path / "plain"), SETTINGS, stepper=RecomputingStepper)
     assert (tmp_path / "cached").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_bf16_weights_and_fp32_positions(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_path: Path) -> None:
+    """Translating with translate.precision is translating with such weights."""
+    settings = SETTINGS.model_copy(update={"precision": "bf16"})
+    model = translate.cast(loaded.model, "bf16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    translate_files(checkpoint, str(source), str(tmp_path / "out"), settings)
+    best = expected(loaded)
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "".join(h[0].text + "\n" for h in best)
+    assert [h[0].score for h in best] != [h[0].score for h in expected(load_model(checkpoint))]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 100])

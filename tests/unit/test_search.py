@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepnmt.decoding.scores import BLOCK, LengthPenalty, best_entries, extensions
-from deepnmt.decoding.search import Candidate, Draw, beam_search, follow, most_likely
+from deepnmt.decoding.scores import BLOCK, ROWS, LengthPenalty, best_entries, extensions, log_normalisers
+from deepnmt.decoding.search import Candidate, Draw, _staying, beam_search, follow, most_likely
 from deepnmt.errors import UserError
 
 BOS, EOS, PAD = 1, 2, 3
@@ -86,6 +86,27 @@ def patient_beam(sentence: int, limit: int, beams: int, penalty: LengthPenalty) 
     return sorted(finished, reverse=True)
 
 
+def first_come(
+    sentence: int, limit: int, beams: int, penalty: LengthPenalty, patience: float
+) -> tuple[list[tuple[float, list[int], bool]], int]:
+    """Beam search that is done when patience·K hypotheses have ended among the K best; best first, and its steps."""
+    live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    finished, count, length = [], 0.0, 0
+    while length < limit and count < patience * beams:
+        length += 1
+        grown, ended = [], []
+        for total, words in live:
+            log_probs = table_logits(sentence, (BOS, *words)).double().log_softmax(0)
+            ended.append((total + float(log_probs[EOS]), words))
+            grown += [(total + float(log_probs[w]), (*words, w)) for w in WORDS]
+        finished += [(total / penalty.divisor(length), list(words), True) for total, words in ended]
+        live = sorted(grown, reverse=True)[:beams]
+        count += sum(entry in ended for entry in sorted(live + ended, reverse=True)[:beams])
+    if length == limit:
+        finished += [(total / penalty.divisor(limit), list(words), False) for total, words in live]
+    return sorted(finished, reverse=True), length
+
+
 def assert_same(found: list[Candidate], expected: list[tuple[float, list[int], bool]]) -> None:
     assert [(c.tokens, c.ended) for c in found] == [(tokens, ended) for _, tokens, ended in expected]
     assert [c.score for c in found] == pytest.approx([score for score, _, _ in expected], abs=1e-5)
@@ -121,6 +142,22 @@ def test_extensions_are_fp32_log_probabilities_of_a_half_precision_model() -> No
     torch.testing.assert_close(values.double(), expected.topk(3).values, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("rows", [1, ROWS, 2 * ROWS + 5])
+def test_rows_are_the_same_alone_and_in_groups(rows: int) -> None:
+    """Logits of hundreds, as a model may give whose softmax is sharp: their exponentials do not fit fp32."""
+    logits = 150 * torch.randn(rows, 300, generator=torch.Generator().manual_seed(rows))
+    logits[:, PAD] = -torch.inf
+    logits[0, EOS] = 1000.0
+    expected = logits.double().log_softmax(1)
+    norms = logits.double().logsumexp(1)
+    torch.testing.assert_close(log_normalisers(logits).double(), norms, atol=0, rtol=1e-6)
+    values, tokens, ends = extensions(logits, 4)
+    torch.testing.assert_close(ends.double(), expected[:, EOS], atol=1e-3, rtol=1e-6)
+    torch.testing.assert_close(values.double(), expected.gather(1, tokens), atol=1e-3, rtol=1e-6)
+    expected[:, [BOS, EOS, PAD]] = -torch.inf
+    assert torch.equal(tokens, expected.topk(4).indices)
+
+
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
 def test_a_wide_beam_is_exhaustive_search(penalty: LengthPenalty) -> None:
     limits = [4, 1, 3, 2, 4]
@@ -136,6 +173,42 @@ def test_stopping_early_changes_nothing(beams: int, nbest: int, penalty: LengthP
     found = beam_search(TableStepper(len(limits), beams), torch.tensor(limits), beams, nbest, penalty)
     for sentence, limit in enumerate(limits):
         assert_same(found[sentence], patient_beam(sentence, limit, beams, penalty)[:nbest])
+
+
+@pytest.mark.parametrize("patience", [0.2, 1.0, 2.5])
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+@pytest.mark.parametrize(("beams", "nbest"), [(1, 1), (3, 3), (5, 2)])
+def test_patience(beams: int, nbest: int, penalty: LengthPenalty, patience: float) -> None:
+    limits = [9, 4, 1, 7, 9, 12, 2, 9]
+    stepper = TableStepper(len(limits), beams)
+    found = beam_search(stepper, torch.tensor(limits), beams, nbest, penalty, patience)
+    expected = [first_come(sentence, limit, beams, penalty, patience) for sentence, limit in enumerate(limits)]
+    for ours, (theirs, _) in zip(found, expected, strict=True):
+        assert_same(ours, theirs[:nbest])
+    assert {len(prefix) for _, prefix in stepper.rows} <= set(range(1, max(steps for _, steps in expected) + 1))
+
+
+def test_patience_ends_what_would_go_on() -> None:
+    """"4" may end or go on, and then surely has seven words more: log(1/2) is less a token there."""
+
+    def late(sentence: int, prefix: tuple[int, ...]) -> Tensor:
+        logits = torch.full((VOCAB,), -30.0)
+        logits[EOS if len(prefix) == 9 else 4] = 0.0
+        if len(prefix) == 2:
+            logits[EOS] = 0.1
+        return logits
+
+    limits, penalty = torch.tensor([30]), LengthPenalty("average", 1.0)
+    assert beam_search(TableStepper(1, 1, late), limits, 1, 1, penalty, 1.0)[0][0].tokens == [4]
+    assert beam_search(TableStepper(1, 1, late), limits, 1, 1, penalty)[0][0].tokens == [4] * 8
+
+
+@pytest.mark.parametrize("done", ["", "0", "1", "01", "10", "0010110", "1110001", "1111111", "0000"])
+def test_those_that_stay_keep_their_place_or_fill_a_gap(done: str) -> None:
+    flags = torch.tensor([flag == "1" for flag in done], dtype=torch.bool)
+    order = _staying(flags).tolist()
+    assert sorted(order) == [i for i, flag in enumerate(done) if flag == "0"]
+    assert all(order[i] == i for i in range(len(order)) if done[i] == "0")
 
 
 def test_search_stops_as_soon_as_nothing_can_improve() -> None:
