@@ -234,6 +234,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "diagnose": cli_study.diagnose,
     "verdict-grid": cli_study.verdict_grid,
     "reproduce": cli_study.reproduce,
+    "compare-blocks": cli_study.compare_blocks,
     "benchmark": cli_study.benchmark,
     "layouts": cli_study.layouts,
     "pipeline-idle": cli_study.pipeline_idle,

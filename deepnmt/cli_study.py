@@ -60,13 +60,14 @@ def verdict_grid(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="deepnmt verdict-grid",
         description="run: trains small models over blocks, depths, rates and warm-up and appends a line of JSON for\n"
-        "each to RUNS; said again, it goes on with what is missing. fit: fits the verdict rule on such lines, judges\n"
-        "it on runs held out, and writes the rule, a table and a picture beside them.",
+        "each to RUNS; said again, it goes on with what is missing. measure: measures the models of old lines again\n"
+        "that lack a feature, without training them. fit: fits the verdict rule on such lines, judges it on runs held\n"
+        "out, and writes the rule, a table and a picture beside them.",
         epilog="example:\n  python tools/verdict_grid.py run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
         "  python tools/verdict_grid.py fit runs/verdict/runs.jsonl",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )
-    parser.add_argument("action", choices=["run", "fit"])
+    parser.add_argument("action", choices=["run", "measure", "fit"])
     parser.add_argument("runs", type=Path, metavar="RUNS", help="the file of runs, a line of JSON each")
     parser.add_argument("--blocks", nargs="+", metavar="BLOCK", help="words, or ENCODER/DECODER (default: all blocks)")
     parser.add_argument("--depths", nargs="+", type=int, metavar="N", help="layers of each stack (default 6 12 18 36)")
@@ -79,10 +80,13 @@ def verdict_grid(words: list[str]) -> int:
                         help="fit: what counts as learned: reads the source (default), or at least its own output")
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
     found = parser.parse_args(words)
-    from deepnmt.verdict_grid import fit_grid, make_grid
+    from deepnmt.verdict_grid import fit_grid, make_grid, measure_anew
 
     if found.action == "fit":
         print(fit_grid(found.runs, found.ship, found.mark))
+        return 0
+    if found.action == "measure":
+        print(f"{measure_anew(found.runs)} runs measured again")
         return 0
     left = make_grid(found.runs, found.blocks, found.depths, found.rates, found.sentences, found.seeds, found.seconds,
                      found.threads)
@@ -112,6 +116,37 @@ def reproduce(words: list[str]) -> int:
 
     print(reproduce_on(found.name, found.output, Small(found.width, found.sentences, found.trials, found.deepest),
                        found.threads))
+    return 0
+
+
+def compare_blocks(words: list[str]) -> int:
+    """Train every residual system with one recipe and compare them."""
+    parser = recipe_parser(
+        "compare-blocks",
+        "Trains a recipe with one block after the other, at several depths, each from scratch, and once without\n"
+        "sources. Writes OUTPUT/runs.jsonl (a line a run; said again, it goes on with what is missing), a table of\n"
+        "what each learned, blocks.md, and a picture, blocks.png. The recipe's data must be prepared.",
+        "python tools/compare_blocks.py recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
+        " --processes 2",
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/blocks"), metavar="FOLDER",
+                        help="default: %(default)s")
+    parser.add_argument("--blocks", nargs="+", metavar="BLOCK",
+                        help="words, or ENCODER/DECODER (default: all, post_ln/pre_ln and pre_ln/post_ln)")
+    parser.add_argument("--depths", nargs="+", type=int, default=[18, 36], metavar="N",
+                        help="layers of each stack (default 18 36)")
+    parser.add_argument("--warmups", nargs="+", type=int, metavar="N",
+                        help="updates of warm-up (default: the recipe's)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
+    found, recipe = parse(parser, words)
+    positive(found, "processes")
+    from deepnmt.block_study import Systems, study
+
+    wanted = Systems(depths=found.depths, warmups=found.warmups)
+    if found.blocks:
+        wanted = Systems(found.blocks, found.depths, found.warmups)
+    print(study(recipe, found.output, wanted, found.processes, found.seconds))
     return 0
 
 

@@ -158,7 +158,8 @@ def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
         found["moved"] = [pair.as_dict() for pair in between_checkpoints(patient)]
     found["change"] = {"noise": random_change(model, batch, trials=_TRIALS)}
     changes, loss = change_by(model, batch, lambda: _update(patient))
-    found["change"]["update"] = {**changes, "loss_before": found["gradients"]["loss"], "loss_after": loss}
+    found["change"]["update"] = {**changes, "rate": due_rate(patient), "loss_before": found["gradients"]["loss"],
+                                 "loss_after": loss}
     return found
 
 
@@ -213,12 +214,19 @@ def _update(patient: Patient) -> None:
     if checkpoint is None or not (checkpoint / MOMENTS).exists():
         one_update(model, recipe, batch)
         return
-    state = load_state(checkpoint)
     engine = LocalEngine(model, recipe, batch[0].device)
-    engine.import_state(load_weights(checkpoint), load_moments(checkpoint), state.optimizer_step)
-    rate = learning_rate(recipe.optimizer.lr, recipe.schedule, state.update + 1, recipe.train.updates,
+    engine.import_state(load_weights(checkpoint), load_moments(checkpoint), load_state(checkpoint).optimizer_step)
+    engine.train_step([batch], patient.tokens, due_rate(patient))
+
+
+def due_rate(patient: Patient) -> float:
+    """The learning rate of `_update`: the one that is due at a checkpoint with moments, else the peak."""
+    recipe, checkpoint = patient.recipe, patient.checkpoint
+    if checkpoint is None or not (checkpoint / MOMENTS).exists():
+        return recipe.optimizer.lr
+    state = load_state(checkpoint)
+    return learning_rate(recipe.optimizer.lr, recipe.schedule, state.update + 1, recipe.train.updates,
                          float(state.epoch))
-    engine.train_step([batch], patient.tokens, rate)
 
 
 def growth(patient: Patient, rate: float) -> tuple[dict[str, dict[str, Growth]], dict[str, list[float]]]:

@@ -47,9 +47,11 @@ def _rows(found: Findings) -> list[tuple[str, str]]:
              for kind, lines in found["growth"].items()]
     update = found["change"]["update"]
     rows.append(("one update",
-                 f"moves the encoder's output by {update['encoder']:.3g} of its variance, the decoder's by "
+                 f"at rate {update['rate']:.3g} moves the encoder's output by {update['encoder']:.3g} of its variance, "
+                 f"the decoder's by "
                  f"{update['decoder']:.3g}; loss {update['loss_before']:.3f} to {update['loss_after']:.3f}"))
-    rows += [(f"{side} layers alike", f"cosine of first and last layer's outputs {found['likeness'][side][-1][0]:.2f}")
+    rows += [(f"{side} layers alike", f"cosine of first and last layer's outputs "
+              f"{round(found['likeness'][side][-1][0], 2) + 0.0:.2f}")
              for side in _SIDES]
     rows.append(("fp16", _half_words(found)))
     if found.get("moved"):
@@ -148,8 +150,9 @@ def _sections(found: Findings) -> list[tuple[str, str, str, Callable[[Path], Non
     gradients = found["gradients"]
     sections: list[tuple[str, str, str, Callable[[Path], None]]] = [
         ("dependency", "Layer dependency",
-         "Each row is what enters a branch, each column an earlier branch that it is made of. A bright diagonal means "
-         "that every layer stands mostly on the one just below it, and a change there is passed on whole.",
+         "Each row is what enters a branch (the last: the stack's output), each column an earlier branch that it is "
+         "made of, the colour how much, β. A bright diagonal means that every layer stands mostly on the one just "
+         "below it, and a change there is passed on whole.",
          lambda path: plots.draw_dependency(found["dependency"], path)),
         ("change", "Output change",
          "How far the output moves when the weights move a little, by the number of layers. Growth like N makes deep "
@@ -209,4 +212,4 @@ def _by_part(values: Mapping[str, float]) -> dict[str, dict[str, list[float]]]:
 def _some(places: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """The lowest, the middle and the highest layer."""
     names = list(places)
-    return {names[index]: places[names[index]] for index in sorted({0, len(names) // 2, len(names) - 1})}
+    return {f"layer {index + 1}": places[names[index]] for index in sorted({0, len(names) // 2, len(names) - 1})}

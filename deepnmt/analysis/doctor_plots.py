@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from deepnmt.analysis.activations import HALF_MAX
 from deepnmt.analysis.change import Growth
@@ -18,6 +18,7 @@ from deepnmt.analysis.plots import COLOURS, DASHES, GREY, HEIGHT, dress, save
 
 Tree = Mapping[str, Any]
 _FLOOR = 1e-12  # the least value drawn on a logarithmic axis
+_NAMES_A_ROW = 4  # of a legend below its panel
 
 
 def panels(titles: Sequence[str], xlabel: str, ylabel: str, *, share: bool = True) -> tuple[Figure, list[Axes]]:
@@ -42,18 +43,21 @@ def draw_dependency(betas: Mapping[str, Sequence[Sequence[float]]], path: Path) 
 def draw_likeness(cosines: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
     """Mean cosines between layers' outputs."""
     figure, made = _squares({f"{side}: cosine of layers' outputs": np.array(rows) for side, rows in cosines.items()},
-                            "layer", "layer", "magma")
+                            "layer", "layer", "magma", first=1)
     for axes in made:
         axes.grid(visible=False)
     save(figure, path)
 
 
 def _squares(
-    tables: Mapping[str, np.ndarray[Any, Any]], xlabel: str, ylabel: str, colours: str
+    tables: Mapping[str, np.ndarray[Any, Any]], xlabel: str, ylabel: str, colours: str, first: int = 0
 ) -> tuple[Figure, list[Axes]]:
+    """A picture of squares for each table; its rows and columns are counted from `first`."""
     figure, made = panels(list(tables), xlabel, ylabel, share=False)
     for axes, table in zip(made, tables.values(), strict=True):
-        drawn = axes.imshow(table, cmap=colours, vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+        low, right, bottom = first - 0.5, first - 0.5 + table.shape[1], first - 0.5 + table.shape[0]
+        drawn = axes.imshow(table, cmap=colours, vmin=0, vmax=1, interpolation="nearest", aspect="auto",
+                            extent=(low, right, bottom, low))
         figure.colorbar(drawn, ax=axes, shrink=0.8)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, made
@@ -81,7 +85,8 @@ def draw_growth(growths: Mapping[str, Mapping[str, Growth]], path: Path, title: 
             colour = COLOURS[number % len(COLOURS)]
             linear = _better_linear(growth)
             best = growth.linear if linear else growth.logarithmic
-            label = f"{name}: {'N' if linear else 'log N'}, R² {best.r2:.3f}" if math.isfinite(best.r2) else name
+            fit = f"{name}, fit to {'N' if linear else 'log N'}: R² {best.r2:.3f}"
+            label = fit if math.isfinite(best.r2) else name
             axes.plot(growth.depths, growth.changes, "o", color=colour, markersize=4)
             span = np.linspace(min(growth.depths), max(growth.depths), 100)
             term = span if linear else np.log(span)
@@ -103,7 +108,7 @@ def draw_lines(
     lines: Mapping[str, Mapping[str, Sequence[float]]], path: Path, *, title: str, xlabel: str, ylabel: str,
     bound: tuple[float, str] | None = None, xs: Sequence[float] | None = None,
 ) -> None:
-    """Lines on a logarithmic axis, a panel for each group.
+    """Lines on a logarithmic axis of a decade or more, a panel for each group, its lines' names below it.
 
     Args:
         lines: values by the panel's title, then by the line's name; values of zero are drawn at 1e-12.
@@ -111,8 +116,11 @@ def draw_lines(
         bound: a value to draw across, and what it is.
         xs: where the values stand; counted from 1 if not given.
     """
-    figure, made = panels(list(lines), xlabel, ylabel)
-    figure.suptitle(title, x=0.01, ha="left")
+    figure, made = panels(list(lines) if len(lines) > 1 else [title], xlabel, ylabel)
+    if len(lines) > 1:
+        figure.suptitle(title, x=0.01, ha="left")
+    names = max((len(group) + (bound is not None) for group in lines.values()), default=0)
+    figure.set_figheight(HEIGHT + 0.22 * math.ceil(names / _NAMES_A_ROW))
     for axes, group in zip(made, lines.values(), strict=True):
         for number, (name, values) in enumerate(group.items()):
             places = xs if xs is not None else range(1, len(values) + 1)
@@ -121,9 +129,23 @@ def draw_lines(
         axes.set_yscale("log")
         if bound is not None:
             axes.axhline(bound[0], color=GREY, linestyle=(0, (2, 2)), linewidth=1.2, label=bound[1])
-        if group:
-            axes.legend(frameon=False, fontsize="small")
+        if len(group) > 1:
+            axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13),
+                        ncols=_NAMES_A_ROW)
+    for axes in made[:1]:  # all panels share the axis
+        _decades(axes)
     save(figure, path)
+
+
+def _decades(axes: Axes) -> None:
+    """A decade at least, lest small differences look large, and plain numbers beside it."""
+    low, high = axes.get_ylim()
+    missing = max(1.0, math.sqrt(10 * low / high))
+    axes.set_ylim(low / missing, high * missing)
+    subs = (1.0, 2.0, 5.0) if high / low < 200 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_ranges(ranges: Mapping[str, Tree], path: Path) -> None:
@@ -145,27 +167,39 @@ def draw_half(half: Tree, path: Path) -> None:
     axes.bar(places - 0.2, [half["shares"][name] for name in names], 0.4, color=COLOURS[1], label="fp16")
     axes.bar(places + 0.2, [half["shares_fp32"][name] for name in names], 0.4, color=COLOURS[5], label="fp32")
     shown = range(0, len(names), max(1, len(names) // 12))
-    axes.set_xticks(list(shown), [names[place].replace(".layers.", " ") for place in shown], rotation=45, ha="right")
-    axes.legend(frameon=False)
+    axes.set_xticks(list(shown), [_counted(names[place]) for place in shown], rotation=45, ha="right")
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     save(figure, path)
 
 
+def _counted(name: str) -> str:
+    """A layer's name with its number from 1, as all pictures count: `encoder.layers.3` is `encoder 4`."""
+    side, layers, index = name.partition(".layers.")
+    return f"{side} {int(index) + 1}" if layers else name
+
+
 def draw_moved(moved: Sequence[Tree], path: Path) -> None:
-    """Relative norms of gradient and of update of each attention matrix, a line of checkpoints for each, by kind."""
+    """Relative norms of gradient and of update of each attention matrix, a line of checkpoints for each.
+
+    The colour is the matrix (query, key, value, output), the dashes are the attention it belongs to.
+    """
     figure, made = panels(["gradients", "updates"], "update of the run", "norm, share of the largest matrix's")
     figure.suptitle("Attention matrices over checkpoints", x=0.01, ha="left")
-    kinds = sorted({name.split(".", 3)[3] for name in moved[0]["updates"]})
+    colours = dict(zip(("q", "k", "v", "out"), COLOURS, strict=False))
+    dashes = {"encoder self_attn": "-", "decoder self_attn": "--", "decoder cross_attn": ":"}
     for axes, key in zip(made, ("gradients", "updates"), strict=True):
         for name in moved[0][key]:
-            kind = name.split(".", 3)[3]
-            colour = COLOURS[kinds.index(kind) % len(COLOURS)]
-            dashes = DASHES[0 if name.startswith("encoder.") else 1]
+            side, _, _, attention, matrix = name.split(".")
             axes.plot([pair["update"] for pair in moved], [max(pair[key][name], _FLOOR) for pair in moved],
-                      color=colour, linestyle=dashes, alpha=0.6, linewidth=1, marker="." if len(moved) < 3 else None)
+                      color=colours[matrix], linestyle=dashes[f"{side} {attention}"], alpha=0.6, linewidth=1,
+                      marker="." if len(moved) < 3 else None)
         axes.set_yscale("log")
-    for number, kind in enumerate(kinds):
-        made[0].plot([], [], color=COLOURS[number % len(COLOURS)], label=kind)
-    made[0].legend(frameon=False, fontsize="small", title="solid: encoder, dashed: decoder", title_fontsize="small")
+    _decades(made[0])
+    for matrix, colour in colours.items():
+        made[0].plot([], [], color=colour, label=matrix)
+    for attention, style in dashes.items():
+        made[0].plot([], [], color=GREY, linestyle=style, label=attention)
+    figure.legend(loc="outside lower center", ncols=len(colours) + len(dashes), frameon=False, fontsize="small")
     save(figure, path)
 
 

@@ -9,6 +9,8 @@ import torch
 from deepnmt.analysis.admin_profile import SIDES, InputVariance, admin_sublayers, measure
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.config import Model
+from deepnmt.errors import UserError
+from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
 
 
@@ -41,3 +43,13 @@ def with_blocks(model: Model, encoder: str, decoder: str) -> Model:
     tree = model.model_dump()
     tree["encoder"]["block"], tree["decoder"]["block"] = encoder, decoder
     return Model.model_validate(tree)
+
+
+def block_pair(word: str) -> tuple[str, str]:
+    """Encoder and decoder block of a word: `admin`, or `post_ln/pre_ln`. Raises `UserError` for an unknown block."""
+    encoder, _, decoder = word.partition("/")
+    for block in (encoder, decoder or encoder):
+        if block not in RULES:
+            raise UserError(f"there is no block {block!r}; known: {', '.join(RULES)}; two with a / between them are "
+                            "encoder and decoder")
+    return encoder, decoder or encoder

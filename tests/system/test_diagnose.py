@@ -24,9 +24,9 @@ def read(folder: Path) -> dict[str, Any]:
 
 def write_rule(folder: Path, weight: float) -> str:
     """A rule that asks for the rate alone: `weight` below 0 wants it low."""
-    rule = {"format": "deepnmt-verdict", "version": 1, "kind": "logistic", "names": ["rate"],
-            "body": {"centre": [-2.8], "scale": [1.0], "weights": [weight], "bias": 0.0}, "spans": {"rate": [-5, -3]},
-            "facts": {}}
+    rule = {"format": "deepnmt-verdict", "version": 2, "kind": "logistic", "names": ["rate"],
+            "body": {"centre": [-3.15], "scale": [0.3], "weights": [weight], "squares": [0.0], "bias": 0.0},
+            "spans": {"rate": [-5, -3]}, "facts": {}}
     (folder / "rule.json").write_text(json.dumps(rule))
     return str(folder / "rule.json")
 
