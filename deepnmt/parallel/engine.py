@@ -67,8 +67,9 @@ class Engine(Protocol):
     def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
         """One update from this process's micro-batches; `update_tokens`: target tokens of all processes' together."""
 
-    def evaluate(self, micro_batch: MicroBatch) -> tuple[float, float]:
-        """This micro-batch's sums (smoothed loss, plain nll), without dropout and gradients."""
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+        """Each micro-batch's sums (smoothed loss, plain nll), without dropout and gradients; zeros in a pipeline before
+        its last stage. All processes give equally many; the more, the better a pipeline is filled."""
 
     def export_state(self) -> Iterator[ParameterState]:
         """Full parameters one after the other; a collective: every process runs it to the end."""

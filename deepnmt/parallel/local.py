@@ -45,11 +45,10 @@ class LocalEngine:
         return StepStats(loss, nll, norm if applied else math.inf, 1.0, applied)
 
     @torch.no_grad()
-    def evaluate(self, micro_batch: MicroBatch) -> tuple[float, float]:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
         self.module.eval()
-        *tensors, key = micro_batch
-        sums = self.module(*tensors, key)
-        return sums.loss.item(), sums.nll.item()
+        found = [self.module(*tensors, key) for *tensors, key in micro_batches]
+        return [(sums.loss.item(), sums.nll.item()) for sums in found]
 
     def export_state(self) -> Iterator[ParameterState]:
         for name, parameter in self.module.named_parameters():

@@ -2,8 +2,9 @@
 
 DeepSpeed keeps its schedule (1F1B), its communication and its optimizers. deepnmt gives it one module a stage
 (`stage.py`), its own cuts (`partition.py`), the groups of tied tables, and, without ZeRO, its own clipping and check
-for non-finite gradients. Stage s on data-parallel rank r is process s · (data-parallel ranks) + r. A tied table has a
-copy on each stage that uses it; DeepSpeed sums their gradients, so that all copies take the same update.
+for non-finite gradients; each of these, and what `ds_engine.py` does, has a canary test. Stage s on data-parallel rank
+r is process s · (data-parallel ranks) + r. A tied table has a copy on each stage that uses it; their gradients are
+summed (`_sum_tied_gradients`), so that all copies take the same update.
 """
 
 from __future__ import annotations
@@ -22,23 +23,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 
 from deepnmt.analysis.admin_profile import AdminProfile
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
 from deepnmt.parallel.ds_config import DsConfig
+from deepnmt.parallel.ds_engine import DsEngine
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.partition import Partition
 from deepnmt.parallel.stage import Parcel, Stage, tables_used
-from deepnmt.parallel.zero import link_moments
 
 
 class StageModule(PipelineModule):
@@ -113,7 +107,7 @@ class StageModule(PipelineModule):
         return sums.loss * self.scale
 
 
-class PipelineEngine:
+class PipelineEngine(DsEngine):
     """See `Engine`. Collective in all processes.
 
     Args:
@@ -134,35 +128,24 @@ class PipelineEngine:
         ranks: Ranks,
         profile: AdminProfile | None,
     ) -> None:
-        self.ranks, self.recipe, self.vocabs = ranks, recipe, vocabs
-        self.zero, self.clip, self.micro_batches = settings.stage, recipe.train.clip, recipe.batch.accumulation
         self.pipe = StageModule(recipe, vocabs, cuts)
-        self.module = self.pipe.stage
+        _place_omega(self.pipe.stage, profile)
+        local = {name.removeprefix("stage."): p for name, p in self.pipe.named_parameters()}
+        super().__init__(recipe, ranks.device, settings, local)
+        self.ranks, self.vocabs, self.micro_batches = ranks, vocabs, recipe.batch.accumulation
         self.module = self.pipe.stage  # what this process computes
-        self.moments = moments_of(recipe.optimizer)
         self.stages, self.stage = cuts.stages, self.pipe.stage_id
         self.data_rank, self.data_world = self.pipe._grid.data_parallel_id, ranks.world // cuts.stages
-        _place_omega(self.pipe.stage, profile)
-        self.local = {name.removeprefix("stage."): p for name, p in self.pipe.named_parameters()}
-        initial = {name: p.detach().clone() for name, p in self.local.items()}
         self.layout = self._exchange_layout()
         self.parameters = sum(math.prod(shape) for _, _, shape in self._each_once())
-        tree = {**settings.tree, "gradient_clipping": 0.0} if self.zero == 0 else settings.tree
-        optimizer = build_optimizer(self.pipe.parameters(), recipe.optimizer, fused=ranks.device.type == "cuda")
-        with contextlib.redirect_stdout(io.StringIO()):
-            self.engine, *_ = deepspeed.initialize(model=self.pipe, optimizer=optimizer, config=tree)
-        self.scaler: LossScaler | None = None
-        if settings.precision == "fp16":
-            self.scaler = LossScaler(settings.initial_scale, settings.window, settings.floor)
-            self.engine.optimizer.loss_scaler = self.scaler
+        self._norm, self._sound = 0.0, True  # of the last update: its gradient's norm, and whether it was applied
+        initial = {name: p.detach().clone() for name, p in local.items()}  # DeepSpeed rounds them in 16 bits
+        self._start(self.pipe, settings)
         self.engine._INSTRUCTION_MAP = {**self.engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _sum_tied_gradients}
-        self._norm, self._applied, self._counted = 0.0, True, 0
         if self.zero == 0:
             self._step_of_deepspeed = self.engine._take_model_step
             self.engine._take_model_step = self._checked_step
-        self._prime()
-        zeros = {f"{name}.{moment}": torch.zeros_like(p) for name, p in initial.items() for moment in self.moments}
-        self.import_state(initial, zeros, 0)
+        self._come_to_rest(initial, self._update_on_zeros)
 
     def _exchange_layout(self) -> list[list[tuple[str, list[int]]]]:
         """Names and shapes of every stage's parameters, on every process."""
@@ -183,44 +166,49 @@ class PipelineEngine:
         # DeepSpeed averages over micro-batches and data-parallel processes
         self.pipe.scale = self.micro_batches * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
-        loss, nll = self._run(micro_batches)
+        sums = self._run(micro_batches)
         if self.zero:
             norm = float(self.engine.get_global_grad_norm())
-            self._applied = bool(self.engine.was_step_applied()) and math.isfinite(norm) and norm >= 0
+            self._sound = bool(self.engine.was_step_applied()) and math.isfinite(norm) and norm >= 0
             self._norm = norm
-        self._counted += self._applied
+        self._applied += self._sound
         if self.scaler:
             self.scaler.after_step()
-        return StepStats(loss, nll, self._norm if self._applied else math.inf, scale_used, self._applied)
+        loss, nll = sum(loss for loss, _ in sums), sum(nll for _, nll in sums)
+        return StepStats(loss, nll, self._norm if self._sound else math.inf, scale_used, self._sound)
 
-    def _run(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
-        """One update; the sums of loss and nll on the last stage, 0 on the others."""
+    def _run(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+        """One update; see `_sums`."""
         if len(micro_batches) != self.micro_batches:
             raise ValueError(f"an update takes {self.micro_batches} micro-batches, but {len(micro_batches)} were given")
-        self.pipe.sums.clear()
         self.engine.train_batch(iter([self._parcel(batch) for batch in micro_batches]))
-        return self._sums()
+        return self._sums(len(micro_batches))
 
-    def _sums(self) -> tuple[float, float]:
-        loss = sum(loss.item() for loss, _ in self.pipe.sums)
-        nll = sum(nll.item() for _, nll in self.pipe.sums)
+    def _update_on_zeros(self, batch: MicroBatch) -> None:
+        """One update with gradients of zero."""
+        self.pipe.scale = 0.0
+        self._run([batch] * self.micro_batches)
+
+    def _sums(self, count: int) -> list[tuple[float, float]]:
+        """(loss, nll) of each of the `count` micro-batches that went through; zeros before the last stage."""
+        found = [(loss.item(), nll.item()) for loss, nll in self.pipe.sums]
         self.pipe.sums.clear()
-        return float(loss), float(nll)
+        return found or [(0.0, 0.0)] * count
 
     def _parcel(self, batch: MicroBatch) -> tuple[Parcel, torch.Tensor]:
         src, lengths, trg_in, trg_out, key = batch
-        return (src, lengths, trg_in, trg_out, torch.tensor([key], device=self.ranks.device)), trg_out
+        return (src, lengths, trg_in, trg_out, torch.tensor([key], device=self.device)), trg_out
 
     def _checked_step(self, lr_kwargs: Any) -> None:
         """Without ZeRO: norm over all stages, clipping, and no step on non-finite gradients (DeepSpeed looks for
         none)."""
         own = [p.grad for p in self.pipe.parameters() if p.grad is not None and not p.ds_pipe_replicated]
         squares = torch.stack([grad.float().pow(2).sum() for grad in own]).sum() if own else torch.zeros(())
-        total = squares.double().to(self.ranks.device)
+        total = squares.double().to(self.device)
         dist.all_reduce(total, group=self.pipe._grid.get_pipe_parallel_group())
         self._norm = math.sqrt(total.item()) if math.isfinite(total.item()) else math.inf
-        self._applied = math.isfinite(self._norm)
-        if not self._applied:
+        self._sound = math.isfinite(self._norm)
+        if not self._sound:
             self.engine.zero_grad()
             for p in self.pipe.parameters():
                 p.grad = None  # PyTorch's optimizers pass over missing gradients
@@ -230,20 +218,19 @@ class PipelineEngine:
                     p.grad.mul_(self.clip / (self._norm + 1e-6))
         self._step_of_deepspeed(lr_kwargs)
 
-    def evaluate(self, micro_batch: MicroBatch) -> tuple[float, float]:
-        self.pipe.sums.clear()
-        self.engine.eval_batch(
-            iter([self._parcel(micro_batch)]), reduce_output=None, bcast_loss=False, num_micro_batches=1
-        )
-        return self._sums()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+        parcels = iter([self._parcel(batch) for batch in micro_batches])
+        count = len(micro_batches)
+        self.engine.eval_batch(parcels, reduce_output=None, bcast_loss=False, num_micro_batches=count)
+        return self._sums(count)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def export_state(self) -> Iterator[ParameterState]:
         for stage, name, shape in self._each_once():
-            tensors = [torch.empty(shape, device=self.ranks.device) for _ in (0, *self.moments)]
+            tensors = [torch.empty(shape, device=self.device) for _ in (0, *self.moments)]
             if stage == self.stage:
-                tensors = [t.detach().float().contiguous() for t in self._read(self.local[name])]
+                tensors = [tensor.contiguous() for tensor in self._read(self.local[name])]
             for tensor in tensors:
                 self._from_stage(tensor, stage)
             weight, *rest = (tensor.cpu().clone() for tensor in tensors)
@@ -263,39 +250,14 @@ class PipelineEngine:
         if self.ranks.world > 1:
             dist.broadcast(tensor, self._source(stage))
 
-    def _read(self, p: torch.nn.Parameter) -> list[torch.Tensor]:
-        """Weight and moments, whole, in fp32."""
-        if self.zero == 0:
-            state = self._optimizer.state[p]
-            return [p.detach(), *(state[moment] for moment in self.moments)]
-        return [safe_get_full_fp32_param(p), *(safe_get_full_optimizer_state(p, moment) for moment in self.moments)]
-
-    @torch.no_grad()
-    def import_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], step: int) -> None:
-        for name, p in self.local.items():
-            weight = weights[name].to(self.ranks.device, torch.float32)
-            states = {m: moments[f"{name}.{m}"].to(self.ranks.device, torch.float32) for m in self.moments}
-            if self.zero == 0:
-                p.copy_(weight)
-                for moment, value in states.items():
-                    self._optimizer.state[p][moment].copy_(value)
-                continue
-            safe_set_full_fp32_param(p, weight)
-            for moment, value in states.items():
-                safe_set_full_optimizer_state(p, value, moment)
-        if self.zero:
-            self.engine.optimizer.update_lp_params()
-        for state in self._optimizer.state.values():
-            if "step" in state:  # SGD counts none
-                state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
-        self._counted = step
-
     @torch.no_grad()
     def gather_model(self) -> Transformer:
         """The whole model with the present weights, in the type it computes in, on every process."""
         model = Transformer(self.recipe.model, *self.vocabs, self.recipe.seed, self.recipe.train.label_smoothing)
+        model = model.to(self.device)
         dtype = next(iter(self.local.values())).dtype
-        model = model.to(self.ranks.device, dtype)
+        for p in model.parameters():  # not the tables of positions, which training adds in fp32 as well
+            p.data = p.data.to(dtype)
         whole = dict(model.named_parameters())
         for stage, name, _ in self._each_once():
             if stage == self.stage:
@@ -304,19 +266,6 @@ class PipelineEngine:
         return model.eval()
 
     # -- the rest ----------------------------------------------------------------------------------------------------
-
-    def _prime(self) -> None:
-        """Makes the optimizer create its moments: one update on zero gradients at rate 0 (overwritten afterwards)."""
-        token = torch.full((1, 2), 4, dtype=torch.int64, device=self.ranks.device)
-        batch: MicroBatch = (token, torch.tensor([2], device=self.ranks.device), token, token, 0)
-        self._set_rate(0.0)
-        self.pipe.scale = 0.0
-        self._run([batch] * self.micro_batches)
-        if self.zero:
-            link_moments(self.engine.optimizer)
-        self.engine.skipped_steps = self.engine.global_steps = 0
-        if self.scaler:
-            self.scaler.restore({"scale": self.scaler.cur_scale, "clean": 0})
 
     def time_instructions(self, add: Callable[[float], None]) -> None:
         """Calls `add` with the seconds of every forward and backward pass of this stage: its work without the
@@ -334,28 +283,6 @@ class PipelineEngine:
         self.engine._INSTRUCTION_MAP = {
             kind: timed(execute) if kind in work else execute for kind, execute in self.engine._INSTRUCTION_MAP.items()
         }
-
-    def _set_rate(self, rate: float) -> None:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
-
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return self.engine.basic_optimizer
-
-    @property
-    def optimizer_step(self) -> int:
-        return self._counted
-
-    def scaler_state(self) -> ScalerState | None:
-        return self.scaler.state() if self.scaler else None
-
-    def restore_scaler(self, state: ScalerState) -> None:
-        if self.scaler:
-            self.scaler.restore(state)
-
-    def close(self) -> None:
-        self.engine.destroy()
 
 
 def _sum_tied_gradients(engine: Any) -> None:

@@ -6,6 +6,7 @@ seen on 0.19.8. Each runs in a process of its own on one weight w, loss w · x, 
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +130,7 @@ def clipping_needs_every_gradient() -> None:
 
 
 def growth_halves_the_update() -> None:
-    """DeepSpeed's scaler grows on time and divides by the scale it used: optim.LossScaler in ZeroEngine can go."""
+    """DeepSpeed's scaler grows on time and divides by the scale it used: optim.LossScaler in DsEngine can go."""
     for stage in (1, 2, 3):
         engine = engine_of({**zero(stage), **fp16(window=2)})
         trace, scale = moves(engine, [1.0] * 4), engine.optimizer.loss_scale
@@ -168,7 +169,7 @@ def no_zero_cannot_sum_in_fp32() -> None:
 
 
 def moments_come_with_the_first_step() -> None:
-    """Moments are there before a first step: ZeroEngine._prime can go."""
+    """Moments are there before a first step: DsEngine._come_to_rest can become simpler."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     for stage in (1, 2, 3):
@@ -177,15 +178,33 @@ def moments_come_with_the_first_step() -> None:
             safe_get_full_optimizer_state(engine.module.w, "exp_avg")
 
 
+def later_groups_have_no_moments() -> None:
+    """The moments of all parameter groups are found after the first step: link_moments in ds_engine.py can go."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    for stage in (1, 2):
+        module = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+        first, second = module.parameters()
+        made = torch.optim.Adam([{"params": [first]}, {"params": [second]}], lr=0.125)
+        tree = zero(stage, train_micro_batch_size_per_gpu=1, gradient_clipping=0.0)
+        MADE.append(deepspeed.initialize(model=module, optimizer=made, config=tree)[0])
+        MADE[-1].backward(MADE[-1](torch.ones(1)).sum())
+        MADE[-1].step()
+        assert float(safe_get_full_optimizer_state(first, "exp_avg")) != 0
+        with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
+            safe_get_full_optimizer_state(second, "exp_avg")
+
+
 def no_zero_gives_no_state() -> None:
-    """The per-parameter calls answer without ZeRO now: one way in and out in ZeroEngine is enough."""
+    """The per-parameter calls answer without ZeRO now: one way in and out in DsEngine._read, _write is enough."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     assert safe_get_full_fp32_param(engine_of(zero(0)).module.w) is None
 
 
 def masters_do_not_reach_the_model() -> None:
-    """Setting the fp32 weight now sets the model's too: update_lp_params and p.copy_ in ZeroEngine can go."""
+    """Setting the fp32 weight now sets the model's too: update_lp_params in DsEngine, p.copy_ in ZeroEngine go."""
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param
 
@@ -207,7 +226,7 @@ def uneven_shares_cannot_be_set() -> None:
 
 
 def shared_memory_kernel_has_its_name() -> None:
-    """The CPU's shared-memory all-reduce goes by another name: zero.py must switch that off before it compiles."""
+    """The CPU's shared-memory all-reduce goes by another name: ds_engine.py must switch that off before it compiles."""
     from deepspeed.accelerator import get_accelerator
 
     assert get_accelerator().create_op_builder("ShareMemCommBuilder").NAME == "deepspeed_shm_comm"
@@ -224,26 +243,32 @@ CANARIES = (
     clips_where_not_told, accumulation_is_averaged, accumulates_in_16_bits, communicates_in_16_bits, radam_is_refused,
     nan_reaches_the_weights, clipping_needs_every_gradient, growth_halves_the_update, floor_ends_the_run,
     floor_is_a_whole_number, no_zero_divides_an_unscaled_loss, no_zero_steps_at_initialize, no_zero_cannot_sum_in_fp32,
-    moments_come_with_the_first_step, no_zero_gives_no_state, masters_do_not_reach_the_model,
-    uneven_shares_cannot_be_set, shared_memory_kernel_has_its_name, offload_wants_its_own_adam,
+    moments_come_with_the_first_step, later_groups_have_no_moments, no_zero_gives_no_state,
+    masters_do_not_reach_the_model, uneven_shares_cannot_be_set, shared_memory_kernel_has_its_name,
+    offload_wants_its_own_adam,
 )
 
 
-def show(name: str) -> None:
+def show(module: str, name: str) -> None:
     """Runs on each rank."""
     from deepnmt.parallel.launch import processes
 
     with processes(threads=1, group=True):
         try:
-            globals()[name]()
+            getattr(importlib.import_module(module), name)()
         finally:
             for engine in MADE:
                 engine.destroy()
 
 
-@pytest.mark.parametrize("canary", CANARIES, ids=lambda canary: canary.__name__)
-def test_fault_is_still_there(canary: Callable[[], None], warm: Warm) -> None:
+def sings(canary: Callable[[], None], world: int, warm: Warm) -> None:
+    """Runs a canary on `world` processes; a failure says what to revisit."""
     try:
-        warm.run(2 if canary is uneven_shares_cannot_be_set else 1, "test_canaries:show", canary.__name__)
+        warm.run(world, "test_canaries:show", canary.__module__, canary.__name__)
     except AssertionError as error:
         raise AssertionError(f"{canary.__doc__}\n{error}") from None
+
+
+@pytest.mark.parametrize("canary", CANARIES, ids=lambda canary: canary.__name__)
+def test_fault_is_still_there(canary: Callable[[], None], warm: Warm) -> None:
+    sings(canary, 2 if canary is uneven_shares_cannot_be_set else 1, warm)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from warm import Warm
 
-from deepnmt.checkpoint import verify
+from deepnmt.checkpoint import Contents, load_moments, load_state, load_weights, verify, write_checkpoint
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -21,13 +22,20 @@ def trained(warm: Warm, world: int, recipe: Path, *overrides: str) -> list[int]:
     return warm.wait()
 
 
-@pytest.mark.parametrize(("world", "layout", "kind"), [
-    (1, "null", "fp32"), (2, "ds_configs/zero1_fp32.json", "fp32"), (2, "ds_configs/zero3_bf16.json", "bf16"),
-    (2, "ds_configs/zero1_fp16.json", "fp16"),
+def placed(layout: str, stages: int) -> tuple[str, str]:
+    """The settings of a layout."""
+    path = layout if layout == "null" else f"ds_configs/{layout}.json"
+    return f"parallel.ds_config={path}", f"parallel.pipeline_stages={stages}"
+
+
+@pytest.mark.parametrize(("world", "layout", "stages"), [
+    (1, "null", 0), (2, "zero1_fp32", 0), (2, "zero3_bf16", 0), (2, "zero1_fp16", 0), (2, "pipeline_zero0_fp32", 2),
+    (2, "pipeline_zero1_fp32", 2), (2, "pipeline_zero1_fp16", 2),
 ])
-def test_run_that_blew_up(world: int, layout: str, kind: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
+def test_run_that_blew_up(world: int, layout: str, stages: int, prepared: Path, tmp_path: Path, warm: Warm) -> None:
     recipe, run, whole = prepared / "recipe.yaml", tmp_path / "run", tmp_path / "whole"
-    common = (f"parallel.ds_config={layout}", "train.valid_bleu=false")
+    kind = "fp32" if layout == "null" else layout.rpartition("_")[2]
+    common = (*placed(layout, stages), "train.valid_bleu=false")
     assert trained(warm, world, recipe, f"run={run}", *common, "train.updates=6") == [0] * world, warm.said()
     # one update at this rate throws every weight out of range
     codes = trained(warm, world, recipe, f"run={run}", *common, "optimizer.lr=1.0e+38", "train.save_every=100")
@@ -44,3 +52,41 @@ def test_run_that_blew_up(world: int, layout: str, kind: str, prepared: Path, tm
     assert trained(warm, world, recipe, f"run={run}", *common) == [0] * world, warm.said()
     assert trained(warm, world, recipe, f"run={whole}", *common) == [0] * world, warm.said()
     assert losses(run) == losses(whole) and len(losses(run)) == 12
+
+
+BROKEN = "decoder.layers.1.ffn.fc1"
+
+
+@pytest.mark.parametrize(("world", "layout", "stages"), [
+    (1, "null", 0), (2, "zero3_fp32", 0), (2, "pipeline_zero1_fp32", 2),
+])
+def test_every_layout_names_the_layer(
+    world: int, layout: str, stages: int, blown: Path, prepared: Path, tmp_path: Path, warm: Warm
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(blown, run)
+    checkpoint = run / "checkpoints" / "update-00000006"
+    before = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    codes = trained(warm, world, prepared / "recipe.yaml", f"run={run}", *placed(layout, stages))
+    said, status = warm.said(), json.loads((run / "STATUS.json").read_text())
+    assert codes == [2] * world and "Traceback" not in said, said
+    assert f"First non-finite in fp32: the output of {BROKEN}; the tensor before it reached" in said
+    assert status["status"] == "failed" and BROKEN in status["error"]
+    assert said.count("a non-finite gradient at update 7: dropped") == 25
+    assert {file.name: file.read_bytes() for file in checkpoint.iterdir()} == before
+
+
+@pytest.fixture(scope="module")
+def blown(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
+    """A run whose checkpoint is whole, but holds a matrix so large that its product overflows."""
+    run = tmp_path_factory.mktemp("blown") / "run"
+    settings = ("train.updates=6", "train.valid_bleu=false")
+    assert trained(warm, 1, prepared / "recipe.yaml", f"run={run}", *settings) == [0], warm.said()
+    checkpoint = run / "checkpoints" / "update-00000006"
+    weights = load_weights(checkpoint)
+    weights[f"{BROKEN}.weight"].fill_(3e38)
+    rest = (checkpoint / name for name in ("recipe.yaml", "src.spm", "trg.spm"))
+    recipe, source, target = (file.read_bytes() for file in rest)
+    write_checkpoint(checkpoint, Contents(weights, load_moments(checkpoint), load_state(checkpoint), recipe.decode(),
+                                          source, target))
+    return run

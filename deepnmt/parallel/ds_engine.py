@@ -1,0 +1,147 @@
+"""What deepnmt's two engines over DeepSpeed share: its start, the rate, the loss scale, and the way in and out of the
+weights and moments of every parameter.
+
+What is done here by hand, and why (each has a canary test):
+- the optimizer's moments exist only after a first step, so one step on zero gradients at rate 0 is taken and undone;
+- with several parameter groups DeepSpeed looks for all moments after the step of the first group alone, and never
+  again: `link_moments` makes it look once more;
+- weights and moments go in and out one parameter at a time through DeepSpeed's per-parameter calls, in fp32, and past
+  them without ZeRO, where they give nothing;
+- the fp16 loss scale is deepnmt's own (`optim.LossScaler`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch import nn
+
+from deepnmt.config import Recipe
+from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
+from deepnmt.parallel.ds_config import DsConfig
+from deepnmt.parallel.engine import MicroBatch
+
+# On a CPU DeepSpeed compiles a shared-memory all-reduce that only its inference uses: a minute with a compiler, and a
+# lock file that hangs every later start if that minute is interrupted. Not wanted.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def link_moments(optimizer: Any) -> None:
+    """Shows the per-parameter calls the moments of every group of a ZeRO-1 or 2 optimizer, which has stepped."""
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
+
+
+class DsEngine:
+    """The common half of `ZeroEngine` and `PipelineEngine`.
+
+    `engine` is DeepSpeed's, `zero` its ZeRO stage, `local` the parameters that this process computes with, under their
+    canonical names. `_start` and then `_come_to_rest` belong at the end of a constructor.
+    """
+
+    def __init__(
+        self, recipe: Recipe, device: torch.device, settings: DsConfig, local: dict[str, nn.Parameter]
+    ) -> None:
+        self.recipe, self.device, self.local = recipe, device, local
+        self.zero, self.clip = settings.stage, recipe.train.clip
+        self.moments = moments_of(recipe.optimizer)
+        self.scaler: LossScaler | None = None
+        self._applied = 0
+
+    def _start(self, module: nn.Module, settings: DsConfig) -> None:
+        """Puts `module` under DeepSpeed."""
+        # without ZeRO deepnmt clips by itself
+        tree = {**settings.tree, "gradient_clipping": 0.0} if self.zero == 0 else settings.tree
+        optimizer = build_optimizer(module.parameters(), self.recipe.optimizer, fused=self.device.type == "cuda")
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=tree)
+        if settings.precision == "fp16":
+            self.scaler = LossScaler(settings.initial_scale, settings.window, settings.floor)
+            self.engine.optimizer.loss_scaler = self.scaler
+
+    def _come_to_rest(self, initial: dict[str, torch.Tensor], update: Callable[[MicroBatch], None]) -> None:
+        """Makes the optimizer create its moments, then sets the weights `initial` and moments of zero.
+
+        Args:
+            update: takes one update on a micro-batch of nominal content, with gradients of zero.
+        """
+        token = torch.full((1, 2), 4, dtype=torch.int64, device=self.device)
+        self._set_rate(0.0)
+        update((token, torch.tensor([2], device=self.device), token, token, 0))
+        if self.zero in (1, 2):
+            link_moments(self.engine.optimizer)
+        self.engine.skipped_steps = self.engine.global_steps = 0
+        if self.scaler:
+            self.scaler.restore({"scale": self.scaler.cur_scale, "clean": 0})
+        zeros = {f"{name}.{moment}": torch.zeros_like(p) for name, p in initial.items() for moment in self.moments}
+        self.import_state(initial, zeros, 0)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _read(self, p: nn.Parameter) -> list[torch.Tensor]:
+        """A parameter's weight and moments, whole, in fp32."""
+        if self.zero == 0:
+            state = self._optimizer.state[p]
+            found = [p, *(state[moment] for moment in self.moments)]
+        else:
+            found = [safe_get_full_fp32_param(p), *(safe_get_full_optimizer_state(p, m) for m in self.moments)]
+        return [tensor.detach().float() for tensor in found]
+
+    def _write(self, p: nn.Parameter, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+        """Sets a parameter's weight and moments, given whole, in fp32."""
+        if self.zero == 0:
+            p.copy_(weight)
+            for moment, value in states.items():
+                self._optimizer.state[p][moment].copy_(value)
+            return
+        safe_set_full_fp32_param(p, weight)
+        for moment, value in states.items():
+            safe_set_full_optimizer_state(p, value, moment)
+
+    @torch.no_grad()
+    def import_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], step: int) -> None:
+        for name, p in self.local.items():
+            weight = weights[name].to(self.device, torch.float32)
+            self._write(p, weight, {m: moments[f"{name}.{m}"].to(self.device, torch.float32) for m in self.moments})
+        if self.zero in (1, 2):
+            self.engine.optimizer.update_lp_params()
+        for state in self._optimizer.state.values():
+            if "step" in state:  # SGD counts none
+                state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
+        self._applied = step
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.basic_optimizer
+
+    @property
+    def optimizer_step(self) -> int:
+        counted = [float(state["step"]) for state in self._optimizer.state.values() if "step" in state]
+        return int(max(counted)) if counted else self._applied
+
+    def scaler_state(self) -> ScalerState | None:
+        return self.scaler.state() if self.scaler else None
+
+    def restore_scaler(self, state: ScalerState) -> None:
+        if self.scaler:
+            self.scaler.restore(state)
+
+    def close(self) -> None:
+        self.engine.destroy()

@@ -1,0 +1,46 @@
+"""The validation loss: every sentence once, however many processes share them, many micro-batches a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepnmt import validate
+from deepnmt.config import load_recipe
+from deepnmt.data.batching import plan_eval
+from deepnmt.data.settings import open_prepared
+from deepnmt.parallel.engine import MicroBatch
+from deepnmt.parallel.launch import Ranks
+
+
+class Adding:
+    """An engine for which the loss is the sum of the target ids and the plain loss that of the source ids."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.data_rank, self.data_world = rank, world
+        self.calls: list[int] = []
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+        self.calls.append(len(micro_batches))
+        return [(float(out[out != 3].sum()), float(src[src != 3].sum())) for src, _, _, out, _ in micro_batches]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "AT_ONCE", 3)
+    recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=64"])
+    split = open_prepared(recipe).split("valid")
+    engines: list[Any] = [Adding(rank, world) for rank in range(world)]
+    sums = [validate._losses(recipe, split, engine, Ranks(rank, world, rank, world, torch.device("cpu")))
+            for rank, engine in enumerate(engines)]
+    eos = 2 * len(split)
+    expected = [sum(int(side(i).sum()) for i in range(len(split))) + eos for side in (split.trg, split.src)]
+    assert [sum(column) for column in zip(*sums)] == [*expected, int(split.trg_lengths.sum())]
+    rounds = math.ceil(len(plan_eval(split.src_lengths, split.trg_lengths, 64)) / world)
+    calls = [min(3, rounds - done) for done in range(0, rounds, 3)]
+    assert [engine.calls for engine in engines] == [calls] * world and max(calls) == 3
