@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from deepnmt.checkpoint import find_checkpoint, load_model
-from deepnmt.config import Model, Recipe, check_recipe
+from deepnmt.config import Model, Recipe, Translate, check_recipe
 from deepnmt.data.batching import PlanStream, Position, collate
 from deepnmt.data.dataset import PreparedData
 from deepnmt.data.settings import open_prepared
@@ -39,7 +39,7 @@ from deepnmt.parallel.launch import Ranks, free_port, processes
 from deepnmt.parallel.tensors import to_tensors
 from deepnmt.translate import cast, translate_shards
 
-# How the test set is translated: whether the cache is used, and what the run's `translate` settings are changed to.
+# How the test set is translated: whether the cache is used, and what the recipe's `translate` settings are changed to.
 TRANSLATIONS: dict[str, tuple[bool, dict[str, Any]]] = {
     "cached": (True, {}),
     "cached, patience 1": (True, {"patience": 1.0}),
@@ -80,7 +80,7 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
     Args:
         recipe: shape, batch.tokens and prepared data.
         updates: timed ones in each round, after the same ones untimed.
-        translate_run: a run whose first test set is translated.
+        translate_run: a run whose first test set is translated, by the settings of `recipe`.
 
     Raises:
         UserError: a count below 1; no prepared data; no whole checkpoint in `translate_run`.
@@ -103,18 +103,19 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
                   file=sys.stderr, flush=True)
     figures = {"training_target_tokens_per_second": results}
     if translate_run is not None:
-        figures["translation_sentences_per_second"] = _translation(translate_run, rounds, cores)
+        figures["translation_sentences_per_second"] = _translation(translate_run, recipe.translate, rounds, cores)
     _show(figures)
     return {"machine": _machine(), "recipe": recipe.model_dump(), "updates": updates, **figures}
 
 
-def _translation(run: Path, rounds: int, cores: int) -> dict[str, list[float]]:
+def _translation(run: Path, settings: Translate, rounds: int, cores: int) -> dict[str, list[float]]:
     results: dict[str, list[float]] = {}
     for _ in range(rounds):
         for way, (cache, changes) in TRANSLATIONS.items():
             for count, threads in ((1, cores), (cores, 1)):
                 name = f"{way}, {count} x {threads} threads"
-                job = {"job": "translate", "run": str(run), "cache": cache, "changes": changes, "threads": threads}
+                job = {"job": "translate", "run": str(run), "cache": cache, "threads": threads,
+                       "settings": settings.model_copy(update=changes).model_dump()}
                 results.setdefault(name, []).append(_timed(job, count))
                 print(f"{name:<62} {results[name][-1]:9,.1f} sentences/s", file=sys.stderr, flush=True)
     return results
@@ -189,7 +190,7 @@ def _translate_rate(job: dict[str, Any], ranks: Ranks) -> float:
     lines = data.split(names[0]).src_text()
     stepper = CachedStepper if job["cache"] else RecomputingStepper
     vocabs = (loaded.src_vocab, loaded.trg_vocab)
-    settings = loaded.recipe.translate.model_copy(update=job["changes"])
+    settings = Translate.model_validate(job["settings"])
     model = cast(loaded.model, settings.precision)
 
     def run(texts: list[str]) -> None:
