@@ -126,18 +126,19 @@ def make_grid(
     return run_grid(points, Settings(), output, max_seconds)
 
 
-def fit_grid(runs: Path, ship: bool, mark: Mark = "source") -> str:
+def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) -> str:
     """Fits the rule on a file of runs; writes `verdict.json`, `verdict.md` and `verdict.png` beside it.
 
     Args:
         ship: also put the rule where deepnmt looks for its own.
         mark: what counts as learned, see `Settings.bars`.
+        splits: random ones, on which the fit is judged as well.
 
     Raises:
         UserError: too few runs.
     """
     records = [_marked(record, Settings().bars[mark]) for record in read_runs(runs)]
-    fitted = fit_rule(records)
+    fitted = fit_rule(records, splits=splits)
     held, splits = fitted.held, fitted.splits
     facts = {
         "runs": len(records) - held.total, "held_out_runs": held.total, "held_out_accuracy": held.accuracy,

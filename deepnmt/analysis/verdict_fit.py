@@ -2,7 +2,7 @@
 
 Which of the two, how much the weights are shrunk, and how deep the tree is, is decided on the training part alone, by
 the log loss over five folds of it. Since neighbouring points of a grid are alike, the same is also done with each block
-held out in turn; and since one split is a matter of luck, with twenty other splits.
+held out in turn; and since one split is a matter of luck, with other splits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from deepnmt.errors import UserError
 
 _LEAST_IN_LEAF = 5
 _FOLDS = 5
-_SPLITS = 20
 _NO_SQUARE = ("warmup",)  # 0 or 1
 
 Record = dict[str, Any]
@@ -64,7 +63,7 @@ class Fitted:
         recipe: the entry of `FITTERS` that was chosen.
         held: on the runs held out.
         unseen: its accuracy on each block when fitted without that block.
-        splits: the accuracy on the part held out of each of twenty random splits, everything chosen anew for each.
+        splits: the accuracy on the part held out of each of the random splits, everything chosen anew for each.
     """
 
     rule: VerdictRule
@@ -88,8 +87,8 @@ def held_out(record: Record, share: float) -> bool:
     return int.from_bytes(digest[:4], "big") / 2**32 < share
 
 
-def fit_rule(records: Sequence[Record], share: float = 0.3) -> Fitted:
-    """The rule of all runs but a `share` that is held out, and what it is worth.
+def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) -> Fitted:
+    """The rule of all runs but a `share` that is held out, and what it is worth, on `splits` other splits too.
 
     Raises:
         UserError: fewer than 40 runs, or all of them ended alike.
@@ -106,7 +105,7 @@ def fit_rule(records: Sequence[Record], share: float = 0.3) -> Fitted:
         own = [record for record in records if _block(record) == block]
         unseen[block] = confusion(FITTERS[recipe](others), own).accuracy
     rule = FITTERS[recipe](train)
-    return Fitted(rule, recipe, confusion(rule, test), unseen, [_by_luck(records, share, n) for n in range(_SPLITS)])
+    return Fitted(rule, recipe, confusion(rule, test), unseen, [_by_luck(records, share, n) for n in range(splits)])
 
 
 def _by_luck(records: Sequence[Record], share: float, seed: int) -> float:
