@@ -139,11 +139,11 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
     """
     records = [_marked(record, Settings().bars[mark]) for record in read_runs(runs)]
     fitted = fit_rule(records, splits=splits)
-    held, splits = fitted.held, fitted.splits
+    held, others = fitted.held, fitted.splits
     facts = {
         "runs": len(records) - held.total, "held_out_runs": held.total, "held_out_accuracy": held.accuracy,
         "confusion": asdict(held), "accuracy_on_a_block_left_out": fitted.unseen,
-        "accuracy_on_random_splits": {"mean": fmean(splits), "least": min(splits), "most": max(splits)},
+        "accuracy_on_random_splits": {"mean": fmean(others), "least": min(others), "most": max(others)},
         "learned": sum(bool(record["learned"]) for record in records), "fit": fitted.recipe,
         "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"],
     }
