@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-export DEEPNMT_DEMO ?= data/demo
 
 .PHONY: install demo demo-clean test check lint clean
 
@@ -14,7 +13,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	  { echo "deepnmt needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1); say make PYTHON=/path/to/python3"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing deepnmt and what it needs into $(VENV) (once, a few minutes)"
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt setuptools wheel numpy torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt setuptools wheel numpy torch
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

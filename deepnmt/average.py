@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepnmt import averaging
 from deepnmt.checkpoint import list_checkpoints
-from deepnmt.config import Recipe
+from deepnmt.config import Model, Recipe
 from deepnmt.errors import UserError
 
 
@@ -19,6 +19,7 @@ def average_run(
     span: tuple[int, int] | None = None,
     folders: Sequence[str | Path] | None = None,
     output: str | Path | None = None,
+    model: Model | None = None,
 ) -> Path:
     """Averages checkpoints of a run.
 
@@ -28,6 +29,7 @@ def average_run(
             updates, all from one update to another, or checkpoint folders of any runs. Without, the last
             `recipe.average_last`, or all where there are fewer.
         output: the folder of the average; without, `averaged` in the run folder.
+        model: what the checkpoints must hold; without, any one model.
 
     Returns:
         The folder written.
@@ -53,4 +55,5 @@ def average_run(
         chosen = list_checkpoints(checkpoints)[-recipe.average_last :]
     if not chosen:
         raise UserError(f"there is no checkpoint in {checkpoints}; train first")
-    return averaging.save_average(chosen, Path(output) if output is not None else Path(recipe.run) / "averaged")
+    target = Path(output) if output is not None else Path(recipe.run) / "averaged"
+    return averaging.save_average(chosen, target, model)

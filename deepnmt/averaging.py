@@ -25,12 +25,13 @@ from deepnmt.checkpoint import (
     list_checkpoints,
     load_state,
     read_scores,
+    require_model,
     update_of,
     verify_files,
     write_checkpoint,
 )
 from deepnmt.commit import MANIFEST, sweep
-from deepnmt.config import load_recipe
+from deepnmt.config import Model, load_recipe
 from deepnmt.errors import UserError
 
 MAPPED_VALUES = 4_000_000  # of each checkpoint, read before its file is closed and opened again
@@ -135,20 +136,21 @@ def _mean(files: Sequence[Any], name: str, scratch: Tensor) -> Tensor:
     return total.div_(len(files))
 
 
-def save_average(folders: Sequence[Path], target: Path) -> Path:
+def save_average(folders: Sequence[Path], target: Path, model: Model | None = None) -> Path:
     """Writes the average of whole checkpoints as a checkpoint without moments; one already at `target` is replaced.
 
     Recipe, vocabularies and position are those of the checkpoint with the most updates; `extra` of the state says what
-    was averaged.
+    was averaged. With `model` they must hold that one.
 
     Raises:
         UserError: a checkpoint is damaged; they are of different models (it names the first tensor, vocabulary or
-            setting that differs); `target` is something else than a checkpoint.
+            setting that differs), or of another than `model`; `target` is something else than a checkpoint.
         CheckpointWriteError: it cannot be written.
     """
     if target.exists() and not (target / MANIFEST).is_file():
         raise UserError(f"{target} is there and is no checkpoint; give another folder for the average")
     manifests = [verify_files(folder, MODEL_FILES) for folder in folders]
+    require_model(folders[0], model)
     weights = average_weights(folders)
     for folder, manifest in zip(folders[1:], manifests[1:], strict=True):
         for name in (SRC_VOCAB, TRG_VOCAB):

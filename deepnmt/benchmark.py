@@ -6,12 +6,9 @@ falls on all of them alike; the median of the rounds is given, with the range.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,8 +32,9 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import write_json
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import MicroBatch
-from deepnmt.parallel.launch import Ranks, free_port, processes
+from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.tensors import to_tensors
+from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.translate import cast, translate_shards
 
 # How the test set is translated: whether the cache is used, and what the recipe's `translate` settings are changed to.
@@ -110,8 +108,10 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
 
 def _translation(run: Path, settings: Translate, rounds: int, cores: int) -> dict[str, list[float]]:
     results: dict[str, list[float]] = {}
+    ways = {way: (cache, changes) for way, (cache, changes) in TRANSLATIONS.items()
+            if settings.method == "beam" or "patience" not in changes}
     for _ in range(rounds):
-        for way, (cache, changes) in TRANSLATIONS.items():
+        for way, (cache, changes) in ways.items():
             for count, threads in ((1, cores), (cores, 1)):
                 name = f"{way}, {count} x {threads} threads"
                 job = {"job": "translate", "run": str(run), "cache": cache, "threads": threads,
@@ -122,27 +122,12 @@ def _translation(run: Path, settings: Translate, rounds: int, cores: int) -> dic
 
 
 def _timed(job: dict[str, Any], count: int) -> float:
-    """Runs a job on `count` fresh processes and returns the rate that its rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        task, answer = Path(folder, "job.json"), Path(folder, "rate")
-        task.write_text(json.dumps(job), encoding="utf-8")
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count),
-               "PYTHONPATH": os.pathsep.join(sys.path),  # a checkout need not be installed
-               "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": str(job["threads"])}
-        command = [sys.executable, "-m", "deepnmt.benchmark", str(task), str(answer)]
-        running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
-        codes = [process.wait() for process in running]
-        if any(codes):
-            raise RuntimeError(f"a benchmark process failed: {job}")
-        return float(answer.read_text())
+    """The rate of a job on `count` fresh processes."""
+    return float(run_workers("deepnmt.benchmark", job, count, job["threads"]))
 
 
-def _work(task: Path, answer: Path) -> None:
-    job = json.loads(task.read_text(encoding="utf-8"))
-    with processes(job["threads"], group=True) as ranks:
-        rate = _train_rate(job, ranks) if job["job"] == "train" else _translate_rate(job, ranks)
-        if ranks.first:
-            answer.write_text(str(rate))
+def _work(job: dict[str, Any], ranks: Ranks) -> float:
+    return _train_rate(job, ranks) if job["job"] == "train" else _translate_rate(job, ranks)
 
 
 def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
@@ -242,6 +227,7 @@ class PlainTransformer(nn.Module):
         self.transformer = nn.Transformer(
             model.width, model.heads, model.encoder.layers, model.decoder.layers, model.ffn, model.dropout,
             batch_first=True, norm_first=model.encoder.block == "pre_ln")
+        _drop_as(model, self.transformer)
 
     def forward(self, src: torch.Tensor, lengths: torch.Tensor, trg_in: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V]."""
@@ -254,6 +240,14 @@ class PlainTransformer(nn.Module):
     def _input(self, ids: torch.Tensor) -> torch.Tensor:
         scale = self.embedding.embedding_dim**0.5
         return self.dropout(self.embedding(ids) * scale + self.positions[: ids.size(1)])
+
+
+def _drop_as(model: Model, transformer: nn.Transformer) -> None:
+    """Gives attention weights and the FFN's inside rates of their own: PyTorch drops both as much as branch outputs."""
+    for layer in (*transformer.encoder.layers, *transformer.decoder.layers):
+        layer.dropout.p = model.activation_dropout
+        for attention in (child for child in layer.children() if isinstance(child, nn.MultiheadAttention)):
+            attention.dropout = model.attention_dropout
 
 
 def _machine() -> dict[str, Any]:
@@ -280,4 +274,4 @@ def save(figures: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    _work(Path(sys.argv[1]), Path(sys.argv[2]))
+    answer_job(_work)

@@ -26,6 +26,7 @@ from deepnmt.data.settings import open_prepared
 from deepnmt.data.vocab import EOS, PAD
 from deepnmt.divergence import Drops
 from deepnmt.errors import UserError
+from deepnmt.model.residual import RULES
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
@@ -34,6 +35,7 @@ from deepnmt.parallel.tensors import to_tensors
 from deepnmt.profile import profile_for
 
 Sources = Literal["own", "exchanged", "none"]
+Init = Literal["auto", "xavier", "depth_scaled"]
 
 INTERVAL = 10  # updates whose mean loss is one point of a curve
 _CHUNK = 1000  # sentences read at once
@@ -42,25 +44,47 @@ _CHUNK = 1000  # sentences read at once
 @dataclass(frozen=True)
 class System:
     """What runs of a study differ in: the blocks, the layers of each stack, the updates of warm-up; `source`: whether
-    sources are shown, or one that is empty in place of each."""
+    sources are shown, or one that is empty in place of each; `init`: of both stacks, as in a recipe."""
 
     encoder: str
     decoder: str
     layers: int
     warmup: int
     source: bool = True
+    init: Init = "auto"
 
     @property
-    def name(self) -> str:
-        """The blocks as one word: `admin`, or `post_ln/pre_ln` for two."""
+    def word(self) -> str:
+        """The blocks as one word: `admin`, or `post_ln/pre_ln` for two; and whether sources are shown."""
         word = self.encoder if self.encoder == self.decoder else f"{self.encoder}/{self.decoder}"
         return word if self.source else f"{word}, no source"
 
+    @property
+    def name(self) -> str:
+        """The word, and the initialisation where it is not auto."""
+        return self.word if self.init == "auto" else f"{self.word}, {self.init}"
+
+    @property
+    def initialisation(self) -> str:
+        """What `init` comes to with these blocks: `xavier`, `depth_scaled`, or two with a / between them."""
+        sides = ["depth_scaled" if self.init == "auto" and RULES[block].depth_scaled else
+                 "xavier" if self.init == "auto" else self.init for block in (self.encoder, self.decoder)]
+        return sides[0] if sides[0] == sides[1] else "/".join(sides)
+
+    def plain(self) -> System:
+        """The same run with init: auto, where that is what it comes to; else this one."""
+        auto = replace(self, init="auto")
+        return auto if auto.initialisation == self.initialisation else self
+
     def recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe with this system's blocks, depth and warm-up. Raises `UserError` where they do not go with it."""
+        """The recipe with this system's blocks, initialisation, depth and warm-up.
+
+        Raises:
+            UserError: they do not go with it.
+        """
         tree = recipe.model_dump()
         for side, block in (("encoder", self.encoder), ("decoder", self.decoder)):
-            tree["model"][side] |= {"block": block, "layers": self.layers}
+            tree["model"][side] |= {"block": block, "layers": self.layers, "init": self.init}
         tree["schedule"]["warmup"] = self.warmup
         return check_recipe(tree, f"the recipe with {self.name}, {self.layers} layers, schedule.warmup {self.warmup}")
 
@@ -71,6 +95,8 @@ def shared_settings(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
     for side in ("encoder", "decoder"):
         tree["model"][side] = {key: value for key, value in tree["model"][side].items() if key == "init"}
     tree["schedule"].pop("warmup")
+    if not recipe.optimizer.weight_decay:
+        tree["optimizer"].pop("decay_norms_and_biases")  # of nothing
     training = {key: tree["train"][key] for key in ("updates", "label_smoothing", "clip")}
     kept = {key: tree[key] for key in ("seed", "batch", "model", "admin", "optimizer", "schedule")}
     return {**kept, "train": training, "data": data.fingerprint}

@@ -5,8 +5,9 @@ on with the same command, and systems may be added. What a run came to, by its v
 
     diverged     updates that were not finite ended it, or it is worse than an even guess among the tokens
     stuck        no better than the tokens' frequencies, within 0.1 nats
-    target only  better, but not better than `pre_ln` of the same depth and recipe that was shown no sources
-    learned      better than that
+    target only  better, but no better than `pre_ln` of the same depth and recipe that was shown no sources, or not
+                 worse by 0.1 nats when its sources are exchanged
+    learned      better than the one, and worse by more with the other
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from typing import Any
 
 from deepnmt.analysis.block_plots import Panel, draw_study
 from deepnmt.analysis.fresh import block_pair
-from deepnmt.block_runs import INTERVAL, System, run_system, shared_settings
+from deepnmt.block_runs import INTERVAL, Init, System, run_system, shared_settings
 from deepnmt.config import Recipe
 from deepnmt.data.settings import open_prepared
+from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
 from deepnmt.monitor import make_run_folder, read_log
 from deepnmt.parallel.launch import processes
@@ -36,28 +38,35 @@ Record = dict[str, Any]
 
 HYBRIDS = ("post_ln/pre_ln", "pre_ln/post_ln")  # of the Admin paper's Table 1, and the other way round
 REFERENCE = "pre_ln"  # what is trained without sources
-MARGIN = 0.1  # nats below the tokens' frequencies that a run which is not stuck ends at least
+MARGIN = 0.1  # nats that tell: below the tokens' frequencies, and above the own loss with exchanged sources
 
 
 @dataclass(frozen=True)
 class Systems:
     """The systems of a study: blocks as words, or two with a / between them for encoder and decoder; layers of each
-    stack; updates of warm-up. Every depth and warm-up has a run without sources, too."""
+    stack; updates of warm-up; initialisations of both stacks, of which a system skips those that come to the same.
+    Every depth and warm-up has a run without sources, too."""
 
     blocks: Sequence[str] = (*RULES, *HYBRIDS)
     depths: Sequence[int] = (18, 36)
     warmups: Sequence[int] | None = None  # None: the recipe's
+    inits: Sequence[Init] = ("auto",)
 
     def listed(self, recipe: Recipe) -> list[System]:
-        """All of them, shallow ones first. Raises `UserError` for a block that does not exist, or an impossible
-        recipe."""
+        """All of them, shallow ones first. Raises `UserError` for a block that does not exist, an impossible recipe, or
+        one with an initialisation of its own."""
+        for side, stack in (("encoder", recipe.model.encoder), ("decoder", recipe.model.decoder)):
+            if stack.init != "auto":
+                raise UserError(f"model.{side}.init is {stack.init}, but a study sets it for every run; leave it at "
+                                f"auto and say --inits {stack.init}")
         pairs = [block_pair(word) for word in self.blocks]
         warmups = [recipe.schedule.warmup] if self.warmups is None else self.warmups
         listed = []
         for layers in self.depths:
             for warmup in warmups:
                 listed.append(System(REFERENCE, REFERENCE, layers, warmup, source=False))
-                listed += [System(encoder, decoder, layers, warmup) for encoder, decoder in pairs]
+                listed += dict.fromkeys(System(encoder, decoder, layers, warmup, init=init).plain()
+                                        for init in self.inits for encoder, decoder in pairs)
         for system in listed:
             system.recipe(recipe)
         return listed
@@ -96,7 +105,13 @@ def study(recipe: Recipe, output: Path, wanted: Systems, count: int, max_seconds
 
 
 def _read(file: Path) -> list[Record]:
-    return read_log(file) if file.exists() else []
+    """The lines. Older ones name no initialisation, which was auto, and tell which parameters no decay was on."""
+    records = read_log(file) if file.exists() else []
+    for record in records:
+        record["system"].setdefault("init", "auto")
+        if not record["settings"]["optimizer"]["weight_decay"]:
+            record["settings"]["optimizer"].pop("decay_norms_and_biases", None)
+    return records
 
 
 def _find(records: Iterable[Record], system: System, settings: dict[str, Any]) -> Record | None:
@@ -142,7 +157,8 @@ def outcome(record: Record, target_only: float | None) -> str:
         return "stuck"
     if target_only is None or not record["system"]["source"]:
         return "not stuck"
-    return "learned" if loss < target_only else "target only"
+    reads = record["exchanged"] is not None and record["exchanged"] - loss > MARGIN
+    return "learned" if loss < target_only and reads else "target only"
 
 
 def _groups(records: Sequence[Record]) -> dict[tuple[int, int], dict[str, Record]]:
@@ -165,18 +181,18 @@ def table(records: Sequence[Record]) -> str:
     and what the words mean."""
     groups = _groups(records)
     several = len({warmup for _, warmup in groups}) > 1
-    names = dict.fromkeys(name for group in groups.values() for name in group)
+    systems = {name: System(**record["system"]) for group in groups.values() for name, record in group.items()}
 
     def place(name: str) -> list[float]:
         losses = [group[name]["valid"] if name in group else None for group in groups.values()]
         return [math.inf if loss is None else loss for loss in losses]
 
-    head = ["system"]
+    head = ["system", "initialisation"]
     for layers, warmup in groups:
         head += [f"{_title(layers, warmup, several)}: parameters", "validation", "sources exchanged", "came to"]
     rows = [head, ["---"] * len(head)]
-    for name in sorted(names, key=place):
-        row = [name]
+    for name in sorted(systems, key=place):
+        row = [systems[name].word, systems[name].initialisation]
         for group in groups.values():
             row += _cells(group[name], _target_only(group)) if name in group else ["", "", "", ""]
         rows.append(row)
@@ -204,8 +220,8 @@ def _legend(groups: dict[tuple[int, int], dict[str, Record]]) -> str:
     return (f"Plain loss of the validation text after {records[0]['settings']['train']['updates']:,} updates, nats a "
             f"target token; sources exchanged: what it rises by with another sentence's source. An even guess has "
             f"{even:.3f}, the tokens' frequencies {frequencies:.3f}. diverged: not finite, or worse than an even "
-            f"guess; stuck: above {frequencies - MARGIN:.3f}; target only: not below {REFERENCE} without sources; "
-            "learned: below it.")
+            f"guess; stuck: above {frequencies - MARGIN:.3f}; target only: not below {REFERENCE} without sources, or "
+            f"not more than {MARGIN} higher with sources exchanged; learned: both.")
 
 
 def _title(layers: int, warmup: int, several: bool) -> str:
@@ -217,18 +233,21 @@ def _title(layers: int, warmup: int, several: bool) -> str:
 
 
 def panels(records: Sequence[Record]) -> list[Panel]:
-    """The curves of each depth and warm-up."""
+    """The curves of each depth, warm-up and initialisation asked for."""
     groups = _groups(records)
     several = len({warmup for _, warmup in groups}) > 1
     made = []
     for (layers, warmup), group in groups.items():
-        first = next(iter(group.values()))
-        curves = {}
-        for name, record in group.items():
-            points = [(INTERVAL * (place + 1), value) for place, value in enumerate(record["losses"])
-                      if value is not None]
-            curves[name] = points
-        words = {name: outcome(record, _target_only(group)) for name, record in group.items()}
-        made.append(Panel(_title(layers, warmup, several), curves, words,
-                          {"even guess": first["even"], "frequencies": first["frequencies"]}))
+        by_init: dict[str, dict[str, Record]] = {}
+        for record in group.values():
+            system = System(**record["system"])
+            by_init.setdefault(system.init, {})[system.word] = record
+        for init, found in by_init.items():
+            first = next(iter(found.values()))
+            curves = {word: [(INTERVAL * (place + 1), value) for place, value in enumerate(record["losses"])
+                             if value is not None] for word, record in found.items()}
+            words = {word: outcome(record, _target_only(group)) for word, record in found.items()}
+            title = _title(layers, warmup, several) + ("" if init == "auto" else f", init: {init}")
+            made.append(Panel(title, curves, words,
+                              {"even guess": first["even"], "frequencies": first["frequencies"]}))
     return made

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from deepnmt import commit
 from deepnmt.commit import MANIFEST, CheckpointWriteError, DamagedCheckpoint
-from deepnmt.config import Recipe, load_recipe
+from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
@@ -55,8 +55,9 @@ class TrainingState:
     """Where a run stands.
 
     update: updates applied. epoch, micro_batch: position in the batch plan. optimizer_step: as the optimizer counts.
-    loss_scale: of fp16, else None. best: of the validations. extra: anything JSON can hold; `validations`, if there, is
-    a list of objects with `update` and `value`, where a lower value is a better model.
+    loss_scale: of fp16, or the last one of a run that has left fp16, else None. best: of the validations. extra:
+    anything JSON can hold; `validations`, if there, is a list of objects with `update` and `value`, where a lower value
+    is a better model.
     """
 
     update: int
@@ -346,6 +347,15 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
     return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, load_state(checkpoint), checkpoint)
+
+
+def require_model(folder: Path, asked: Model | None) -> None:
+    """Raises `UserError` where a checkpoint, whole, holds another model than the one asked for; None asks for any."""
+    held = load_recipe(folder / RECIPE)
+    changes = changed_settings(held, held.model_copy(update={"model": asked or held.model}))
+    if changes:
+        raise UserError(f"{folder} holds another model than the one asked for:\n  " + "\n  ".join(changes)
+                        + "\na trained model stays what it is; take these settings back, or give another checkpoint")
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

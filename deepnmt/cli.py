@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deepnmt import cli_study
-from deepnmt.cli_args import numbers, parse, recipe_parser
+from deepnmt.cli_args import expected_model, numbers, parse, recipe_parser, settable
 from deepnmt.errors import UserError
 
 
@@ -26,10 +27,16 @@ def main(command: str | None = None, arguments: Sequence[str] | None = None) -> 
     try:
         return COMMANDS[command](words)
     except UserError as error:
-        print(f"deepnmt: {error}", file=sys.stderr, flush=True)
+        if not (_is_later_process() if error.spoken is None else error.spoken):
+            print(f"deepnmt: {error}", file=sys.stderr, flush=True)
         return 2
     except BrokenPipeError:
         return 0
+
+
+def _is_later_process() -> bool:
+    """Whether a launcher says that this is not the first process on its machine."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
 
 
 def _prepare(words: list[str]) -> int:
@@ -38,7 +45,7 @@ def _prepare(words: list[str]) -> int:
         "prepare",
         "Trains the vocabulary, filters the training text and writes token arrays into the recipe's data.folder.\n"
         "A folder that is up to date is left as it is.",
-        "python tools/prepare_data.py recipes/demo/admin_18l-18l.yaml vocab.size=2000",
+        "python tools/prepare_data.py recipes/demo/admin_18l-18l.yaml vocab.size=2000 data.folder=data/small",
     )
     _, recipe = parse(parser, words)
     from deepnmt.prepare import prepare
@@ -53,7 +60,7 @@ def _profile(words: list[str]) -> int:
         "profile",
         "Profiles an Admin model layer by layer and writes admin_profile.json and .png into the run folder.\n"
         "Runs alone, or on several processes under a launcher.",
-        "deepspeed --num_accelerators 2 tools/profile_admin.py recipes/demo/admin_18l-18l.yaml",
+        "deepspeed --quiet --num_accelerators 2 tools/profile_admin.py recipes/demo/admin_18l-18l.yaml",
     )
     _, recipe = parse(parser, words)
     from deepnmt.parallel.launch import processes
@@ -72,7 +79,7 @@ def _train(words: list[str]) -> int:
         "train",
         "Trains a recipe into its run folder. Started again, it goes on where it was.\n"
         "Runs alone, or on several processes under deepspeed, torchrun or srun.",
-        "deepspeed --num_accelerators 2 tools/train.py recipes/demo/admin_18l-18l.yaml train.updates=300",
+        "deepspeed --quiet --num_accelerators 2 tools/train.py recipes/demo/admin_18l-18l.yaml train.updates=300",
     )
     parser.add_argument("--dry-run", action="store_true",
                         help="print the resolved recipe, sizes and layout; train nothing")
@@ -112,7 +119,7 @@ def _average(words: list[str]) -> int:
 
     print(average_run(recipe, last=found.last, best=found.best, updates=updates,
                       span=None if span is None else (span[0], span[1]), folders=found.checkpoints,
-                      output=found.output))
+                      output=found.output, model=expected_model(found, recipe, found.checkpoints)))
     return 0
 
 
@@ -127,6 +134,7 @@ def _fold(words: list[str]) -> int:
     parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
     parser.add_argument("--output", metavar="FOLDER", help="where the folded model goes (default: RUN/folded)")
     found, recipe = parse(parser, words)
+    settable(found, ["run"], "a trained model is folded as it is")
     from deepnmt.fold import fold_run
 
     print(fold_run(recipe, checkpoint=found.checkpoint, output=found.output))
@@ -153,7 +161,7 @@ def _translate(words: list[str]) -> int:
     with processes(recipe.parallel.threads) as ranks:
         translate_files(Path(found.checkpoint or recipe.run), found.input, found.output, recipe.translate,
                         form=found.form, seed=recipe.seed, device=ranks.device, rank=ranks.rank, world=ranks.world,
-                        gather=ranks.gather_bytes)
+                        gather=ranks.gather_bytes, expected=expected_model(found, recipe, found.checkpoint))
     return 0
 
 
@@ -162,7 +170,7 @@ def _evaluate(words: list[str]) -> int:
     parser = recipe_parser(
         "evaluate",
         "Translates and scores the recipe's test sets (or --test), or scores ready translations (--hypotheses), with\n"
-        "SacreBLEU: BLEU, chrF and TER with signatures, a table, JSON.",
+        "SacreBLEU: BLEU, chrF and TER with signatures, a table, JSON. Runs alone, or on several processes.",
         "python tools/evaluate.py runs/demo --test test",
     )
     parser.add_argument("--test", action="append", metavar="SET",
@@ -177,9 +185,12 @@ def _evaluate(words: list[str]) -> int:
     from deepnmt.evaluate import evaluate_run
     from deepnmt.parallel.launch import processes
 
-    with processes(recipe.parallel.threads):
-        print(evaluate_run(recipe, tests=found.test, hypotheses=found.hypotheses, checkpoint=found.checkpoint,
-                           output=found.output))
+    with processes(recipe.parallel.threads) as ranks:
+        table = evaluate_run(recipe, tests=found.test, hypotheses=found.hypotheses, checkpoint=found.checkpoint,
+                             output=found.output, expected=expected_model(found, recipe, found.checkpoint),
+                             device=ranks.device, rank=ranks.rank, world=ranks.world, gather=ranks.gather_bytes)
+        if ranks.first:
+            print(table)
     return 0
 
 

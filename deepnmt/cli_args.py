@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from deepnmt.config import Recipe, load_recipe
+from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose faults are said as any other: in one sentence, by one of several processes."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; {self.prog} --help lists what there is")
 
 
 def recipe_parser(command: str, text: str, example: str) -> argparse.ArgumentParser:
     """A parser of a recipe and overrides; commands add their own options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"deepnmt {command}", description=text, epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )
@@ -33,6 +42,19 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     return found, load_recipe(found.recipe, [*here, *found.overrides])
 
 
+def expected_model(found: argparse.Namespace, recipe: Recipe, checkpoint: object) -> Model | None:
+    """The recipe's model, which the one that is loaded must be; None where a checkpoint is named that may hold any."""
+    named = any(words.partition("=")[0].split(".")[0] == "model" for words in found.overrides)
+    return None if checkpoint and not named else recipe.model
+
+
+def settable(found: argparse.Namespace, sections: Sequence[str], why: str) -> None:
+    """Raises `UserError` where a setting of another section is given on the line, since it would change nothing."""
+    for words in found.overrides:
+        if words.partition("=")[0].split(".")[0] not in sections:
+            raise UserError(f"{words} has no say here, since {why}; leave it out (what has: {', '.join(sections)})")
+
+
 def numbers(option: str, text: str | None, separator: str) -> list[int] | None:
     if text is None:
         return None
@@ -44,16 +66,16 @@ def numbers(option: str, text: str | None, separator: str) -> list[int] | None:
 
 
 def batch_options(parser: argparse.ArgumentParser) -> None:
-    """What random batches look like."""
-    parser.add_argument("--micro-batches", type=int, default=4, metavar="M",
-                        help="of an update, over all processes (default 4)")
+    """What random batches look like, and who computes on them."""
     parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of a micro-batch, a side (default 512)")
     parser.add_argument("--vocab", type=int, default=8000, metavar="V", help="default 8000")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process (default 1)")
 
 
 def positive(found: argparse.Namespace, *names: str) -> None:
+    """Raises `UserError` for an option whose number, or one of whose numbers, is below 1."""
     for name in names:
         value = vars(found)[name]
-        if value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, must be 1 or more")
+        for number in value if isinstance(value, list) else [value]:
+            if number < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {number}, must be 1 or more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from deepnmt.cli_args import batch_options, parse, positive, recipe_parser
+from deepnmt.cli_args import batch_options, parse, positive, recipe_parser, settable
 from deepnmt.errors import UserError
 
 
@@ -44,12 +44,14 @@ def diagnose(words: list[str]) -> int:
     found, recipe = parse(parser, words)
     if found.tokens < 1:
         raise UserError(f"--tokens is {found.tokens}, must be 1 or more, for example 1024")
-    from deepnmt.diagnose import default_checkpoint, diagnose
+    from deepnmt.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
     from deepnmt.parallel.launch import processes
 
     with processes(recipe.parallel.threads) as ranks:
         is_run = Path(found.recipe).is_dir() and not found.fresh
         checkpoint = default_checkpoint(recipe, found.checkpoint, is_run)
+        if checkpoint is not None:
+            settable(found, AT_CHECKPOINT, f"{checkpoint} is as it was trained; --fresh looks at a new model")
         print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=found.output, tokens=found.tokens,
                        rule=found.rule))
     return 0
@@ -80,6 +82,10 @@ def verdict_grid(words: list[str]) -> int:
                         help="fit: what counts as learned: reads the source (default), or at least its own output")
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
     found = parser.parse_args(words)
+    positive(found, "threads")
+    for name, values in (("depths", found.depths), ("sentences", found.sentences), ("rates", found.rates)):
+        if values is not None and min(values) <= 0:
+            raise UserError(f"--{name} has {min(values)}, but all must be above 0")
     from deepnmt.verdict_grid import fit_grid, make_grid, measure_anew
 
     if found.action == "fit":
@@ -112,6 +118,7 @@ def reproduce(words: list[str]) -> int:
     parser.add_argument("--deepest", type=int, default=100, metavar="N", help="layers (default 100)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
     found = parser.parse_args(words)
+    positive(found, "width", "sentences", "trials", "deepest", "threads")
     from deepnmt.reproduce import Small, reproduce_on
 
     print(reproduce_on(found.name, found.output, Small(found.width, found.sentences, found.trials, found.deepest),
@@ -137,15 +144,18 @@ def compare_blocks(words: list[str]) -> int:
                         help="layers of each stack (default 18 36)")
     parser.add_argument("--warmups", nargs="+", type=int, metavar="N",
                         help="updates of warm-up (default: the recipe's)")
+    parser.add_argument("--inits", nargs="+", choices=["auto", "xavier", "depth_scaled"], default=["auto"],
+                        metavar="INIT", help="initialisations, auto xavier depth_scaled; what comes to the same for a"
+                        " block is run once (default auto)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
     found, recipe = parse(parser, words)
     positive(found, "processes")
     from deepnmt.block_study import Systems, study
 
-    wanted = Systems(depths=found.depths, warmups=found.warmups)
+    wanted = Systems(depths=found.depths, warmups=found.warmups, inits=found.inits)
     if found.blocks:
-        wanted = Systems(found.blocks, found.depths, found.warmups)
+        wanted = Systems(found.blocks, found.depths, found.warmups, found.inits)
     print(study(recipe, found.output, wanted, found.processes, found.seconds))
     return 0
 
@@ -182,6 +192,8 @@ def layouts(words: list[str]) -> int:
     parser.add_argument("--layouts", nargs="+", required=True, metavar="LAYOUT")
     parser.add_argument("--updates", type=int, default=3, metavar="N", help="default 3")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file")
+    parser.add_argument("--micro-batches", type=int, default=4, metavar="M",
+                        help="of an update, over all processes (default 4)")
     batch_options(parser)
     found, recipe = parse(parser, words)
     positive(found, "updates", "micro_batches", "tokens", "vocab", "threads")
@@ -207,10 +219,11 @@ def pipeline_idle(words: list[str]) -> int:
     parser.add_argument("--stages", type=int, default=2, metavar="P", help="default 2")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="M",
                         help="micro-batches an update (default 1 2 4 8 16)")
-    parser.add_argument("--output", type=Path, default=Path("runs/idle"), metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=Path("runs/idle"), metavar="FOLDER",
+                        help="of idle.json and idle.png (default %(default)s)")
     batch_options(parser)
     found, recipe = parse(parser, words)
-    positive(found, "stages", "tokens", "vocab", "threads")
+    positive(found, "stages", "counts", "tokens", "vocab", "threads")
     from deepnmt.layouts import measure_idle
 
     measure_idle(recipe, found.config, found.stages, found.counts, found.tokens, found.vocab, found.threads,
@@ -222,8 +235,10 @@ def gpu_report(words: list[str]) -> int:
     """Report what a GPU does with the recipes, in ten minutes."""
     parser = argparse.ArgumentParser(
         prog="deepnmt gpu-report",
-        description="Matrix products, 60L-12L updates in fp16 and bf16 with model FLOPs utilisation, and Tatoeba\n"
-        "De-En trained by the clock and scored: a JSON file and a Markdown page, in one call of under ten minutes.",
+        description="Matrix products, Tatoeba De-En trained by the clock and scored, and, as far as time is left\n"
+        "(with --minutes 6 it should be), 60L-12L updates in fp16 and bf16 with model FLOPs utilisation: a JSON file\n"
+        "and a Markdown page, in one call of under ten minutes. --part layouts, a call of its own, has in place of\n"
+        "the training 300 updates of 60L-12L on Tatoeba in fp16, under ZeRO-1 and as a pipeline of one stage.",
         epilog="example:\n  python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )
@@ -234,8 +249,11 @@ def gpu_report(words: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=8.0, metavar="N",
                         help="of updates in the training, less if the budget ends before (default 8)")
     parser.add_argument("--budget", type=float, default=580.0, metavar="SECONDS", help="for everything (default 580)")
+    parser.add_argument("--part", choices=("training", "layouts"), default="training",
+                        help="what is done with the text (default training)")
     parser.add_argument("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")
     found = parser.parse_args(words)
     from deepnmt.gpu_report import gpu_report
 
-    return gpu_report(found.output, found.recipes, found.tsv, found.minutes, found.budget, found.toy)
+    return gpu_report(found.output, found.recipes, found.tsv, found.minutes, found.budget, found.toy,
+                      found.part)

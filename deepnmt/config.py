@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from deepnmt.errors import UserError
 from deepnmt.recipe_faults import find_faults
+from deepnmt.recipe_text import expand, override, read_tree
 
 Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
                 "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]
@@ -23,13 +22,14 @@ HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # a layer of these needs the outputs of 
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+Folder = Annotated[str, Field(min_length=1)]
 Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
 class Section(BaseModel):
     """A group of settings: unknown keys and wrong types are faults, values cannot change after checking."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Corpus(Section):
@@ -63,7 +63,7 @@ class Filters(Section):
 class Data(Section):
     """Texts, the folder they are prepared into, and how."""
 
-    folder: str
+    folder: Folder
     src_lang: str
     trg_lang: str
     train: Corpus
@@ -152,13 +152,24 @@ class Optimizer(Section):
     eps: Positive = 1e-9  # not of sgd
     momentum: Rate = 0.0  # of sgd
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    decay_norms_and_biases: bool = True  # whether it is on vectors and single numbers too, or on matrices alone
+    # Whether it is on vectors and single numbers too, or on matrices alone; to be said where there is any.
+    decay_norms_and_biases: bool | None = None
 
     @model_validator(mode="after")
-    def _momentum(self) -> Optimizer:
+    def _of_the_name(self) -> Optimizer:
+        faults = []
         if self.momentum and self.name != "sgd":
-            raise ValueError(f"momentum ({self.momentum:g}) is of sgd, but name is {self.name}, whose momentum is the "
-                             "first of betas; remove momentum")
+            faults.append(f"momentum ({self.momentum:g}) is of sgd, but name is {self.name}, whose momentum is the "
+                          "first of betas; remove momentum")
+        if self.name == "sgd" and (self.betas, self.eps) != ([0.9, 0.98], 1e-9):
+            faults.append(f"betas ({self.betas}) and eps ({self.eps:g}) are not of name: sgd; remove them")
+        if self.weight_decay and self.decay_norms_and_biases is None:
+            faults.append(f"weight_decay ({self.weight_decay:g}) needs decay_norms_and_biases: true (every parameter) "
+                          "or false (matrices alone)")
+        if self.decay_norms_and_biases is False and not self.weight_decay:
+            faults.append("decay_norms_and_biases: false goes with a weight_decay, which is 0; set it to null")
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
 
@@ -178,14 +189,22 @@ class Schedule(Section):
     after_step: Literal["constant", "inverse_sqrt"] = "inverse_sqrt"
 
     @model_validator(mode="after")
-    def _step(self) -> Schedule:
+    def _of_the_name(self) -> Schedule:
         given = [place for place in (self.step_epoch, self.step_update) if place is not None]
+        faults = []
         if self.name == "step" and len(given) != 1:
-            raise ValueError(f"name: step needs step_epoch or step_update, one of the two; {len(given)} are given")
+            faults.append(f"name: step needs step_epoch or step_update, one of the two; {len(given)} are given")
         if self.name != "step" and given:
-            raise ValueError(f"step_epoch and step_update are of name: step, but name is {self.name}; remove them")
-        if self.step_update is not None and self.step_update <= self.warmup:
-            raise ValueError(f"step_update ({self.step_update}) must be above warmup ({self.warmup})")
+            faults.append(f"step_epoch and step_update are of name: step, but name is {self.name}; remove them")
+        if self.name != "step" and (self.step_factor, self.after_step) != (0.1, "inverse_sqrt"):
+            faults.append(f"step_factor ({self.step_factor:g}) and after_step ({self.after_step}) are of name: step, "
+                          f"but name is {self.name}; remove them, or set them to 0.1 and inverse_sqrt")
+        if self.final and self.name != "linear":
+            faults.append(f"final ({self.final:g}) is of name: linear, but name is {self.name}; remove final")
+        if self.name == "step" and self.step_update is not None and self.step_update <= self.warmup:
+            faults.append(f"step_update ({self.step_update}) must be above warmup ({self.warmup})")
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
 
@@ -218,6 +237,21 @@ class Parallel(Section):
     threads: Annotated[int, Field(ge=0)] = 0  # per process; 0: the machine's cores shared among its processes
 
 
+class LossScale(Section):
+    """Of fp16 alone. The loss is multiplied by 2^initial_power at first, by half of it after an overflow, never by less
+    than `floor`, and by twice as much after `window` updates in a row without one."""
+
+    initial_power: Annotated[int, Field(ge=0, le=32)] = 13
+    window: Count = 256
+    floor: Positive = 0.03125
+
+    @model_validator(mode="after")
+    def _above_floor(self) -> LossScale:
+        if self.floor > 2.0**self.initial_power:
+            raise ValueError(f"floor ({self.floor:g}) must not be above 2^initial_power ({2.0**self.initial_power:g})")
+        return self
+
+
 class Translate(Section):
     """Search. Length penalty over a score s and a length n: none s, average s / n^alpha, gnmt s / ((5+n)/6)^alpha."""
 
@@ -242,11 +276,24 @@ class Translate(Section):
             raise ValueError(f"nbest ({self.nbest}) needs method beam or sample")
         return self
 
+    @model_validator(mode="after")
+    def _of_the_method(self) -> Translate:
+        faults = []
+        if self.temperature != 1.0 and self.method != "sample":
+            faults.append(f"temperature ({self.temperature:g}) is of method sample, but method is {self.method}; "
+                          "remove temperature, or set it to 1.0")
+        if self.patience is not None and self.method != "beam":
+            faults.append(f"patience ({self.patience:g}) is of method beam, but method is {self.method}; remove "
+                          "patience, or set it to null")
+        if faults:
+            raise ValueError("\n".join(faults))
+        return self
+
 
 class Recipe(Section):
     """A whole run."""
 
-    run: str  # the run folder
+    run: Folder  # of the run
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     data: Data
     vocab: Vocab = Vocab()
@@ -257,6 +304,7 @@ class Recipe(Section):
     schedule: Schedule = Schedule()
     train: Train
     parallel: Parallel = Parallel()
+    loss_scale: LossScale = LossScale()
     translate: Translate = Translate()
     average_last: Count = 5  # checkpoints averaged for the final score
 
@@ -283,34 +331,19 @@ class Recipe(Section):
         if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:
             faults.append(f"schedule.warmup ({self.schedule.warmup}) must be below train.updates "
                           f"({self.train.updates}) with schedule.name: linear")
+        for step, end, unit in ((self.schedule.step_epoch, self.train.epochs, "epoch"),
+                                (self.schedule.step_update, self.train.updates, "update")):
+            if step is not None and end is not None and step > end:
+                faults.append(f"schedule.step_{unit} ({step}) must not be above train.{unit}s ({end}), the run's end")
+        if self.admin.profile is not None and "admin" not in (self.model.encoder.block, self.model.decoder.block):
+            faults.append(f"admin.profile ({self.admin.profile}) is of block: admin, but model.encoder.block is "
+                          f"{self.model.encoder.block} and model.decoder.block {self.model.decoder.block}; remove it")
         if self.data.subword_variants and self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
             faults.append("data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same "
                           "text again; set data.subword_alpha to 0.1")
         if faults:
             raise ValueError("\n".join(faults))
         return self
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as text and yes as a boolean; here numbers are numbers, and a key given twice is a fault."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.\d+([eE][-+]?\d+)?$"),
-    list("-+0123456789."),
-)
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -328,25 +361,15 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         if not (file / "recipe.yaml").is_file():
             raise UserError(f"{file} holds no recipe.yaml; give a recipe or the folder of a run that was started")
         file = file / "recipe.yaml"
-    try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
-    except FileNotFoundError:
-        raise UserError(f"there is no recipe {file}; recipes/ holds those that come with deepnmt") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe {file} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"recipe {file} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"recipe {file} must be a mapping of settings, not {type(tree).__name__}")
-    for override in overrides or []:
-        _override(tree, override)
+    tree = read_tree(file)
+    for word in overrides or []:
+        override(tree, word)
     return check_recipe(tree, str(file))
 
 
 def check_recipe(tree: dict[str, Any], origin: str) -> Recipe:
     """Checks a tree of settings; `origin` names it in the error. Raises `UserError` with every fault, one a line."""
-    faults: list[str] = []
-    tree = _expand(tree, "", faults)
+    tree, faults = expand(tree)
     faults += find_faults(Recipe, tree, {Corpus: {"src": ["-"], "trg": ["-"]}})
     if faults:
         head = f"{origin} has {'a fault' if len(faults) == 1 else f'{len(faults)} faults'}:"
@@ -359,39 +382,19 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise UserError(f"override {override!r} is not of the form key.key=value, for example train.updates=300")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        raise UserError(f"override {override!r}: {text!r} is not a YAML value") from None
-    *parents, last = key.split(".")
-    node = tree
-    for name in parents:
-        child = node.get(name)
-        if child is None:
-            child = node[name] = {}
-        if not isinstance(child, dict):
-            raise UserError(f"override {override!r}: {name} is a value, not a group of settings")
-        node = child
-    node[last] = value
+def changed_settings(old: Recipe, new: Recipe) -> list[str]:
+    """The settings that differ, as `key: old -> new`."""
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(before.keys() | after.keys())
+            if before.get(key) != after.get(key)]
 
 
-def _expand(value: Any, where: str, faults: list[str]) -> Any:
-    """Puts environment variables (`${NAME}`) into strings, so that a recipe names no folder of one machine.
-
-    A variable that is not set stays as it is written and is told of in `faults`.
-    """
-    if isinstance(value, dict):
-        return {k: _expand(v, f"{where}.{k}" if where else str(k), faults) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_expand(v, where, faults) for v in value]
-    if not isinstance(value, str):
-        return value
-    for name in re.findall(r"\$\{(\w+)\}", value):
-        if name not in os.environ:
-            faults.append(f"{where}: is {value!r}, but the environment variable {name} is not set; "
-                          f"export {name}=FOLDER, or give the setting on the command line as {where}=PATH")
-    return re.sub(r"\$\{(\w+)\}", lambda m: os.environ.get(m[1], m[0]), value)
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key to value."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
+    return leaves

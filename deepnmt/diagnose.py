@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from deepnmt.analysis.activations import likeness, ranges
-from deepnmt.analysis.admin_profile import SIDES
+from deepnmt.analysis.admin_profile import SIDES, AdminProfile
 from deepnmt.analysis.change import Growth, layer_changes, random_change
 from deepnmt.analysis.dependency import dependency
 from deepnmt.analysis.doctor_page import summary, write_page
-from deepnmt.analysis.fresh import fresh_model, with_blocks, with_depth
-from deepnmt.analysis.gradient_probe import gradients, half_zeros
+from deepnmt.analysis.fresh import fresh_model, with_blocks, with_depth, with_init
+from deepnmt.analysis.gradient_probe import HalfZeros, gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.update_probe import moved
 from deepnmt.analysis.verdict import SHIPPED, VerdictRule, change_by, features, other_sources, trial_rates
@@ -43,13 +43,19 @@ from deepnmt.data.dataset import PreparedData
 from deepnmt.data.settings import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
+from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import make_run_folder, write_json
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import check_layout
+from deepnmt.parallel.ds_config import DsConfig
+from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.tensors import to_tensors
+from deepnmt.profile import profile_for
 
+AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")  # what a checkpoint's recipe does not settle
+LOST = 0.5  # of a layer's gradients, above which fp16 is said to fail; thought of, not learned
 LOSS_SCALE = 128.0  # of the fp16 measurement, where the recipe's layout names none
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)  # of the models built for growth against depth
 _TRIALS = 3  # draws of noise
@@ -57,13 +63,15 @@ _TRIALS = 3  # draws of noise
 
 @dataclass(frozen=True)
 class Patient:
-    """What is examined: a model with its recipe and a batch, and the checkpoint it came from, if any."""
+    """What is examined: a model with its recipe and a batch, and what it came from: a checkpoint, or, of a fresh model
+    with Admin stacks, the profile."""
 
     recipe: Recipe
     model: Transformer
     batch: ProbeBatch
     vocabs: tuple[int, int]
     checkpoint: Path | None
+    profile: AdminProfile | None = None
 
     @property
     def tokens(self) -> int:
@@ -118,20 +126,26 @@ def _patient(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint: 
     source, target = data.vocabs()
     vocabs = (source.size, target.size)
     if checkpoint is None:
-        return Patient(recipe, _fresh(recipe, vocabs, batch), batch, vocabs, None)
+        profile = profile_for(recipe, data, Ranks(0, 1, 0, 1, batch[0].device))
+        return Patient(recipe, _fresh(recipe, vocabs, batch, profile), batch, vocabs, None, profile)
     loaded = load_model(checkpoint)
     if (loaded.src_vocab.size, loaded.trg_vocab.size) != vocabs:
         raise UserError(f"{loaded.folder} was trained with vocabularies of {loaded.src_vocab.size} and "
                         f"{loaded.trg_vocab.size} pieces, but {recipe.data.folder} has {vocabs[0]} and {vocabs[1]}; "
                         "give the recipe whose data it was trained on")
     model = loaded.model.to(batch[0].device)
-    model.label_smoothing = recipe.train.label_smoothing
-    return Patient(loaded.recipe.model_copy(update={"run": recipe.run}), model, batch, vocabs, loaded.folder)
+    model.label_smoothing = loaded.recipe.train.label_smoothing
+    given = {"run": recipe.run, "seed": recipe.seed, "data": recipe.data, "batch": recipe.batch,
+             "parallel": recipe.parallel, "loss_scale": recipe.loss_scale}
+    return Patient(loaded.recipe.model_copy(update=given), model, batch, vocabs, loaded.folder)
 
 
-def _fresh(recipe: Recipe, vocabs: tuple[int, int], batch: ProbeBatch) -> Transformer:
+def _fresh(
+    recipe: Recipe, vocabs: tuple[int, int], batch: ProbeBatch, profile: AdminProfile | None = None
+) -> Transformer:
+    """The model as training would begin with it; Admin stacks are profiled on the batch where no profile is given."""
     return fresh_model(recipe.model, *vocabs, recipe.seed, [batch], label_smoothing=recipe.train.label_smoothing,
-                       input_variance=recipe.admin.input_variance)
+                       input_variance=recipe.admin.input_variance, profile=profile)
 
 
 def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
@@ -144,15 +158,14 @@ def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
     _say("gradients")
     found["gradients"] = gradients(model, batch).as_dict()
     found["ranges"] = {name: each.as_dict() for name, each in ranges(model, batch).items()}
-    scale = _loss_scale(recipe)
-    half = half_zeros(model, batch, scale)
-    found["half"] = {"scale": scale, "finite": half.finite, "shares": half.shares, "shares_fp32": half.shares_fp32,
-                     "lost": half.lost}
+    half = half_zeros(model, batch, _loss_scale(recipe))
+    found["half"] = {"scale": half.scale, "finite": half.finite, "shares": half.shares,
+                     "shares_fp32": half.shares_fp32, "lost": half.lost}
     _say("output change")
     rate = recipe.optimizer.lr
     if patient.checkpoint is None:
         found["growth"], found["last_ffn"] = growth(patient, rate)
-        found["verdict"] = judge(patient, rule) if rule is not None else None
+        found["verdict"] = judge(patient, rule, half) if rule is not None else None
     else:
         found["growth"] = _growth_inside(patient)
         found["moved"] = [pair.as_dict() for pair in between_checkpoints(patient)]
@@ -181,10 +194,14 @@ def _say(what: str) -> None:
 
 def _loss_scale(recipe: Recipe) -> float:
     """The recipe's own first loss scale where its layout is fp16."""
-    if recipe.parallel.ds_config is None:
-        return LOSS_SCALE
-    layout = check_layout(recipe, 1 if not recipe.parallel.pipeline_stages else recipe.parallel.pipeline_stages)
-    return layout.initial_scale if layout is not None and layout.precision == "fp16" else LOSS_SCALE
+    return 2.0**recipe.loss_scale.initial_power if _is_fp16(recipe) else LOSS_SCALE
+
+
+def _is_fp16(recipe: Recipe) -> bool:
+    layout: DsConfig | None = None
+    if recipe.parallel.ds_config is not None:
+        layout = check_layout(recipe, recipe.parallel.pipeline_stages or 1)
+    return layout is not None and layout.precision == "fp16"
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -280,19 +297,45 @@ def between_checkpoints(patient: Patient) -> list[Any]:
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 
-def judge(patient: Patient, rule: VerdictRule) -> dict[str, Any]:
-    """The rule's answer and, where it is no, its answers for other rates, a warm-up and other blocks."""
+def judge(patient: Patient, rule: VerdictRule, half: HalfZeros) -> dict[str, Any]:
+    """The rule's answer and, where it is no, its answers for other rates, a warm-up and other blocks.
+
+    The rule knows no precision. Where the layout is fp16, what was measured on an fp16 copy (`half`) can make it a no.
+    """
     values = _features(patient.recipe, patient.model, patient)
     verdict = rule.judge(values)
+    fp16 = fp16_fault(patient, half) if _is_fp16(patient.recipe) else None
     answer: dict[str, Any] = {
-        "trains": verdict.trains, "probability": verdict.probability, "reasons": verdict.reasons,
-        "outside": verdict.outside, "features": values, "rule": {**rule.facts, "kind": rule.kind}, "instead": {},
+        "trains": verdict.trains and fp16 is None, "probability": verdict.probability, "reasons": verdict.reasons,
+        "fp16": fp16, "outside": verdict.outside, "features": values, "rule": {**rule.facts, "kind": rule.kind},
+        "instead": {},
     }
+    ds_config = str(patient.recipe.parallel.ds_config)
+    if fp16 is not None and "fp16" in ds_config:
+        answer["instead"][f"parallel.ds_config={ds_config.replace('fp16', 'bf16')}"] = verdict.probability
     if not verdict.trains:
-        for name, recipe in _alternatives(patient.recipe).items():
-            model = _fresh(recipe, patient.vocabs, patient.batch)
+        low, high = rule.spans.get("tokens", (0.0, 0.0))
+        for name, recipe in _alternatives(patient.recipe, knows_batches=high > low).items():
+            profile = patient.profile if recipe.model == patient.recipe.model else None
+            model = _fresh(recipe, patient.vocabs, patient.batch, profile)
             answer["instead"][name] = rule.probability(_features(recipe, model, patient))
     return answer
+
+
+def fp16_fault(patient: Patient, half: HalfZeros) -> str | None:
+    """Why the model cannot be trained in fp16 by what its first gradients are; None where it can.
+
+    An overflow alone is no reason: the loss scale halves until there is none. The scales tried are each a quarter of
+    the last, down to the recipe's floor.
+    """
+    floor = patient.recipe.loss_scale.floor
+    while not half.finite and half.scale > floor:
+        half = half_zeros(patient.model, patient.batch, max(half.scale / 4, floor))
+    if not half.finite:
+        return f"gradients overflow in fp16 at every loss scale down to {floor:g}"
+    if half.lost > LOST:
+        return f"{100 * half.lost:.0f} % of a layer's gradients are lost to fp16 at loss scale {half.scale:g}"
+    return None
 
 
 def _features(recipe: Recipe, model: Transformer, patient: Patient) -> dict[str, float]:
@@ -302,8 +345,9 @@ def _features(recipe: Recipe, model: Transformer, patient: Patient) -> dict[str,
                     warmup=recipe.schedule.warmup, tokens=max(1, round(tokens * recipe.batch.accumulation)))
 
 
-def _alternatives(recipe: Recipe) -> dict[str, Recipe]:
-    """Recipes that differ from this one in one thing each, by what one would write to get them."""
+def _alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:
+    """Recipes that differ from this one in one thing each, by what one would write to get them; larger batches only for
+    a rule that was fitted on several sizes."""
     found = {}
     for part in (3, 10):
         optimizer = recipe.optimizer.model_copy(update={"lr": recipe.optimizer.lr / part})
@@ -311,7 +355,14 @@ def _alternatives(recipe: Recipe) -> dict[str, Recipe]:
     if recipe.schedule.warmup == 0:
         schedule = recipe.schedule.model_copy(update={"warmup": max(1, recipe.train.updates // 10)})
         found[f"schedule.warmup={schedule.warmup}"] = recipe.model_copy(update={"schedule": schedule})
+    if knows_batches:
+        batch = recipe.batch.model_copy(update={"accumulation": 4 * recipe.batch.accumulation})
+        found[f"batch.accumulation={batch.accumulation}"] = recipe.model_copy(update={"batch": batch})
     model = recipe.model
+    if not all(stack.init == "depth_scaled" or (stack.init == "auto" and RULES[stack.block].depth_scaled)
+               for stack in (model.encoder, model.decoder)):
+        changed = {"model": with_init(model, "depth_scaled")}
+        found["model.encoder.init=depth_scaled model.decoder.init=depth_scaled"] = recipe.model_copy(update=changed)
     for block in ("pre_ln", "admin", "deepnorm", "b2t"):
         if block not in (model.encoder.block, model.decoder.block):
             changed = {"model": with_blocks(model, block, block)}

@@ -74,7 +74,9 @@ def diverged(
         report = Seen(_KIND[next(current.parameters()).dtype], room=False)
     reports = ranks.gather_bytes(json.dumps(asdict(report)).encode())
     if reports is None:
-        return Diverged("gradients stay non-finite; the first process says where and what to try")
+        silent = Diverged("gradients stay non-finite; the first process says where and what to try")
+        silent.spoken = True
+        return silent
     seen = [Seen(**json.loads(report)) for report in reports]
     worst = next((each for each in seen if each.place), seen[0])
     return Diverged("\n  ".join([

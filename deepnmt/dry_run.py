@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
+
 from deepnmt.config import Model, Recipe, Stack, dump_recipe
 from deepnmt.data.batching import PlanStream
 from deepnmt.data.dataset import PreparedData
 from deepnmt.errors import UserError
+from deepnmt.model.loss import loss_bytes
 from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import moments_of
+from deepnmt.optim import moments_of, warmup_note
 from deepnmt.parallel.build import check_layout, cut, data_ranks
 from deepnmt.parallel.launch import place
 from deepnmt.parallel.partition import Partition
 
-# Tensors of one width kept for the backward pass, a token and layer; counted from the layers' operations, and within
-# 15 % of what a 6L-6L, d 256 model in fp32 was seen to hold (docs/results.md).
-_KEPT = {"encoder": 16, "decoder": 24}
+# Tensors of one width kept for the backward pass, a token and layer, the FFN's inner ones apart; what autograd keeps of
+# a model in fp32 is within 5 % of it (tests/unit/test_dry_run.py). In 16 bits a CPU attends in fp32 and keeps half as
+# much again.
+_KEPT = {"encoder": 10, "decoder": 17}
+_ENDS = 4  # the same, of the embeddings and the stacks' outputs together
 
 
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
@@ -43,8 +48,11 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
     return one + layers + tables * model.width
 
 
-def memory_estimate(recipe: Recipe, parameters: int, world: int, cuts: Partition | None = None) -> dict[str, float]:
-    """Bytes a process holds: weights with gradients, optimizer (fp32 master and moments), activations.
+def memory_estimate(
+    recipe: Recipe, parameters: int, vocab: int, world: int, cuts: Partition | None = None
+) -> dict[str, float]:
+    """Bytes a process holds: weights with gradients, optimizer (fp32 master and moments), activations, and the loss
+    over a target vocabulary of `vocab`.
 
     Of a pipeline, whose stages `cuts` tells, the fullest stage: its parameters, and the activations of as many
     micro-batches as it has in flight. With recomputation of groups of n layers, one group's activations and an input
@@ -55,10 +63,11 @@ def memory_estimate(recipe: Recipe, parameters: int, world: int, cuts: Partition
     stage, precision = (layout.stage, layout.precision) if layout else (0, "fp32")
     size = 4 if precision == "fp32" else 2
     share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
-    kept_by_optimizer = 4 * len(moments_of(recipe.optimizer)) + (4 if layout and stage else 0)
+    kept_by_optimizer = 4 * len(moments_of(recipe.optimizer)) + (4 if layout and (stage or size == 2) else 0)
     tokens, model = recipe.batch.tokens, recipe.model
     kept = float(_KEPT["encoder"] * model.encoder.layers + _KEPT["decoder"] * model.decoder.layers)
-    wide = 2 * (model.ffn / model.width) * (model.encoder.layers + model.decoder.layers) / 4
+    inner = 1 + (model.activation == "gelu") + 2 * (model.activation_dropout > 0)  # tensors of the FFN's inner width
+    wide = inner * (model.ffn / model.width) * (model.encoder.layers + model.decoder.layers)
     group = recipe.parallel.recompute_layers
     if group:
         layers = model.encoder.layers + model.decoder.layers
@@ -72,29 +81,33 @@ def memory_estimate(recipe: Recipe, parameters: int, world: int, cuts: Partition
         "weights": parameters * size / share[0],
         "gradients": parameters * 4 / share[1],
         "optimizer": parameters * kept_by_optimizer / share[2],
-        "activations": tokens * model.width * size * (kept + wide),
+        "activations": tokens * model.width * size * (kept + wide + _ENDS),
+        "loss": loss_bytes(tokens, vocab, model.width, size, "cuda" if torch.cuda.is_available() else "cpu"),
     }
 
 
 def describe(recipe: Recipe) -> str:
-    """The resolved recipe followed by its figures. Uses the prepared data where it exists."""
-    world = place()[1]
+    """The resolved recipe followed by its figures, for the processes that were started, or a pipeline's fewest. Uses
+    the prepared data where it exists."""
     stages = recipe.parallel.pipeline_stages
+    world = max(place()[1], stages)
     layout = check_layout(recipe, world)
     chains = data_ranks(recipe, world)
     try:
         data = PreparedData.open(recipe.data.folder)
     except UserError:
-        sizes, epoch = (recipe.vocab.size, recipe.vocab.size), "not prepared yet"
+        sizes, epoch, ratio = (recipe.vocab.size, recipe.vocab.size), "not prepared yet", 1.0
     else:
         source, target = data.vocabs()
         sizes = (source.size, target.size)
-        stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+        train = data.split("train")
+        ratio = train.source_per_target
+        stream = PlanStream(train, recipe.batch.tokens, recipe.seed)
         per_update = chains * recipe.batch.accumulation
         epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.plan(0).waste:.1f} %)"
     parameters = count_parameters(recipe.model, *sizes)
-    cuts = cut(recipe, *sizes) if stages else None
-    memory = memory_estimate(recipe, parameters, world, cuts)
+    cuts = cut(recipe, *sizes, ratio) if stages else None
+    memory = memory_estimate(recipe, parameters, sizes[1], world, cuts)
     name = "plain PyTorch, fp32" if layout is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
     encoder, decoder = recipe.model.encoder, recipe.model.decoder
     rows = {
@@ -107,6 +120,8 @@ def describe(recipe: Recipe) -> str:
         + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in memory.items()) + ")",
         "layout": name + (f", pipeline of {stages} stages on {world} process(es)" if stages else ""),
     }
+    if note := warmup_note(recipe):
+        rows["learning rate"] = note
     width = max(map(len, rows))
     lines = [f"# {k:<{width}}  {v}" for k, v in rows.items()]
     if cuts is not None:

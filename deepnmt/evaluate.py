@@ -15,12 +15,13 @@ from sacrebleu.dataset import DATASETS
 from sacrebleu.utils import SACREBLEU_DIR
 from tqdm import tqdm
 
-from deepnmt.checkpoint import LoadedModel, load_model
-from deepnmt.config import Recipe
+from deepnmt.checkpoint import LoadedModel, load_model, require_model
+from deepnmt.config import Model, Recipe
 from deepnmt.data.corpus import read_pairs
+from deepnmt.decoding.lines import Bar, read_lines
 from deepnmt.errors import UserError
 from deepnmt.scoring import EvaluationSet, Report, score_systems
-from deepnmt.translate import cast, read_lines, translate_lines
+from deepnmt.translate import Gather, alone, cast, translate_shards
 
 
 def evaluate_run(
@@ -29,6 +30,12 @@ def evaluate_run(
     hypotheses: Sequence[str] | None = None,
     checkpoint: str | Path | None = None,
     output: str | Path | None = None,
+    *,
+    expected: Model | None = None,
+    device: torch.device | str | None = None,
+    rank: int = 0,
+    world: int = 1,
+    gather: Gather = alone,
 ) -> str:
     """Scores a run's model, or ready translations, on test sets.
 
@@ -39,20 +46,34 @@ def evaluate_run(
         hypotheses: each "SYSTEM=FILE[,FILE...]", a file a test set, scored instead of the run's model.
         checkpoint: of the model, as for `load_model`; without, the run's average or else its newest checkpoint.
         output: the JSON file; without, `scores.json` in the run folder.
+        expected: what the checkpoint must hold; without, any model.
+        device: of the model; without, a GPU if there is one.
+        rank, world, gather: of several processes, see `translate_shards`. They share the lines, and rank 0 scores.
 
     Returns:
-        The table.
+        The table; of other ranks than 0 nothing.
 
     Raises:
-        UserError: no such test set, file or checkpoint; numbers of lines that differ; texts without a line.
+        UserError: no such test set, file or checkpoint; numbers of lines that differ; texts without a line; another
+            model than `expected`; a checkpoint beside `hypotheses`.
     """
+    if hypotheses and checkpoint is not None:
+        raise UserError(f"hypotheses are scored without a model, so the checkpoint {checkpoint} would not be used; "
+                        "give one of the two")
     sets = find_sets(recipe, tests)
     facts: dict[str, Any] = {}
+    if hypotheses and rank > 0:
+        return ""
     if hypotheses:
         systems = read_systems(hypotheses, sets)
     else:
         loaded = load_model(Path(checkpoint or recipe.run))
-        systems = {Path(recipe.run).name: translate_sets(loaded, recipe, sets)}
+        require_model(loaded.folder, expected)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        translations = translate_sets(loaded, recipe, sets, device, rank, world, gather)
+        if rank > 0:
+            return ""
+        systems = {Path(recipe.run).name: translations}
         facts = {"checkpoint": str(loaded.folder), "update": loaded.state.update,
                  "averaged_updates": loaded.state.extra.get("averaged_updates", []),
                  "translate": recipe.translate.model_dump()}  # fmt: skip
@@ -126,15 +147,16 @@ def read_systems(hypotheses: Sequence[str], sets: Sequence[EvaluationSet]) -> di
     return systems
 
 
-def translate_sets(loaded: LoadedModel, recipe: Recipe, sets: Sequence[EvaluationSet]) -> list[list[str]]:
-    """The best translation of every line of every set, by the recipe's search, on the GPU if there is one."""
-    model = cast(loaded.model, recipe.translate.precision).to("cuda" if torch.cuda.is_available() else "cpu")
+def translate_sets(loaded: LoadedModel, recipe: Recipe, sets: Sequence[EvaluationSet], device: torch.device | str,
+                   rank: int, world: int, gather: Gather) -> list[list[str]]:
+    """The best translation of every line of every set, by the recipe's search; on rank 0, elsewhere no lines."""
+    model = cast(loaded.model, recipe.translate.precision).to(device)
     translations = []
     for test in sets:
-        with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=None) as bar:
-            found = translate_lines(model, (loaded.src_vocab, loaded.trg_vocab), test.sources, recipe.translate,
-                                    seed=recipe.seed, advance=bar.update)  # fmt: skip
-        translations.append([best[0].text for best in found])
+        with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=True if rank else None) as bar:
+            found = translate_shards(model, (loaded.src_vocab, loaded.trg_vocab), test.sources, recipe.translate,
+                                     seed=recipe.seed, rank=rank, world=world, gather=gather, progress=Bar(bar).at)
+            translations.append([best[0].text for best in found])
     return translations
 
 

@@ -137,7 +137,9 @@ def save_folded(source: Path, target: Path) -> Folded:
         raise UserError(f"{target} is the checkpoint to be folded; give another folder for the folded model")
     before = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
     weights, model = fold_weights(before, loaded.recipe.model)
-    recipe = Recipe.model_validate({**loaded.recipe.model_dump(), "model": model.model_dump()})
+    tree = loaded.recipe.model_dump()
+    tree["admin"]["profile"] = None  # which is of Admin alone, and has done its work
+    recipe = Recipe.model_validate({**tree, "model": model.model_dump()})
     difference, largest = _compare(loaded, weights, recipe)
     if not difference <= LARGEST_DIFFERENCE * max(1.0, largest):
         raise UserError(f"the folded model of {loaded.folder} would differ by {difference:.1e} in its logits, of which "

@@ -1,7 +1,8 @@
 """One call, one report: what a machine's accelerator does with the recipes, within a budget of minutes.
 
-Parts, each in processes of its own: the machine and its matrix products; updates of a 60L-12L model in fp16 and bf16;
-Tatoeba German to English trained by the clock, averaged, translated and scored. A part that fails or for which too
+Parts, each in processes of its own: the machine and its matrix products; Tatoeba German to English, trained by the
+clock, averaged, translated and scored, or 300 updates of it with a 60L-12L model in fp16, under ZeRO-1 and as a
+pipeline of one stage; updates of a 60L-12L model on random tokens in fp16 and bf16. A part that fails or for which too
 little time is left does not keep the others from running. Without a GPU `toy` tries all of it on a CPU.
 """
 
@@ -28,13 +29,15 @@ from deepnmt.speed import OUT_OF_MEMORY
 from deepnmt.split_tsv import split_tsv
 from deepnmt.train import FINISHED, PREEMPTED
 
+Subject = Literal["training", "layouts"]
 ROOT = Path(__file__).resolve().parents[1]
 TAIL = 12  # lines of a failed part's log that the report repeats
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is run. `deep` and `shallow` are overrides of the recipes, as on a command line.
+    """What is run. `deep` and `shallow` are overrides of the recipes, as on a command line, `updates` those of the deep
+    one where it trains on the text.
 
     Seconds: `limits` of each part (of the training the least that is worth beginning); `later`, kept back for what
     follows the training's end; `finish`, of them, for a training told to stop to save and end.
@@ -44,6 +47,7 @@ class Size:
     step: dict[str, int]
     deep: list[str]
     shallow: list[str]
+    updates: list[str]
     limits: dict[str, float]
     later: float
     finish: float
@@ -53,8 +57,10 @@ FULL = Size(
     machine={"large": 8192, "tokens": 32768, "width": 512, "inner": 2048, "vocab": 32000},
     step={"vocab": 32000, "tokens": 32768, "length": 32, "warm_up": 5, "steps": 20},
     deep=[], shallow=[],
-    limits={"machine": 45, "step": 100, "prepare": 120, "train": 40, "average": 20, "score": 60},
-    later=55, finish=15,
+    updates=["train.updates=300", "schedule.warmup=100", "train.log_every=10", "train.validate_every=300",
+             "train.save_every=300", "train.valid_bleu=false"],
+    limits={"machine": 45, "step": 100, "prepare": 120, "updates": 220, "train": 40, "average": 20, "score": 50},
+    later=50, finish=15,
 )
 TOY = Size(
     machine={"large": 128, "tokens": 128, "width": 16, "inner": 32, "vocab": 64},
@@ -64,7 +70,10 @@ TOY = Size(
              "vocab.size=300", "batch.tokens=512", "schedule.warmup=4", "train.updates=12", "train.log_every=2",
              "train.validate_every=6", "train.save_every=6", "train.valid_sentences=8", "translate.beam=2",
              "translate.max_extra=5", "average_last=2", "admin.tokens=512", "data.workers=1"],
-    limits={"machine": 60, "step": 60, "prepare": 60, "train": 30, "average": 30, "score": 30},
+    updates=["vocab.size=300", "batch.tokens=512", "train.updates=6", "schedule.warmup=4", "train.log_every=2",
+             "train.validate_every=6", "train.save_every=6", "train.valid_bleu=false", "admin.tokens=512",
+             "data.workers=1"],
+    limits={"machine": 150, "step": 150, "prepare": 150, "updates": 150, "train": 30, "average": 100, "score": 100},
     later=60, finish=15,
 )
 
@@ -85,7 +94,8 @@ class Skip(Exception):  # noqa: N818 (a decision, not an error)
 
 
 def gpu_report(
-    output: Path, recipes: Path, tsv: Path | None = None, minutes: float = 8.0, budget: float = 580.0, toy: bool = False
+    output: Path, recipes: Path, tsv: Path | None = None, minutes: float = 8.0, budget: float = 580.0,
+    toy: bool = False, subject: Subject = "training",
 ) -> int:
     """Writes `report.json`, `report.md`, the parts' logs and the run into `output`.
 
@@ -96,6 +106,7 @@ def gpu_report(
         minutes: of updates in the training; less if the budget ends before.
         budget: seconds for everything.
         toy: tiny models and texts.
+        subject: what the text is used for: one training with its score, or some updates in each layout.
 
     Returns:
         1 if a part has failed, else 0.
@@ -109,7 +120,7 @@ def gpu_report(
         raise UserError(f"there is no file {tsv}; give Tatoeba's pairs as TSV, English first, plain or .gz")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} exists already; name a new folder with --output")
-    report = Report(output.absolute(), recipes, tsv, minutes, budget, TOY if toy else FULL, toy)
+    report = Report(output.absolute(), recipes, tsv, minutes, budget, TOY if toy else FULL, toy, subject)
     output.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no part is left running
     try:
@@ -122,37 +133,51 @@ class Report:
     """The parts in their order, and what each has found so far."""
 
     def __init__(self, output: Path, recipes: Path, tsv: Path | None, minutes: float, budget: float, size: Size,
-                 toy: bool) -> None:
+                 toy: bool, subject: Subject) -> None:
+        self.subject: Subject = subject
         self.output, self.tsv, self.minutes, self.budget, self.size, self.toy = output, tsv, minutes, budget, size, toy
         self.deep = {
             layout: load_recipe(recipes / "de-en_60l-12l.yaml",
                                 [*size.deep, f"parallel.ds_config=ds_configs/{layout}.json"])
             for layout in ("zero1_fp16", "zero1_bf16")
         }
-        self.shallow = load_recipe(recipes / "de-en_6l-6l.yaml", [*size.shallow, *self._places()])
+        self.layouts = {
+            layout: load_recipe(recipes / "de-en_60l-12l.yaml",
+                                [*size.deep, *size.updates, *self._places(layout), f"parallel.pipeline_stages={stages}",
+                                 f"parallel.ds_config=ds_configs/{layout}.json"])
+            for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1))
+        }
+        timed = f"train.max_seconds={60.0 * self.minutes}"
+        self.shallow = load_recipe(recipes / "de-en_6l-6l.yaml", [*size.shallow, *self._places("run"), timed])
         self.started = time.monotonic()
         self.parts: list[Part] = []
         self.jobs: list[Job] = []
 
-    def _places(self) -> list[str]:
+    def _places(self, run: str) -> list[str]:
+        """Overrides: where a run of this report has its folder and its texts."""
         text = self.output / "text"
         corpora = {name: json.dumps({"src": str(text / f"{name}.de"), "trg": str(text / f"{name}.en")})
                    for name in ("train", "valid", "test")}
-        return [f"run={json.dumps(str(self.output / 'run'))}", f"data.folder={json.dumps(str(self.output / 'data'))}",
+        return [f"run={json.dumps(str(self.output / run))}", f"data.folder={json.dumps(str(self.output / 'data'))}",
                 f"data.train={corpora['train']}", f"data.valid={corpora['valid']}",
-                f"data.test={{test: {corpora['test']}}}", f"train.max_seconds={60.0 * self.minutes}"]
+                f"data.test={{test: {corpora['test']}}}"]
 
     def run(self) -> int:
-        """Runs every part; the report is written anew after each."""
+        """Runs every part; the report is written anew after each. What takes the text comes before what can do without,
+        so that it is the last to go short of time."""
         self._part("corpus", self._corpus)
         preparing = self._start_preparing()  # on the CPU, beside what keeps the GPU busy
         self._part("machine", lambda: self._measure("machine", self.size.machine, "machine"))
+        self._part("prepare", lambda: self._prepared(preparing))
+        if self.subject == "training":
+            self._part("train", self._train, needs="prepare")
+            self._part("average", lambda: self._command("average", "average"), needs="train")
+            self._part("score", self._score, needs="average")
+        else:
+            for layout in self.layouts:
+                self._part(f"updates {layout}", partial(self._updates, layout), needs="prepare")
         for layout in self.deep:
             self._part(f"60L-12L {layout}", partial(self._step, layout))
-        self._part("prepare", lambda: self._prepared(preparing))
-        self._part("train", self._train, needs="prepare")
-        self._part("average", lambda: self._command("average", "average"), needs="train")
-        self._part("score", self._score, needs="average")
         print((self.output / "report.md").read_text(encoding="utf-8"))
         return int(any(part.status == "failed" for part in self.parts))
 
@@ -224,10 +249,18 @@ class Report:
 
     def _measure(self, measure: str, arguments: dict[str, Any], name: str) -> dict[str, Any]:
         """A function of `speed.py` in a process of its own."""
+        return self._answer("deepnmt.speed", {"measure": measure, **arguments}, name, self._limit(measure))
+
+    def _updates(self, layout: str) -> dict[str, Any]:
+        """Updates on the text in a layout."""
+        return self._answer("deepnmt.gpu_layouts", self.layouts[layout].model_dump(), f"updates_{layout}",
+                            self._limit("updates"))
+
+    def _answer(self, module: str, arguments: dict[str, Any], name: str, limit: float) -> dict[str, Any]:
+        """What a module run as a program answers to these arguments, both in files of JSON."""
         task, answer = self.output / f"{name}_job.json", self.output / f"{name}.json"
-        write_json(task, {"measure": measure, **arguments})
-        limit = self._limit(measure)
-        self._job(name, ["deepnmt.speed", str(task), str(answer)]).must_end(limit)
+        write_json(task, arguments)
+        self._job(name, [module, str(task), str(answer)]).must_end(limit)
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return found
 

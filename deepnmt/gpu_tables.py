@@ -15,6 +15,9 @@ def markdown(content: dict[str, Any]) -> str:
     rates = [part["figures"] for name, part in parts.items() if name.startswith("60L-12L") and part["figures"]]
     if rates:
         lines += _steps(rates, facts)
+    layouts = [part["figures"] for name, part in parts.items() if name.startswith("updates ") and part["figures"]]
+    if layouts:
+        lines += _layouts(layouts, parts["corpus"]["figures"], facts)
     training = _done(parts, "train")
     if training:
         lines += _training(training, parts["corpus"]["figures"], _done(parts, "score"))
@@ -36,17 +39,41 @@ def _machine(facts: dict[str, Any]) -> list[str]:
 
 def _steps(rates: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
     """MFU: model FLOPs (`speed.model_flops`) a second over a peak."""
-    peaks = (facts.get("nominal_tflops"), facts["matmul_tflops"]["large"] if facts else None)
     rows = [[f"{rate['precision']}, ZeRO-{rate['stage']}", f"{rate['parameters']:,}", f"{rate['tokens']:,}",
              f"{1000 * rate['seconds_per_step']:,.1f} ({1000 * rate['fastest']:,.1f} to {1000 * rate['slowest']:,.1f})",
              f"{rate['source_tokens_per_second']:,.0f} + {rate['target_tokens_per_second']:,.0f}",
-             f"{rate['model_tflops']:.4g}", *(f"{rate['model_tflops'] / peak:.1%}" if peak else "-" for peak in peaks),
-             f"{rate['peak_memory_gib']:.1f}" if rate["peak_memory_gib"] is not None else "-"] for rate in rates]
-    head = ["60L-12L", "parameters", "tokens a side", "ms an update (median, range)", "source + target tokens/s",
-            "model TFLOP/s", "MFU, nominal", "MFU, measured product", "peak GiB"]
+             *_use(rate, facts)] for rate in rates]
+    head = ["60L-12L", "parameters", "tokens a side", "ms an update (median, range)", "source + target tokens/s", *_USE]
     length = rates[0]["length"]
     return ["## Updates", "", f"Random tokens, sentences of {length}, vocabulary {rates[0]['vocab']:,}; forward, "
             "backward and optimizer.", "", *_table(head, rows)]
+
+
+_USE = ["model TFLOP/s", "MFU, nominal", "MFU, measured product", "peak GiB"]
+
+
+def _use(rate: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """The columns `_USE`: of the device's arithmetic and of its memory."""
+    peaks = (facts.get("nominal_tflops"), facts["matmul_tflops"]["large"] if facts else None)
+    return [f"{rate['model_tflops']:.4g}", *(f"{rate['model_tflops'] / peak:.1%}" if peak else "-" for peak in peaks),
+            f"{rate['peak_memory_gib']:.1f}" if rate["peak_memory_gib"] is not None else "-"]
+
+
+def _layouts(layouts: list[dict[str, Any]], corpus: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """Losses in label-smoothed nats a target token; the loss scale at the first logged update, its lowest and last."""
+    rows = []
+    for run in layouts:
+        (first, begun), (last, reached) = run["losses"][0], run["losses"][-1]
+        scales = run["loss_scales"]
+        rows.append([run["ds_config"].rpartition("/")[2].removesuffix(".json")
+                     + (f", {run['stages']} stage(s)" if run["stages"] else ""), f"{run['updates']:,}",
+                     f"{begun:.3f} (to {first}), {reached:.3f} (to {last})",
+                     "-" if run["validation"] is None else f"{run['validation']:.4f}",
+                     f"{scales['first']:g}, {scales['lowest']:g}, {scales['last']:g}", f"{run['dropped']:.0f}",
+                     f"{run['target_tokens_per_second']:,.0f}", *_use(run, facts)])
+    head = ["60L-12L", "updates", "training loss", "validation loss", "loss scale: first, lowest, last", "dropped",
+            "target tokens/s", *_USE]
+    return ["## Updates on text", "", f"{corpus['name']}, {corpus['pairs']['train']:,} pairs.", "", *_table(head, rows)]
 
 
 def _training(training: dict[str, Any], corpus: dict[str, Any], scores: dict[str, Any]) -> list[str]:

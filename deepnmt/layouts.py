@@ -1,13 +1,15 @@
 """The same updates in several layouts, side by side: losses, gradient norms, memory, seconds; and a pipeline's idle
 time.
 
-Every layout runs in processes of its own, on random batches of a recipe's shape, which are the same everywhere.
+Every layout runs in processes of its own, on random batches of a recipe's shape, which are the same everywhere. An
+Admin model is profiled first, on the batches of the first update, by all processes of the layout together.
 """
 
 from __future__ import annotations
 
 import re
 import resource
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from deepnmt.analysis.admin_profile import ProfileBatch
 from deepnmt.analysis.layout_plots import draw_idle_time
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
@@ -24,6 +27,7 @@ from deepnmt.parallel.build import check_layout, cut, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.workers import answer_job, run_workers
+from deepnmt.profile import profile_on
 from deepnmt.speed import random_batch
 
 
@@ -47,7 +51,7 @@ def parse_layout(text: str) -> Layout:
     Raises:
         UserError: another form.
     """
-    found = re.fullmatch(r"(\w+)(?::(\d+)(?:/(\d+))?)?", text)
+    found = re.fullmatch(r"(\w+)(?::([1-9]\d*)(?:/([1-9]\d*))?)?", text)
     if not found:
         raise UserError(
             f"layout {text!r} is not of the form local, CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES, for example "
@@ -110,22 +114,32 @@ def compare_layouts(
         rows.append(
             {"layout": asdict(layout), "name": layout.name, **run_workers(__name__, job, layout.processes, threads)}
         )
+    _print_rows(rows, updates)
+    return rows
+
+
+def _print_rows(rows: list[dict[str, Any]], updates: int) -> None:
     width = max(len(row["name"]) for row in rows)
+    admin = "  largest ω" if rows[0]["omega"] else ""
     print(
         f"{'layout':<{width}}  {'loss of each update':<{10 * updates}}  gradient norm  peak GiB a process  s an update"
+        f"{admin}"
     )
     for row in rows:
         losses = " ".join(f"{loss:9.5f}" for loss in row["losses"])
         memory = " ".join(f"{peak:.2f}" for peak in row["peak_gib"])
+        omega = f"  {max(row['omega'].values()):9.5f}" if admin else ""
         print(f"{row['name']:<{width}}  {losses:<{10 * updates}}  {row['norms'][-1]:13.6f}  {memory:>18}"
-              f"  {row['seconds']:11.1f}")
-    return rows
+              f"  {row['seconds']:11.1f}{omega}")
 
 
 def measure_idle(
     recipe: Recipe, config: str, stages: int, counts: list[int], tokens: int, vocab: int, threads: int, folder: Path
 ) -> list[dict[str, Any]]:
     """A pipeline's idle time against (P - 1) / (M + P - 1) as the micro-batches M of an update grow.
+
+    Idle is what a stage does not spend in forward and backward passes, of the time until the last of them has ended in
+    any stage (see `BusyClock`); the median of three updates.
 
     Prints a table; writes `idle.json` and `idle.png` into `folder`. Raises `UserError` for an impossible layout.
     """
@@ -163,33 +177,31 @@ def measure_idle(
 def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The updates of one layout, in each of its processes."""
     recipe = check_recipe(job["recipe"], "layouts")
-    length = min(24, job["tokens"])
-    engine = start_engine(recipe, (job["vocab"], job["vocab"]), ranks)
+    vocabs = (job["vocab"], job["vocab"])
+    profile = profile_on(recipe, vocabs, _batches(job, 0, ranks)[ranks.rank :: ranks.world], ranks)
+    engine = start_engine(recipe, vocabs, ranks, profile)
     busy = BusyClock(engine) if job["idle"] else None
     losses, norms, seconds, idle = [], [], [], []
     for update in range(job["updates"]):
-        plan = [
-            random_batch(job["tokens"] // (length + n % 5), length + n % 5, job["vocab"], 1000 * update + n, ranks)
-            for n in range(job["micro_batches"])
-        ]
+        plan = _batches(job, update, ranks)
         count = sum(batch[3].numel() for batch in plan)
         ranks.barrier()
         started = time.perf_counter()
         stats = engine.train_step(plan[engine.data_rank :: engine.data_world], count, 1e-4)
-        worked = busy.take() if busy else 0.0
         ranks.barrier()
         seconds.append(time.perf_counter() - started)
-        idle.append(1 - worked / seconds[-1])
+        if busy:
+            worked, last = busy.take()
+            ends = ranks.sum([last - started if ranks.rank == rank else 0.0 for rank in range(ranks.world)])
+            idle.append(1 - worked / max(ends))
         losses.append(ranks.sum([stats.loss])[0] / count)
         norms.append(stats.grad_norm)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if ranks.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(ranks.device) / 2**30
+    waited = statistics.median(idle[1:] or idle) if idle else 0.0
     each = [
-        ranks.sum(
-            [value if ranks.rank == rank else 0.0 for value in (peak, sorted(idle[1:] or idle)[len(idle) // 2 - 1])]
-        )
-        for rank in range(ranks.world)
+        ranks.sum([value if ranks.rank == rank else 0.0 for value in (peak, waited)]) for rank in range(ranks.world)
     ]
     engine.close()
     return {
@@ -198,7 +210,17 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         "seconds": min(seconds),
         "peak_gib": [peak for peak, _ in each],
         "idle": [idle for _, idle in each],
+        "omega": profile.omega if profile else {},
     }
+
+
+def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[ProfileBatch]:
+    """All micro-batches of an update, of five lengths in turn."""
+    lengths = [min(24, job["tokens"]) + n % 5 for n in range(job["micro_batches"])]
+    return [
+        random_batch(max(1, job["tokens"] // length), length, job["vocab"], 1000 * update + n, ranks)
+        for n, length in enumerate(lengths)
+    ]
 
 
 def save_layouts(recipe: Recipe, rows: list[dict[str, Any]], path: Path) -> None:
@@ -208,19 +230,25 @@ def save_layouts(recipe: Recipe, rows: list[dict[str, Any]], path: Path) -> None
 
 
 class BusyClock:
-    """Seconds that a pipeline's stage spends in forward and backward passes and in its update."""
+    """When a pipeline's stage computes: seconds in forward and backward passes, and the time at which the last ended.
+
+    The formula (P - 1) / (M + P - 1) speaks of these passes alone, from the beginning of the first to the end of the
+    last in any stage. What comes after, the sums of gradients among processes and the optimizer's step, which all
+    stages take together, is neither work nor waiting here.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self.seconds = 0.0
+        self.seconds = self.last = 0.0
         engine.time_instructions(self.add)  # type: ignore[attr-defined]
 
     def add(self, seconds: float) -> None:
         self.seconds += seconds
+        self.last = time.perf_counter()
 
-    def take(self) -> float:
-        """What has come together since the last call."""
+    def take(self) -> tuple[float, float]:
+        """The seconds that have come together since the last call, and when the last pass ended (perf_counter)."""
         seconds, self.seconds = self.seconds, 0.0
-        return seconds
+        return seconds, self.last
 
 
 if __name__ == "__main__":

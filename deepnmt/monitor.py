@@ -46,12 +46,17 @@ class Monitor:
         if self.active:
             tqdm.write(message, file=sys.stderr)
 
-    def train(self, update: int, record: dict[str, float]) -> None:
-        """Logs training figures of one interval and shows the progress line."""
+    def train(self, update: int, record: dict[str, float], updates_left: int, at_most: float = math.inf) -> None:
+        """Logs training figures of one interval and shows the progress line.
+
+        The time left is that of `updates_left` updates as fast as this process's so far, validations and checkpoints
+        counted, but no more than `at_most` seconds.
+        """
         if not self.active:
             return
-        left = (time.monotonic() - self.started) / max(1, update - self.first) * (self.updates - update)
-        self._write("train", update, {**record, "seconds_left": round(left, 1)})
+        left = min((time.monotonic() - self.started) / max(1, update - self.first) * updates_left, at_most)
+        record = {**record, "seconds_left": round(left, 1)}
+        self._write("train", update, record)
         for name, value in record.items():
             self._board.add_scalar(f"train/{name}", value, update)
         text = (f"epoch {record['epoch']:.0f} loss {record['loss']:.3f} ppl {record['perplexity']:.2f} "
@@ -146,8 +151,13 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON aside and renames it into place."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, content: str) -> None:
+    """Writes a file aside and renames it into place, so that a kill never leaves a part of it under its name."""
     aside = path.with_name(f".{path.name}.aside")
-    aside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.write_text(content, encoding="utf-8")
     os.replace(aside, path)
 
 

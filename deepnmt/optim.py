@@ -75,6 +75,16 @@ def learning_rate(
     return peak
 
 
+def warmup_note(recipe: config.Recipe) -> str | None:
+    """A sentence where the warm-up is cut off by the end of the run; None where the peak rate is reached."""
+    warmup, updates = recipe.schedule.warmup, recipe.train.updates
+    if warmup <= updates:
+        return None
+    reached = learning_rate(recipe.optimizer.lr, recipe.schedule, updates, updates)
+    return (f"schedule.warmup ({warmup}) ends after train.updates ({updates}): the rate rises to {reached:.3g} and "
+            f"never to optimizer.lr ({recipe.optimizer.lr:g})")
+
+
 def _stepped(schedule: config.Schedule, update: int, passes: float) -> float:
     """1 before the step and `step_factor` from there on, under inverse_sqrt times sqrt(step / now).
 
@@ -136,4 +146,5 @@ class LossScaler:
         return {"scale": self.cur_scale, "clean": self.clean}
 
     def restore(self, state: ScalerState) -> None:
-        self.cur_scale, self.clean, self._grow = float(state["scale"]), int(state["clean"]), False
+        """Takes up a scale, or the floor where that has been raised above it since."""
+        self.cur_scale, self.clean, self._grow = max(float(state["scale"]), self.floor), int(state["clean"]), False

@@ -53,6 +53,23 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
     return _measure(recipe, data, ranks)
 
 
+def profile_on(
+    recipe: Recipe, vocabs: tuple[int, int], batches: list[ProfileBatch], ranks: Ranks, data: str = "",
+    show: bool = False,
+) -> AdminProfile | None:
+    """ω measured on this rank's `batches` and every other's; None if neither stack is Admin. Collective.
+
+    Args:
+        vocabs: source and target vocabulary sizes.
+        data: the fingerprint of the prepared data, for the provenance.
+        show: show progress and the time left on standard error.
+    """
+    if not _is_admin(recipe):
+        return None
+    return measure(recipe.model, *vocabs, recipe.seed, batches, ranks.sum,
+                   input_variance=recipe.admin.input_variance, data=data, show=show)
+
+
 def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> list[ProfileBatch]:
     """This rank's share of the profiled batch, on its device.
 
@@ -95,5 +112,7 @@ def _measure(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile:
         stacks = " and ".join(f"{stack.layers} {side} layers" for side, stack in
                               zip(SIDES, (recipe.model.encoder, recipe.model.decoder)) if stack.block == "admin")
         print(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens", file=sys.stderr, flush=True)
-    return measure(recipe.model, source.size, target.size, recipe.seed, first_micro_batches(recipe, data, ranks),
-                   ranks.sum, input_variance=recipe.admin.input_variance, data=data.fingerprint, show=ranks.first)
+    measured = profile_on(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
+                          data.fingerprint, ranks.first)
+    assert measured is not None  # both callers have looked
+    return measured

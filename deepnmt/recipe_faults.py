@@ -69,7 +69,7 @@ def _sentence(root: type[BaseModel], fault: ErrorDetails) -> str:
         section = _section_at(root, path)
         known = list(section.model_fields) if section else []
         return f"is {fault['input']!r}, must be a group of settings; known: {', '.join(known)}"
-    message = fault["msg"].replace("Input should", "must").replace("List should", "must")
+    message = re.sub(r"^(Input|List|String) should", "must", fault["msg"])
     return f"is {fault['input']!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}"
 
 

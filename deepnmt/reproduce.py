@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
+from deepnmt.analysis.admin_profile import SIDES
 from deepnmt.analysis.change import Growth, fit_line, random_change
 from deepnmt.analysis.doctor_plots import draw_growth, draw_lines
 from deepnmt.analysis.fresh import fresh_model
@@ -64,10 +65,15 @@ def reproduce(name: str, folder: Path, small: Small) -> str:
     """Does one experiment, writes `folder/NAME.json` and `.png`, and returns what it found in lines.
 
     Raises:
-        UserError: no experiment of that name, or a folder that cannot be written.
+        UserError: no experiment of that name, a width that heads or positions do not divide, too few depths, or a
+            folder that cannot be written.
     """
     if name not in EXPERIMENTS:
         raise UserError(f"there is no experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
+    if small.width % 4:
+        raise UserError(f"--width is {small.width}, must be a multiple of 4, the number of heads, for example 64")
+    if small.deepest < LEAST_DEEP[name]:
+        raise UserError(f"--deepest is {small.deepest}, must be {LEAST_DEEP[name]} or more for {name}")
     make_run_folder(folder)
     found, lines = EXPERIMENTS[name](small, folder / f"{name}.png")
     write_json(folder / f"{name}.json", {"experiment": name, "settings": vars(small), **found})
@@ -112,44 +118,70 @@ def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]
 
 
 def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
-    """Gradients of sub-layers' outputs at 18L-18L (Admin, figure 3; B2T, figures 3 and 4)."""
+    """Gradients of sub-layers' outputs at 18L-18L, medians over seeds (Admin, figure 3; B2T, figures 3 and 4)."""
     layers = min(18, small.deepest)
-    norms: dict[str, Gradients] = {}
+    norms: dict[str, list[Gradients]] = {}
     for name in ("post_ln", "pre_ln", "b2t, xavier", "b2t, depth_scaled", "admin"):
         block, _, init = name.partition(", ")
-        model, batch = small.model(block, (layers, layers), 1, init or "auto")
-        norms[name] = gradients(model, batch)
+        norms[name] = [gradients(*small.model(block, (layers, layers), seed, init or "auto"))
+                       for seed in range(1, small.trials + 1)]
+        _say(f"{name}: {small.trials} seeds")
     panels: dict[str, dict[str, Sequence[float]]] = {
-        side: {block: _tops(found, side, part) for block, found in norms.items()}
+        side: {block: _medians(found, side, part) for block, found in norms.items()}
         for side, part in (("encoder", "ffn"), ("decoder", "ffn"))}
-    panels["Post-LN decoder, by sub-layer"] = {part: _tops(norms["post_ln"], "decoder", part)
+    panels["Post-LN decoder, by sub-layer"] = {part: _medians(norms["post_ln"], "decoder", part)
                                                for part in ("self_attn", "cross_attn", "ffn")}
     draw_lines(panels, picture, title=f"Gradient of every layer's output, {layers}L-{layers}L", xlabel="layer",
                ylabel="gradient norm")
     lines = []
-    for block, found in norms.items():
-        ratios = [_tops(found, side, "ffn")[0] / _tops(found, side, "ffn")[-1] for side in ("encoder", "decoder")]
-        lines.append(f"{block}: lowest over highest layer's gradient, encoder {ratios[0]:.3g}, decoder {ratios[1]:.3g}")
-    lines += [f"Post-LN decoder, factor on the way down, geometric mean over layers: {text}"
-              for text in _drops(norms["post_ln"])]
-    return {"gradients": {block: found.as_dict() for block, found in norms.items()}}, lines
+    ratios = {block: {side: median(_bottom_over_top(each, side) for each in found) for side in SIDES}
+              for block, found in norms.items()}
+    for block, ratio in ratios.items():
+        lines.append(f"{block}: lowest over highest layer's gradient, encoder {ratio['encoder']:.3g}, decoder "
+                     f"{ratio['decoder']:.3g}")
+    by_seed = [way_down(found) for found in norms["post_ln"]]
+    factors = {name: median(each[name] for each in by_seed) for name in by_seed[0]}
+    lines.append("Post-LN decoder, what the gradient is multiplied by on the way down, geometric mean over layers:")
+    lines += [f"  {name} {factor:.3f} ({min(each[name] for each in by_seed):.3f} to "
+              f"{max(each[name] for each in by_seed):.3f})" for name, factor in factors.items()]
+    return {"gradients": {block: [each.as_dict() for each in found] for block, found in norms.items()},
+            "lowest_over_highest": ratios, "factors": factors}, lines
 
 
-def _drops(found: Gradients) -> list[str]:
-    """What the gradient is multiplied by at each step between two of the five places."""
-    steps = {"(5) to (4), FFN": (4, 3), "(4) to (3), norm after cross-attention": (3, 2),
-             "(3) to (2), cross-attention": (2, 1), "(2) to (1), norm after self-attention": (1, 0)}
-    return [f"{name} {math.exp(_mean(math.log(v[low] / v[high]) for v in found.places.values())):.3f}"
-            for name, (high, low) in steps.items()]
+def way_down(found: Gradients) -> dict[str, float]:
+    """What the gradient is multiplied by on its way down a Post-LN decoder, geometric means over the layers.
+
+    First over whole sub-layers, from one's output to that of the one below (Admin, figure 3), then over the six steps
+    of a layer, three norms and three residual sums (B2T, figure 4, whose places (1) to (5) are the inner ones).
+    """
+    chains = []  # by layer, from its output down: the output, places (5) to (1), and the output of the layer below
+    tops = _tops(found, "decoder", "ffn")
+    for index, places in enumerate(found.places.values()):
+        chains.append([tops[index], *reversed(places), *tops[index - 1 : index]])  # the lowest has none below
+    pairs = {
+        "output of the FFN to that of cross-attention": (0, 2),
+        "output of cross-attention to that of self-attention": (2, 4),
+        "output of self-attention to that of the FFN below": (4, 6),
+        "norm after the FFN": (0, 1), "FFN": (1, 2), "norm after cross-attention": (2, 3), "cross-attention": (3, 4),
+        "norm after self-attention": (4, 5), "self-attention": (5, 6),
+    }
+    return {name: math.exp(fmean(math.log(chain[low] / chain[high]) for chain in chains if low < len(chain)))
+            for name, (high, low) in pairs.items()}
 
 
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
+def _bottom_over_top(found: Gradients, side: str) -> float:
+    tops = _tops(found, side, "ffn")
+    return tops[0] / tops[-1]
 
 
 def _tops(found: Gradients, side: str, part: str) -> list[float]:
+    """Of the sub-layers of one kind, from the bottom."""
     return [value for name, value in found.outputs.items() if name.startswith(f"{side}.") and name.endswith(part)]
+
+
+def _medians(found: Sequence[Gradients], side: str, part: str) -> list[float]:
+    """`_tops`, medians over the seeds."""
+    return [median(values) for values in zip(*(_tops(each, side, part) for each in found), strict=True)]
 
 
 # -- the last FFN's gradient, Pre-LN paper -----------------------------------------------------------------------------
@@ -166,7 +198,7 @@ def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
             for seed in range(1, small.trials + 1):
                 model, batch = small.model(block, (depth, depth), seed)
                 values.append(gradients(model, batch).last_ffn)
-            norms[block].append(_mean(values))
+            norms[block].append(fmean(values))
             _say(f"{block} {depth}L-{depth}L: {norms[block][-1]:.4g}")
     draw_lines({"decoder's last fc2": norms}, picture, title="Gradient of the last FFN against depth", xs=depths,
                xlabel="layers L", ylabel="gradient norm")
@@ -183,3 +215,4 @@ def _say(what: str) -> None:
 
 Experiment = Callable[[Small, Path], tuple[dict[str, Any], list[str]]]
 EXPERIMENTS: dict[str, Experiment] = {"corollaries": corollaries, "vanishing": vanishing, "last_ffn": last_ffn}
+LEAST_DEEP = {"corollaries": 3, "vanishing": 2, "last_ffn": 6}  # a line is fitted to three depths or more

@@ -151,7 +151,7 @@ def score_lines(
     """
     _same_length(hypotheses, references[0], name)
     values, signatures = {}, {}
-    for metric, scorer in _scorers(lang).items():
+    for metric, scorer in scorers(lang).items():
         values[metric] = float(scorer.corpus_score(hypotheses, references).score)
         signatures[metric] = str(scorer.get_signature())
     return Scores(values, signatures, len(hypotheses))
@@ -165,8 +165,8 @@ def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str
     """
     for system, lines in systems.items():
         _same_length(lines, test.references[0], f"{system} on {test.name}")
-    scorers = {METRICS[metric]: scorer for metric, scorer in _scorers(lang).items()}
-    signatures, found = PairedTest(list(systems.items()), scorers, test.references, test_type="bs")()
+    named = {METRICS[metric]: scorer for metric, scorer in scorers(lang).items()}
+    signatures, found = PairedTest(list(systems.items()), named, test.references, test_type="bs")()
     results: dict[str, list[Any]] = dict(found)
     baseline, *others = systems
     comparisons = []
@@ -188,7 +188,8 @@ def _same_length(hypotheses: Sequence[str], reference: Sequence[str], name: str)
         raise UserError(f"{name} has no lines, so there is nothing to score; give a text with at least one")
 
 
-def _scorers(lang: str) -> dict[str, Metric]:
+def scorers(lang: str) -> dict[str, Metric]:
+    """By our name; of a target language. Raises `UserError` where its tokenizer is not installed."""
     try:
         return {"bleu": sacrebleu.BLEU(trg_lang=lang), "chrf": sacrebleu.CHRF(), "ter": sacrebleu.TER()}
     except RuntimeError:

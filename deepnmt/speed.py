@@ -34,7 +34,7 @@ NOMINAL_TFLOPS = {"H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 
 OUT_OF_MEMORY = 3  # the exit code that asks for a smaller batch
 
 
-def model_flops(model: Model, vocab: int, sentences: int, source: int, target: int) -> float:
+def model_flops(model: Model, vocab: int, sentences: int, source: float, target: float) -> float:
     """Floating-point operations that training on B sentences of S source and T target tokens needs, forward and
     backward.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from deepnmt.analysis.admin_profile import AdminProfile
 from deepnmt.analysis.plots import draw_admin_profile, draw_learning_curve
 from deepnmt.analysis.training_probe import TrainingProbe
 from deepnmt.checkpoint import (
-    MOMENTS,
     CheckpointWriteError,
     TrainingState,
     list_checkpoints,
@@ -24,37 +23,26 @@ from deepnmt.checkpoint import (
     prune,
     save_checkpoint,
 )
-from deepnmt.config import Recipe, dump_recipe, load_recipe
+from deepnmt.config import Recipe, dump_recipe
 from deepnmt.data.batching import MicroBatch as PlannedBatch
 from deepnmt.data.batching import PlanStream, Position, collate
 from deepnmt.data.settings import open_prepared
 from deepnmt.divergence import Drops, diverged
 from deepnmt.errors import UserError
-from deepnmt.monitor import Monitor, read_log
-from deepnmt.optim import learning_rate, moments_of
+from deepnmt.monitor import Monitor, read_log, write_text
+from deepnmt.optim import ScalerState, learning_rate, warmup_note
 from deepnmt.parallel.build import check_layout, cut, start_engine
+from deepnmt.parallel.ds_config import check_by_deepspeed
 from deepnmt.parallel.engine import Engine, MicroBatch
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.tensors import to_tensors
 from deepnmt.profile import profile_for
+from deepnmt.progress import Interval, Progress
+from deepnmt.resume import changes_since
+from deepnmt.scoring import scorers
 from deepnmt.validate import validate
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
-
-_FIXED = ("seed", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters", "batch.tokens")
-
-
-@dataclass
-class Progress:
-    """Where a run stands; becomes `state.json` of a checkpoint."""
-
-    update: int = 0
-    position: Position = field(default_factory=lambda: Position(0, 0))
-    skipped: int = 0
-    target_tokens: int = 0
-    seconds: float = 0.0
-    best: dict[str, Any] = field(default_factory=dict)  # value, update, validations without a better one
-    validations: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Trainer:
@@ -63,22 +51,28 @@ class Trainer:
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         self.recipe, self.ranks = recipe, ranks
         self.run = Path(recipe.run)
-        check_layout(recipe, ranks.world)
+        layout = check_layout(recipe, ranks.world)
+        if layout is not None:
+            check_by_deepspeed(layout)
+        if recipe.train.valid_bleu:
+            scorers(recipe.data.trg_lang)  # better refused now than at the first validation
         self.data = open_prepared(recipe)
         self.vocabs = self.data.vocabs()
         self.stream = PlanStream(self.data.split("train"), recipe.batch.tokens, recipe.seed)
         self.progress = Progress()
+        self.interval = Interval()  # since the last progress line
         self.drops = Drops()
         self.stop_signal = 0
+        self.loss_scale: ScalerState | None = None  # of the checkpoint; handed on by layouts that use none
         self.out_of_time = False  # train.max_seconds has passed; the same on every process
         self._saved = -1
         checkpoint = self._agree_on_checkpoint()
-        changes = self._check_same_run(checkpoint) if checkpoint else []
+        changes = changes_since(checkpoint, recipe, self.data.fingerprint, ranks.world) if checkpoint else []
         self.monitor = Monitor(self.run, ranks.first, self._update_of(checkpoint), recipe.train.updates)
         self.engine = self._resume(checkpoint, changes) if checkpoint else self._begin()
         self.probe = TrainingProbe(self.engine.module, recipe.model, recipe.train.probe_every)
         if ranks.first:
-            (self.run / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+            write_text(self.run / "recipe.yaml", dump_recipe(recipe))
 
     # -- beginning ---------------------------------------------------------------------------------------------------
 
@@ -107,8 +101,7 @@ class Trainer:
     def _engine(self, profile: AdminProfile | None) -> Engine:
         """The model, as drawn, under its engine; a pipeline's stages are told of."""
         source, target = self.vocabs
-        train = self.data.split("train")
-        ratio = float(train.src_lengths.mean() / train.trg_lengths.mean())
+        ratio = self.data.split("train").source_per_target
         if self.recipe.parallel.pipeline_stages and self.ranks.first:
             print(cut(self.recipe, source.size, target.size, ratio).table(self.recipe.batch.accumulation), flush=True)
         return start_engine(self.recipe, (source.size, target.size), self.ranks, profile, ratio)
@@ -122,29 +115,9 @@ class Trainer:
         count, world = engine.parameters, self.ranks.world
         self.monitor.event(0, f"training {count:,} parameters on {world} process(es) from scratch", parameters=count,
                            processes=world)
+        if note := warmup_note(self.recipe):
+            self.monitor.event(0, note)
         return engine
-
-    def _check_same_run(self, checkpoint: Path) -> list[str]:
-        """The changed settings that take effect from `checkpoint` on.
-
-        Raises `UserError`, before anything is written, for a change that would make it another run, and for a
-        checkpoint that training cannot go on from.
-        """
-        begun = load_recipe(checkpoint / "recipe.yaml")
-        changes = changed_settings(begun, self.recipe)
-        same_moments = moments_of(begun.optimizer) == moments_of(self.recipe.optimizer)
-        fixed = _FIXED if same_moments else (*_FIXED, "optimizer.name", "optimizer.momentum")
-        refused = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in fixed)]
-        if refused:
-            raise UserError(f"{self.run} holds a run begun with other settings:\n  " + "\n  ".join(refused)
-                            + "\nput them back, or train into another folder with run=FOLDER")
-        if not (checkpoint / MOMENTS).exists():
-            raise UserError(f"{checkpoint} is an average, which training cannot go on from; take it out of "
-                            f"{self.checkpoints}")
-        if load_state(checkpoint).extra["data_fingerprint"] != self.data.fingerprint:
-            raise UserError(f"{self.recipe.data.folder} was prepared anew from other text since {checkpoint} was "
-                            "written; restore it, or train into another folder with run=FOLDER")
-        return changes
 
     def _resume(self, checkpoint: Path, changes: list[str]) -> Engine:
         """Takes up a checkpoint."""
@@ -152,10 +125,12 @@ class Trainer:
         engine = self._engine(None)
         engine.import_state(load_weights(checkpoint, verify=False), load_moments(checkpoint), state.optimizer_step)
         if state.loss_scale is not None:
-            engine.restore_scaler({"scale": float(state.loss_scale["scale"]), "clean": int(state.loss_scale["clean"])})
+            self.loss_scale = {"scale": float(state.loss_scale["scale"]), "clean": int(state.loss_scale["clean"])}
+            engine.restore_scaler(self.loss_scale)
         self.progress = Progress(state.update, Position(state.epoch, state.micro_batch), state.extra["skipped"],
                                  state.extra["target_tokens"], state.extra["seconds"], state.best,
                                  state.extra["validations"])
+        self.interval = Interval(**state.extra.get("interval", {}))
         self._saved = state.update
         self.out_of_time = self._late()
         self.monitor.event(state.update, f"going on from {checkpoint}" + "".join(f"\n  now {c}" for c in changes))
@@ -169,21 +144,21 @@ class Trainer:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note_signal)
         self.monitor.status("running", progress.update)
-        interval = Interval()
+        if self._validation_due():  # the run was stopped in this update, before its validation
+            self._validate()
+            self._saved = -1  # the checkpoint is to know of it
+            self._save(last=self._ended())
         ended, stopping = self._ended(), False
         while not ended and not stopping:
-            stopping = self._update(interval)
+            stopping = self._update(self.interval)
             due = progress.update % settings.log_every == 0 or progress.update == settings.updates
-            if interval.applied and due:
-                self._report(interval)
-                interval = Interval()
-            ended = self._ended()
-            improved = False
-            if not stopping and progress.update and (progress.update % settings.validate_every == 0 or ended):
-                improved = self._validate()
-                ended = self._ended()
+            if self.interval.applied and due:
+                self._report(self.interval)
+                self.interval = Interval()
+            improved = not stopping and self._validation_due() and self._validate()
+            ended = self._ended() and not self._validation_due()
             if progress.update % settings.save_every == 0 or improved or ended or stopping:
-                self._save()
+                self._save(last=ended or stopping)
         return self._finish(ended, stopping)
 
     def _note_signal(self, number: int, _frame: Any) -> None:
@@ -260,12 +235,28 @@ class Trainer:
             "skipped_updates": progress.skipped,
             "padding_waste": self.stream.plan(progress.position.epoch).waste,
             "training_seconds": progress.seconds,
-        })
+        }, *self._to_go())
+
+    def _to_go(self) -> tuple[int, float]:
+        """Updates, and seconds of updates, until the run's end; patience may end it before."""
+        settings, progress = self.recipe.train, self.progress
+        updates = settings.updates - progress.update
+        if settings.epochs is not None:  # later epochs may differ by a few micro-batches
+            epoch, index = progress.position.epoch, progress.position.index
+            micro_batches = (settings.epochs - epoch) * self.stream.epoch_size(epoch) - index
+            updates = min(updates, -(-micro_batches // (self.engine.data_world * self.recipe.batch.accumulation)))
+        limit = math.inf if settings.max_seconds is None else settings.max_seconds
+        return max(0, updates), max(0.0, limit - progress.seconds)
+
+    def _validation_due(self) -> bool:
+        """Whether this update is to be validated, and was not yet."""
+        update, done = self.progress.update, self.progress.validations
+        if not update or (done and done[-1]["update"] == update):
+            return False
+        return update % self.recipe.train.validate_every == 0 or self._ended()
 
     def _validate(self) -> bool:
         """Returns whether this is the best validation so far."""
-        if self.progress.validations and self.progress.validations[-1]["update"] == self.progress.update:
-            return False
         result = validate(self.recipe, self.data, self.engine, self.ranks)
         by_bleu = self.recipe.train.best_by == "bleu"
         value = -(result.bleu or 0.0) if by_bleu else result.loss
@@ -284,7 +275,12 @@ class Trainer:
 
     # -- saving and ending -------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    def _save(self, last: bool) -> None:
+        """Writes a checkpoint unless there is one of this update.
+
+        Raises `CheckpointWriteError`, on every process, where it cannot be written and is the `last` of this attempt;
+        after another one training goes on.
+        """
         progress = self.progress
         if self._saved == progress.update:
             return
@@ -294,24 +290,30 @@ class Trainer:
             if self.ranks.first:
                 weights[state.name] = state.weight
                 moments |= state.moments
+        fault = ""
         if self.ranks.first:
             try:
                 self._write(weights, moments)
             except CheckpointWriteError as error:
-                self.monitor.event(progress.update, f"checkpoint not written, training goes on: {error}")
-        self.ranks.barrier()
-        self._saved = progress.update
+                fault = str(error)
+        fault = self.ranks.broadcast_bytes(fault.encode()).decode()
+        if fault and last:
+            raise CheckpointWriteError(f"{fault}; the same command then goes on from the newest of them")
+        if fault:
+            self.monitor.event(progress.update, f"checkpoint not written, training goes on: {fault}")
+        else:
+            self._saved = progress.update
 
     def _write(self, weights: dict[str, Any], moments: dict[str, Any]) -> None:
         progress = self.progress
-        scaler = self.engine.scaler_state()
+        scaler = self.engine.scaler_state() or self.loss_scale
         state = TrainingState(
             update=progress.update, epoch=progress.position.epoch, micro_batch=progress.position.index,
             optimizer_step=self.engine.optimizer_step, best=progress.best,
             loss_scale={"scale": scaler["scale"], "clean": scaler["clean"]} if scaler else None,
             extra={"skipped": progress.skipped, "target_tokens": progress.target_tokens, "seconds": progress.seconds,
-                   "validations": progress.validations, "data_fingerprint": self.data.fingerprint,
-                   "processes": self.ranks.world})
+                   "validations": progress.validations, "interval": asdict(self.interval),
+                   "data_fingerprint": self.data.fingerprint, "processes": self.ranks.world})
         source, target = self.vocabs
         save_checkpoint(self.checkpoints, progress.update, weights, moments, state, dump_recipe(self.recipe),
                         source.bytes, target.bytes)
@@ -335,44 +337,6 @@ class Trainer:
     def close(self) -> None:
         self.engine.close()
         self.monitor.close()
-
-
-@dataclass
-class Interval:
-    """Sums between two progress lines, over all processes."""
-
-    loss: float = 0.0
-    nll: float = 0.0
-    tokens: int = 0
-    gradient_norm: float = 0.0
-    seconds: float = 0.0
-    applied: int = 0
-    updates: int = 0
-    rate: float = 0.0
-    loss_scale: float = 1.0
-
-    def add(self, loss: float, nll: float, tokens: int, gradient_norm: float) -> None:
-        self.loss += loss
-        self.nll += nll
-        self.tokens += tokens
-        self.gradient_norm += gradient_norm
-        self.applied += 1
-
-
-def changed_settings(old: Recipe, new: Recipe) -> list[str]:
-    """The settings that differ, as `key: old -> new`."""
-    def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        leaves: dict[str, Any] = {}
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                leaves |= flat(value, f"{prefix}{key}.")
-            else:
-                leaves[prefix + key] = value
-        return leaves
-
-    before, after = flat(old.model_dump()), flat(new.model_dump())
-    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(before.keys() | after.keys())
-            if before.get(key) != after.get(key)]
 
 
 def train(recipe: Recipe, ranks: Ranks) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from deepnmt import config
-from deepnmt.checkpoint import load_model
+from deepnmt.checkpoint import load_model, require_model
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decoding.lines import Form, Hypothesis, one_line, progressing, read_lines, record, writing
 from deepnmt.decoding.scores import EOS, PAD, LengthPenalty
@@ -241,6 +241,7 @@ def translate_files(
     world: int = 1,
     gather: Gather = alone,
     stepper: MakeStepper = CachedStepper,
+    expected: config.Model | None = None,
 ) -> Report:
     """Translates a file with the model of a checkpoint or run folder.
 
@@ -255,12 +256,15 @@ def translate_files(
         device: of the model.
         rank, world, gather: of several processes, see `translate_shards`. Rank 0 writes and reports progress.
         stepper: how the model is stepped.
+        expected: what the checkpoint must hold; without, any model.
 
     Raises:
-        UserError: a file cannot be read or written, or is not UTF-8; `form` cannot hold what is asked for.
+        UserError: a file cannot be read or written, or is not UTF-8; `form` cannot hold what is asked for; the model
+            is not the one `expected`.
     """
     lines_in, lines_out = _checked(source, target, settings.nbest, form, world)
     loaded = load_model(folder)
+    require_model(loaded.folder, expected)
     model, vocabs = cast(loaded.model, settings.precision).to(device), (loaded.src_vocab, loaded.trg_vocab)
     begin = time.perf_counter()
     written = 0

@@ -6,8 +6,6 @@ import json
 import math
 from dataclasses import dataclass
 
-import sacrebleu
-
 from deepnmt.config import Recipe, Translate
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.dataset import PreparedData, Split
@@ -15,6 +13,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine, MicroBatch
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.tensors import to_tensors
+from deepnmt.scoring import scorers
 from deepnmt.translate import translate_shards
 
 # Micro-batches that the engine is given together. P stages idle (P - 1) / (64 + P - 1) of the time, 5 % with 4 of them;
@@ -68,7 +67,7 @@ def _bleu(recipe: Recipe, data: PreparedData, split: Split, model: Transformer, 
     hypotheses = [best[0].text for best in translated]
     score = b""
     if ranks.first:
-        metric = sacrebleu.BLEU()
+        metric = scorers(recipe.data.trg_lang)["bleu"]
         value = metric.corpus_score(hypotheses, [references]).score
         score = json.dumps([value, str(metric.get_signature())]).encode()
     value, signature = json.loads(ranks.broadcast_bytes(score))

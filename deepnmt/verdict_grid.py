@@ -38,9 +38,11 @@ from deepnmt.analysis.verdict import (
 )
 from deepnmt.analysis.verdict_fit import Fitted, fit_rule
 from deepnmt.config import Recipe, check_recipe
+from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
 from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
+from deepnmt.monitor import make_run_folder
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
 
@@ -48,6 +50,7 @@ Mark = Literal["source", "context"]
 
 DEPTHS = (6, 12, 18, 36)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+_SHAPE = {"point", "settings", "features", "final"}  # of a line, among others
 _AVERAGED = 20  # updates at the end whose mean loss decides
 
 
@@ -135,7 +138,7 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         splits: random ones, on which the fit is judged as well.
 
     Raises:
-        UserError: too few runs.
+        UserError: too few runs, or a file of something else.
     """
     records = [_marked(record, Settings().bars[mark]) for record in read_runs(runs)]
     fitted = fit_rule(records, splits=splits)
@@ -186,7 +189,7 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
     groups: dict[tuple[object, ...], list[Point]] = {}
     for point in wanted:
         groups.setdefault((point.encoder, point.decoder, point.layers, point.sentences, point.seed), []).append(point)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_run_folder(output.parent)
     started, left = time.monotonic(), len(wanted)
     with output.open("a", encoding="utf-8") as file:
         for group in groups.values():
@@ -227,15 +230,27 @@ def measure_anew(runs: Path) -> int:
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
-    """The records of a grid's file; the half line of a kill is left out."""
+    """The records of a grid's file; the half line of a kill is left out.
+
+    Raises:
+        UserError: it cannot be read, or has a line of something else.
+    """
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as lines of JSON: {error}; give the file of a verdict grid") from None
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if not isinstance(record, dict) or not record.keys() >= _SHAPE:
+            raise UserError(f"{path}, line {number}, is not a run of a verdict grid, which has "
+                            f"{', '.join(sorted(_SHAPE))}; give a file that verdict-grid run wrote")
+        records.append(record)
     return records
 
 

@@ -81,7 +81,7 @@ def tool() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(name: str, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT,
                               env={**os.environ, **env})
 
     return run

@@ -50,7 +50,7 @@ class Warm:
         self.pids = self._answer(60)
         return self.pids
 
-    def wait(self, timeout: float = 240) -> list[int]:
+    def wait(self, timeout: float = 600) -> list[int]:
         """The exit codes (minus the number of the signal that ended a process). Fails, and kills, after `timeout` s."""
         try:
             return self._answer(timeout)
@@ -64,7 +64,7 @@ class Warm:
         """What the processes of the job wrote."""
         return self.log.read_text(errors="replace")
 
-    def run(self, world: int, target: str, *arguments: object, timeout: float = 240) -> None:
+    def run(self, world: int, target: str, *arguments: object, timeout: float = 600) -> None:
         """Runs a job to its end; fails with its output unless every process ends with 0."""
         self.start(world, target, *arguments)
         codes = self.wait(timeout)

@@ -98,6 +98,9 @@ def _moved_words(moved: Sequence[Mapping[str, Any]]) -> str:
 
 def _verdict_words(verdict: Mapping[str, Any]) -> str:
     words = f"{'trains' if verdict['trains'] else 'does NOT train'} (probability {verdict['probability']:.2f})"
+    if verdict["fp16"]:
+        words = (f"does NOT train in fp16: {verdict['fp16']} (probability in another precision "
+                 f"{verdict['probability']:.2f})")
     return f"{words}; outside the runs the rule knows, see the page" if verdict["outside"] else words
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepnmt.analysis.admin_profile import SIDES, InputVariance, admin_sublayers, measure
+from deepnmt.analysis.admin_profile import SIDES, AdminProfile, InputVariance, admin_sublayers, measure
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.config import Model
 from deepnmt.errors import UserError
@@ -23,11 +23,14 @@ def fresh_model(
     *,
     label_smoothing: float = 0.0,
     input_variance: InputVariance = "measured",
+    profile: AdminProfile | None = None,
 ) -> Transformer:
-    """Builds the model on the batches' device; where a stack is Admin, the batches are profiled first."""
+    """Builds the model on the batches' device; where a stack is Admin, the batches are profiled first, unless a
+    `profile` is given."""
     built = Transformer(model, src_vocab, trg_vocab, seed, label_smoothing)
     if any(admin_sublayers(model, side) for side in SIDES):
-        measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance).apply(built)
+        measured = profile or measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance)
+        measured.apply(built)
     return built.to(batches[0][0].device if batches else torch.device("cpu"))
 
 
@@ -42,6 +45,13 @@ def with_blocks(model: Model, encoder: str, decoder: str) -> Model:
     """The same model with other blocks."""
     tree = model.model_dump()
     tree["encoder"]["block"], tree["decoder"]["block"] = encoder, decoder
+    return Model.model_validate(tree)
+
+
+def with_init(model: Model, init: str) -> Model:
+    """The same model with another initialisation of both stacks."""
+    tree = model.model_dump()
+    tree["encoder"]["init"] = tree["decoder"]["init"] = init
     return Model.model_validate(tree)
 
 

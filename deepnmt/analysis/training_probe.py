@@ -1,4 +1,4 @@
-"""During training, every n updates: the size of every layer's output and of its gradient.
+"""During training, every n updates: size, variance and gradient of every layer's output, and how like its input it is.
 
 Hooks stand on the layers for that one update only; all other updates run as if there were no probe.
 """
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from deepnmt.analysis.admin_profile import SIDES
 from deepnmt.analysis.probes import hooks
@@ -18,6 +19,8 @@ from deepnmt.config import Model
 from deepnmt.model.residual import Stream, newest
 
 Combine = Callable[[list[float]], list[float]]
+
+_SUMS = {"output": 5, "gradient": 1}  # how many of each kind, see `_seen`
 
 
 class TrainingProbe:
@@ -48,39 +51,47 @@ class TrainingProbe:
         with hooks() as handles:
             for name, layer in (self.layers if wanted else {}).items():
                 handles.append(layer.register_forward_hook(
-                    lambda _m, _i, output, name=name: self._seen(name, output)))
+                    lambda _m, given, output, name=name: self._seen(name, given[0], output)))
             yield
 
-    def _seen(self, name: str, stream: Stream) -> None:
+    def _seen(self, name: str, given: Stream, stream: Stream) -> None:
+        """Of the output: elements, sum, sum of squares, positions, sum of the cosines with the layer's input; of the
+        gradient: sum of squares. No value is waited for here."""
         output = newest(stream)
-        self._add(f"{name} output", output)
+        x, below = output.detach().float(), newest(given).detach().float()
+        cosines = F.cosine_similarity(x, below, dim=-1)
+        self._add(f"{name} output", [x.new_tensor(float(x.numel())), x.sum(), _squares(x),
+                                     x.new_tensor(float(cosines.numel())), cosines.sum()])
         if output.requires_grad and torch.is_grad_enabled():
-            output.register_hook(lambda grad: self._add(f"{name} gradient", grad))
+            output.register_hook(lambda grad: self._add(f"{name} gradient", [_squares(grad)]))
 
-    def _add(self, key: str, tensor: Tensor) -> None:
-        """Adds the number of elements and the sum of their squares; no value is waited for here."""
-        squares = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32).square()
-        found = torch.stack([squares.new_tensor(float(tensor.numel())), squares])
+    def _add(self, key: str, values: list[Tensor]) -> None:
+        found = torch.stack(values)
         self._sums[key] = self._sums[key] + found if key in self._sums else found
 
     def read(self, loss_scale: float, combine: Combine = list) -> dict[str, float]:
-        """By layer: `NAME/output_rms`, the root mean square of its outputs (padding included), and
-        `NAME/gradient_norm`, the norm of the update's gradient with respect to them.
+        """By layer: `NAME/output_rms` and `NAME/output_variance` of its outputs, `NAME/cosine_below`, the mean cosine
+        of a position's output with its input, that of the layer below (all of them with padding), and
+        `NAME/gradient_norm`, the norm of the update's gradient with respect to the outputs.
 
         Args:
             loss_scale: that of the probed update; gradients are divided by it.
             combine: sums a list element-wise over all processes; then every process calls `read`.
         """
-        keys = [f"{name} {kind}" for name in self.names for kind in ("output", "gradient")]
-        nothing = torch.zeros(2)
-        totals = combine(torch.stack([self._sums.get(key, nothing).cpu() for key in keys]).flatten().tolist())
+        sums = [self._sums.get(f"{name} {kind}", torch.zeros(size)).cpu()
+                for name in self.names for kind, size in _SUMS.items()]
+        totals = iter(combine(torch.cat(sums).tolist()))
         found = {}
-        for place, key in enumerate(keys):
-            count, squares = totals[2 * place], totals[2 * place + 1]
-            name, kind = key.split()
-            if kind == "output":
-                found[f"{name}/output_rms"] = math.sqrt(squares / count) if count else 0.0
-            else:
-                found[f"{name}/gradient_norm"] = math.sqrt(squares) / loss_scale
+        for name in self.names:
+            count, total, squares, positions, cosines, gradient = (next(totals) for _ in range(sum(_SUMS.values())))
+            mean_square = squares / count if count else 0.0
+            found[f"{name}/output_rms"] = math.sqrt(mean_square)
+            found[f"{name}/output_variance"] = mean_square - (total / count) ** 2 if count else 0.0
+            found[f"{name}/cosine_below"] = cosines / positions if positions else 0.0
+            found[f"{name}/gradient_norm"] = math.sqrt(gradient) / loss_scale
         self._sums = {}
         return found
+
+
+def _squares(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32).square()

@@ -128,6 +128,11 @@ class Split:
         """int32 [N]: pieces + eos, which is also bos + pieces."""
         return self.targets.lengths
 
+    @property
+    def source_per_target(self) -> float:
+        """Source tokens for each target token, eos counted."""
+        return float(self.src_lengths.mean() / self.trg_lengths.mean())
+
     def src(self, i: int) -> Tokens:
         """The pieces of source sentence `i`, without eos."""
         return self.sources[i]

@@ -37,7 +37,8 @@ def train_vocabulary(sentences: Iterable[str], settings: config.Vocab) -> bytes:
     so that no path enters the file. SentencePiece leaves out lines over 4,192 bytes.
 
     Raises:
-        UserError: the text cannot fill `vocab.size`, or `vocab.size` cannot hold its characters.
+        UserError: the text cannot fill `vocab.size`, `vocab.size` cannot hold its characters, or there is no text that
+            SentencePiece would read.
     """
     model = io.BytesIO()
     try:
@@ -60,6 +61,9 @@ def _size_fault(message: str, settings: config.Vocab) -> Exception:
     if smallest := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return UserError(f"vocab.size is {settings.size}, but the training text has characters for {smallest[1]} "
                          f"pieces; set vocab.size to {smallest[1]} or more, or vocab.character_coverage lower")
+    if "sentences_.empty()" in message or "all_chars_count" in message:
+        return UserError("the training text holds nothing to learn a vocabulary from: every line is over 4,192 bytes, "
+                         f"which SentencePiece leaves out, or is all spaces and {SPACE}; give a sentence a line")
     return RuntimeError(f"SentencePiece could not train: {message}")
 
 

@@ -46,6 +46,13 @@ def label_smoothed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothi
     return LossSums(*_ProjectedCrossEntropy.apply(hidden, weight, targets, smoothing, differentiable))
 
 
+def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> int:
+    """Bytes held by `label_smoothed_loss` over `tokens` target tokens, its output's own [D] apart: the logits of one
+    chunk, in 16 bits (`size` 2 bytes) with their scores in fp32 and the gradient, and the projection's gradient in
+    fp32. `device`: cpu or cuda."""
+    return min(tokens * vocab, _CHUNK_LOGITS[device]) * (4 if size == 4 else 8) + 4 * vocab * width
+
+
 class _ProjectedCrossEntropy(torch.autograd.Function):
     """(hidden [R, D], weight [V, D], targets [R]) to the sums (loss, nll), with gradients made in the forward."""
 

@@ -62,7 +62,7 @@ def data_ranks(recipe: Recipe, world: int) -> int:
 
 
 def cut(recipe: Recipe, src_vocab: int, trg_vocab: int, ratio: float = 1.0) -> Partition:
-    """The pipeline's stages; `ratio`: source tokens for each target token. Raises `UserError` for too many stages."""
+    """The pipeline's stages; `ratio`: source tokens for each target token. `UserError` for more stages than layers."""
     return partition(cost_units(recipe.model, src_vocab, trg_vocab, ratio), recipe.parallel.pipeline_stages)
 
 

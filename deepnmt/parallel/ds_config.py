@@ -1,17 +1,22 @@
 """The DeepSpeed JSON: read, completed from the recipe, and refused where the two disagree.
 
-The recipe owns batch size, accumulation, optimizer, schedule and clipping; those stand as "auto" in the JSON (or equal
-to the recipe). The JSON owns ZeRO, precision, communication and offload, and every key of it that changes the
-mathematics must be written, because DeepSpeed's defaults do change it (clipping at 1.0, bf16 accumulation, ...).
+The recipe owns batch size, accumulation, optimizer, schedule, clipping and loss scale; those stand as "auto" in the
+JSON (or equal to the recipe). The JSON owns ZeRO, precision, communication and offload, and every key of it that
+changes the mathematics must be written, because DeepSpeed's defaults do change it (clipping at 1.0, ...).
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
@@ -27,20 +32,32 @@ _MUST_BE_WRITTEN = {
     "zero_optimization.stage": "it decides the layout",
 }
 
-# The fp16 section's loss scaling: 2 ** power at first, clean updates before it doubles, and its floor.
-_SCALING = {"initial_scale_power": 7.0, "loss_scale_window": 256.0, "deepnmt_min_loss_scale": 0.03125}
+# Keys that have no place beside the recipe, and what takes theirs.
+_OWNED_WHOLE = {
+    "optimizer": "optimizer section",
+    "scheduler": "schedule section",
+    "fp16.min_loss_scale": "loss_scale.floor",
+    "fp16.deepnmt_min_loss_scale": "loss_scale.floor",
+}
+
+# Keys of what deepnmt does in DeepSpeed's place: the one value they may have, and why.
+_SETTLED = {
+    "fp16.loss_scale": (0, "the loss scale is dynamic, by the recipe's loss_scale section"),
+    "fp16.hysteresis": (1, "every overflow halves the loss scale"),
+    "pipeline.activation_checkpoint_interval": (0, "the recipe's parallel.recompute_layers owns it"),
+}
+
+_FLOATS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A completed configuration and what deepnmt needs to know of it."""
+    """A completed configuration, the file it came from, and what deepnmt needs to know of it."""
 
     tree: dict[str, Any]
+    path: str
     stage: int
     precision: Precision
-    initial_scale: float
-    window: int
-    floor: float
 
 
 def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_note: int = 1) -> DsConfig:
@@ -51,39 +68,75 @@ def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_not
 
     Raises:
         UserError: unreadable file, a missing key that would change the mathematics, values that contradict the recipe
-            (all of them at once), or a combination that DeepSpeed computes wrongly.
+            (all of them at once).
     """
     tree = _read(Path(path))
     faults = [f"{key} must be written: {why}" for key, why in _MUST_BE_WRITTEN.items() if _get(tree, key) is None]
-    owned = {
-        "train_micro_batch_size_per_gpu": micro_batch_note,
-        "gradient_accumulation_steps": recipe.batch.accumulation,
-        "train_batch_size": micro_batch_note * recipe.batch.accumulation * world,
-        "gradient_clipping": recipe.train.clip,
-    }
-    setting = {"gradient_clipping": "train.clip", "gradient_accumulation_steps": "batch.accumulation"}
-    for key, value in owned.items():
-        found = tree.get(key, "auto")
-        if found not in ("auto", value):
-            owner = setting.get(key, "batch")
-            faults.append(f'{key} is {found}, but the recipe\'s {owner} makes it {value}; write "auto"')
-        tree[key] = value
-    for key in ("optimizer", "scheduler"):
-        if key in tree:
-            faults.append(f"{key} is given, but the recipe's {key.replace('scheduler', 'schedule')} section owns it; "
-                          "remove it from the JSON")
+    _fill_from_recipe(tree, recipe, world, micro_batch_note, faults)
+    for key, owner in _OWNED_WHOLE.items():
+        if _get(tree, key) is not None:
+            faults.append(f"{key} is given, but the recipe's {owner} owns it; remove it from the JSON")
+    for key, (value, why) in _SETTLED.items():
+        if _get(tree, key) not in (None, value):
+            faults.append(f"{key} is {json.dumps(_get(tree, key))}, but {why}; write {value}, or remove it")
+    for key in ("communication_data_type", "data_types.grad_accum_dtype"):
+        if _get(tree, key) not in (None, *_FLOATS):
+            faults.append(f"{key} is {json.dumps(_get(tree, key))}, must be one of {', '.join(_FLOATS)}")
     precision, stage = _precision(tree, faults), _stage(tree, faults)
-    if stage == 0 and precision != "fp32":
-        faults.append(f"{precision} with ZeRO stage 0 is computed wrongly by DeepSpeed (unscaled loss, a step during "
-                      "initialisation, 16-bit sums of gradients); use a ZeRO-1 configuration, which on one process "
-                      "costs nothing more")
-    fp16 = _group(tree, "fp16")
-    power, window, floor = (_number(fp16, key, default, faults) for key, default in _SCALING.items())
-    if fp16:
-        tree["fp16"] = {key: value for key, value in fp16.items() if key != "deepnmt_min_loss_scale"}
+    if "pipeline" in tree and not recipe.parallel.pipeline_stages:
+        faults.append("it is for pipelines (it has a pipeline section), but parallel.pipeline_stages is 0; set "
+                      f"parallel.pipeline_stages, or take ds_configs/zero{stage}_{precision}.json")
     if faults:
         raise UserError("\n  ".join([f"{path} does not fit this run:", *faults]))
-    return DsConfig(tree, stage, precision, 2.0 ** power, int(window), floor)
+    return DsConfig(tree, str(path), stage, precision)
+
+
+def _fill_from_recipe(
+    tree: dict[str, Any], recipe: Recipe, world: int, micro_batch_note: int, faults: list[str]
+) -> None:
+    """Puts the recipe's values where "auto" stands, or nothing, and notes where another value does."""
+    owned: dict[str, tuple[str, float]] = {
+        "train_micro_batch_size_per_gpu": ("batch", micro_batch_note),
+        "gradient_accumulation_steps": ("batch.accumulation", recipe.batch.accumulation),
+        "train_batch_size": ("batch", micro_batch_note * recipe.batch.accumulation * world),
+        "gradient_clipping": ("train.clip", recipe.train.clip),
+        "fp16.initial_scale_power": ("loss_scale.initial_power", recipe.loss_scale.initial_power),
+        "fp16.loss_scale_window": ("loss_scale.window", recipe.loss_scale.window),
+    }
+    for key, (owner, value) in owned.items():
+        section, _, name = key.rpartition(".")
+        group = _group(tree, section) if section else tree
+        found = group.get(name, "auto")
+        if found not in ("auto", value):
+            faults.append(f'{key} is {json.dumps(found)}, but the recipe\'s {owner} makes it {value}; write "auto"')
+        group[name] = value
+
+
+def check_by_deepspeed(settings: DsConfig) -> None:
+    """Lets DeepSpeed read a configuration. Imports DeepSpeed, so it is for those who go on to use it.
+
+    Raises:
+        UserError: keys that DeepSpeed does not know, or values it does not take.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    tree = copy.deepcopy(settings.tree)
+    del tree["train_batch_size"]  # else it must fit the processes that are there now
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            DeepSpeedConfig(tree)
+        return
+    except ValidationError as error:
+        faults = [f"{_where(settings.tree, e['loc'])}: {e['msg']}" for e in error.errors()]
+    except Exception as error:  # DeepSpeed raises whatever comes
+        faults = [" ".join(str(error).split())]
+    raise UserError("\n  ".join([f"{settings.path} is refused by DeepSpeed:", *faults]))
+
+
+def _where(tree: dict[str, Any], place: tuple[int | str, ...]) -> str:
+    """The dotted key of a fault, whose place DeepSpeed tells from the section on that it is in."""
+    sections = [key for key, group in tree.items() if isinstance(group, dict) and place and place[0] in group]
+    return ".".join(map(str, (*sections[:1], *place)))
 
 
 def shipped(path: Path) -> Path:
@@ -118,14 +171,6 @@ def _group(tree: dict[str, Any], key: str) -> dict[str, Any]:
     return tree[key] if isinstance(tree.get(key), dict) else {}
 
 
-def _number(group: dict[str, Any], key: str, default: float, faults: list[str]) -> float:
-    value = group.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        faults.append(f"fp16.{key} is {json.dumps(value)}, must be a number above 0, for example {default:g}")
-        return default
-    return value
-
-
 def _stage(tree: dict[str, Any], faults: list[str]) -> int:
     stage = _get(tree, "zero_optimization.stage")
     if stage is None:
@@ -140,6 +185,8 @@ def _precision(tree: dict[str, Any], faults: list[str]) -> Precision:
     kinds: tuple[Precision, ...] = ("bf16", "fp16")
     faults += [f'{kind} is {json.dumps(tree[kind])}, must be an object, for example {{"enabled": true}}'
                for kind in kinds if kind in tree and not isinstance(tree[kind], dict)]
+    faults += [f"{kind}.enabled must be written, true or false" for kind in kinds
+               if _group(tree, kind) and not isinstance(tree[kind].get("enabled"), bool)]
     on = [kind for kind in kinds if _group(tree, kind).get("enabled")]
     if len(on) > 1:
         faults.append("bf16 and fp16 are both enabled; keep one")

@@ -7,7 +7,10 @@ What is done here by hand, and why (each has a canary test):
   again: `link_moments` makes it look once more;
 - weights and moments go in and out one parameter at a time through DeepSpeed's per-parameter calls, in fp32, and past
   them without ZeRO, where they give nothing;
-- the fp16 loss scale is deepnmt's own (`optim.LossScaler`).
+- the fp16 loss scale is deepnmt's own (`optim.LossScaler`);
+- 16 bits without ZeRO are deepnmt's own too (`rounded.py`): DeepSpeed would not scale the loss but divide by the scale,
+  step while it initialises, and sum gradients in 16 bits. It is given fp32 there, and loss scale, clipping and the
+  check for non-finite gradients stand in the two engines.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -28,9 +32,13 @@ from deepspeed.utils import (
 from torch import nn
 
 from deepnmt.config import Recipe
+from deepnmt.errors import UserError
 from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
 from deepnmt.parallel.ds_config import DsConfig
 from deepnmt.parallel.engine import MicroBatch
+from deepnmt.parallel.rounded import Rounded
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # On a CPU DeepSpeed compiles a shared-memory all-reduce that only its inference uses: a minute with a compiler, and a
 # lock file that hangs every later start if that minute is interrupted. Not wanted.
@@ -47,7 +55,8 @@ class DsEngine:
     """The common half of `ZeroEngine` and `PipelineEngine`.
 
     `engine` is DeepSpeed's, `zero` its ZeRO stage, `local` the parameters that this process computes with, under their
-    canonical names. `_start` and then `_come_to_rest` belong at the end of a constructor.
+    canonical names (in 16 bits without ZeRO the fp32 weights, not the copy that computes). `_start` and then
+    `_come_to_rest` belong at the end of a constructor.
     """
 
     def __init__(
@@ -57,18 +66,36 @@ class DsEngine:
         self.zero, self.clip = settings.stage, recipe.train.clip
         self.moments = moments_of(recipe.optimizer)
         self.scaler: LossScaler | None = None
+        self._rounded: Rounded[Any] | None = None
         self._applied = 0
+        _check_device(recipe, settings)
+
+    def _computing(self, module: Module, settings: DsConfig) -> Module:
+        """`module`, or, in 16 bits without ZeRO, the copy of it that computes."""
+        if self.zero or settings.precision == "fp32":
+            return module
+        dtype = torch.float16 if settings.precision == "fp16" else torch.bfloat16
+        rounded = Rounded(module.to(self.device), dtype)
+        self._rounded = rounded
+        return rounded.module
 
     def _start(self, module: nn.Module, settings: DsConfig) -> None:
         """Puts `module` under DeepSpeed."""
-        # without ZeRO deepnmt clips by itself
-        tree = {**settings.tree, "gradient_clipping": 0.0} if self.zero == 0 else settings.tree
+        tree = settings.tree
+        if self.zero == 0:  # deepnmt clips by itself, and 16 bits are its own (`rounded.py`)
+            tree = {key: value for key, value in tree.items() if key not in ("bf16", "fp16")}
+            tree["gradient_clipping"] = 0.0
         optimizer = build_optimizer(module.parameters(), self.recipe.optimizer, fused=self.device.type == "cuda")
         with contextlib.redirect_stdout(io.StringIO()):
             self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=tree)
         if settings.precision == "fp16":
-            self.scaler = LossScaler(settings.initial_scale, settings.window, settings.floor)
-            self.engine.optimizer.loss_scaler = self.scaler
+            scale = self.recipe.loss_scale
+            self.scaler = LossScaler(2.0**scale.initial_power, scale.window, scale.floor)
+            if self.zero:
+                self.engine.optimizer.loss_scaler = self.scaler
+        if self._rounded:
+            refresh = self._rounded.refresh
+            optimizer.register_step_post_hook(lambda *_: refresh())
 
     def _come_to_rest(self, initial: dict[str, torch.Tensor], update: Callable[[MicroBatch], None]) -> None:
         """Makes the optimizer create its moments, then sets the weights `initial` and moments of zero.
@@ -84,7 +111,8 @@ class DsEngine:
         self.engine.skipped_steps = self.engine.global_steps = 0
         if self.scaler:
             self.scaler.restore({"scale": self.scaler.cur_scale, "clean": 0})
-        zeros = {f"{name}.{moment}": torch.zeros_like(p) for name, p in initial.items() for moment in self.moments}
+        nought = torch.zeros(())  # expanded, so that the zeros of all moments take no memory
+        zeros = {f"{name}.{moment}": nought.expand(p.shape) for name, p in initial.items() for moment in self.moments}
         self.import_state(initial, zeros, 0)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -116,12 +144,25 @@ class DsEngine:
             self._write(p, weight, {m: moments[f"{name}.{m}"].to(self.device, torch.float32) for m in self.moments})
         if self.zero in (1, 2):
             self.engine.optimizer.update_lp_params()
+        if self._rounded:
+            self._rounded.refresh()
         for state in self._optimizer.state.values():
             if "step" in state:  # SGD counts none
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
         self._applied = step
 
     # -- the rest ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _factor(self) -> float:
+        """What the loss is to be multiplied by for fp16, where DeepSpeed does not do it."""
+        return self.scaler.cur_scale if self.scaler and not self.zero else 1.0
+
+    def _unscale(self) -> None:
+        """Divides the gradients by `_factor`."""
+        for p in self.local.values() if self._factor != 1 else ():
+            if p.grad is not None:
+                p.grad /= self._factor
 
     def _set_rate(self, rate: float) -> None:
         for group in self.engine.optimizer.param_groups:
@@ -145,3 +186,15 @@ class DsEngine:
 
     def close(self) -> None:
         self.engine.destroy()
+
+
+def _check_device(recipe: Recipe, settings: DsConfig) -> None:
+    """Raises `UserError` for a float type that the device does not compute with (fp16 on most CPUs)."""
+    device = get_accelerator()
+    supported = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
+    if not supported[settings.precision]:
+        raise UserError(
+            f"parallel.ds_config is {recipe.parallel.ds_config}, which computes in {settings.precision}, but this "
+            f"machine's {device.device_name()} has no {settings.precision}; name a configuration in "
+            f"{'bf16 or fp32' if supported['bf16'] else 'fp32'}"
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import logging
 import os
 import signal
@@ -100,10 +101,15 @@ def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
         _end_with_parent()
     device = _device(local_rank, local_world)
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_world))
+    store = None
     if world > 1 or group:
-        _open_group(rank, world, local_rank, "nccl" if device.type == "cuda" else "gloo")
+        store = _open_group(rank, world, local_rank, "nccl" if device.type == "cuda" else "gloo")
     try:
         yield Ranks(rank, world, local_rank, local_world, device)
+    except UserError as error:
+        if store is not None and error.spoken is None:
+            error.spoken = _said_elsewhere(store, rank, str(error))
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -135,8 +141,10 @@ def _device(local_rank: int, local_world: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise UserError(f"{local_world} processes were started on this machine, but {count} GPU{'s' * (count != 1)} "
-                        "can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu to run on the CPU")
+        error = UserError(f"{local_world} processes were started on this machine, but {count} GPU{'s' * (count != 1)} "
+                          "can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu to run on the CPU")
+        error.spoken = local_rank > count  # the first without a GPU says it
+        raise error
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
@@ -149,7 +157,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _open_group(rank: int, world: int, local_rank: int, backend: str) -> None:
+def _open_group(rank: int, world: int, local_rank: int, backend: str) -> dist.Store:
+    """Returns the store where the processes met."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", str(free_port()))
@@ -169,6 +178,15 @@ def _open_group(rank: int, world: int, local_rank: int, backend: str) -> None:
     store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0, timeout,
                           master_listen_fd=listener.detach() if listener else None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return store
+
+
+def _said_elsewhere(store: dist.Store, rank: int, message: str) -> bool:
+    """Whether another process came first with this message. A mistake that one process alone comes upon is said too."""
+    try:
+        return store.add(f"said/{hashlib.sha256(message.encode()).hexdigest()}", 1) > 1
+    except RuntimeError:  # the store ended with rank 0, which has then said why
+        return rank > 0
 
 
 def _end_with_parent() -> None:

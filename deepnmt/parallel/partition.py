@@ -124,13 +124,14 @@ def partition(units: Sequence[Unit], stages: int) -> Partition:
     """The cuts whose slowest stage is fastest; near-equals with a cut before "target" are preferred.
 
     Raises:
-        UserError: fewer units than stages.
+        UserError: more stages than layers.
     """
-    if stages > len(units):
-        layers = sum(layer_of(unit.name) is not None for unit in units)
+    layers = {side: sum(unit.name.startswith(side) for unit in units) for side in ("encoder", "decoder")}
+    if stages > sum(layers.values()):
         raise UserError(
-            f"parallel.pipeline_stages is {stages}, but the model has {layers} layers, with embeddings and output "
-            f"{len(units)} units to share among stages; set it to {len(units)} or less"
+            f"parallel.pipeline_stages is {stages}, but the model has {sum(layers.values())} layers "
+            f"({layers['encoder']} encoder, {layers['decoder']} decoder) to share among stages; set it to "
+            f"{sum(layers.values())} or less"
         )
     free = _best(units, 0, len(units), stages)
     border = next(i for i, unit in enumerate(units) if unit.name == "target")

@@ -1,10 +1,13 @@
 """DeepSpeed's pipeline engine behind deepnmt's seam: the model cut into stages, each on processes of its own.
 
 DeepSpeed keeps its schedule (1F1B), its communication and its optimizers. deepnmt gives it one module a stage
-(`stage.py`), its own cuts (`partition.py`), the groups of tied tables, and, without ZeRO, its own clipping and check
-for non-finite gradients; each of these, and what `ds_engine.py` does, has a canary test. Stage s on data-parallel rank
-r is process s · (data-parallel ranks) + r. A tied table has a copy on each stage that uses it; their gradients are
-summed (`_sum_tied_gradients`), so that all copies take the same update.
+(`stage.py`), its own cuts (`partition.py`) and the groups of tied tables. Stage s on data-parallel rank r is process
+s · (data-parallel ranks) + r. A tied table has a copy on each stage that uses it; their gradients are summed
+(`_sum_tied_gradients`), so that all copies take the same update.
+
+What is shaped by faults and habits of DeepSpeed has a canary test, as has what `ds_engine.py` does: the loss inside the
+last stage and what it is multiplied by, one float tensor between stages, `dynamic_shape`, the sums of tied gradients,
+LOCAL_RANK, and, without ZeRO, clipping and the check for non-finite gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from deepnmt.parallel.stage import Parcel, Stage, tables_used
 class StageModule(PipelineModule):
     """DeepSpeed's view of a pipelined model: as many layers as stages, of which each process builds its own.
 
-    `scale` is what the loss is multiplied with; `sums` holds (loss, nll) of each micro-batch since it was last emptied.
+    `scale` is what the loss is multiplied with; `sums` holds (loss, nll) of each micro-batch since it was last emptied;
+    `computing` the stage, or, in 16 bits without ZeRO, the copy of it that computes.
     """
 
     def __init__(self, recipe: Recipe, vocabs: tuple[int, int], cuts: Partition) -> None:
@@ -66,6 +70,7 @@ class StageModule(PipelineModule):
             bounds[self.stage_id + 1],
             recipe.parallel.recompute_layers,
         )
+        self.computing = (self.stage,)  # in a tuple: a copy's weights are not to be counted among this module's
         for p in self.parameters():
             p.ds_pipe_replicated = False
 
@@ -99,12 +104,17 @@ class StageModule(PipelineModule):
         The loss is made here and not in DeepSpeed's `loss_fn`: what happens outside a module's forward is lost in bf16,
         where DeepSpeed clears the gradients once that of the module's output is there.
         """
-        found = self.stage(parcel)
+        stage = self.computing[0]
+        found = stage(parcel)
         if not torch.is_tensor(found):
             return found
-        sums = self.stage.loss(found, parcel[3])
+        sums = stage.loss(found, parcel[3])
         self.sums.append((sums.loss.detach(), sums.nll.detach()))
         return sums.loss * self.scale
+
+    def train(self, mode: bool = True) -> StageModule:
+        self.computing[0].train(mode)
+        return super().train(mode)
 
 
 class PipelineEngine(DsEngine):
@@ -133,7 +143,8 @@ class PipelineEngine(DsEngine):
         local = {name.removeprefix("stage."): p for name, p in self.pipe.named_parameters()}
         super().__init__(recipe, ranks.device, settings, local)
         self.ranks, self.vocabs, self.micro_batches = ranks, vocabs, recipe.batch.accumulation
-        self.module = self.pipe.stage  # what this process computes
+        self.module = self._computing(self.pipe.stage, settings)  # what this process computes
+        self.pipe.computing = (self.module,)
         self.stages, self.stage = cuts.stages, self.pipe.stage_id
         self.data_rank, self.data_world = self.pipe._grid.data_parallel_id, ranks.world // cuts.stages
         self.layout = self._exchange_layout()
@@ -164,7 +175,7 @@ class PipelineEngine(DsEngine):
     def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
         self._set_rate(rate)
         # DeepSpeed averages over micro-batches and data-parallel processes
-        self.pipe.scale = self.micro_batches * self.data_world / update_tokens
+        self.pipe.scale = self._factor * self.micro_batches * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
         sums = self._run(micro_batches)
         if self.zero:
@@ -200,14 +211,17 @@ class PipelineEngine(DsEngine):
         return (src, lengths, trg_in, trg_out, torch.tensor([key], device=self.device)), trg_out
 
     def _checked_step(self, lr_kwargs: Any) -> None:
-        """Without ZeRO: norm over all stages, clipping, and no step on non-finite gradients (DeepSpeed looks for
-        none)."""
+        """Without ZeRO: clipping by the norm over all stages (DeepSpeed takes that of the first alone), and no step on
+        non-finite gradients (DeepSpeed looks for none)."""
+        self._unscale()
         own = [p.grad for p in self.pipe.parameters() if p.grad is not None and not p.ds_pipe_replicated]
         squares = torch.stack([grad.float().pow(2).sum() for grad in own]).sum() if own else torch.zeros(())
         total = squares.double().to(self.device)
         dist.all_reduce(total, group=self.pipe._grid.get_pipe_parallel_group())
         self._norm = math.sqrt(total.item()) if math.isfinite(total.item()) else math.inf
         self._sound = math.isfinite(self._norm)
+        if self.scaler:
+            self.scaler.update_scale(not self._sound)
         if not self._sound:
             self.engine.zero_grad()
             for p in self.pipe.parameters():
@@ -255,7 +269,7 @@ class PipelineEngine(DsEngine):
         """The whole model with the present weights, in the type it computes in, on every process."""
         model = Transformer(self.recipe.model, *self.vocabs, self.recipe.seed, self.recipe.train.label_smoothing)
         model = model.to(self.device)
-        dtype = next(iter(self.local.values())).dtype
+        dtype = next(self.module.parameters()).dtype
         for p in model.parameters():  # not the tables of positions, which training adds in fp32 as well
             p.data = p.data.to(dtype)
         whole = dict(model.named_parameters())
@@ -268,8 +282,8 @@ class PipelineEngine(DsEngine):
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     def time_instructions(self, add: Callable[[float], None]) -> None:
-        """Calls `add` with the seconds of every forward and backward pass of this stage: its work without the
-        waiting."""
+        """Calls `add` at the end of every forward and backward pass of this stage, with its seconds: the work without
+        the waiting, the sums of gradients and the optimizer's step."""
 
         def timed(execute: Callable[..., None]) -> Callable[..., None]:
             def run(engine: Any, **arguments: Any) -> None:

@@ -36,12 +36,13 @@ def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> A
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(count),
-            "PYTHONPATH": os.pathsep.join(sys.path),  # a checkout need not be installed
             "LOCAL_WORLD_SIZE": str(count),
             "OMP_NUM_THREADS": str(threads),
             "DEEPNMT_THREADS": str(threads),
         }
-        command = [sys.executable, "-m", module, str(task), str(answer)]
+        # the same packages as here: with -m, a deepnmt/ in the user's folder would come first
+        start = f"import runpy; runpy.run_module({module!r}, run_name='__main__')"
+        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}", str(task), str(answer)]
         running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
         codes = [process.wait() for process in running]
         if any(codes):

@@ -3,7 +3,7 @@
 What is done here by hand, beside what `ds_engine.py` does, and why (each has a canary test):
 - under ZeRO-3 each process cuts its own share of a weight, because DeepSpeed's cut fails where the shares do not come
   out even;
-- without ZeRO in fp32 DeepSpeed lets non-finite gradients into the weights (and its clipping fails where there are
+- without ZeRO DeepSpeed, given fp32, lets non-finite gradients into the weights (and its clipping fails where there are
   none): clipping is done here then, and such an update is dropped.
 """
 
@@ -23,26 +23,27 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.ds_config import DsConfig
 from deepnmt.parallel.ds_engine import DsEngine
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
+from deepnmt.parallel.rounded import Weights
 from deepnmt.parallel.tensors import take_over
 
 
 class ZeroEngine(DsEngine):
-    """See `Engine`. `module` stays the model itself; DeepSpeed owns the update."""
+    """See `Engine`. `module` stays the model itself, or is its copy in 16 bits; DeepSpeed owns the update."""
 
     def __init__(self, module: Transformer, recipe: Recipe, settings: DsConfig, device: torch.device) -> None:
         super().__init__(recipe, device, settings, dict(module.named_parameters()))
-        self.module = module
+        self.module = self._computing(module, settings)
         self.data_rank, self.data_world = dist.get_rank(), dist.get_world_size()
         self.parameters = sum(p.numel() for p in module.parameters())
         initial = {name: p.detach().clone() for name, p in self.local.items()}  # DeepSpeed rounds them in 16 bits
-        self._start(module, settings)
+        self._start(module if module is self.module else Weights(module, self.module), settings)
         self._come_to_rest(initial, self._update_on_zeros)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
         self.engine.train()
         self._set_rate(rate)
         # DeepSpeed averages over processes; accumulation is left as a plain sum
-        scale = self.data_world / update_tokens
+        scale = self._factor * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
         loss = nll = 0.0
         for number, (*tensors, key) in enumerate(micro_batches):
@@ -61,8 +62,11 @@ class ZeroEngine(DsEngine):
 
     def _apply(self) -> tuple[float, bool]:
         if self.zero == 0:
-            norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip or math.inf))
+            self._unscale()
+            norm = float(torch.nn.utils.clip_grad_norm_(self.local.values(), self.clip or math.inf))
             finite = math.isfinite(norm)
+            if self.scaler:
+                self.scaler.update_scale(not finite)
             if not finite:
                 self.engine.optimizer.zero_grad(set_to_none=True)  # PyTorch's optimizers pass over missing gradients
             self.engine.step()

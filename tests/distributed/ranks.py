@@ -13,7 +13,7 @@ _CODE = "import sys; sys.path[:0] = sys.argv[1:3]; import importlib; m, f = sys.
         "getattr(importlib.import_module(m), f)(*sys.argv[4:])"
 
 
-def run_on_ranks(world: int, target: str, *arguments: str, timeout: float = 200) -> None:
+def run_on_ranks(world: int, target: str, *arguments: str, timeout: float = 600) -> None:
     """Starts `world` processes that call `module:function(*arguments)`; fails with their output unless all end in 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

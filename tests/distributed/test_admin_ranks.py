@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_on_ranks
 
 from deepnmt.analysis.admin_profile import AdminProfile
@@ -13,10 +18,11 @@ from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.dataset import PreparedData
 from deepnmt.demo import make_corpus
 from deepnmt.errors import UserError
-from deepnmt.parallel.launch import processes
+from deepnmt.parallel.launch import free_port, processes
 from deepnmt.prepare import prepare
 from deepnmt.profile import first_micro_batches, profile, profile_for
 
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 run: {run}
 data: {{folder: {folder}/data, src_lang: en, trg_lang: de, workers: 1,
@@ -71,6 +77,30 @@ def test_profile_does_not_depend_on_the_processes(folder: Path) -> None:
     tokens = PreparedData.open(settings.data.folder).split("train").trg_lengths
     assert one.provenance["target_tokens"] <= 900 < tokens.sum()
     assert (folder / "two" / "admin_profile.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tool_runs_alone_and_under_the_launcher(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = recipe(folder, "tool")
+    tool, file = str(ROOT / "tools" / "profile_admin.py"), str(folder / "tool.yaml")
+    monkeypatch.setattr(sys, "argv", [tool, file])
+    threads = torch.get_num_threads()
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(tool, run_name="__main__")
+    torch.set_num_threads(threads)
+    alone = AdminProfile.load(folder / "tool" / "admin_profile.json", settings.model)
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("encoder  ω_1 1.000")
+    launcher = Path(sys.executable).parent / "deepspeed"
+    done = subprocess.run(
+        [str(launcher), "--quiet", "--num_accelerators", "2", "--master_port", str(free_port()), tool, file,
+         f"run={folder}/launched"], capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("encoder  ω_1") == 1, "only the first process talks"
+    launched = AdminProfile.load(folder / "launched" / "admin_profile.json", settings.model)
+    assert launched.encoder == pytest.approx(alone.encoder, rel=1e-6)
+    assert launched.decoder == pytest.approx(alone.decoder, rel=1e-6) and launched.provenance == alone.provenance
 
 
 def test_profile_for_reads_the_recipes_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

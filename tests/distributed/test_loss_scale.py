@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
+import os
 
 import pytest
 import torch
-from tiny_engines import ROOT, batches, build, recipe_of, step
+from tiny_engines import batches, build, recipe_of, step
 from warm import Warm
 
+from deepnmt.errors import UserError
 from deepnmt.parallel.launch import Ranks, processes
 
 INITIAL, WINDOW, FLOOR, BETA = 4.0, 3, 0.03125, 0.9
@@ -31,26 +31,25 @@ def fairseq_rule(overflows: list[bool], scale: float, window: int, floor: float)
     return trace
 
 
-def layout(folder: Path, stage: int, window: int) -> str:
-    tree = json.loads((ROOT / "ds_configs" / f"zero{stage}_fp16.json").read_text())
-    tree["fp16"] |= {"initial_scale_power": int(math.log2(INITIAL)), "loss_scale_window": window}
-    path = folder / f"zero{stage}-{window}.json"
-    path.write_text(json.dumps(tree))
-    return str(path)
-
-
 def gradients(
-    folder: Path, stage: int, window: int, overflows: list[bool], ranks: Ranks
+    layout: str, stages: int, window: int, overflows: list[bool], ranks: Ranks
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """The scale of every update, and the gradient that each applied one used, from Adam's first moment."""
-    engine = build(recipe_of(layout(folder, stage, window)), ranks)
+    """The scale of every update, and the gradient that each applied one used, from Adam's first moment.
+
+    An update takes two micro-batches. An overflow begins on the first process, which holds the encoder's layers.
+    """
+    scale = {"initial_power": int(math.log2(INITIAL)), "window": window, "floor": FLOOR}
+    engine = build(recipe_of(layout, max(stages, 1), stages, scale), ranks)
     factor = [1.0]
-    engine.module.encoder.layers[1].register_forward_hook(lambda module, inputs, output: output * factor[0])
+    layer = dict(engine.module.named_modules()).get("encoder.layers.1")
+    assert layer is not None or not ranks.first
+    if layer is not None:
+        layer.register_forward_hook(lambda module, inputs, output: output * factor[0])
     scales, used, before = [], [], torch.zeros(())
     for update, overflow in enumerate(overflows):
         factor[0] = math.inf if overflow and ranks.first else 1.0
         seed = sum(not o for o in overflows[:update])  # the control, which has no overflow, sees the same batches
-        _, norm, scale, applied = step(engine, batches(seed, ranks.world), ranks)
+        _, norm, scale, applied = step(engine, batches(seed, 2), ranks)
         assert applied is not overflow and math.isfinite(norm) is applied
         scales.append(scale)
         if applied:
@@ -61,11 +60,11 @@ def gradients(
     return scales, used
 
 
-def trial(folder: str, stage: str) -> None:
+def trial(layout: str, stages: str) -> None:
     """Runs on each rank."""
     with processes(threads=1, group=True) as ranks:
-        scales, used = gradients(Path(folder), int(stage), WINDOW, OVERFLOWS, ranks)
-        constant, control = gradients(Path(folder), int(stage), 10**6, [False] * len(used), ranks)
+        scales, used = gradients(layout, int(stages), WINDOW, OVERFLOWS, ranks)
+        constant, control = gradients(layout, int(stages), 10**6, [False] * len(used), ranks)
     assert scales == fairseq_rule(OVERFLOWS, INITIAL, WINDOW, FLOOR)
     assert FLOOR in scales and max(scales) == 4 * INITIAL, "the sequence must reach the floor and grow twice"
     assert set(constant) == {INITIAL}
@@ -74,6 +73,26 @@ def trial(folder: str, stage: str) -> None:
         assert difference < 0.1, f"applied update {number}: the gradient is off by {difference:.3f}"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_scale_in_fp16(stage: int, tmp_path: Path, warm: Warm) -> None:
-    warm.run(2, "test_loss_scale:trial", tmp_path, stage)
+ROWS = [("zero0_fp16", 0), ("zero1_fp16", 0), ("zero3_fp16", 0), ("pipeline_zero1_fp16", 2)]
+if os.environ.get("DEEPNMT_LONG"):
+    ROWS += [("zero2_fp16", 0), ("pipeline_zero0_fp16", 2)]  # DeepSpeed has one class for ZeRO-1 and 2
+
+
+@pytest.mark.parametrize(("layout", "stages"), ROWS)
+def test_scale_in_fp16(layout: str, stages: int, warm: Warm) -> None:
+    warm.run(2, "test_loss_scale:trial", layout, stages)
+
+
+def refused() -> None:
+    """Runs on one process."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: False
+    with processes(threads=1, group=True) as ranks:
+        for layout in ("zero0_fp16", "zero1_fp16"):
+            with pytest.raises(UserError, match="computes in fp16, but this machine's cpu has no fp16"):
+                build(recipe_of(layout), ranks)
+
+
+def test_fp16_is_refused_where_there_is_none(warm: Warm) -> None:
+    warm.run(1, "test_loss_scale:refused")

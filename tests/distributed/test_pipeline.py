@@ -8,6 +8,7 @@ ordinary export. Many layouts share one set of processes, since starting one tak
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,9 +19,10 @@ import torch
 from warm import Warm
 
 from deepnmt.config import Recipe, check_recipe
-from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.build import check_layout, start_engine
 from deepnmt.parallel.engine import Engine, MicroBatch
 from deepnmt.parallel.launch import Ranks, processes
+from deepnmt.parallel.partition import Partition, cost_units
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, VALID = 40, 5
@@ -29,7 +31,7 @@ BLOCKS = [("post_ln", "pre_ln"), ("admin", "b2t"), ("pre_ln", "deepnorm"), ("b2t
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to be compared; `blocks`: which of BLOCKS."""
+    """A layout to be compared; `blocks`: which of BLOCKS; `cuts`: bounds of the stages, where not the partitioner's."""
 
     stages: int
     accumulation: int
@@ -39,6 +41,7 @@ class Case:
     tied: str = "all"
     recompute: int = 0
     updates: int = 4
+    cuts: tuple[int, ...] = ()
 
 
 def recipe(case: Case, accumulation: int, clip: float = 0.0, control: str = "") -> Recipe:
@@ -129,10 +132,24 @@ def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def pipeline(case: Case, ranks: Ranks) -> Engine:
+    made = recipe(case, case.accumulation)
+    if not case.cuts:
+        return start_engine(made, (VOCAB, VOCAB), ranks)
+    from deepnmt.parallel.pipeline import PipelineEngine
+
+    cuts = Partition(cost_units(made.model, VOCAB, VOCAB), tuple(case.cuts))
+    settings = check_layout(made, ranks.world)
+    assert settings is not None
+    return PipelineEngine(made, (VOCAB, VOCAB), cuts, settings, ranks, None)
+
+
 def trial(cases: str, folder: str) -> None:
     """Runs on each rank: every case against its control, fp32 the plain engine on the first process, 16 bits ZeRO-1.
 
     All controls come first: DeepSpeed starts no other engine in a process that has had a pipeline.
+
+    A control in 16 bits is ZeRO-1 over all processes, so that the accumulation must be a multiple of the stages.
     """
     with processes(threads=1, group=True) as ranks:
         alone = Ranks(0, 1, 0, 1, ranks.device)
@@ -141,13 +158,13 @@ def trial(cases: str, folder: str) -> None:
         for case in chosen:
             count = ranks.world // case.stages * case.accumulation
             rounded = not case.config.endswith("fp32")
-            peers, name = (ranks, case.config.replace("pipeline_", "")) if rounded else (alone, "local")
+            peers, name = (ranks, f"zero1_{case.config[-4:]}") if rounded else (alone, "local")
             if rounded or ranks.first:
                 engine = start_engine(recipe(case, count // peers.world, control=name), (VOCAB, VOCAB), peers)
                 controls.append(measured(engine, peers, count, case.updates))
                 engine.close()
         for number, case in enumerate(chosen):
-            engine = start_engine(recipe(case, case.accumulation), (VOCAB, VOCAB), ranks)
+            engine = pipeline(case, ranks)
             assert engine.data_world == ranks.world // case.stages
             mine = measured(engine, ranks, engine.data_world * case.accumulation, case.updates)
             whole = dict(engine.gather_model().named_parameters())
@@ -163,7 +180,8 @@ def trial(cases: str, folder: str) -> None:
 ZERO0 = "pipeline_zero0_fp32"
 
 # By processes. Stages 1, 2, 3, 4 × accumulation 1, 2, 8 × data-parallel ranks 1, 2, see the test of it; with all blocks
-# on both sides, all tyings, recomputation, ZeRO 0 and 1, dropout off and on and 20 updates in every number of stages.
+# on both sides, all tyings, recomputation, ZeRO 0 and 1, dropout off and on and 20 updates in every number of stages;
+# and embeddings and output on stages of their own.
 GRID = {
     1: [Case(1, 1, 0, dropout=0.0), Case(1, 8, 1, ZERO0), Case(1, 2, 4, recompute=2, updates=20)],
     2: [
@@ -195,14 +213,19 @@ GRID = {
         Case(2, 8, 4),
         Case(4, 2, 1, ZERO0),
     ],
-    6: [Case(3, 1, 1), Case(3, 2, 4, dropout=0.0, recompute=1), Case(3, 8, 2, tied="decoder")],
+    6: [
+        Case(3, 1, 1),
+        Case(3, 2, 4, dropout=0.0, recompute=1),
+        Case(3, 8, 2, tied="decoder"),
+        Case(6, 2, 1, cuts=(0, 1, 4, 5, 7, 8, 9)),
+    ],
     8: [Case(4, 1, 2, recompute=1), Case(4, 2, 3, tied="none"), Case(4, 8, 4, ZERO0)],
 }
 
 
 def test_grid_is_whole() -> None:
     """Every combination has a row, and everything else stands in every number of stages."""
-    cases = [(world // case.stages, case) for world, row in GRID.items() for case in row]
+    cases = [(world // case.stages, case) for world, row in GRID.items() for case in row if not case.cuts]
     assert {(case.stages, case.accumulation, data) for data, case in cases} == set(
         product((1, 2, 3, 4), (1, 2, 8), (1, 2))
     )
@@ -214,25 +237,39 @@ def test_grid_is_whole() -> None:
         assert {block for case in mine for block in BLOCKS[case.blocks]} == {block for pair in BLOCKS for block in pair}
 
 
+# 16 bits against ZeRO-1 in the same 16 bits, by processes: only sums of rounded numbers differ. A tied table whose
+# copies are not summed differs by 0.74. More where DEEPNMT_LONG is set.
+BF16, FP16 = "pipeline_zero1_bf16", "pipeline_zero1_fp16"
+ZERO0_BF16, ZERO0_FP16 = "pipeline_zero0_bf16", "pipeline_zero0_fp16"
+ROUNDED = {
+    2: [
+        Case(2, 2, 1, config=BF16),
+        Case(2, 2, 4, config=BF16, recompute=2),
+        Case(2, 2, 2, config=FP16),
+        Case(1, 2, 3, config=FP16),
+        Case(2, 2, 0, config=ZERO0_BF16, recompute=1),
+    ],
+    4: [Case(2, 2, 0, config=BF16)],
+}
+if os.environ.get("DEEPNMT_LONG"):
+    ROUNDED[2] += [Case(2, 2, 3, config=ZERO0_FP16), Case(1, 2, 4, config=ZERO0_BF16)]
+    ROUNDED[3] = [Case(3, 3, 4, config=BF16), Case(3, 3, 0, config=FP16)]
+    ROUNDED[4] += [Case(2, 2, 3, config=FP16), Case(4, 4, 2, config=BF16, tied="decoder"), Case(4, 4, 1, config=FP16)]
+    ROUNDED[4] += [Case(2, 2, 1, config=ZERO0_FP16), Case(4, 4, 3, config=ZERO0_BF16)]
+    ROUNDED[6] = [Case(3, 3, 3, config=BF16)]
+    ROUNDED[8] = [Case(4, 4, 4, config=FP16, recompute=1)]
+
+
 @pytest.mark.parametrize("world", sorted(GRID))
 def test_pipeline_equals_the_plain_engine(world: int, tmp_path: Path, warm: Warm) -> None:
-    for found in results(world, GRID[world], tmp_path, warm):
-        check(found, 1e-5, 1e-5)
-
-
-# 16 bits against ZeRO-1 in the same 16 bits: only sums of rounded numbers differ. A tied table whose copies are not
-# summed differs by 0.74.
-ROUNDED = [
-    Case(2, 2, 1, config="pipeline_zero1_bf16"),
-    Case(2, 2, 4, config="pipeline_zero1_bf16", recompute=2),
-    Case(2, 2, 2, config="pipeline_zero1_fp16"),
-    Case(1, 2, 3, config="pipeline_zero1_fp16"),
-]
-
-
-def test_16_bit_pipelines_equal_zero1(tmp_path: Path, warm: Warm) -> None:
-    for found in results(2, ROUNDED, tmp_path, warm):
-        check(found, 1e-2, 2e-2)  # four updates; Adam takes the sign even of gradients that are rounding alone
+    rounded = ROUNDED.get(world, [])
+    found = results(world, GRID[world] + rounded, tmp_path, warm)
+    for case in found[: len(GRID[world])]:
+        check(case, 1e-5, 1e-5)
+    # means over two or four are exact; over three they make both sides round other numbers (0.02 was seen)
+    apart = 4e-2 if world % 3 == 0 else 1e-2
+    for case in found[len(GRID[world]) :]:
+        check(case, apart, 2e-2)  # four updates; Adam takes the sign even of gradients that are rounding alone
 
 
 def results(world: int, cases: list[Case], folder: Path, warm: Warm) -> list[dict[str, Any]]:
@@ -257,7 +294,7 @@ def poisoned(configs: str) -> None:
             update(engine, 0, 2, ranks, 1e-2)
             before = {s.name: (s.weight, s.exp_avg) for s in engine.export_state()}
             scale = engine.scaler_state()
-            victim = engine.local.get("decoder.layers.2.ffn.fc1.bias")
+            victim = dict(engine.module.named_parameters()).get("decoder.layers.2.ffn.fc1.bias")
             hook = victim.register_hook(lambda grad: grad * float("nan")) if victim is not None else None
             stats = engine.train_step(batches(1, 2), 100, 1e-2)
             if hook is not None:
@@ -274,5 +311,5 @@ def poisoned(configs: str) -> None:
 
 
 def test_non_finite_gradient_of_one_stage_reaches_none(warm: Warm) -> None:
-    configs = [f"pipeline_zero{z}_{p}" for z, p in ((0, "fp32"), (1, "fp32"), (1, "bf16"), (1, "fp16"))]
+    configs = [f"pipeline_zero{z}_{p}" for z, p in ((0, "fp32"), (0, "fp16"), (1, "fp32"), (1, "bf16"), (1, "fp16"))]
     warm.run(2, "test_pipeline:poisoned", json.dumps(configs))

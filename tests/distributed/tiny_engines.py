@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 40
 
 
-def recipe_of(layout: str, accumulation: int = 1, stages: int = 0, **train: Any) -> Recipe:
+def recipe_of(
+    layout: str, accumulation: int = 1, stages: int = 0, loss_scale: dict[str, float] | None = None, **train: Any
+) -> Recipe:
     """`layout`: "local", a name in ds_configs, or a path. The FFN's 25 are no multiple of 2 or 4 processes."""
     known = {"local": None, **{path.stem: str(path) for path in (ROOT / "ds_configs").glob("*.json")}}
     return check_recipe({
@@ -27,6 +29,7 @@ def recipe_of(layout: str, accumulation: int = 1, stages: int = 0, **train: Any)
                   "encoder": {"block": "admin", "layers": 2}, "decoder": {"block": "b2t", "layers": 2}},
         "train": {"updates": 100, **train},
         "parallel": {"ds_config": known.get(layout, layout), "pipeline_stages": stages},
+        "loss_scale": loss_scale or {},
     }, "test")
 
 

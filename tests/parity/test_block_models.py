@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 import pytest
@@ -204,3 +205,18 @@ def test_a_pair_decodes_step_by_step_as_at_once(encoder: config.Block, decoder: 
 
 def test_the_pairs_hold_every_block() -> None:
     assert {block for both in PAIRS for block in both} | {"rezero_post_ln"} == set(get_args(config.Block))
+
+
+def test_every_block_goes_with_every_other() -> None:
+    """All 196 pairs: a finite loss, and finite gradients, of which those of the target side's table are not all 0."""
+    shape = shapes("post_ln").model_dump() | {"width": 8, "heads": 2, "ffn": 8}
+    data = batch([5, 3], [4, 6])
+    for encoder, decoder in itertools.product(BLOCKS, BLOCKS):
+        stacks = {"encoder": {"block": encoder, "layers": 1}, "decoder": {"block": decoder, "layers": 1}}
+        model = Transformer(config.Model.model_validate(shape | stacks), VOCAB, VOCAB, seed=1)
+        loss = model(*data).loss
+        loss.backward()
+        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert loss.isfinite() and all(grad.isfinite().all() for grad in found), (encoder, decoder)
+        table = model.table("trg").weight.grad
+        assert table is not None and table.any(), (encoder, decoder)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -32,8 +35,13 @@ def test_compare_names_what_is_missing(tool: Tool, tmp_path: Path) -> None:
     assert done.returncode == 2 and "holds no log.jsonl" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_benchmark_times_every_layout(tool: Tool, prepared: Path, tmp_path: Path) -> None:
-    done = tool("benchmark", prepared / "recipe.yaml", "--updates", 1, "--rounds", 1, "--output", tmp_path / "b.json")
+def test_benchmark_times_every_layout(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "deepnmt").mkdir()
+    (tmp_path / "deepnmt" / "__init__.py").write_text("raise ImportError('not the package that was started')")
+    command = [sys.executable, str(ROOT / "tools" / "benchmark.py"), str(prepared / "recipe.yaml"), "--updates", "1",
+               "--rounds", "1", "--output", "b.json"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     rates = json.loads((tmp_path / "b.json").read_text())["training_target_tokens_per_second"]
     assert any(name.startswith("torch.nn.Transformer") for name in rates)

@@ -16,7 +16,7 @@ import torch
 
 from deepnmt.analysis.block_plots import spread
 from deepnmt.block_runs import System, frequencies_loss, run_system, validation_loss
-from deepnmt.block_study import outcome
+from deepnmt.block_study import Systems, _read, outcome, panels
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.dataset import PreparedData, Split
@@ -54,9 +54,10 @@ def test_a_study_and_going_on_with_it(prepared: Path, tmp_path: Path, capsys: py
         ("pre_ln", 2, False), ("post_ln", 2, True), ("pre_ln", 2, True)]
     assert all(len(r["losses"]) == 3 and r["ended"] and r["losses"][0] > r["losses"][-1] for r in runs)
     rows = [line.split(" | ") for line in (tmp_path / "blocks.md").read_text().splitlines() if line.startswith("| ")]
-    assert rows[0][1] == "1L-1L: parameters" and rows[0][5] == "2L-2L: parameters" and len(rows) == 5
+    assert rows[0][:3] == ["| system", "initialisation", "1L-1L: parameters"] and rows[0][6] == "2L-2L: parameters"
+    assert len(rows) == 5 and {row[1] for row in rows[2:]} == {"xavier"}
     assert {row[0] for row in rows[2:]} == {"| post_ln", "| pre_ln/post_ln", "| pre_ln, no source"}
-    assert [float(row[2]) for row in rows[2:]] == sorted(float(row[2]) for row in rows[2:])  # the best first
+    assert [float(row[3]) for row in rows[2:]] == sorted(float(row[3]) for row in rows[2:])  # the best first
     assert (tmp_path / "blocks.png").stat().st_size > 20_000
     assert main("compare-blocks", words) == 0  # nothing is left to do
     assert lines(tmp_path) == runs and capsys.readouterr().out == said
@@ -70,6 +71,44 @@ def test_other_settings_are_other_runs(prepared: Path, tmp_path: Path) -> None:
     assert main("compare-blocks", [words[0], "train.updates=3", *words[1:], "--warmups", "2", "0"]) == 0
     assert [r["system"]["warmup"] for r in lines(tmp_path)[4:]] == [2, 2, 0, 0]
     assert "1L-1L, no warm-up: parameters" in (tmp_path / "blocks.md").read_text()
+
+
+def test_initialisations(prepared: Path) -> None:
+    """What comes to the same is one run, an older line's included; an initialisation of the recipe's is refused."""
+    blocks = ["post_ln", "b2t", "b2t/post_ln"]
+    listed = Systems(blocks, [4], inits=["auto", "xavier", "depth_scaled"]).listed(recipe_of(prepared))
+    assert [(system.name, system.initialisation) for system in listed] == [
+        ("pre_ln, no source", "xavier"), ("post_ln", "xavier"), ("b2t", "depth_scaled"),
+        ("b2t/post_ln", "depth_scaled/xavier"), ("b2t, xavier", "xavier"), ("b2t/post_ln, xavier", "xavier"),
+        ("post_ln, depth_scaled", "depth_scaled"), ("b2t/post_ln, depth_scaled", "depth_scaled")]
+    assert [s.name for s in Systems(blocks, [4], inits=["xavier"]).listed(recipe_of(prepared))] == [
+        "pre_ln, no source", "post_ln", "b2t, xavier", "b2t/post_ln, xavier"]
+    model = listed[-1].recipe(recipe_of(prepared)).model
+    scaled, plain = (next(p.std().item() for n, p in Transformer(model.model_copy(update={
+        "decoder": model.decoder.model_copy(update={"init": init})}), 60, 60, 1).named_parameters()
+        if n == "decoder.layers.0.ffn.fc1.weight") for init in (model.decoder.init, "xavier"))
+    assert scaled == pytest.approx(plain / 2, rel=1e-5)  # 4^-1/2
+    with pytest.raises(UserError, match=r"^model.decoder.init is xavier, but a study sets it for every run; leave it"):
+        Systems(blocks, [4]).listed(recipe_of(prepared, "model.decoder.init=xavier"))
+
+
+def test_an_older_study_goes_on(prepared: Path, tmp_path: Path) -> None:
+    """Lines of before there was an initialisation count as auto, and stand beside new ones."""
+    words = [str(prepared / "recipe.yaml"), ONE, "train.updates=2", "--output", str(tmp_path), "--depths", "1",
+             "--blocks", "post_ln"]
+    assert main("compare-blocks", words) == 0
+    old = lines(tmp_path)
+    for record in old:
+        assert record["system"].pop("init") == "auto"
+        record["settings"]["optimizer"]["decay_norms_and_biases"] = True
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
+    assert main("compare-blocks", [*words, "--inits", "auto", "xavier", "depth_scaled"]) == 0
+    assert lines(tmp_path)[:2] == old and [r["system"]["init"] for r in lines(tmp_path)[2:]] == ["depth_scaled"]
+    table = (tmp_path / "blocks.md").read_text()
+    assert "| post_ln | xavier | " in table and "| post_ln | depth_scaled | " in table
+    panels_drawn = panels(_read(tmp_path / "runs.jsonl"))
+    assert [(panel.title, list(panel.curves)) for panel in panels_drawn] == [
+        ("1L-1L", ["pre_ln, no source", "post_ln"]), ("1L-1L, init: depth_scaled", ["post_ln"])]
 
 
 def test_two_processes(prepared: Path, tmp_path: Path, tool: Tool) -> None:
@@ -134,9 +173,10 @@ def test_sources_are_exchanged_or_left_out(prepared: Path) -> None:
 
 
 def test_what_a_run_came_to() -> None:
-    run = {"ended": True, "valid": 3.0, "even": 6.0, "frequencies": 5.0, "system": {"source": True}}
+    run = {"ended": True, "valid": 3.0, "exchanged": 3.2, "even": 6.0, "frequencies": 5.0, "system": {"source": True}}
     assert outcome(run, 3.1) == "learned"
     assert outcome(run, 3.0) == "target only"
+    assert outcome({**run, "exchanged": 3.09}, 3.1) == outcome({**run, "exchanged": None}, 3.1) == "target only"
     assert outcome(run, None) == outcome({**run, "system": {"source": False}}, 3.0) == "not stuck"
     assert outcome({**run, "valid": 4.95}, 5.5) == "stuck"
     assert outcome({**run, "valid": 6.1}, 3.0) == outcome({**run, "valid": None}, 3.0) == "diverged"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from warm import Warm
 
 from deepnmt.config import load_recipe
 from deepnmt.gpu_report import Job
+from deepnmt.gpu_tables import markdown
 from deepnmt.parallel.launch import processes
 from deepnmt.train import FINISHED, train
 
@@ -23,8 +26,8 @@ def test_toy_report(tool: Tool, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     parts = report["parts"]
-    assert list(parts) == ["corpus", "machine", "60L-12L zero1_fp16", "60L-12L zero1_bf16", "prepare", "train",
-                           "average", "score"]
+    assert list(parts) == ["corpus", "machine", "prepare", "train", "average", "score", "60L-12L zero1_fp16",
+                           "60L-12L zero1_bf16"]
     assert {part["status"] for part in parts.values()} == {"done"} and report["seconds"] < report["budget"]
     assert all(rate > 0 for rate in parts["machine"]["figures"]["matmul_tflops"].values())
     for precision in ("fp16", "bf16"):
@@ -39,6 +42,48 @@ def test_toy_report(tool: Tool, tmp_path: Path) -> None:
         tmp_path / "report" / "report.md").read_text(encoding="utf-8").strip()
     widths = [line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("| fp16")]
     assert widths == [10]
+
+
+def layout_job(prepared: Path, folder: Path, layout: str, stages: int) -> None:
+    """The settings that `gpu_layouts` is given, over the tiny corpus."""
+    recipe = load_recipe(prepared / "recipe.yaml", [
+        f"run={folder}/{layout}", f"parallel.ds_config=ds_configs/{layout}.json", f"parallel.pipeline_stages={stages}",
+        "parallel.threads=1", "train.updates=6", "train.validate_every=6", "train.save_every=6", "train.log_every=2",
+        "train.valid_bleu=false"])
+    (folder / f"{layout}.job").write_text(json.dumps(recipe.model_dump()), encoding="utf-8")
+
+
+def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    """Both take the same updates; the page has a line of each."""
+    found = {}
+    for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1)):
+        layout_job(prepared, tmp_path, layout, stages)
+        warm.run(1, "deepnmt.gpu_layouts:work", tmp_path / f"{layout}.job", tmp_path / layout / "answer.json")
+        found[layout] = json.loads((tmp_path / layout / "answer.json").read_text(encoding="utf-8"))
+    plain, staged = found.values()
+    assert [update for update, _ in plain["losses"]] == [2, 4, 6] and plain["updates"] == 6
+    assert [loss for _, loss in staged["losses"]] == pytest.approx([loss for _, loss in plain["losses"]], rel=2e-3)
+    assert staged["validation"] == pytest.approx(plain["validation"], rel=2e-3)
+    assert plain["loss_scales"] == staged["loss_scales"] and plain["loss_scales"]["lowest"] >= 1
+    assert all(run["target_tokens_per_second"] > 0 < run["model_tflops"] for run in found.values())
+    page = markdown({"toy": True, "seconds": 1.0, "budget": 2.0, "parts": {
+        "corpus": {"status": "done", "seconds": 0.1, "note": "", "figures": {"name": "demo", "pairs": {"train": 600}}},
+        **{f"updates {layout}": {"status": "done", "seconds": 0.1, "note": "", "figures": run}
+           for layout, run in found.items()}}})
+    heads = ("| zero1_fp16 |", "| pipeline_zero1_fp16, 1 stage")
+    lines = [line for line in page.splitlines() if line.startswith(heads)]
+    assert [line.count("|") for line in lines] == [12, 12] and "demo, 600 pairs" in page
+
+
+@pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="five processes one after the other; DEEPNMT_LONG=1")
+def test_toy_report_of_layouts(tool: Tool, tmp_path: Path) -> None:
+    done = tool("gpu_report", "--toy", "--part", "layouts", "--output", tmp_path / "report", DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))["parts"]
+    assert list(parts) == ["corpus", "machine", "prepare", "updates zero1_fp16", "updates pipeline_zero1_fp16",
+                           "60L-12L zero1_fp16", "60L-12L zero1_bf16"]
+    assert {part["status"] for part in parts.values()} == {"done"}
+    assert "| pipeline_zero1_fp16, 1 stage(s) | 6 |" in done.stdout
 
 
 def test_failed_and_skipped_parts_are_told(tool: Tool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 One run is killed again and again until it ends, in each layout; every loss, every validation and the last weights are
 those of a run that was left alone, to the last bit. Three moments in each layout; seven where DEEPNMT_LONG is set.
+Then at every step of a save: all of them by the plain engine, a few in a pipeline (in every layout with DEEPNMT_LONG).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from torch import equal
-from warm import Warm, kill, waiting
+from warm import Warm, kill, train, waiting
+
+from deepnmt.checkpoint import FAIL_POINTS, list_checkpoints, update_of
 
 UPDATES, SAVE_EVERY, VALIDATE_EVERY = 60, 4, 7
-KILLS = 7 if os.environ.get("DEEPNMT_LONG") else 3
+LONG = bool(os.environ.get("DEEPNMT_LONG"))
+KILLS = 7 if LONG else 3
 # name: processes, ds_config, pipeline stages. A new layout is one more row.
 LAYOUTS = {
     "local": (1, "null", 0),
@@ -65,13 +70,13 @@ def strike(warm: Warm, world: int, run: Path, goal: int, kind: str, draw: random
     before = saves(run)
     goal = max(goal, last_update(run) + 1)  # what the last attempt did not reach
     pids = warm.train(world, *words)
-    for _ in waiting(60, f"a {kind} at update {goal}"):
+    for _ in waiting(180, f"a {kind} at update {goal}"):
         if moment(run, goal, kind, before):
             break
     time.sleep(draw.random() * 0.02)
     for pid in draw.choice([pids[:1], pids[-1:], pids]):
         kill(pid)
-    codes = warm.wait(60)
+    codes = warm.wait(180)
     assert -9 in codes and 0 not in codes, f"the run had ended: {codes}\n{warm.said()}"
 
 
@@ -97,13 +102,56 @@ def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, w
     assert not saves(broken), "what a killed save left is swept away"
 
 
-def compare(whole: Path, broken: Path) -> None:
+# Steps of a save; the first ones leave checkpoints, which later ones need.
+FIRST = ("renamed", "parent synced")
+STEPS = (*FIRST, *(point for point in FAIL_POINTS if point not in FIRST))
+SOME = (*FIRST, "weights.safetensors written", "trashed")
+
+
+def train_to(step: str, *arguments: str) -> int:
+    """Runs on each rank: `deepnmt train`, whose first process is killed at that step of its first save."""
+    os.environ["DEEPNMT_FAIL_POINT"] = step
+    return train(*arguments)
+
+
+def make_way(checkpoints: Path, step: str) -> None:
+    """Spoils checkpoints so that the next save comes to a step that is not in every save."""
+    newest = list_checkpoints(checkpoints)[-1:]
+    if step == "predecessor moved":  # the newest is damaged, done again and replaced
+        newest[0].joinpath("state.json").write_bytes(b"{")
+    if step == "set aside":  # a later one is damaged and in the way
+        later = shutil.copytree(newest[0], checkpoints / f"update-{update_of(newest[0]) + 9:08d}")
+        later.joinpath("manifest.json").write_bytes(b"{")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS if LONG else ["local", "pipeline-2"])
+def test_killed_at_every_step_of_a_save(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    world, ds_config, stages = LAYOUTS[layout]
+    recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"
+    steps = STEPS if layout == "local" else SOME
+    updates = len(steps) + 2
+    options = (f"parallel.ds_config={ds_config}", f"parallel.pipeline_stages={stages}", f"train.updates={updates}",
+               "train.save_every=1", "train.validate_every=100", "train.keep_last=2", "train.keep_best=0")
+    warm.train(world, recipe, f"run={whole}", *options)
+    assert warm.wait() == [0] * world, warm.said()
+    for step in steps:
+        make_way(broken / "checkpoints", step)
+        warm.start(world, "test_kill:train_to", step, recipe, f"run={broken}", *options)
+        codes = warm.wait()
+        assert codes[0] == -9 and 0 not in codes, f"{step}: {codes}\n{warm.said()}"
+    warm.train(world, recipe, f"run={broken}", *options)
+    assert warm.wait() == [0] * world, warm.said()
+    compare(whole, broken, updates)
+    assert not saves(broken), "what a killed save left is swept away"
+
+
+def compare(whole: Path, broken: Path, updates: int = UPDATES) -> None:
     """Everything a run computes."""
     for kind, keys in (("train", ("update", "loss", "gradient_norm", "learning_rate", "target_tokens")),
                        ("valid", ("update", "loss", "bleu", "best"))):
         ours, theirs = ([[r[key] for key in keys] for r in records(run, kind)] for run in (broken, whole))
         assert ours == theirs and ours, kind
-    name = f"checkpoints/update-{UPDATES:08d}"
+    name = f"checkpoints/update-{updates:08d}"
     for file in ("weights.safetensors", "moments.safetensors"):
         ours, theirs = (load_file(run / name / file) for run in (broken, whole))
         assert ours.keys() == theirs.keys() and all(equal(ours[k], theirs[k]) for k in theirs), file

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm import Warm
@@ -12,8 +14,13 @@ from warm import Warm
 Start = tuple[int, str, int]
 STARTS: list[Start] = [(1, "null", 0), (2, "ds_configs/zero1_{}.json", 0), (4, "ds_configs/zero3_{}.json", 0),
                        (2, "ds_configs/pipeline_zero1_{}.json", 2), (2, "ds_configs/zero2_{}.json", 0),
-                       (4, "ds_configs/pipeline_zero1_{}.json", 2), (1, "ds_configs/zero1_{}.json", 0)]
+                       (4, "ds_configs/pipeline_zero1_{}.json", 2), (1, "ds_configs/zero0_{}.json", 0)]
 EACH = 4
+
+# In fp16 the scale grows every third update, and one is dropped: in a start of ZeRO-3, after six others.
+SCALE = ("loss_scale.initial_power=2", "loss_scale.window=3")
+OVERFLOW = 6
+TRACE = [4.0] * 3 + [2.0**power for power in range(3, 9) for _ in range(6 if power == 3 else 3)]
 
 
 def records(run: Path, kind: str) -> list[dict[str, float]]:
@@ -21,11 +28,33 @@ def records(run: Path, kind: str) -> list[dict[str, float]]:
     return [record for record in found if record["type"] == kind]
 
 
-def trained(warm: Warm, recipe: Path, run: Path, start: Start, updates: int) -> None:
+def overflowing(*arguments: str) -> int:
+    """`deepnmt train` on each rank, but that a layer's output on the first is infinite once, after OVERFLOW updates."""
+    from deepnmt.cli import main
+    from deepnmt.train import Trainer
+
+    plain = Trainer._update
+
+    def update(trainer: Trainer, *rest: Any) -> bool:
+        progress = trainer.progress
+        if progress.update != OVERFLOW or progress.skipped or not trainer.ranks.first:
+            return plain(trainer, *rest)
+        layer = dict(trainer.engine.module.named_modules())["encoder.layers.1"]
+        hook = layer.register_forward_hook(lambda module, inputs, output: output * math.inf)
+        told = plain(trainer, *rest)
+        hook.remove()
+        return told
+
+    Trainer._update = update
+    return main("train", arguments)
+
+
+def trained(warm: Warm, recipe: Path, run: Path, start: Start, updates: int, *more: str) -> None:
     world, layout, stages = start
-    warm.train(world, recipe, f"run={run}", f"parallel.ds_config={layout}", f"parallel.pipeline_stages={stages}",
+    warm.start(world, "test_layout_change:overflowing" if more else "warm:train", recipe, f"run={run}",
+               f"parallel.ds_config={layout}", f"parallel.pipeline_stages={stages}",
                f"batch.accumulation={4 * max(stages, 1) // world}", f"train.updates={updates}",
-               "train.validate_every=6")
+               "train.validate_every=6", *more)
     assert warm.wait() == [0] * world, warm.said()
 
 
@@ -35,11 +64,14 @@ def test_layout_changes_between_starts(
 ) -> None:
     recipe, whole, moved = prepared / "recipe.yaml", tmp_path / "whole", tmp_path / "moved"
     starts = [(world, layout.format(precision), stages) for world, layout, stages in STARTS]
-    starts = starts if precision == "fp32" else starts[1:]
-    trained(warm, recipe, whole, starts[0], EACH * len(starts))
+    starts, scale = (starts, ()) if precision == "fp32" else (starts[1:], SCALE)
+    trained(warm, recipe, whole, starts[0], EACH * len(starts), *scale)
     for number, start in enumerate(starts, 1):
-        trained(warm, recipe, moved, start, EACH * number)
+        trained(warm, recipe, moved, start, EACH * number, *scale)
     ours, theirs = records(moved, "train"), records(whole, "train")
+    if scale:
+        assert [record["loss_scale"] for record in theirs] == TRACE
+        assert [record["skipped_updates"] for record in theirs] == [0] * OVERFLOW + [1] * (len(TRACE) - OVERFLOW)
     assert len(ours) == len(theirs) == EACH * len(starts)
     for mine, other in zip(ours, theirs, strict=True):
         for key in ("update", "epoch", "target_tokens", "learning_rate", "loss_scale", "skipped_updates"):

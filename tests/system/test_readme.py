@@ -75,7 +75,7 @@ def said_by(command: str, folder: Path) -> str:
         arguments = ["--master_port", str(free_port()), *arguments]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run([shutil.which(program, path=path) or program, *arguments], capture_output=True, text=True,
-                          timeout=250, check=False, cwd=folder, env={**os.environ, "PATH": path})
+                          timeout=600, check=False, cwd=folder, env={**os.environ, "PATH": path})
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -101,9 +101,16 @@ def test_files_named_in_the_readme_exist() -> None:
     assert links and [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_installed_names_are_commands() -> None:
+def test_installed_names_are_commands(tmp_path: Path) -> None:
     named = re.search(r"`deepnmt ([a-z|]+)`", README)
     assert named and set(named[1].split("|")) <= COMMANDS.keys()
+    installed = Path(sys.executable).parent / "deepnmt"
+    if not installed.exists():
+        pytest.skip("deepnmt is not installed here; make test installs it")
+    (tmp_path / "recipe.yaml").write_text("tran: {}", encoding="utf-8")
+    done = subprocess.run([str(installed), "train", str(tmp_path / "recipe.yaml")], capture_output=True, text=True,
+                          check=False, cwd=ROOT)  # refused before torch is imported
+    assert done.returncode == 2 and "tran: unknown setting" in done.stderr, done.stderr
 
 
 # -- help --------------------------------------------------------------------------------------------------------------
@@ -111,11 +118,12 @@ def test_installed_names_are_commands() -> None:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder where `recipes/` and the run of the demo recipe are, but no text, data or checkpoint."""
+    """A folder where `recipes/` and the run of the demo recipe are, but no text, data or checkpoint. No variable is
+    set but those that a recipe's head says to export."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     shutil.copy(ROOT / "recipes" / "demo" / "admin_18l-18l.yaml", tmp_path / "runs" / "demo" / "recipe.yaml")
-    (tmp_path / "text").write_text("in the way of the demo's corpus")
+    monkeypatch.delenv("DEEPNMT_DEMO", raising=False)
     for file in (ROOT / "recipes").rglob("*.yaml"):
         for name in re.findall(r"\$\{(\w+)\}", file.read_text(encoding="utf-8")):
             monkeypatch.setenv(name, str(tmp_path))
@@ -125,13 +133,26 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     torch.set_num_threads(threads)
 
 
-# What would run for minutes, since it needs no data: here it is refused once its arguments are understood.
+# What would run for minutes, or write the demo's corpus: here it is refused once its arguments are understood.
 LONG = {"reproduce": "deepnmt.reproduce.reproduce_on", "layouts": "deepnmt.layouts.compare_layouts",
-        "pipeline-idle": "deepnmt.layouts.measure_idle"}
+        "pipeline-idle": "deepnmt.layouts.measure_idle", "verdict-grid": "deepnmt.verdict_grid.make_grid",
+        "demo": "deepnmt.walkthrough.make_corpus"}
+# All that an example may want where there is no text, data or checkpoint.
+WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
+          "there is no folder", "there are 0;", "holds no whole one", "holds no log.jsonl", "0 runs,", "not here")
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise UserError("not here")
+
+
+def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The words of the lines that `--help` ends with."""
+    with pytest.raises(SystemExit) as ended:
+        main(command, ["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and f"usage: deepnmt {command}" in text
+    return [shlex.split(line) for line in text.partition("example:\n")[2].replace("\\\n", " ").splitlines()]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -140,21 +161,30 @@ def test_help_ends_with_an_example_that_is_understood(
     """The example gets past its arguments and recipe, and is then refused for want of text, data or checkpoint."""
     if command in LONG:
         monkeypatch.setattr(LONG[command], refuse)
-    with pytest.raises(SystemExit) as ended:
-        main(command, ["--help"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0 and f"usage: deepnmt {command}" in text
-    example = shlex.split(text.partition("example:\n")[2].replace("\\\n", " "))
-    script = next(word for word in example if word.endswith(".py"))
-    assert f'main("{command}")' in (ROOT / script).read_text(encoding="utf-8")
-    words = example[example.index(script) + 1 :] + (["--dry-run"] if command == "train" else [])
-    try:
-        code: int | None = main(command, words)
-    except SystemExit:  # as argparse ends the process for words it does not know
-        code = None
-    said = capsys.readouterr().err
-    assert code == (0 if command == "train" else 2), said
-    assert not any(mistake in said for mistake in ("there is no recipe", "a fault:", " faults:", "must be FROM:TO"))
+    lines = examples(command, capsys)
+    assert lines
+    for example in lines:
+        script = next(word for word in example if word.endswith(".py"))
+        assert f'main("{command}")' in (ROOT / script).read_text(encoding="utf-8")
+        assert example[0] != "deepspeed" or "--quiet" in example
+        words = example[example.index(script) + 1 :] + (["--dry-run"] if command == "train" else [])
+        try:
+            code: int | None = main(command, words)
+        except SystemExit:  # as argparse ends the process for words it does not know
+            code = None
+        said = capsys.readouterr().err
+        assert code == (0 if command == "train" else 2), said
+        assert command == "train" or any(want in said for want in WANTED), said
+
+
+def test_the_example_of_prepare_works_beside_the_demo(
+        elsewhere: Path, prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the demo's text is, and data prepared from it with another vocabulary."""
+    (elsewhere / "data" / "demo").mkdir(parents=True)
+    for name, there in (("text", "text"), ("prepared", "data")):
+        (elsewhere / "data" / "demo" / name).symlink_to(prepared / there)
+    ((_, _, *words),) = examples("prepare", capsys)
+    assert main("prepare", [*words, "data.workers=1"]) == 0, capsys.readouterr().err
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,16 @@ def test_recipe_says_at_its_head_what_it_is(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert text.startswith("# ")
     for name in set(re.findall(r"\$\{(\w+)\}", text)):
-        assert name == "DEEPNMT_DEMO" or f"export {name}=" in text.partition("\nrun:")[0]
+        assert f"export {name}=" in text.partition("\nrun:")[0]
+
+
+@every_recipe
+def test_every_value_has_a_comment(file: Path) -> None:
+    """But for the files of a corpus."""
+    body = f"run:{file.read_text(encoding='utf-8').partition(chr(10) + 'run:')[2]}"
+    bare = [line for line in body.splitlines()
+            if re.fullmatch(r" *\w+: *[^ #].*", line) and " # " not in line and not re.match(r" +(src|trg): ", line)]
+    assert bare == [] and body.count(" # ") > 20
 
 
 def settings(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -44,7 +44,7 @@ def command(recipe: Path, processes: int, *overrides: str) -> list[str]:
 
 def train(recipe: Path, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.run(command(recipe, processes, *overrides), capture_output=True, text=True, timeout=250,
+    return subprocess.run(command(recipe, processes, *overrides), capture_output=True, text=True, timeout=600,
                           check=False, cwd=ROOT, env=env)
 
 
@@ -57,6 +57,7 @@ def test_stopped_run_goes_on_to_the_last_bit(prepared: Path, tmp_path: Path, pro
     # ends after 6 updates (a checkpoint) as far as the loop is concerned, then goes on under the full recipe
     first = train(recipe, processes, f"run={broken}", "train.updates=6", *options)
     assert first.returncode == 0, first.stderr
+    (broken / "admin_profile.json").unlink()  # the checkpoint holds what training goes on from
     second = train(recipe, processes, f"run={broken}", *options)
     assert second.returncode == 0, second.stderr
     assert "train.updates: 6 -> 12" in second.stderr
@@ -98,7 +99,7 @@ def test_sigterm_saves_and_says_so(prepared: Path, tmp_path: Path) -> None:
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for_update(run, 4, running)
     running.send_signal(signal.SIGTERM)
-    assert running.wait(timeout=30) == 75
+    assert running.wait(timeout=120) == 75
     status = json.loads((run / "STATUS.json").read_text())
     assert status["status"] == "preempted"
     assert (run / "checkpoints" / f"update-{status['update']:08d}" / "manifest.json").exists()
@@ -130,7 +131,7 @@ def test_resume_refuses_what_would_be_another_run(prepared: Path, trained: Path,
 def test_two_processes_need_a_layout(prepared: Path, tmp_path: Path) -> None:
     done = train(prepared / "recipe.yaml", 2, f"run={tmp_path}", "parallel.ds_config=null")
     assert done.returncode != 0
-    assert "parallel.ds_config is null" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("parallel.ds_config is null") == 1 and "Traceback" not in done.stderr
 
 
 def test_dry_run_counts_what_is_built(prepared: Path, tool: Tool, trained: Path) -> None:

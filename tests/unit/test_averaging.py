@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny_run
 import torch
+from safetensors.torch import save_file
 
 from deepnmt import averaging, config
 from deepnmt.average import average_run
 from deepnmt.averaging import average_weights, best, between, last, listed, save_average
 from deepnmt.checkpoint import (
+    WEIGHTS,
     Contents,
     load_model,
     load_moments,
@@ -69,6 +73,38 @@ def test_files_are_opened_anew_for_each_group_of_tensors(
     monkeypatch.setattr(averaging, "MAPPED_VALUES", 100)
     parts = average_weights(folders)
     assert list(parts) == list(whole) and all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from deepnmt import averaging
+
+def kilobytes(name):  # getrusage would count the process that started this one
+    return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
+
+averaging.MAPPED_VALUES = 100_000
+small, *folders = map(Path, sys.argv[1:])
+averaging.average_weights([small, small])  # the libraries' own memory does not count
+before = kilobytes("VmRSS")
+averaging.average_weights(folders)
+print(1024 * (kilobytes("VmHWM") - before))
+"""
+
+
+def test_memory_is_that_of_one_model(tmp_path: Path) -> None:
+    """Six checkpoints of 64 MB; their files are one, but each is read, and counted, by itself."""
+    weights = {f"layer{number}": torch.full((100_000,), float(number)) for number in range(160)}
+    save_file(weights, tmp_path / WEIGHTS)
+    small, *folders = [tmp_path / f"update-{number}" for number in range(7)]
+    small.mkdir()
+    save_file({"layer0": torch.ones(1000)}, small / WEIGHTS)
+    for folder in folders:
+        folder.mkdir()
+        (folder / WEIGHTS).symlink_to(tmp_path / WEIGHTS)
+    done = subprocess.run([sys.executable, "-c", MEMORY, *map(str, [small, *folders])], capture_output=True,
+                          text=True, check=True, cwd=Path(averaging.__file__).parents[1])
+    assert 64e6 < int(done.stdout) < 1.5 * 64e6
 
 
 def test_float32_alone_would_lose_the_mean(tmp_path: Path) -> None:

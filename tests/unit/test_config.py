@@ -93,6 +93,12 @@ def test_environment_variables_are_put_in(recipe_file: Path, monkeypatch: pytest
     monkeypatch.setenv("DEEPNMT_TEST_TEXTS", "some/where")
     recipe = load_recipe(recipe_file, ["data.train.src=['${DEEPNMT_TEST_TEXTS}/a', b]", "data.train.trg=[a, b]"])
     assert recipe.data.train.src == ["some/where/a", "b"]
+    with_default = ["data.folder=${DEEPNMT_TEST_TEXTS:-else/where}/x"]
+    assert load_recipe(recipe_file, with_default).data.folder == "some/where/x"
+    monkeypatch.setenv("DEEPNMT_TEST_TEXTS", "")
+    assert load_recipe(recipe_file, with_default).data.folder == "else/where/x"
+    monkeypatch.delenv("DEEPNMT_TEST_TEXTS")
+    assert load_recipe(recipe_file, with_default).data.folder == "else/where/x"
 
 
 FAULTS: list[tuple[dict[str, Any], list[str]]] = [
@@ -129,6 +135,15 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
       "model: width (65) must be even: positions are half sines, half cosines"]),
     ({"translate__nbest": 6}, ["translate: nbest (6) cannot exceed beam (5)"]),
     ({"translate": {"method": "greedy", "nbest": 2}}, ["translate: nbest (2) needs method beam or sample"]),
+    ({"translate__temperature": 0.7},
+     ["translate: temperature (0.7) is of method sample, but method is beam; remove temperature, or set it to 1.0"]),
+    ({"translate": {"method": "greedy", "patience": 1.0, "temperature": 2.0}},
+     ["translate: temperature (2) is of method sample, but method is greedy; remove temperature, or set it to 1.0",
+      "translate: patience (1) is of method beam, but method is greedy; remove patience, or set it to null"]),
+    ({"run": ""}, ["run: is '', must have at least 1 character"]),
+    ({"data__folder": ""}, ["data.folder: is '', must have at least 1 character"]),
+    ({"optimizer__lr": float("inf"), "data__filters__max_ratio": float("nan")},
+     ["data.filters.max_ratio: is nan, must be a finite number", "optimizer.lr: is inf, must be a finite number"]),
     ({"vocab__shared": False},
      ["model.tied: all needs vocab.shared: true (one embedding cannot serve two vocabularies); "
       "set model.tied: decoder"]),
@@ -139,6 +154,23 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["train.best_by: bleu needs train.valid_bleu: true"]),
     ({"schedule": {"name": "linear", "warmup": 10}},
      ["schedule.warmup (10) must be below train.updates (10) with schedule.name: linear"]),
+    ({"optimizer": {"weight_decay": 0.1}},
+     ["optimizer: weight_decay (0.1) needs decay_norms_and_biases: true (every parameter) or false (matrices alone)"]),
+    ({"optimizer": {"decay_norms_and_biases": False}},
+     ["optimizer: decay_norms_and_biases: false goes with a weight_decay, which is 0; set it to null"]),
+    ({"optimizer": {"name": "sgd", "betas": [0.9, 0.99], "eps": 1e-8}},
+     ["optimizer: betas ([0.9, 0.99]) and eps (1e-08) are not of name: sgd; remove them"]),
+    ({"schedule": {"final": 1e-5, "step_factor": 0.5}},
+     ["schedule: step_factor (0.5) and after_step (inverse_sqrt) are of name: step, but name is inverse_sqrt; remove "
+      "them, or set them to 0.1 and inverse_sqrt",
+      "schedule: final (1e-05) is of name: linear, but name is inverse_sqrt; remove final"]),
+    ({"schedule": {"name": "step", "warmup": 0, "step_epoch": 50}, "train": {"updates": 10, "epochs": 3}},
+     ["schedule.step_epoch (50) must not be above train.epochs (3), the run's end"]),
+    ({"schedule": {"name": "step", "warmup": 0, "step_update": 400}},
+     ["schedule.step_update (400) must not be above train.updates (10), the run's end"]),
+    ({"admin__profile": "omega.json", "model__encoder__block": "post_ln", "model__decoder__block": "b2t"},
+     ["admin.profile (omega.json) is of block: admin, but model.encoder.block is post_ln and model.decoder.block b2t; "
+      "remove it"]),
     ({"data__subword_variants": 2, "data__subword_alpha": 0.0},
      ["data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same text again; "
       "set data.subword_alpha to 0.1"]),
@@ -180,6 +212,8 @@ def test_every_missing_environment_variable_is_named(monkeypatch: pytest.MonkeyP
         "data.folder: is '${DEEPNMT_TEST_NEITHER}', but the environment variable DEEPNMT_TEST_NEITHER is not set; "
         "export DEEPNMT_TEST_NEITHER=FOLDER, or give the setting on the command line as data.folder=PATH",
     ]
+    lines = faults_of(changed(run="${DEEPNMT_TEST_NONE}/r", data__folder="${DEEPNMT_TEST_NONE}/d"))
+    assert len(lines) == 1 and lines[0].startswith("run (and data.folder): is '${DEEPNMT_TEST_NONE}/r', but the")
 
 
 @pytest.mark.parametrize(("override", "message"), [
@@ -188,6 +222,7 @@ def test_every_missing_environment_variable_is_named(monkeypatch: pytest.MonkeyP
     ("train.updates=[1", "'[1' is not a YAML value"),
     ("seed.low=1", "seed is a value, not a group of settings"),
     ("train.updats=1", "train.updats: unknown setting; did you mean train.updates?"),
+    ("data.test=&a [*a]", "'&a [*a]' is not a YAML value"),
 ])
 def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -203,6 +238,10 @@ def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> Non
     ("- 1\n", "must be a mapping of settings, not list"),
     ("", "must be a mapping of settings, not NoneType"),
     ("1: 2\n", "1:"),
+    ("model: &a {encoder: *a}\n", "is not valid YAML: groups stand in each other more than 50 deep; an alias"),
+    ("a: " + 1000 * "[", "groups stand in each other more than 50 deep"),
+    ("a: " + 60 * "[" + 60 * "]", "groups stand in each other more than 50 deep"),
+    ("a: 2026-13-01\n", "is not valid YAML: month must be in 1..12"),
 ])
 def test_faulty_files(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "r.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import os
@@ -14,11 +15,13 @@ import sacrebleu
 import tiny_run
 
 from deepnmt import config
+from deepnmt.average import average_run
 from deepnmt.checkpoint import load_model
+from deepnmt.cli_args import expected_model
 from deepnmt.errors import UserError
 from deepnmt.evaluate import evaluate_run, find_sets, read_systems
 from deepnmt.scoring import EvaluationSet, compare, score_lines, score_systems
-from deepnmt.translate import translate_lines
+from deepnmt.translate import translate_files, translate_lines
 
 VERSION = sacrebleu.__version__
 SIGNATURES = {
@@ -241,3 +244,45 @@ def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
         evaluate_run(recipe, ["first"], hypotheses=[f"s={short}"])
     with pytest.raises(UserError, match=r"scores cannot be written to .*good\.de/x"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], output=f"{good}/x")
+    with pytest.raises(UserError, match=r"so the checkpoint c would not be used; give one of the two"):
+        evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], checkpoint="c")
+
+
+def test_another_model_than_asked_for_is_refused_by_name(recipe: config.Recipe, tmp_path: Path) -> None:
+    tiny_run.write(recipe, 10)
+    asked = config.Model.model_validate({**recipe.model.model_dump(), "heads": 4, "dropout": 0.2})
+    fault = r"update-00000010 holds another model .*:\n  model.dropout: 0.1 -> 0.2\n  model.heads: 2 -> 4\n"
+    with pytest.raises(UserError, match=fault):
+        evaluate_run(recipe, expected=asked)
+    with pytest.raises(UserError, match=fault):
+        average_run(recipe, last=1, model=asked)
+    with pytest.raises(UserError, match=fault):
+        translate_files(Path(recipe.run), str(tmp_path / "a.en.gz"), str(tmp_path / "out"), recipe.translate,
+                        expected=asked)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "run" / "averaged").exists()
+    average_run(recipe, last=1, model=recipe.model)
+
+
+def test_which_model_a_command_line_asks_for(recipe: config.Recipe) -> None:
+    def asked(checkpoint: str | None, *overrides: str) -> config.Model | None:
+        return expected_model(argparse.Namespace(overrides=overrides), recipe, checkpoint)
+
+    assert asked(None) == asked(None, "run=x") == asked("folded", "model.heads=2") == recipe.model
+    assert asked("folded") is asked("folded", "translate.beam=2", "modelled=1") is None
+
+
+def test_processes_share_the_lines_and_the_first_scores(recipe: config.Recipe, tmp_path: Path) -> None:
+    tiny_run.write(recipe, 10)
+    parts: list[bytes] = []
+
+    def later(data: bytes) -> None:
+        parts.append(data)
+
+    def first(data: bytes) -> list[bytes]:
+        return [data, parts.pop(0)]
+
+    alone = evaluate_run(recipe, output=tmp_path / "alone.json")
+    assert evaluate_run(recipe, output=tmp_path / "no.json", rank=1, world=2, gather=later) == ""
+    assert evaluate_run(recipe, output=tmp_path / "two.json", rank=0, world=2, gather=first) == alone
+    assert not (tmp_path / "no.json").exists() and not parts
+    assert (tmp_path / "two.json").read_bytes() == (tmp_path / "alone.json").read_bytes()

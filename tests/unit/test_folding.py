@@ -170,6 +170,7 @@ def test_what_cannot_be_folded_is_refused() -> None:
 def trained_run(folder: Path, encoder: str, decoder: str) -> config.Recipe:
     """A run with one checkpoint, all of its numbers random."""
     recipe = tiny_run.recipe_of(folder, model=shapes(encoder, decoder).model_dump())
+    recipe = recipe.model_copy(update={"admin": config.Admin(profile="omega.json")})
     weights = dict(as_trained(recipe.model).named_parameters())
     save_checkpoint(folder / "checkpoints", 10, weights, {}, tiny_run.state_of(10), config.dump_recipe(recipe),
                     tiny_run.VOCAB, tiny_run.VOCAB)
@@ -180,6 +181,8 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
     recipe = trained_run(tmp_path / "run", "admin", "deepnorm")
     (tmp_path / "run" / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
     source = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    assert main("fold", [str(tmp_path / "run"), "model.width=16"]) == 2
+    assert "model.width=16 has no say here, since a trained model is folded as it is" in capsys.readouterr().err
     assert main("fold", [str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "encoder (admin) and decoder (deepnorm) as post_ln; logits of random sentences differ by at most" in said
@@ -189,6 +192,7 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
     torch.testing.assert_close(logits(after.model), logits(before.model), rtol=0, atol=1e-5)
     assert after.recipe.model.encoder == config.Stack(block="post_ln", layers=3, input_gain=True)
     assert after.recipe.optimizer == recipe.optimizer and after.state.update == 10
+    assert after.recipe.admin.profile is None  # which no recipe without Admin may name
     assert after.state.extra["folded"] == str(source) and after.src_vocab.bytes == tiny_run.VOCAB
     with pytest.raises(UserError, match="holds no optimizer moments"):
         load_moments(target)

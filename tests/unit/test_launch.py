@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+
 import pytest
 import torch
 
+from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
 from deepnmt.parallel.launch import processes
 
 
-def test_a_process_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of nine processes where there is one GPU."""
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "9"), ("LOCAL_RANK", "8"), ("LOCAL_WORLD_SIZE", "9")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def test_a_process_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_a_gpu(monkeypatch)
     with pytest.raises(UserError, match="9 processes were started on this machine, but 1 GPU can be seen"):
         with processes():
             pass
@@ -24,3 +37,68 @@ def test_ds_accelerator_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with processes(1) as ranks:
         assert ranks.device == torch.device("cpu")
+
+
+def rank_that_waits(voice: int) -> None:
+    """A forked process that takes its place among several, as far as it can without the others, and stays."""
+    with suppress(UserError), processes():  # it has no GPU
+        pass
+    os.write(voice, b"there")
+    time.sleep(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_rank_ends_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher is killed with SIGKILL; its rank, which does nothing but wait, is gone soon after."""
+    without_a_gpu(monkeypatch)
+    answers, voice = os.pipe()
+    launcher = os.fork()
+    if not launcher:
+        try:
+            if not os.fork():
+                rank_that_waits(voice)
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    os.close(voice)
+    assert os.read(answers, 5) == b"there"
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    assert select.select([answers], [], [], 20)[0] and os.read(answers, 5) == b"", "the rank is still there"
+    os.close(answers)
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_LOCALID"])
+def test_a_mistake_that_all_processes_make_is_said_once(
+        variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    said = []
+    for number in ("0", "1"):
+        monkeypatch.setenv(variable, number)
+        assert main("train", ["none.yaml"]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0].startswith("deepnmt: there is no recipe none.yaml") and said[1] == ""
+    assert main("train", ["none.yaml", "--dryrun"]) == 2 and capsys.readouterr().err == ""
+    monkeypatch.delenv(variable)
+    assert main("train", ["none.yaml", "--dryrun"]) == 2
+    sentence = "deepnmt: unrecognized arguments: --dryrun; deepnmt train --help lists what there is\n"
+    assert capsys.readouterr().err == sentence
+
+
+def test_the_first_process_without_a_gpu_says_so(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def start(_: list[str]) -> int:
+        with processes():
+            return 0
+
+    monkeypatch.setitem(COMMANDS, "train", start)
+    said = []
+    for number in ("1", "2"):
+        for name, value in (("RANK", number), ("WORLD_SIZE", "3"), ("LOCAL_RANK", number), ("LOCAL_WORLD_SIZE", "3")):
+            monkeypatch.setenv(name, value)
+        assert main("train", []) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0].startswith("deepnmt: 3 processes were started") and said[1] == ""

@@ -11,7 +11,7 @@ import torch
 from deepnmt.config import Optimizer, Recipe, Schedule, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import LossScaler, build_optimizer, learning_rate, moments_of
+from deepnmt.optim import LossScaler, build_optimizer, learning_rate, moments_of, warmup_note
 from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.local import LocalEngine
 
@@ -128,9 +128,17 @@ def test_floor_holds() -> None:
     assert scaler.cur_scale == 0.03125
 
 
+def test_a_raised_floor_lifts_the_scale_that_was_stored() -> None:
+    for stored, expected in ((0.03125, 2.0), (2.0, 2.0), (64.0, 64.0)):
+        scaler = LossScaler(128.0, 256, 2.0)
+        scaler.restore({"scale": stored, "clean": 7})
+        assert scaler.state() == {"scale": expected, "clean": 7}
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw", "radam", "radamw", "sgd"])
 def test_fused_updates_are_the_plain_ones(name: Name) -> None:
-    settings = Optimizer(name=name, lr=1e-2, weight_decay=0.1, momentum=0.9 if name == "sgd" else 0.0)
+    settings = Optimizer(name=name, lr=1e-2, weight_decay=0.1, decay_norms_and_biases=True,
+                         momentum=0.9 if name == "sgd" else 0.0)
     parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2)]
     plain, fused = (build_optimizer([p], settings, fused) for p, fused in zip(parameters, (False, True)))
     for step in range(10):
@@ -139,6 +147,12 @@ def test_fused_updates_are_the_plain_ones(name: Name) -> None:
             optimizer.step()
     assert fused.defaults.get("fused", False) == (not name.startswith("radam"))
     torch.testing.assert_close(parameters[0], parameters[1], rtol=0, atol=1e-6)
+
+
+def test_a_warm_up_that_the_run_cuts_off_is_told() -> None:
+    assert warmup_note(recipe_of({"lr": 0.4}, {"warmup": 10})) is None
+    assert warmup_note(recipe_of({"lr": 0.4}, {"warmup": 40})) == (
+        "schedule.warmup (40) ends after train.updates (10): the rate rises to 0.1 and never to optimizer.lr (0.4)")
 
 
 def recipe_of(optimizer: dict[str, object], schedule: dict[str, object] | None = None) -> Recipe:
@@ -182,7 +196,7 @@ def test_decay_can_spare_norms_and_biases(name: Name) -> None:
 
 def test_decoupled_decay_shrinks_the_weights_themselves() -> None:
     for name, shrunk in (("radamw", 0.5 * (1 - 0.1 * 0.2)), ("adamw", 0.5 * (1 - 0.1 * 0.2)), ("sgd", 0.49)):
-        engine = engine_of({"name": name, "weight_decay": 0.2, "lr": 0.1})
+        engine = engine_of({"name": name, "weight_decay": 0.2, "decay_norms_and_biases": True, "lr": 0.1})
         weight = engine.module.table("src").weight
         with torch.no_grad():
             weight.fill_(0.5)
@@ -193,7 +207,7 @@ def test_decoupled_decay_shrinks_the_weights_themselves() -> None:
 
 def test_sgd_is_the_sum_of_gradients() -> None:
     """v <- 0.9 v + g + 0.01 w, w <- w - rate v, from v = 0 and from a v that was stored."""
-    settings: dict[str, object] = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.01}
+    settings: dict[str, object] = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.01, "decay_norms_and_biases": True}
     weights = {key: p.detach().clone() for key, p in engine_of(settings).module.named_parameters()}
     velocity = {key: torch.zeros_like(w) for key, w in weights.items()}
     engine, saved = engine_of(settings), dict[str, torch.Tensor]()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -21,7 +24,8 @@ from deepnmt.analysis.dependency import dependency
 from deepnmt.analysis.gradient_probe import gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch, mean_loss, sublayers, watching
 from deepnmt.analysis.update_probe import moved
-from deepnmt.config import Block
+from deepnmt.config import Block, load_recipe
+from deepnmt.diagnose import Patient, fp16_fault
 from deepnmt.model.transformer import Transformer
 
 BLOCKS = get_args(Block)
@@ -172,6 +176,22 @@ def test_half_precision_zeros() -> None:
     unused = sum(float((g == 0).sum()) for g in _embedding_gradients(model, data))
     assert large.shares_fp32["embeddings"] == pytest.approx(unused / (3 * VOCAB * 8)) and used < VOCAB
     assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters())
+
+
+def test_fp16_fails_where_no_scale_will_do() -> None:
+    demo = Path(__file__).parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml"
+    recipe = load_recipe(demo, ["loss_scale.floor=0.25"])
+    patient = Patient(recipe, model_of("post_ln", noise=0.2), batch(), (40, 40), None)
+
+    def fault(scale: float, **changes: float) -> str | None:
+        scales = recipe.loss_scale.model_copy(update=changes)
+        settings = recipe.model_copy(update={"loss_scale": scales})
+        return fp16_fault(replace(patient, recipe=settings), half_zeros(patient.model, patient.batch, scale))
+
+    assert fault(256.0) is None and fault(1e7) is None  # an overflow that the scaler gets over
+    assert fault(1e7, floor=1e7) == "gradients overflow in fp16 at every loss scale down to 1e+07"
+    said = fault(2.0**-22)
+    assert said and re.fullmatch(r"\d+ % of a layer's gradients are lost to fp16 at loss scale 2.38419e-07", said)
 
 
 def _embedding_gradients(model: Transformer, data: ProbeBatch) -> tuple[Tensor, ...]:

@@ -23,8 +23,10 @@ def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
     probe = TrainingProbe(model, shape, every=3)
     assert [probe.due(update) for update in range(1, 7)] == [False, False, True, False, False, True]
     plain = model_of("post_ln")
-    outputs = []
-    plain.get_submodule("encoder.layers.1").register_forward_hook(lambda _m, _i, out: outputs.append(out))
+    inputs, outputs = [], []
+    layer = plain.get_submodule("encoder.layers.1")
+    layer.register_forward_pre_hook(lambda _m, given: inputs.append(given[0]))
+    layer.register_forward_hook(lambda _m, _i, out: outputs.append(out))
     loss = plain(*batch()[:4]).loss / TOKENS
     [expected] = torch.autograd.grad(loss, outputs)
     engine = LocalEngine(model, recipe, torch.device("cpu"))
@@ -33,7 +35,10 @@ def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
     found = probe.read(1.0)
     assert found["encoder.layers.1/gradient_norm"] == pytest.approx(float(expected.norm()), rel=1e-5)
     assert found["encoder.layers.1/output_rms"] == pytest.approx(float(outputs[0].square().mean().sqrt()), rel=1e-5)
-    assert len(found) == 2 * 4
+    assert found["encoder.layers.1/output_variance"] == pytest.approx(float(outputs[0].var(correction=0)), rel=1e-5)
+    alike = (outputs[0] * inputs[0]).sum(dim=-1) / outputs[0].norm(dim=-1) / inputs[0].norm(dim=-1)
+    assert found["encoder.layers.1/cosine_below"] == pytest.approx(float(alike.mean()), rel=1e-5)
+    assert len(found) == 4 * 4
     with probe.watching(True):  # two micro-batches: the squares add up
         engine.train_step([batch(), batch()], TOKENS, 0.0)
     twice = probe.read(2.0)

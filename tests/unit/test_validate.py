@@ -14,6 +14,7 @@ from deepnmt import validate
 from deepnmt.config import load_recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.settings import open_prepared
+from deepnmt.decoding.lines import Hypothesis
 from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.launch import Ranks
 
@@ -44,3 +45,16 @@ def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypat
     rounds = math.ceil(len(plan_eval(split.src_lengths, split.trg_lengths, 64)) / world)
     calls = [min(3, rounds - done) for done in range(0, rounds, 3)]
     assert [engine.calls for engine in engines] == [calls] * world and max(calls) == 3
+
+
+def test_bleu_is_that_of_the_target_language(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chinese is scored by characters, here as where translations are evaluated."""
+    recipe = load_recipe(prepared / "recipe.yaml", ["data.trg_lang=zh", "train.valid_sentences=1"])
+    data = open_prepared(load_recipe(prepared / "recipe.yaml"))
+    said = [[Hypothesis("\u4f60\u597d", 0, 0, 2, True)]]
+    monkeypatch.setattr(validate, "translate_shards", lambda *_, **__: iter(said))
+    model: Any = None
+    ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
+    assert "|tok:zh|" in validate._bleu(recipe, data, data.split("valid"), model, ranks)[1]
+    recipe = load_recipe(prepared / "recipe.yaml", ["train.valid_sentences=1"])
+    assert "|tok:13a|" in validate._bleu(recipe, data, data.split("valid"), model, ranks)[1]

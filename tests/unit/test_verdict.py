@@ -17,6 +17,7 @@ from deepnmt.analysis.many import train_side_by_side
 from deepnmt.analysis.toy_task import ToyTask
 from deepnmt.analysis.verdict import FEATURES, VerdictRule
 from deepnmt.analysis.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
+from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
@@ -234,6 +235,33 @@ def test_fit_writes_rule_table_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "verdict.png").stat().st_size > 5000
     rule = VerdictRule.load(tmp_path / "verdict.json")
     assert rule.facts["runs"] + rule.facts["held_out_runs"] == 120
+
+
+MISTAKES = [
+    ("reproduce corollaries --width 6", "--width is 6, must be a multiple of 4, the number of heads"),
+    ("reproduce vanishing --trials 0", "--trials is 0, must be 1 or more"),
+    ("reproduce last_ffn --threads 0", "--threads is 0, must be 1 or more"),
+    ("reproduce last_ffn --deepest 1", "--deepest is 1, must be 6 or more for last_ffn"),
+    ("reproduce vanishing --deepest 1", "--deepest is 1, must be 2 or more for vanishing"),
+    ("verdict-grid run runs.jsonl --threads 0", "--threads is 0, must be 1 or more"),
+    ("verdict-grid run runs.jsonl --depths 6 0", "--depths has 0, but all must be above 0"),
+    ("verdict-grid run runs.jsonl --rates 1e-3 0", "--rates has 0.0, but all must be above 0"),
+    ("verdict-grid run other.jsonl/runs.jsonl", "other.jsonl cannot be written"),
+    ("verdict-grid run .", ". cannot be read as lines of JSON: "),
+    ("verdict-grid fit other.jsonl", "other.jsonl, line 2, is not a run of a verdict grid, which has f"),
+    ("verdict-grid measure other.jsonl", "other.jsonl, line 2, is not a run of a verdict grid"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_mistakes(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.jsonl").write_text('{"half\n{"update": 1, "loss": 2.0}\n')
+    command, *words = line.split()
+    assert main(command, words) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "runs.jsonl").exists()
 
 
 def test_the_shipped_rule_is_the_one_of_the_shipped_runs() -> None:

@@ -65,6 +65,14 @@ def test_size_faults_name_a_size_that_works(kind: str) -> None:
     assert _train(kind, smallest).size == smallest
 
 
+@KINDS
+@pytest.mark.parametrize("line", ["ban bei " * 600, "\u2581 \u2581", " "])
+def test_a_text_without_a_line_to_learn_from(kind: str, line: str) -> None:
+    settings = config.Vocab.model_validate({"kind": kind, "size": 20})
+    with pytest.raises(UserError, match="nothing to learn a vocabulary from: every line is over 4,192 bytes"):
+        train_vocabulary([line] * 3, settings)
+
+
 def test_what_is_not_a_vocabulary_of_ours_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match="not a SentencePiece model"):
         Vocabulary(b"no model")

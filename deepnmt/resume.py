@@ -1,0 +1,53 @@
+"""Whether a run may go on from a checkpoint under the recipe it is given, and what is another from there on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepnmt.checkpoint import MOMENTS, load_state
+from deepnmt.config import Recipe, changed_settings, load_recipe
+from deepnmt.errors import UserError
+from deepnmt.optim import moments_of
+from deepnmt.parallel.build import data_ranks
+
+# Settings, or groups of them, that a run keeps: another value would make it another run, or come too late to count.
+_FIXED = ("seed", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters", "batch.tokens",
+          "admin", "train.best_by")
+
+
+def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int) -> list[str]:
+    """The settings that take effect from `checkpoint` on, as `key: old -> new`, and so what follows from the number of
+    processes.
+
+    Args:
+        fingerprint: of the prepared data.
+        world: processes that the run goes on with.
+
+    Raises:
+        UserError: a setting that a run keeps was changed, training cannot go on from this checkpoint, or the data are
+            others.
+    """
+    begun, state = load_recipe(checkpoint / "recipe.yaml"), load_state(checkpoint)
+    changes = changed_settings(begun, recipe)
+    fixed = list(_FIXED)
+    if moments_of(begun.optimizer) != moments_of(recipe.optimizer):
+        fixed += ["optimizer.name", "optimizer.momentum"]
+    if state.loss_scale is not None:  # the run has a later one than its first
+        fixed.append("loss_scale.initial_power")
+    refused = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in fixed)]
+    if refused:
+        raise UserError(f"{recipe.run} holds a run begun with other settings:\n  " + "\n  ".join(refused)
+                        + "\nput them back, or train into another folder with run=FOLDER")
+    if not (checkpoint / MOMENTS).exists():
+        raise UserError(f"{checkpoint} is an average, which training cannot go on from; take it out of "
+                        f"{checkpoint.parent}")
+    if state.extra["data_fingerprint"] != fingerprint:
+        raise UserError(f"{recipe.data.folder} was prepared anew from other text since {checkpoint} was written; "
+                        "restore it, or train into another folder with run=FOLDER")
+    before = state.extra["processes"]
+    if before != world:
+        changes.append(f"processes: {before} -> {world}")
+    were, are = (data_ranks(of, count) * of.batch.accumulation for of, count in ((begun, before), (recipe, world)))
+    if were != are:
+        changes.append(f"micro-batches of an update: {were} -> {are}")
+    return changes

@@ -1,0 +1,75 @@
+"""A setting changed between two starts takes effect, in the weights themselves, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from warm import Warm
+
+COMMON = ("train.valid_bleu=false", "train.save_every=1", "train.validate_every=100", "train.keep_last=9",
+          "train.keep_best=0", "loss_scale.initial_power=3", "loss_scale.window=1")
+FP16 = "parallel.ds_config=ds_configs/zero1_fp16.json"
+BETA1, BETA2, EPS = 0.9, 0.98, 1e-9  # the recipe's defaults
+
+
+def trained(warm: Warm, world: int, recipe: Path, run: Path, *changes: str) -> None:
+    warm.train(world, recipe, f"run={run}", *COMMON, *changes)
+    assert warm.wait() == [0] * world, warm.said()
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [record for record in found if record["type"] == kind]
+
+
+def state_of(run: Path, update: int) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / f"checkpoints/update-{update:08d}/state.json").read_text())
+    return content
+
+
+def tensors(run: Path, update: int, name: str) -> dict[str, torch.Tensor]:
+    return load_file(run / f"checkpoints/update-{update:08d}" / f"{name}.safetensors")
+
+
+def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    recipe, run = prepared / "recipe.yaml", tmp_path / "run"
+    trained(warm, 2, recipe, run, FP16, "train.clip=0", "train.updates=3")
+    assert state_of(run, 3)["loss_scale"] == {"scale": 64.0, "clean": 3}
+
+    # a while in fp32: the scale is kept for later
+    trained(warm, 1, recipe, run, "parallel.ds_config=null", "train.clip=0", "train.updates=4")
+    assert state_of(run, 4)["loss_scale"] == {"scale": 64.0, "clean": 3}
+    said = next(record["message"] for record in records(run, "event") if "going on from" in record["message"])
+    for words in ("now parallel.ds_config: ds_configs/zero1_fp16.json -> None", "now train.updates: 3 -> 4",
+                  "now processes: 2 -> 1", "now micro-batches of an update: 2 -> 1"):
+        assert words in said, said
+
+    warm.train(1, recipe, f"run={run}", *COMMON, "train.updates=6", "loss_scale.initial_power=4")
+    assert warm.wait() == [2] and "loss_scale.initial_power: 3 -> 4" in warm.said()
+
+    trained(warm, 2, recipe, run, FP16, "train.updates=7", "train.clip=0.01", "optimizer.lr=0.05",
+            "loss_scale.window=2")
+    later = records(run, "train")[4:]
+    assert [record["loss_scale"] for record in later] == [64, 128, 128], "the fourth clean update doubles it"
+    rate = 0.05 * (4 / 7) ** 0.5  # inverse square root after 4 updates of warm-up
+    assert later[-1]["learning_rate"] == pytest.approx(rate)
+    check_update(run, 7, rate, clip=0.01)
+    assert later[-1]["gradient_norm"] > 0.1, "the norm before clipping"
+
+
+def check_update(run: Path, update: int, rate: float, clip: float) -> None:
+    """The gradient that Adam took up has the norm `clip`, and the weights moved by `rate` times Adam's direction."""
+    before, after = (tensors(run, number, "moments") for number in (update - 1, update))
+    used = {key: (after[key] - BETA1 * before[key]) / (1 - BETA1) for key in after if key.endswith(".exp_avg")}
+    norm = torch.stack([gradient.double().norm() for gradient in used.values()]).norm()
+    assert float(norm) == pytest.approx(clip, rel=1e-3)
+    old, new = (tensors(run, number, "weights") for number in (update - 1, update))
+    for name, weight in new.items():
+        mean = after[f"{name}.exp_avg"] / (1 - BETA1**update)
+        square = after[f"{name}.exp_avg_sq"] / (1 - BETA2**update)
+        torch.testing.assert_close(weight - old[name], -rate * mean / (square.sqrt() + EPS), rtol=1e-3, atol=1e-6)
