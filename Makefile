@@ -24,7 +24,7 @@ demo-clean:
 	rm -rf runs/demo data/demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -15,18 +15,17 @@ SMALL = ["--vocab", 50, "--tokens", 48, "--micro-batches", 2]
 
 def test_layouts_take_the_same_updates_from_the_same_profile(prepared: Path, tmp_path: Path, tool: Tool) -> None:
     done = tool("compare_layouts", prepared / "recipe.yaml", *SMALL, "--updates", 2, "--output", tmp_path / "a.json",
-                "--layouts", "local", "zero3_fp32:2", "pipeline_zero1_fp32:2")
+                "--layouts", "local", "pipeline_zero1_fp32:2")
     assert done.returncode == 0, done.stderr
-    local, *others = json.loads((tmp_path / "a.json").read_text())["rows"]
+    local, other = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert local["losses"][1] < local["losses"][0]
     assert max(local["omega"].values()) > 1.1
-    for other in others:
-        assert other["losses"] == pytest.approx(local["losses"], rel=1e-5)
-        assert other["norms"] == pytest.approx(local["norms"], rel=1e-4)
-        assert other["omega"] == pytest.approx(local["omega"], rel=1e-6)
-        assert len(other["peak_gib"]) == 2
+    assert other["losses"] == pytest.approx(local["losses"], rel=1e-5)
+    assert other["norms"] == pytest.approx(local["norms"], rel=1e-4)
+    assert other["omega"] == pytest.approx(local["omega"], rel=1e-6)
+    assert len(other["peak_gib"]) == 2
     head, *rows = done.stdout.splitlines()
-    assert head.endswith("largest ω") and len(rows) == 3
+    assert head.endswith("largest ω") and len(rows) == 2
     assert len({row.split()[-1] for row in rows}) == 1
 
 

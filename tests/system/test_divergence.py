@@ -34,8 +34,9 @@ def placed(layout: str, stages: int) -> tuple[str, str]:
 
 Row = tuple[int, str, int]  # processes, layout, pipeline stages
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
-BLOWN: list[Row] = [(1, "null", 0), (2, "zero3_bf16", 0), (2, "zero1_fp16", 0), (2, "pipeline_zero1_fp32", 2)]
-BLOWN_TOO: list[Row] = [(2, "zero1_fp32", 0), (2, "pipeline_zero0_fp32", 2), (2, "pipeline_zero1_fp16", 2)]
+BLOWN: list[Row] = [(1, "null", 0), (2, "zero1_fp16", 0), (2, "pipeline_zero1_fp32", 2)]
+BLOWN_TOO: list[Row] = [(2, "zero3_bf16", 0), (2, "zero1_fp32", 0), (2, "pipeline_zero0_fp32", 2),
+                        (2, "pipeline_zero1_fp16", 2)]
 NAMED: list[Row] = [(1, "null", 0), (2, "pipeline_zero1_fp32", 2)]
 NAMED_TOO: list[Row] = [(2, "zero3_fp32", 0)]
 

@@ -22,7 +22,7 @@ from warm import Warm, kill, train, waiting
 
 from deepnmt.checkpoint import FAIL_POINTS, list_checkpoints, update_of
 
-UPDATES, SAVE_EVERY, VALIDATE_EVERY = 60, 4, 7
+UPDATES, SAVE_EVERY, VALIDATE_EVERY = (60 if os.environ.get("DEEPNMT_LONG") else 32), 4, 7
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 KILLS = 7 if LONG else 3
 # name: processes, ds_config, pipeline stages. A new layout is one more row.

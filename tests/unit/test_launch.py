@@ -41,6 +41,7 @@ def test_ds_accelerator_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rank_that_waits(voice: int) -> None:
     """A forked process that takes its place among several, as far as it can without the others, and stays."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run in this process may have left a handler
     with suppress(UserError), processes():  # it has no GPU
         pass
     os.write(voice, b"there")

@@ -48,6 +48,6 @@ def test_layouts_of_no_process_are_refused(text: str) -> None:
 
 
 def test_counts_of_micro_batches_are_above_0(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(Path(__file__).resolve().parents[2] / "recipes" / "multi30k" / "de-en_4l-4l.yaml")
+    recipe = str(Path(__file__).resolve().parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml")
     assert main("pipeline-idle", [recipe, "--counts", "4", "0"]) == 2
     assert "--counts is 0, must be 1 or more" in capsys.readouterr().err
