@@ -45,8 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(folder: Path, run: str, *overrides: str) -> Recipe:
+    """The run's settings. Ranks do this at the same moment: none may meet another's half-written file."""
     path = folder / f"{run}.yaml"
-    path.write_text(RECIPE.format(run=folder / run, folder=folder))
+    mine = path.with_suffix(f".{os.getpid()}")
+    mine.write_text(RECIPE.format(run=folder / run, folder=folder))
+    mine.replace(path)
     return load_recipe(path, list(overrides))
 
 
