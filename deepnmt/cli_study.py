@@ -64,12 +64,14 @@ def verdict_grid(words: list[str]) -> int:
         description="run: trains small models over blocks, depths, rates and warm-up and appends a line of JSON for\n"
         "each to RUNS; said again, it goes on with what is missing. measure: measures the models of old lines again\n"
         "that lack a feature, without training them. fit: fits the verdict rule on such lines, judges it on runs held\n"
-        "out, and writes the rule, a table and a picture beside them.",
+        "out, and writes the rule, a table and a picture beside them. judge: tells how right a finished rule is on\n"
+        "runs that it was not fitted on.",
         epilog="example:\n  python tools/verdict_grid.py run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
-        "  python tools/verdict_grid.py fit runs/verdict/runs.jsonl",
+        "  python tools/verdict_grid.py fit runs/verdict/runs.jsonl\n"
+        "  python tools/verdict_grid.py judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )
-    parser.add_argument("action", choices=["run", "measure", "fit"])
+    parser.add_argument("action", choices=["run", "measure", "fit", "judge"])
     parser.add_argument("runs", type=Path, metavar="RUNS", help="the file of runs, a line of JSON each")
     parser.add_argument("--blocks", nargs="+", metavar="BLOCK", help="words, or ENCODER/DECODER (default: all blocks)")
     parser.add_argument("--depths", nargs="+", type=int, metavar="N", help="layers of each stack (default 6 12 18 36)")
@@ -81,15 +83,19 @@ def verdict_grid(words: list[str]) -> int:
     parser.add_argument("--mark", choices=["source", "context"], default="source",
                         help="fit: what counts as learned: reads the source (default), or at least its own output")
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
+    parser.add_argument("--rule", type=Path, metavar="FILE", help="judge: a rule other than deepnmt's own")
     found = parser.parse_args(words)
     positive(found, "threads")
     for name, values in (("depths", found.depths), ("sentences", found.sentences), ("rates", found.rates)):
         if values is not None and min(values) <= 0:
             raise UserError(f"--{name} has {min(values)}, but all must be above 0")
-    from deepnmt.verdict_grid import fit_grid, make_grid, measure_anew
+    from deepnmt.verdict_grid import fit_grid, judge_runs, make_grid, measure_anew
 
     if found.action == "fit":
         print(fit_grid(found.runs, found.ship, found.mark))
+        return 0
+    if found.action == "judge":
+        print(judge_runs(found.runs, found.rule))
         return 0
     if found.action == "measure":
         print(f"{measure_anew(found.runs)} runs measured again")

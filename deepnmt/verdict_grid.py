@@ -11,7 +11,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from deepnmt.analysis.verdict import (
     trial_rates,
     update_features,
 )
-from deepnmt.analysis.verdict_fit import Fitted, fit_rule
+from deepnmt.analysis.verdict_fit import Fitted, confusion, fit_rule
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
@@ -175,6 +175,37 @@ def report(rule: VerdictRule, fitted: Fitted) -> str:
              f"{100 * min(splits):.1f} to {100 * max(splits):.1f} %",
              "accuracy on the runs of a block that was left out of the fit:",
              *(f"  {name:<24}{100 * value:5.1f} %" for name, value in fitted.unseen.items())]
+    return "\n".join(lines)
+
+
+def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
+    """What a finished rule (None: deepnmt's own) says of runs that it was not fitted on: a frozen rule's real test.
+
+    Returns:
+        Lines: the accuracy, the confusion table, and the accuracy by batch size, by depth and by blocks.
+
+    Raises:
+        UserError: no runs, a file of something else, or no such rule.
+    """
+    if not (made := read_runs(runs)):
+        raise UserError(f"{runs} has 0 runs, nothing to judge; make some with tools/verdict_grid.py run {runs}")
+    rule = VerdictRule.load(rule_file or SHIPPED)
+    mark: Mark = rule.facts.get("mark", "source")
+    records = [_marked(record, Settings.of(record["settings"]).bars[mark]) for record in made]
+    found = confusion(rule, records)
+    lines = [f"learned: {sum(bool(r['learned']) for r in records)} of {found.total} runs",
+             f"accuracy: {100 * found.accuracy:.1f} %", found.table()]
+    kinds: dict[str, Callable[[Point], str]] = {
+        "sentences a batch": lambda point: f"{point.sentences}",
+        "layers of each stack": lambda point: f"{point.layers}", "peak rate": lambda point: f"{point.rate:g}",
+        "blocks": lambda point: point.name}
+    for kind, of in kinds.items():
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for record in records:
+            groups.setdefault(of(Point(**record["point"])), []).append(record)
+        lines.append(f"by {kind}:")
+        lines += [f"  {name:<24}{100 * confusion(rule, group).accuracy:5.1f} % of {len(group)}"
+                  for name, group in groups.items()]
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,17 @@ from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.verdict_grid import Point, Settings, fit_grid, grid, measure_anew, point_recipe, read_runs, run_grid
+from deepnmt.verdict_grid import (
+    Point,
+    Settings,
+    fit_grid,
+    grid,
+    judge_runs,
+    measure_anew,
+    point_recipe,
+    read_runs,
+    run_grid,
+)
 
 TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
 
@@ -237,7 +248,29 @@ def test_fit_writes_rule_table_and_picture(tmp_path: Path) -> None:
     assert rule.facts["runs"] + rule.facts["held_out_runs"] == 120
 
 
+def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
+    """Two sizes of batch, three runs that learned; the rule says yes to all of 8 sentences and to none of 2."""
+    file, settings = tmp_path / "fresh.jsonl", Settings().as_dict()
+    bar, low, high = Settings().bars["source"], 1.0, 2.0
+    ended = [(8, low, bar - 0.1), (8, low, bar + 0.1), (8, low, bar - 0.2), (2, high, bar + 0.3), (2, high, bar - 0.3)]
+    file.write_text("".join(json.dumps({
+        "point": {"encoder": "admin", "decoder": "admin", "layers": 6, "rate": 1e-3, "warmup": True,
+                  "sentences": sentences, "seed": seed},
+        "settings": settings, "features": {"tokens": tokens}, "final": final, "learned": None,
+    }) + "\n" for seed, (sentences, tokens, final) in enumerate(ended)))
+    body = {"feature": "tokens", "threshold": 1.5, "low": {"probability": 0.9, "runs": 5},
+            "high": {"probability": 0.1, "runs": 5}}
+    VerdictRule("tree", ["tokens"], body, {"tokens": [0.0, 2.0]}, {"mark": "source"}).save(tmp_path / "rule.json")
+    text = judge_runs(file, tmp_path / "rule.json")
+    assert text.startswith("learned: 3 of 5 runs\naccuracy: 60.0 %\n")
+    assert re.search(r"learned +2 +1\ndid not +1 +1\n", text)
+    assert re.search(r"by sentences a batch:\n  8 +66\.7 % of 3\n  2 +50\.0 % of 2\nby layers", text)
+    assert re.search(r"by blocks:\n  admin +60\.0 % of 5$", text)
+
+
 MISTAKES = [
+    ("verdict-grid judge none.jsonl", "none.jsonl has 0 runs, nothing to judge; make some with tools/verdict_grid.py"),
+    ("verdict-grid judge other.jsonl", "other.jsonl, line 2, is not a run of a verdict grid"),
     ("reproduce corollaries --width 6", "--width is 6, must be a multiple of 4, the number of heads"),
     ("reproduce vanishing --trials 0", "--trials is 0, must be 1 or more"),
     ("reproduce last_ffn --threads 0", "--threads is 0, must be 1 or more"),
