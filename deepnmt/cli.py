@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deepnmt import cli_study
-from deepnmt.cli_args import expected_model, numbers, parse, recipe_parser, settable
+from deepnmt.cli_args import expected_model, numbers, parse, plain_parser, recipe_parser, settable
 from deepnmt.errors import UserError
 
 
@@ -212,12 +211,11 @@ def _demo(words: list[str]) -> int:
 
 def _split(words: list[str]) -> int:
     """Split a TSV into training, validation and test texts."""
-    parser = argparse.ArgumentParser(
-        prog="deepnmt split",
-        description="Writes train, valid and test texts that share no sentence, also where one sentence of the\n"
+    parser = plain_parser(
+        "split",
+        "Writes train, valid and test texts that share no sentence, also where one sentence of the\n"
         "target side has several translations. Prints the number of pairs in each.",
-        epilog="example:\n  python tools/split_tsv.py deu-eng.tsv.gz data/tatoeba/text --columns 2 1 --langs de en",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        "python tools/split_tsv.py deu-eng.tsv.gz data/tatoeba/text --columns 2 1 --langs de en",
     )
     parser.add_argument("tsv", type=Path, help="sentence pairs, plain or .gz")
     parser.add_argument("folder", type=Path, help="where the texts go")

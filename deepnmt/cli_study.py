@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from deepnmt.cli_args import batch_options, parse, positive, recipe_parser, settable
+from deepnmt.cli_args import batch_options, parse, plain_parser, positive, recipe_parser, settable
 from deepnmt.errors import UserError
 
 
 def compare(words: list[str]) -> int:
     """Draw the learning curves of several runs in one picture."""
-    parser = argparse.ArgumentParser(
-        prog="deepnmt compare", description="Draws the training losses of several runs and prints them as a table.",
-        epilog="example:\n  python tools/compare_runs.py runs/post_ln runs/admin --output runs/blocks.png",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    parser = plain_parser(
+        "compare", "Draws the training losses of several runs and prints them as a table.",
+        "python tools/compare_runs.py runs/post_ln runs/admin --output runs/blocks.png",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--output", default="runs/comparison.png", metavar="FILE", help="the picture")
@@ -59,17 +57,16 @@ def diagnose(words: list[str]) -> int:
 
 def verdict_grid(words: list[str]) -> int:
     """Train many small models, and fit the doctor's verdict on them."""
-    parser = argparse.ArgumentParser(
-        prog="deepnmt verdict-grid",
-        description="run: trains small models over blocks, depths, rates and warm-up and appends a line of JSON for\n"
+    parser = plain_parser(
+        "verdict-grid",
+        "run: trains small models over blocks, depths, rates and warm-up and appends a line of JSON for\n"
         "each to RUNS; said again, it goes on with what is missing. measure: measures the models of old lines again\n"
         "that lack a feature, without training them. fit: fits the verdict rule on such lines, judges it on runs held\n"
         "out, and writes the rule, a table and a picture beside them. judge: tells how right a finished rule is on\n"
         "runs that it was not fitted on.",
-        epilog="example:\n  python tools/verdict_grid.py run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
+        "python tools/verdict_grid.py run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
         "  python tools/verdict_grid.py fit runs/verdict/runs.jsonl\n"
         "  python tools/verdict_grid.py judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )
     parser.add_argument("action", choices=["run", "measure", "fit", "judge"])
     parser.add_argument("runs", type=Path, metavar="RUNS", help="the file of runs, a line of JSON each")
@@ -108,13 +105,12 @@ def verdict_grid(words: list[str]) -> int:
 
 def reproduce(words: list[str]) -> int:
     """Repeat one of the papers' analyses in small."""
-    parser = argparse.ArgumentParser(
-        prog="deepnmt reproduce",
-        description="corollaries: output change under noise, 1 to 100 layers (Admin, corollaries 1 and 2).\n"
+    parser = plain_parser(
+        "reproduce",
+        "corollaries: output change under noise, 1 to 100 layers (Admin, corollaries 1 and 2).\n"
         "vanishing: gradients of every layer at 18L-18L (Admin, figure 3; B2T, figures 3 and 4).\n"
         "last_ffn: the last FFN's gradient against depth (Pre-LN paper, figure 3).\nWrites a JSON file and a picture.",
-        epilog="example:\n  python tools/reproduce.py corollaries --output runs/reproduce",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        "python tools/reproduce.py corollaries --output runs/reproduce",
     )
     parser.add_argument("name", choices=["corollaries", "vanishing", "last_ffn"])
     parser.add_argument("--output", type=Path, default=Path("runs/reproduce"), metavar="FOLDER")
@@ -239,14 +235,13 @@ def pipeline_idle(words: list[str]) -> int:
 
 def gpu_report(words: list[str]) -> int:
     """Report what a GPU does with the recipes, in ten minutes."""
-    parser = argparse.ArgumentParser(
-        prog="deepnmt gpu-report",
-        description="Matrix products, Tatoeba De-En trained by the clock and scored, and, as far as time is left\n"
+    parser = plain_parser(
+        "gpu-report",
+        "Matrix products, Tatoeba De-En trained by the clock and scored, and, as far as time is left\n"
         "(with --minutes 6 it should be), 60L-12L updates in fp16 and bf16 with model FLOPs utilisation: a JSON file\n"
         "and a Markdown page, in one call of under ten minutes. --part layouts, a call of its own, has in place of\n"
         "the training 300 updates of 60L-12L on Tatoeba in fp16, under ZeRO-1 and as a pipeline of one stage.",
-        epilog="example:\n  python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        "python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER", help="a new folder")
     parser.add_argument("--tsv", type=Path, metavar="FILE", help="Tatoeba's pairs, English first, plain or .gz")

@@ -168,13 +168,19 @@ def test_help_ends_with_an_example_that_is_understood(
         assert f'main("{command}")' in (ROOT / script).read_text(encoding="utf-8")
         assert example[0] != "deepspeed" or "--quiet" in example
         words = example[example.index(script) + 1 :] + (["--dry-run"] if command == "train" else [])
-        try:
-            code: int | None = main(command, words)
-        except SystemExit:  # as argparse ends the process for words it does not know
-            code = None
+        code = main(command, words)
         said = capsys.readouterr().err
+        assert "lists what there is" not in said, said
         assert code == (0 if command == "train" else 2), said
         assert command == "train" or any(want in said for want in WANTED), said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_option_that_there_is_not_is_said_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command, ["--nonsense=1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("deepnmt: ")
+    assert said.endswith(f"; deepnmt {command} --help lists what there is\n")
 
 
 def test_the_example_of_prepare_works_beside_the_demo(
