@@ -208,6 +208,10 @@ def _keep_memory() -> None:
                 libc.mallopt(parameter, value)
 
 
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
 def quiet_libraries() -> None:
     """Keeps back messages a user can do nothing about; errors still come through."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -215,6 +219,6 @@ def quiet_libraries() -> None:
     # oneDNN compiles a CPU's 16-bit products for each number of rows; batches have some hundred, times 15 products
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
-    for name in ("DeepSpeed", "torch.distributed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_is_error)  # a level would not outlive DeepSpeed's import
     warnings.filterwarnings("ignore", module=r"(deepspeed|torch)(\.|$)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -103,3 +104,12 @@ def test_the_first_process_without_a_gpu_says_so(
         assert main("train", []) == 2
         said.append(capsys.readouterr().err)
     assert said[0].startswith("deepnmt: 3 processes were started") and said[1] == ""
+
+
+def test_deepspeeds_warnings_stay_back_and_its_errors_do_not() -> None:
+    """DeepSpeed sets its logger's level when it is imported, which is after the libraries were told to be quiet."""
+    script = ("from deepnmt.parallel.launch import quiet_libraries\nquiet_libraries()\n"
+              "import deepspeed.utils.logging as found\n"
+              "found.logger.warning('of no use')\nfound.logger.error('of use')\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "of use" in done.stdout + done.stderr and "of no use" not in done.stdout + done.stderr
