@@ -23,6 +23,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.ds_config import DsConfig
 from deepnmt.parallel.ds_engine import DsEngine
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
+from deepnmt.parallel.launch import give_memory_back
 from deepnmt.parallel.rounded import Weights
 from deepnmt.parallel.tensors import take_over
 
@@ -32,6 +33,8 @@ class ZeroEngine(DsEngine):
 
     def __init__(self, module: Transformer, recipe: Recipe, settings: DsConfig, device: torch.device) -> None:
         super().__init__(recipe, device, settings, dict(module.named_parameters()))
+        if self.zero == 3:
+            give_memory_back()
         self.module = self._computing(module, settings)
         self.data_rank, self.data_world = dist.get_rank(), dist.get_world_size()
         self.parameters = sum(p.numel() for p in module.parameters())

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +114,31 @@ def test_deepspeeds_warnings_stay_back_and_its_errors_do_not() -> None:
               "found.logger.warning('of no use')\nfound.logger.error('of use')\n")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "of use" in done.stdout + done.stderr and "of no use" not in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory in use")
+def test_freed_memory_is_kept_until_it_is_asked_back() -> None:
+    """In a process of its own: what is told to malloc holds to the end."""
+    script = """
+import torch
+from deepnmt.parallel import launch
+def used():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1000
+launch.quiet_libraries()
+launch._keep_memory()
+before = used()
+blocks = [torch.ones(2_000_000) for _ in range(25)]
+del blocks
+kept = used()
+launch.give_memory_back()
+back = used()
+blocks = [torch.ones(2_000_000) for _ in range(25)]
+full = used()
+del blocks
+print(kept - before, back - before, full - before, used() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
+                          env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    kept, back, full, after = (float(word) for word in done.stdout.split())
+    assert kept > 190 < full, "megabytes"
+    assert max(back, after) < 20
