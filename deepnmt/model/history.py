@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from deepnmt.model.norm import LayerNorm
+
 # What a layer hands to the next: its output [..., D]; with a rule that `needs_history`, what is kept of the stack's
 # input and of all layers below, and its output last. So layer l (from 0) is given l + 1 tensors then, layer 0 just one.
 Stream = Tensor | tuple[Tensor, ...]
@@ -29,7 +31,7 @@ class Mixture(nn.Module):
     def __init__(self, below: int, width: int, pre_norm: bool) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.full((below + 1,), 1 / (below + 1)))
-        self.norm = nn.LayerNorm(width)
+        self.norm = LayerNorm(width)
         self.pre_norm = pre_norm
 
     def forward(self, x: Stream) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -53,7 +55,7 @@ class MixtureTop(nn.Module):
     def __init__(self, layers: int, width: int, pre_norm: bool) -> None:
         super().__init__()
         self.mix = Mixture(layers, width, pre_norm)
-        self.norm = nn.LayerNorm(width) if pre_norm else nn.Identity()
+        self.norm = LayerNorm(width) if pre_norm else nn.Identity()
 
     def forward(self, x: Stream) -> Tensor:
         """The last layer's stream to the stack's output [..., D]."""

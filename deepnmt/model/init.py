@@ -5,7 +5,8 @@
 | `*.qkv.weight` [3D, D]             | three Xavier-uniform [D, D] matrices: q, k, v                               |
 | `*.kv.weight` [2D, D]              | two Xavier-uniform [D, D] matrices: k, v                                    |
 | `*.q`, `*.out`, `*.fc1`, `*.fc2`   | Xavier-uniform; looks_linear: fc1, fc2 orthogonal and mirrored              |
-| each of these matrices             | × the rule's `matrix_gain`: 1/√2 on q, k, v, and what its paper puts there  |
+| each of these matrices             | × the rule's `matrix_gain`: 1/√2 on q, k, v, and what its paper puts there; |
+|                                    | under `init: xavier_separate` 1 for that 1/√2                               |
 | each of these matrices             | × L^-1/2 under `init: depth_scaled`, L the depth of the layer's own stack   |
 | biases of linear maps              | 0                                                                           |
 | `*.norm*`                          | weight 1, bias 0                                                            |
@@ -52,13 +53,13 @@ def init_layer(layer: Layer, place: Place, stack: config.Stack, seed: int) -> No
     linears = {**_SELF_ATTENTION, **(_CROSS_ATTENTION if place.side == "decoder" else {}), **_FFN}
     rule = RULES[stack.block]
     depth_scaled = stack.init == "depth_scaled" or (stack.init == "auto" and rule.depth_scaled)
-    scale = place.depth**-0.5 if depth_scaled else 1.0
+    scale, separate = place.depth**-0.5 if depth_scaled else 1.0, stack.init == "xavier_separate"
     for path, matrices in linears.items():
         linear = layer.get_submodule(path)
         assert isinstance(linear, nn.Linear)
         generator = generator_for(seed, f"{layer.name}.{path}.weight")
         for part, matrix in zip(linear.weight.chunk(len(matrices)), matrices, strict=True):
-            rule.draw(part, place, matrix, scale, generator)
+            rule.draw(part, matrix, rule.matrix_gain(place, matrix, separate) * scale, generator)
         nn.init.zeros_(linear.bias)
         if isinstance(linear, ShiftedLinear):
             nn.init.zeros_(linear.shift)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from deepnmt.model.ffn import ConcatenatedFeedForward, FeedForward, ShiftedFeedForward, ShiftedLinear
 from deepnmt.model.history import Mixture, MixtureTop, Stream
 from deepnmt.model.history import newest as newest
+from deepnmt.model.norm import LayerNorm
 
 Side = Literal["encoder", "decoder"]
 Branch = Callable[[Tensor], Tensor]
@@ -60,27 +61,28 @@ class Rule(nn.Module):
     final_norm: ClassVar[bool] = False  # whether the stack ends with a LayerNorm of its own
     needs_history: ClassVar[bool] = False  # whether a layer needs the outputs of all layers below, see `Stream`
     depth_scaled: ClassVar[bool] = False  # whether `init: auto` multiplies every matrix by L^-1/2
+    fused: ClassVar[bool] = True  # whether `separate` changes any `matrix_gain`
     linear: ClassVar[type[nn.Linear]] = nn.Linear  # of the attentions
     feed_forward: ClassVar[type[FeedForward]] = FeedForward
 
     def __init__(self, place: Place) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(place.width) for _ in range(place.branches * self.layer_norms))
+        self.norms = nn.ModuleList(LayerNorm(place.width) for _ in range(place.branches * self.layer_norms))
         self.adds = nn.ModuleList(nn.Identity() for _ in range(place.branches))
 
     @staticmethod
-    def matrix_gain(place: Place, matrix: Matrix) -> float:
+    def matrix_gain(place: Place, matrix: Matrix, separate: bool = False) -> float:
         """The factor on the Xavier bound of one of the layer's matrices: 1, and 1/√2 for query, key and value.
 
         1/√2 is Xavier's bound for a fused [3D, D] matrix, as the toolkit drew it that the Admin and B2T papers used;
-        Admin's published profile follows from it; with 1 a deep profile runs 30 % above (docs/results.md).
+        Admin's published profile follows from it. With 1 (`separate`) a deep profile runs 30 % above (docs/results.md).
         """
-        return 2**-0.5 if matrix in ("q", "k", "v") else 1.0
+        return 2**-0.5 if matrix in ("q", "k", "v") and not separate else 1.0
 
     @classmethod
-    def draw(cls, weight: Tensor, place: Place, matrix: Matrix, scale: float, generator: torch.Generator) -> None:
-        """Fills one matrix, in place: Xavier-uniform times `matrix_gain` times `scale`."""
-        nn.init.xavier_uniform_(weight, gain=cls.matrix_gain(place, matrix) * scale, generator=generator)
+    def draw(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
+        """Fills one matrix, in place: Xavier-uniform times `gain`."""
+        nn.init.xavier_uniform_(weight, gain=gain, generator=generator)
 
     @staticmethod
     def embedding_gain(place: Place) -> float:
@@ -90,7 +92,7 @@ class Rule(nn.Module):
     @classmethod
     def top(cls, place: Place) -> nn.Module:
         """What stands on the stack, new: it takes the last layer's `Stream` to the stack's output [..., D]."""
-        return nn.LayerNorm(place.width) if cls.final_norm else nn.Identity()
+        return LayerNorm(place.width) if cls.final_norm else nn.Identity()
 
 
 class PostLN(Rule):
@@ -203,6 +205,8 @@ class DeepNorm(Rule):
     Encoder α = 0.81 (N⁴M)^(1/16), β = 0.87 (N⁴M)^(-1/16); decoder α = (3M)^(1/4), β = (12M)^(-1/4).
     """
 
+    fused = False  # 1 is the paper's
+
     def __init__(self, place: Place) -> None:
         super().__init__(place)
         self.alpha = self.constants(place)[0]
@@ -216,8 +220,8 @@ class DeepNorm(Rule):
         return (3 * m) ** (1 / 4), (12 * m) ** (-1 / 4)
 
     @staticmethod
-    def matrix_gain(place: Place, matrix: Matrix) -> float:
-        """β, but 1 for query and key."""
+    def matrix_gain(place: Place, matrix: Matrix, separate: bool = False) -> float:
+        """β, but 1 for query and key, separate or not."""
         return 1.0 if matrix in ("q", "k") else DeepNorm.constants(place)[1]
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
@@ -274,10 +278,11 @@ class Fixup(Rule):
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(place.branches))
 
     @staticmethod
-    def matrix_gain(place: Place, matrix: Matrix) -> float:
-        """n^-1/2 for fc1; n^-1/6 on the usual 1/√2 for query, key and value; 0 for out and fc2."""
+    def matrix_gain(place: Place, matrix: Matrix, separate: bool = False) -> float:
+        """n^-1/2 for fc1; n^-1/6 on the usual gain of query, key and value; 0 for out and fc2."""
         n = 2 * place.encoder_layers + 3 * place.decoder_layers
-        return {"fc1": n**-0.5, "fc2": 0.0, "out": 0.0}.get(matrix, Rule.matrix_gain(place, matrix) * n ** (-1 / 6))
+        own = {"fc1": n**-0.5, "fc2": 0.0, "out": 0.0}
+        return own[matrix] if matrix in own else Rule.matrix_gain(place, matrix, separate) * n ** (-1 / 6)
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         for scale, add, branch in zip(self.scales, self.adds, branches, strict=True):
@@ -295,10 +300,10 @@ class TFixup(Rule):
     layer_norms = False
 
     @staticmethod
-    def matrix_gain(place: Place, matrix: Matrix) -> float:
-        """The stack's factor for value, out, fc1 and fc2; the usual 1/√2 for query and key."""
+    def matrix_gain(place: Place, matrix: Matrix, separate: bool = False) -> float:
+        """The stack's factor for value, out, fc1 and fc2; the usual gain for query and key."""
         factor = 0.67 * place.depth**-0.25 if place.side == "encoder" else (9 * place.depth) ** -0.25
-        return Rule.matrix_gain(place, matrix) if matrix in ("q", "k") else factor
+        return Rule.matrix_gain(place, matrix, separate) if matrix in ("q", "k") else factor
 
     @staticmethod
     def embedding_gain(place: Place) -> float:
@@ -321,14 +326,14 @@ class LooksLinear(PostLN):
     feed_forward = ConcatenatedFeedForward
 
     @classmethod
-    def draw(cls, weight: Tensor, place: Place, matrix: Matrix, scale: float, generator: torch.Generator) -> None:
-        """fc1 orthogonal and fc2 mirrored orthogonal, times `scale`; the others as usual."""
+    def draw(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
+        """fc1 orthogonal and fc2 mirrored orthogonal, times `gain`; the others as usual."""
         if matrix not in ("fc1", "fc2"):
-            super().draw(weight, place, matrix, scale, generator)
+            super().draw(weight, matrix, gain, generator)
             return
         rows, columns = weight.shape
         half = torch.empty(rows, columns if matrix == "fc1" else columns // 2, dtype=torch.float64)
-        nn.init.orthogonal_(half, gain=scale, generator=generator)
+        nn.init.orthogonal_(half, gain=gain, generator=generator)
         weight.copy_(half if matrix == "fc1" else torch.cat([half, -half], dim=1))
 
 

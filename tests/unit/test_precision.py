@@ -5,13 +5,17 @@ Each test shows beside it how far the same sums in 16 bits would be off.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from deepnmt.config import Model
 from deepnmt.model.attention import attend
+from deepnmt.model.norm import LayerNorm
 from deepnmt.model.transformer import Transformer
 
 TYPES = (torch.bfloat16, torch.float16)
@@ -35,6 +39,33 @@ def test_statistics_of_norms(dtype: torch.dtype) -> None:
     spread = (x * x).cumsum(1, dtype=dtype)[:, -1:] / WIDTH - mean * mean
     assert close(norm(x), exact)
     assert not close((x - mean) / (spread.abs() + 1e-5).sqrt(), exact), "the same in 16 bits"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_statistics_of_norms_going_back(dtype: torch.dtype) -> None:
+    """All three gradients, against float64, in units of the type's last place at the largest."""
+    draw = torch.Generator().manual_seed(2)
+    norm = LayerNorm(WIDTH).to(dtype)
+    x = (30 + torch.randn(500, WIDTH, generator=draw)).to(dtype)
+    back = torch.randn(500, WIDTH, generator=draw).to(dtype)
+
+    def gradients(of: Callable[[Tensor, Tensor, Tensor], Tensor], kind: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(kind).requires_grad_() for t in (x, norm.weight, norm.bias)]
+        of(*leaves).backward(back.to(kind))
+        return [leaf.grad.double() for leaf in leaves if leaf.grad is not None]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), weight, bias)
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional_call(norm, {"weight": weight, "bias": bias}, (x,))
+
+    exact = gradients(plain, torch.float64)
+    off = {name: [float((found - right).abs().max() / right.abs().max()) / torch.finfo(dtype).eps
+                  for found, right in zip(gradients(of, dtype), exact, strict=True)]
+           for name, of in (("ours", ours), ("plain", plain))}
+    assert max(off["ours"]) < 0.6
+    assert min(off["plain"][1:]) > 2, "PyTorch sums in fp32 by itself now: its LayerNorm can be taken again"
 
 
 @pytest.mark.parametrize("training", [True, False])
