@@ -9,7 +9,7 @@ import torch
 
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import ScalerState, build_optimizer, moments_of
+from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, moments_of
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 
 
@@ -34,7 +34,7 @@ class LocalEngine:
             (sums.loss / update_tokens).backward()
             loss += sums.loss.item()
             nll += sums.nll.item()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip or math.inf))
+        norm = clip_gradients(self.module.parameters(), self.clip)
         applied = math.isfinite(norm) and math.isfinite(loss)
         if applied:
             for group in self.optimizer.param_groups:

@@ -20,6 +20,7 @@ from torch import nn
 
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
+from deepnmt.optim import clip_gradients
 from deepnmt.parallel.ds_config import DsConfig
 from deepnmt.parallel.ds_engine import DsEngine
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
@@ -66,7 +67,7 @@ class ZeroEngine(DsEngine):
     def _apply(self) -> tuple[float, bool]:
         if self.zero == 0:
             self._unscale()
-            norm = float(torch.nn.utils.clip_grad_norm_(self.local.values(), self.clip or math.inf))
+            norm = clip_gradients(self.local.values(), self.clip)
             finite = math.isfinite(norm)
             if self.scaler:
                 self.scaler.update_scale(not finite)
