@@ -26,8 +26,8 @@ def test_toy_report(tool: Tool, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     parts = report["parts"]
-    assert list(parts) == ["corpus", "machine", "prepare", "train", "average", "score", "60L-12L zero1_fp16",
-                           "60L-12L zero1_bf16"]
+    assert list(parts) == ["corpus", "machine", "prepare", "60L-12L zero1_fp16", "60L-12L zero1_bf16", "train",
+                           "average", "score"]
     assert {part["status"] for part in parts.values()} == {"done"} and report["seconds"] < report["budget"]
     assert all(rate > 0 for rate in parts["machine"]["figures"]["matmul_tflops"].values())
     for precision in ("fp16", "bf16"):
