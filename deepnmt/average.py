@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepnmt import averaging
-from deepnmt.checkpoint import list_checkpoints
 from deepnmt.config import Model, Recipe
 from deepnmt.errors import UserError
 
@@ -27,7 +26,7 @@ def average_run(
         recipe: whose `run` holds the checkpoints.
         last, best, updates, span, folders: at most one of these: the last n, the n with the best validation, a list of
             updates, all from one update to another, or checkpoint folders of any runs. Without, the last
-            `recipe.average_last`, or all where there are fewer.
+            `recipe.average_last`, or fewer where no more of the last ones are kept.
         output: the folder of the average; without, `averaged` in the run folder.
         model: what the checkpoints must hold; without, any one model.
 
@@ -52,7 +51,7 @@ def average_run(
     elif folders is not None:
         chosen = [Path(folder) for folder in folders]
     else:
-        chosen = list_checkpoints(checkpoints)[-recipe.average_last :]
+        chosen = averaging.up_to_last(checkpoints, recipe.average_last)
     if not chosen:
         raise UserError(f"there is no checkpoint in {checkpoints}; train first")
     target = Path(output) if output is not None else Path(recipe.run) / "averaged"

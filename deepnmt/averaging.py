@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,12 +35,34 @@ from deepnmt.commit import MANIFEST, sweep
 from deepnmt.config import Model, load_recipe
 from deepnmt.errors import UserError
 
+log = logging.getLogger(__name__)
+
 MAPPED_VALUES = 4_000_000  # of each checkpoint, read before its file is closed and opened again
 
 
 def last(checkpoints: Path, count: int) -> list[Path]:
     """The last `count` checkpoints in a folder, oldest first. Raises `UserError` where there are fewer."""
-    return _enough(list_checkpoints(checkpoints)[::-1], count, f"checkpoints in {checkpoints}")[::-1]
+    _enough(list_checkpoints(checkpoints), count, f"checkpoints in {checkpoints}")
+    found = up_to_last(checkpoints, count)
+    if len(found) < count:
+        raise UserError(f"the last {count} checkpoints in {checkpoints} were asked for, but train.keep_last kept "
+                        f"{len(found)}; what is older was kept for its validation. Ask for {len(found)}, or name the "
+                        "others by their updates")
+    return found
+
+
+def up_to_last(checkpoints: Path, count: int) -> list[Path]:
+    """The last `count` checkpoints, oldest first, or fewer: none from behind a gap.
+
+    A run keeps its last `train.keep_last` and the best. An older one that is there though that many came after it was
+    kept for its validation, and others between may be deleted. Raises `UserError` for a damaged one.
+    """
+    found = list_checkpoints(checkpoints)[-count:]
+    for path in found:
+        verify_files(path, (RECIPE,))
+    kept = [load_recipe(path / RECIPE).train.keep_last for path in found]
+    whole = (start for start in range(len(found)) if all(n <= keep for n, keep in enumerate(kept[start:], 1)))
+    return found[next(whole, 0):]
 
 
 def best(checkpoints: Path, count: int) -> list[Path]:
@@ -140,7 +163,7 @@ def save_average(folders: Sequence[Path], target: Path, model: Model | None = No
     """Writes the average of whole checkpoints as a checkpoint without moments; one already at `target` is replaced.
 
     Recipe, vocabularies and position are those of the checkpoint with the most updates; `extra` of the state says what
-    was averaged. With `model` they must hold that one.
+    was averaged, and which update was the newest then. With `model` they must hold that one.
 
     Raises:
         UserError: a checkpoint is damaged; they are of different models (it names the first tensor, vocabulary or
@@ -159,13 +182,27 @@ def save_average(folders: Sequence[Path], target: Path, model: Model | None = No
         _same_rules(folders[0], folder)
     states = [load_state(folder) for folder in folders]
     newest = max(range(len(folders)), key=lambda number: states[number].update)
-    averaged = {"averaged": [str(folder) for folder in folders], "averaged_updates": [s.update for s in states]}
+    beside = list_checkpoints(target.parent / "checkpoints")
+    averaged = {"averaged": [str(folder) for folder in folders], "averaged_updates": [s.update for s in states],
+                "newest_update": max([states[newest].update, *map(update_of, beside)])}  # fmt: skip
     state = replace(states[newest], loss_scale=None, best={}, extra=averaged)
     src_vocab, trg_vocab = ((folders[newest] / name).read_bytes() for name in (SRC_VOCAB, TRG_VOCAB))
     recipe = (folders[newest] / RECIPE).read_text(encoding="utf-8")
     sweep(target.parent, target.name)
     write_checkpoint(target, Contents(weights, None, state, recipe, src_vocab, trg_vocab))
     return target
+
+
+def warn_if_outdated(folder: Path) -> None:
+    """Warns where `folder` is the average of a run that has saved a newer checkpoint since; one process calls it."""
+    later = list_checkpoints(folder.parent / "checkpoints")
+    if folder.name != "averaged" or not later:
+        return
+    state = load_state(folder)
+    known = state.extra.get("newest_update", state.update)
+    if update_of(later[-1]) > known:
+        log.warning("%s was averaged when the newest checkpoint was of update %d, but now there is %s; average again "
+                    "to take it in, or name it with --checkpoint", folder, known, later[-1])
 
 
 def _other_model(ours: Path, theirs: Path, difference: str) -> UserError:

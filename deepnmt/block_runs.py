@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deepnmt.config import Recipe, check_recipe
+from deepnmt.analysis.fresh import initialisation
+from deepnmt.config import Init, Recipe, check_recipe
 from deepnmt.data.batching import Batch, PlanStream, Position, collate, plan_eval
 from deepnmt.data.dataset import PreparedData, Split
 from deepnmt.data.settings import open_prepared
 from deepnmt.data.vocab import EOS, PAD
 from deepnmt.divergence import Drops
 from deepnmt.errors import UserError
-from deepnmt.model.residual import RULES
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
@@ -35,7 +35,6 @@ from deepnmt.parallel.tensors import to_tensors
 from deepnmt.profile import profile_for
 
 Sources = Literal["own", "exchanged", "none"]
-Init = Literal["auto", "xavier", "depth_scaled"]
 
 INTERVAL = 10  # updates whose mean loss is one point of a curve
 _CHUNK = 1000  # sentences read at once
@@ -67,8 +66,7 @@ class System:
     @property
     def initialisation(self) -> str:
         """What `init` comes to with these blocks: `xavier`, `depth_scaled`, or two with a / between them."""
-        sides = ["depth_scaled" if self.init == "auto" and RULES[block].depth_scaled else
-                 "xavier" if self.init == "auto" else self.init for block in (self.encoder, self.decoder)]
+        sides = [initialisation(block, self.init) for block in (self.encoder, self.decoder)]
         return sides[0] if sides[0] == sides[1] else "/".join(sides)
 
     def plain(self) -> System:

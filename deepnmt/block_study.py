@@ -26,8 +26,8 @@ from typing import Any
 
 from deepnmt.analysis.block_plots import Panel, draw_study
 from deepnmt.analysis.fresh import block_pair
-from deepnmt.block_runs import INTERVAL, Init, System, run_system, shared_settings
-from deepnmt.config import Recipe
+from deepnmt.block_runs import INTERVAL, System, run_system, shared_settings
+from deepnmt.config import Init, Recipe
 from deepnmt.data.settings import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
@@ -54,11 +54,16 @@ class Systems:
 
     def listed(self, recipe: Recipe) -> list[System]:
         """All of them, shallow ones first. Raises `UserError` for a block that does not exist, an impossible recipe, or
-        one with an initialisation of its own."""
+        one with an initialisation or an earlier end of its own."""
         for side, stack in (("encoder", recipe.model.encoder), ("decoder", recipe.model.decoder)):
             if stack.init != "auto":
                 raise UserError(f"model.{side}.init is {stack.init}, but a study sets it for every run; leave it at "
                                 f"auto and say --inits {stack.init}")
+        training = recipe.train.model_dump()
+        for name, none in (("epochs", "null"), ("max_seconds", "null"), ("patience", 0)):
+            if training[name]:
+                raise UserError(f"train.{name} is {training[name]}, but every run of a study goes to its last update, "
+                                f"train.updates; set train.{name}={none}")
         pairs = [block_pair(word) for word in self.blocks]
         warmups = [recipe.schedule.warmup] if self.warmups is None else self.warmups
         listed = []

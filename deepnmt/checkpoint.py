@@ -111,7 +111,7 @@ def save_checkpoint(
 ) -> Path:
     """Writes `checkpoints/update-<update>`; one process of a run calls it, with whole fp32 tensors.
 
-    What a killed save or deletion left behind is deleted first.
+    What a killed save or deletion left behind is cleared up first.
 
     Checkpoints of later updates are what the run went back from (a damaged newest one, say). They are set aside as
     `set-aside-update-*`, so that they are neither resumed from nor counted when old ones are deleted.
@@ -120,12 +120,17 @@ def save_checkpoint(
         CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
     """
     target = checkpoints / f"update-{update:08d}"
-    commit.sweep(checkpoints, "update-*")
+    sweep_checkpoints(checkpoints)
     write_checkpoint(target, Contents(weights, moments, state, recipe_yaml, src_vocab, trg_vocab, extra_metadata or {}))
     for path in list_checkpoints(checkpoints):
         if update_of(path) > update:
             commit.set_aside(path)
     return target
+
+
+def sweep_checkpoints(checkpoints: Path) -> None:
+    """Clears up after a killed save or deletion: a checkpoint that was being replaced gets its name back."""
+    commit.sweep(checkpoints, "update-*")
 
 
 def write_checkpoint(target: Path, contents: Contents) -> None:

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deepnmt import cli_study
-from deepnmt.cli_args import expected_model, numbers, parse, plain_parser, recipe_parser, settable
+from deepnmt.cli_args import expected_model, numbers, parse, plain_parser, profiled, recipe_parser, settable
 from deepnmt.errors import UserError
+
+INTERRUPTED = 130  # what a shell says of a program that SIGINT ended
 
 
 def main(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
-    """Runs `command`, or the one the first argument names; returns the exit code: 0, 2 for a user's mistake, or the
-    command's own."""
+    """Runs `command`, or the one the first argument names; returns the exit code: 0, 2 for a user's mistake, 130 for
+    Ctrl-C (which a training run takes as the word to save and stop), or the command's own."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [w for w in words if not w.startswith(("--local_rank", "--local-rank"))]  # launchers add it; RANK is read
     if command is None:
-        if not words or words[0] not in COMMANDS:
+        if not words or words[0] in ("-h", "--help"):
             known = "\n".join(f"  {name:<15}{run.__doc__}" for name, run in COMMANDS.items())
             print(f"usage: deepnmt COMMAND ...\n\n{known}\n\ndeepnmt COMMAND --help says more.")
-            return 0 if words and words[0] in ("-h", "--help") else 2
+            return 0 if words else 2
         command, words = words[0], words[1:]
     try:
-        return COMMANDS[command](words)
+        return _command(command)(words)
     except UserError as error:
         if not (_is_later_process() if error.spoken is None else error.spoken):
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)
         return 2
     except BrokenPipeError:
         return 0
+    except KeyboardInterrupt:
+        if not _is_later_process():
+            print("deepnmt: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    """Raises `UserError` where there is none of that name."""
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        raise UserError(f"there is no command {name!r}{hint} deepnmt --help lists what there is")
+    return COMMANDS[name]
 
 
 def _is_later_process() -> bool:
@@ -83,6 +99,7 @@ def _train(words: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true",
                         help="print the resolved recipe, sizes and layout; train nothing")
     found, recipe = parse(parser, words)
+    profiled(found, recipe)
     if found.dry_run:
         from deepnmt.dry_run import describe
 
@@ -100,7 +117,7 @@ def _average(words: list[str]) -> int:
     parser = recipe_parser(
         "average",
         "Averages checkpoints of a run into RUN/averaged (or --output); by default the last average_last.",
-        "python tools/average_checkpoints.py runs/demo --last 5",
+        "python tools/average_checkpoints.py runs/demo --last 3",
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--last", type=int, metavar="N", help="the last N")
@@ -110,6 +127,8 @@ def _average(words: list[str]) -> int:
     group.add_argument("--checkpoints", nargs="+", metavar="FOLDER", help="these folders, of any runs of one model")
     parser.add_argument("--output", metavar="FOLDER", help="where the average goes (default: RUN/averaged)")
     found, recipe = parse(parser, words)
+    chosen = any(way is not None for way in (found.last, found.best, found.updates, found.range, found.checkpoints))
+    settable(found, ["run", "model", *([] if chosen else ["average_last"])], "checkpoints are averaged as they are")
     updates = numbers("--updates", found.updates, ",")
     span = numbers("--range", found.range, ":")
     if span is not None and len(span) != 2:
@@ -154,6 +173,7 @@ def _translate(words: list[str]) -> int:
                         help="text: the best translation; tsv: line, rank, score, text; jsonl: one object a line")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
     found, recipe = parse(parser, words)
+    settable(found, ["run", "model", "translate", "seed", "parallel.threads"], "a trained model translates as it is")
     from deepnmt.parallel.launch import processes
     from deepnmt.translate import translate_files
 
@@ -179,8 +199,15 @@ def _evaluate(words: list[str]) -> int:
                         help="score these translations of the test sets, one file a set; several systems are compared "
                         "with the first by paired bootstrap")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
-    parser.add_argument("--output", metavar="FILE", help="JSON file (default: RUN/scores.json)")
+    parser.add_argument("--output", metavar="FILE",
+                        help="JSON file (default: RUN/scores.json, or RUN/scores-NAMES.json of what --test, "
+                        "--hypotheses and --checkpoint name)")
     found, recipe = parse(parser, words)
+    scored = ["run", "data.test", "data.src_lang", "data.trg_lang", "parallel.threads"]
+    if found.hypotheses:
+        settable(found, scored, "ready translations are scored")
+    else:
+        settable(found, [*scored, "model", "translate", "seed"], "a trained model translates as it is")
     from deepnmt.evaluate import evaluate_run
     from deepnmt.parallel.launch import processes
 

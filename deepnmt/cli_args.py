@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from deepnmt.config import Model, Recipe, load_recipe
+from deepnmt.config import Admin, Model, Recipe, load_recipe
 from deepnmt.errors import UserError
+from deepnmt.recipe_text import override
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,10 +55,44 @@ def expected_model(found: argparse.Namespace, recipe: Recipe, checkpoint: object
 
 
 def settable(found: argparse.Namespace, sections: Sequence[str], why: str) -> None:
-    """Raises `UserError` where a setting of another section is given on the line, since it would change nothing."""
+    """Raises `UserError` where a setting is given on the line that is none of these, and in none of these sections,
+    since it would change nothing."""
     for words in found.overrides:
-        if words.partition("=")[0].split(".")[0] not in sections:
+        if not f"{words.partition('=')[0]}.".startswith(tuple(f"{section}." for section in sections)):
             raise UserError(f"{words} has no say here, since {why}; leave it out (what has: {', '.join(sections)})")
+
+
+def given(found: argparse.Namespace) -> set[str]:
+    """The dotted names of all settings, and groups of them, that stand on the line."""
+    tree: dict[str, Any] = {}
+    for words in found.overrides:
+        override(tree, words)
+    return set(_names(tree))
+
+
+def _names(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _names(value, f"{prefix}{name}.")
+
+
+def profiled(found: argparse.Namespace, recipe: Recipe) -> None:
+    """Raises `UserError` where the line says how Admin is profiled and nothing will be.
+
+    On the line alone: a recipe may say it and have its blocks changed by overrides.
+    """
+    blocks = (recipe.model.encoder.block, recipe.model.decoder.block)
+    why = ""
+    if "admin" not in blocks:
+        why = f"model.encoder.block is {blocks[0]} and model.decoder.block {blocks[1]}, neither of them admin"
+    elif recipe.admin.profile is not None:
+        why = f"the profile is read from admin.profile ({recipe.admin.profile})"
+    names, usual = given(found), Admin()
+    for name, value, default in (("tokens", recipe.admin.tokens, usual.tokens),
+                                 ("input_variance", recipe.admin.input_variance, usual.input_variance)):
+        if why and f"admin.{name}" in names and value != default:
+            raise UserError(f"admin.{name}={value} has no say here, since {why}; leave it out")
 
 
 def numbers(option: str, text: str | None, separator: str) -> list[int] | None:

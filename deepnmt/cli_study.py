@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
-from deepnmt.cli_args import batch_options, parse, plain_parser, positive, recipe_parser, settable
+from deepnmt.cli_args import batch_options, given, parse, plain_parser, positive, profiled, recipe_parser, settable
+from deepnmt.config import Init
 from deepnmt.errors import UserError
 
 
@@ -42,6 +44,7 @@ def diagnose(words: list[str]) -> int:
     found, recipe = parse(parser, words)
     if found.tokens < 1:
         raise UserError(f"--tokens is {found.tokens}, must be 1 or more, for example 1024")
+    profiled(found, recipe)
     from deepnmt.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
     from deepnmt.parallel.launch import processes
 
@@ -50,6 +53,9 @@ def diagnose(words: list[str]) -> int:
         checkpoint = default_checkpoint(recipe, found.checkpoint, is_run)
         if checkpoint is not None:
             settable(found, AT_CHECKPOINT, f"{checkpoint} is as it was trained; --fresh looks at a new model")
+            if found.rule is not None:
+                raise UserError(f"--rule {found.rule} has no say here, since a rule knows models before training and "
+                                f"{checkpoint} is a checkpoint; leave it out, or look at a new model with --fresh")
         print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=found.output, tokens=found.tokens,
                        rule=found.rule))
     return 0
@@ -82,10 +88,19 @@ def verdict_grid(words: list[str]) -> int:
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
     parser.add_argument("--rule", type=Path, metavar="FILE", help="judge: a rule other than deepnmt's own")
     found = parser.parse_args(words)
+    of_action = {"run": ("blocks", "depths", "rates", "sentences", "seeds", "seconds", "threads"),
+                 "fit": ("mark", "ship"), "judge": ("rule",)}
+    for action, names in of_action.items():
+        for name in names:
+            if action != found.action and vars(found)[name] != parser.get_default(name):
+                raise UserError(f"--{name} is of verdict-grid {action} and has no say in {found.action}; leave it out")
     positive(found, "threads")
     for name, values in (("depths", found.depths), ("sentences", found.sentences), ("rates", found.rates)):
-        if values is not None and min(values) <= 0:
-            raise UserError(f"--{name} has {min(values)}, but all must be above 0")
+        for value in values or []:
+            if not 0 < value < float("inf"):
+                raise UserError(f"--{name} has {value}, but all must be above 0 and finite")
+    if min(found.seeds) < 0:
+        raise UserError(f"--seeds has {min(found.seeds)}, but all must be 0 or more")
     from deepnmt.verdict_grid import fit_grid, judge_runs, make_grid, measure_anew
 
     if found.action == "fit":
@@ -146,13 +161,14 @@ def compare_blocks(words: list[str]) -> int:
                         help="layers of each stack (default 18 36)")
     parser.add_argument("--warmups", nargs="+", type=int, metavar="N",
                         help="updates of warm-up (default: the recipe's)")
-    parser.add_argument("--inits", nargs="+", choices=["auto", "xavier", "depth_scaled"], default=["auto"],
-                        metavar="INIT", help="initialisations, auto xavier depth_scaled; what comes to the same for a"
+    parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], metavar="INIT",
+                        help="initialisations, auto xavier xavier_separate depth_scaled; what comes to the same for a"
                         " block is run once (default auto)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
     found, recipe = parse(parser, words)
     positive(found, "processes")
+    _set_by_the_study(given(found), bool(found.warmups))
     from deepnmt.block_study import Systems, study
 
     wanted = Systems(depths=found.depths, warmups=found.warmups, inits=found.inits)
@@ -160,6 +176,18 @@ def compare_blocks(words: list[str]) -> int:
         wanted = Systems(found.blocks, found.depths, found.warmups, found.inits)
     print(study(recipe, found.output, wanted, found.processes, found.seconds))
     return 0
+
+
+def _set_by_the_study(names: set[str], warmups: bool) -> None:
+    """Raises `UserError` for a setting on the line that every run of a study has a value of its own for."""
+    options = {f"model.{side}.{name}": option for side in ("encoder", "decoder")
+               for name, option in (("block", "--blocks"), ("layers", "--depths"))}
+    if warmups:
+        options["schedule.warmup"] = "--warmups"
+    for name, option in options.items():
+        if name in names:
+            raise UserError(f"{name} has no say here, since a study sets it for every run; leave it out and say "
+                            f"{option}")
 
 
 def benchmark(words: list[str]) -> int:
@@ -237,10 +265,10 @@ def gpu_report(words: list[str]) -> int:
     """Report what a GPU does with the recipes, in ten minutes."""
     parser = plain_parser(
         "gpu-report",
-        "Matrix products, Tatoeba De-En trained by the clock and scored, and, as far as time is left\n"
-        "(with --minutes 6 it should be), 60L-12L updates in fp16 and bf16 with model FLOPs utilisation: a JSON file\n"
-        "and a Markdown page, in one call of under ten minutes. --part layouts, a call of its own, has in place of\n"
-        "the training 300 updates of 60L-12L on Tatoeba in fp16, under ZeRO-1 and as a pipeline of one stage.",
+        "Matrix products, 60L-12L updates in fp16 and bf16 with model FLOPs utilisation, and Tatoeba De-En trained by\n"
+        "the clock and scored, for eight minutes or what is left of the budget: a JSON file and a Markdown page, in\n"
+        "one call of under ten minutes. --part layouts, a call of its own, has in place of the training 300 updates\n"
+        "of 60L-12L on Tatoeba in fp16, under ZeRO-1 and as a pipeline of one stage.",
         "python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER", help="a new folder")
@@ -249,7 +277,7 @@ def gpu_report(words: list[str]) -> int:
                         help="of the two recipes (default recipes/tatoeba)")
     parser.add_argument("--minutes", type=float, default=8.0, metavar="N",
                         help="of updates in the training, less if the budget ends before (default 8)")
-    parser.add_argument("--budget", type=float, default=580.0, metavar="SECONDS", help="for everything (default 580)")
+    parser.add_argument("--budget", type=float, default=590.0, metavar="SECONDS", help="for everything (default 590)")
     parser.add_argument("--part", choices=("training", "layouts"), default="training",
                         help="what is done with the text (default training)")
     parser.add_argument("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")

@@ -1,8 +1,9 @@
 """Folders that are there whole or not at all, and that can tell whether they still are.
 
 A folder is written as `.tmp-*`: its files, each synced, then `manifest.json` with their sizes and SHA-256; then the
-folder is synced and renamed, and its parent synced. What is deleted is renamed to `.trash-*` first. So at any moment a
-folder under its own name was whole once, and its manifest says whether it still is.
+folder is synced and renamed, and its parent synced. What it replaces is renamed to `.before-*` until then, what is
+deleted to `.trash-*`. So at any moment a folder under its own name was whole once, its manifest says whether it still
+is, and `sweep` puts back what a kill left under `.before-*` alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import secrets
 import shutil
 import signal
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from deepnmt.errors import UserError
 FORMAT = 1
 MANIFEST = "manifest.json"
 FAIL_POINTS = ("folder made", "folder synced", "predecessor moved", "renamed", "parent synced", "set aside", "trashed")
+_HEX = "[0-9a-f]" * 8  # what `_aside` ends a name with
 
 
 class CheckpointWriteError(UserError):
@@ -50,6 +53,9 @@ def fail_point(name: str) -> None:
 def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], facts: Mapping[str, Any]) -> None:
     """Writes a folder; one already there under that name is replaced once the new one is whole.
 
+    A full folder cannot be renamed over, so there is a moment in which neither has the name. A kill in it is made good
+    by the next `sweep`, a fault at once: in both cases the one that was there is put back.
+
     Args:
         target: the folder. Its parent is made where it is missing.
         files: name to the function that writes that file.
@@ -58,7 +64,7 @@ def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], f
     Raises:
         CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
     """
-    temporary, trash = _aside(target, ".tmp"), _aside(target, ".trash")
+    temporary, before = _aside(target, ".tmp"), _aside(target, ".before")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
@@ -71,7 +77,7 @@ def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], f
         _sync(temporary)
         fail_point("folder synced")
         if target.exists():
-            target.rename(trash)
+            target.rename(before)
             fail_point("predecessor moved")
         temporary.rename(target)
         fail_point("renamed")
@@ -81,7 +87,7 @@ def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], f
         raise _write_error(target, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(trash, ignore_errors=True)
+        _put_back(before, target)
 
 
 def set_aside(folder: Path) -> None:
@@ -99,8 +105,14 @@ def delete(folder: Path) -> None:
 
 
 def sweep(parent: Path, names: str) -> None:
-    """Deletes what a killed `commit_folder` or `delete` of folders with such names (a glob) left in `parent`."""
-    for path in [*parent.glob(f".tmp-{names}-*"), *parent.glob(f".trash-{names}-*")]:
+    """Clears up after a killed `commit_folder` or `delete` of folders with such names (a glob) in `parent`.
+
+    A folder that was moved for its successor and has none is put back; everything else is deleted. To be called before
+    anybody looks for such folders in order to go on with them.
+    """
+    for path in parent.glob(f".before-{names}-{_HEX}"):
+        _put_back(path, parent / path.name.removeprefix(".before-").rpartition("-")[0])
+    for path in [*parent.glob(f".tmp-{names}-{_HEX}"), *parent.glob(f".trash-{names}-{_HEX}")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -198,6 +210,17 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _put_back(before: Path, target: Path) -> None:
+    """Gives a folder that was moved its name back if nobody has it, and deletes it otherwise. Where it cannot be given
+    back now it stays for the next `sweep`."""
+    if os.path.lexists(target):
+        shutil.rmtree(before, ignore_errors=True)
+    elif before.exists():
+        with suppress(OSError):
+            before.rename(target)
+            _sync(target.parent)
 
 
 def _aside(folder: Path, prefix: str) -> Path:

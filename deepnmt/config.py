@@ -19,6 +19,7 @@ from deepnmt.recipe_text import expand, override, read_tree
 Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
                 "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]
 HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # a layer of these needs the outputs of all layers below it
+Init = Literal["auto", "xavier", "xavier_separate", "depth_scaled"]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -95,13 +96,14 @@ class Batch(Section):
 
 
 class Stack(Section):
-    """One side of the model. `init`: depth_scaled multiplies every matrix of the layers by layers^-1/2, with any block;
-    auto does so for b2t and b2t_no_ln, as their published code does, and is xavier for the others.
+    """One side of the model. `init`: depth_scaled multiplies every matrix of the layers by layers^-1/2; auto does so
+    for b2t and b2t_no_ln, as their published code does, and is xavier for the others; query, key and value have 1/√2
+    of Xavier's bound, under xavier_separate the whole.
     `input_gain`: a trainable vector on the stack's input, 1 at first, which takes the first ω of a folded model."""
 
     block: Block = "admin"
     layers: Count = 6
-    init: Literal["auto", "xavier", "depth_scaled"] = "auto"
+    init: Init = "auto"
     input_gain: bool = False
 
 
@@ -177,7 +179,8 @@ class Schedule(Section):
     """Learning rate over updates: `warmup` updates of linear rise to the peak `optimizer.lr`, then the named curve.
 
     step: constant until an epoch begins (counted from 1) or until an update; from there on times `step_factor`, and
-    falling as `after_step` says.
+    falling as `after_step` says. inverse_sqrt without warm-up falls from update 1 on, to 1 % of the peak at 10,000; a
+    peak that holds to update n without a warm-up is step, warmup: 0, step_update: n, step_factor: 1.0.
     """
 
     name: Literal["inverse_sqrt", "constant", "linear", "step"] = "inverse_sqrt"
@@ -326,6 +329,10 @@ class Recipe(Section):
             faults.append(f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot go with "
                           f"{' and '.join(whole)}: each of its layers needs the outputs of all layers below, and "
                           "stages hand on only the last; set parallel.pipeline_stages: 0, or take another block")
+        if self.average_last > self.train.keep_last:
+            faults.append(f"average_last ({self.average_last}) must not be above train.keep_last "
+                          f"({self.train.keep_last}), or fewer of the last checkpoints are there; set average_last: "
+                          f"{self.train.keep_last}, or keep more")
         if self.train.best_by == "bleu" and not self.train.valid_bleu:
             faults.append("train.best_by: bleu needs train.valid_bleu: true")
         if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:

@@ -19,16 +19,18 @@ import torch
 
 from deepnmt.analysis.activations import likeness, ranges
 from deepnmt.analysis.admin_profile import SIDES, AdminProfile
+from deepnmt.analysis.alternatives import alternatives
 from deepnmt.analysis.change import Growth, layer_changes, random_change
 from deepnmt.analysis.dependency import dependency
 from deepnmt.analysis.doctor_page import summary, write_page
-from deepnmt.analysis.fresh import fresh_model, with_blocks, with_depth, with_init
+from deepnmt.analysis.fresh import fresh_model, with_depth
 from deepnmt.analysis.gradient_probe import HalfZeros, gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.update_probe import moved
 from deepnmt.analysis.verdict import SHIPPED, VerdictRule, change_by, features, other_sources, trial_rates
 from deepnmt.checkpoint import (
     MOMENTS,
+    LoadedModel,
     find_checkpoint,
     list_checkpoints,
     load_model,
@@ -43,12 +45,11 @@ from deepnmt.data.dataset import PreparedData
 from deepnmt.data.settings import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
-from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import make_run_folder, write_json
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import check_layout
-from deepnmt.parallel.ds_config import DsConfig
+from deepnmt.parallel.ds_config import DsConfig, shipped
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.tensors import to_tensors
@@ -63,8 +64,8 @@ _TRIALS = 3  # draws of noise
 
 @dataclass(frozen=True)
 class Patient:
-    """What is examined: a model with its recipe and a batch, and what it came from: a checkpoint, or, of a fresh model
-    with Admin stacks, the profile."""
+    """What is examined: a model with its recipe and a batch, and what it came from: a checkpoint with how often its run
+    had seen the training text, or, of a fresh model with Admin stacks, the profile."""
 
     recipe: Recipe
     model: Transformer
@@ -72,6 +73,7 @@ class Patient:
     vocabs: tuple[int, int]
     checkpoint: Path | None
     profile: AdminProfile | None = None
+    passes: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -89,7 +91,8 @@ def diagnose(
         checkpoint: a checkpoint, or the folder of a run (its newest one); None: the model as training would begin.
         output: the folder to write (default: RUN/diagnosis, or RUN/diagnosis-NAME for a checkpoint).
         tokens: target tokens of the batch, about.
-        rule: a verdict rule other than the one that comes with deepnmt; where neither is, there is no verdict.
+        rule: a verdict rule other than the one that comes with deepnmt; where neither is, and at a checkpoint, there
+            is no verdict.
 
     Returns:
         The table for the terminal.
@@ -137,7 +140,17 @@ def _patient(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint: 
     model.label_smoothing = loaded.recipe.train.label_smoothing
     given = {"run": recipe.run, "seed": recipe.seed, "data": recipe.data, "batch": recipe.batch,
              "parallel": recipe.parallel, "loss_scale": recipe.loss_scale}
-    return Patient(loaded.recipe.model_copy(update=given), model, batch, vocabs, loaded.folder)
+    return Patient(loaded.recipe.model_copy(update=given), model, batch, vocabs, loaded.folder,
+                   passes=_passes(loaded, data))
+
+
+def _passes(loaded: LoadedModel, data: PreparedData) -> float:
+    """How often the run had seen the training text; only where its schedule asks, since an epoch is planned for it."""
+    recipe, state = loaded.recipe, loaded.state
+    if recipe.schedule.step_epoch is None:
+        return 0.0
+    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    return state.epoch + state.micro_batch / stream.epoch_size(state.epoch)
 
 
 def _fresh(
@@ -158,7 +171,7 @@ def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
     _say("gradients")
     found["gradients"] = gradients(model, batch).as_dict()
     found["ranges"] = {name: each.as_dict() for name, each in ranges(model, batch).items()}
-    half = half_zeros(model, batch, _loss_scale(recipe))
+    half = half_zeros(model, batch, _loss_scale(recipe), recipe.batch.accumulation)
     found["half"] = {"scale": half.scale, "finite": half.finite, "shares": half.shares,
                      "shares_fp32": half.shares_fp32, "lost": half.lost}
     _say("output change")
@@ -241,9 +254,8 @@ def due_rate(patient: Patient) -> float:
     recipe, checkpoint = patient.recipe, patient.checkpoint
     if checkpoint is None or not (checkpoint / MOMENTS).exists():
         return recipe.optimizer.lr
-    state = load_state(checkpoint)
-    return learning_rate(recipe.optimizer.lr, recipe.schedule, state.update + 1, recipe.train.updates,
-                         float(state.epoch))
+    return learning_rate(recipe.optimizer.lr, recipe.schedule, load_state(checkpoint).update + 1,
+                         recipe.train.updates, patient.passes)
 
 
 def growth(patient: Patient, rate: float) -> tuple[dict[str, dict[str, Growth]], dict[str, list[float]]]:
@@ -307,15 +319,15 @@ def judge(patient: Patient, rule: VerdictRule, half: HalfZeros) -> dict[str, Any
     fp16 = fp16_fault(patient, half) if _is_fp16(patient.recipe) else None
     answer: dict[str, Any] = {
         "trains": verdict.trains and fp16 is None, "probability": verdict.probability, "reasons": verdict.reasons,
-        "fp16": fp16, "outside": verdict.outside, "features": values, "rule": {**rule.facts, "kind": rule.kind},
-        "instead": {},
+        "fp16": fp16, "outside": rule.unseen(patient.recipe) + verdict.outside, "features": values,
+        "rule": {**rule.facts, "kind": rule.kind, "unvaried": rule.unvaried}, "instead": {},
     }
-    ds_config = str(patient.recipe.parallel.ds_config)
-    if fp16 is not None and "fp16" in ds_config:
-        answer["instead"][f"parallel.ds_config={ds_config.replace('fp16', 'bf16')}"] = verdict.probability
+    answer["rule"].pop("fitted_points", None)  # hundreds, of no use to a reader
+    if fp16 is not None and (layout := _in_bf16(patient.recipe)) is not None:
+        answer["instead"][f"parallel.ds_config={layout}"] = verdict.probability
     if not verdict.trains:
         low, high = rule.spans.get("tokens", (0.0, 0.0))
-        for name, recipe in _alternatives(patient.recipe, knows_batches=high > low).items():
+        for name, recipe in alternatives(patient.recipe, knows_batches=high > low).items():
             profile = patient.profile if recipe.model == patient.recipe.model else None
             model = _fresh(recipe, patient.vocabs, patient.batch, profile)
             answer["instead"][name] = rule.probability(_features(recipe, model, patient))
@@ -328,9 +340,9 @@ def fp16_fault(patient: Patient, half: HalfZeros) -> str | None:
     An overflow alone is no reason: the loss scale halves until there is none. The scales tried are each a quarter of
     the last, down to the recipe's floor.
     """
-    floor = patient.recipe.loss_scale.floor
+    floor, accumulation = patient.recipe.loss_scale.floor, patient.recipe.batch.accumulation
     while not half.finite and half.scale > floor:
-        half = half_zeros(patient.model, patient.batch, max(half.scale / 4, floor))
+        half = half_zeros(patient.model, patient.batch, max(half.scale / 4, floor), accumulation)
     if not half.finite:
         return f"gradients overflow in fp16 at every loss scale down to {floor:g}"
     if half.lost > LOST:
@@ -338,36 +350,18 @@ def fp16_fault(patient: Patient, half: HalfZeros) -> str | None:
     return None
 
 
+def _in_bf16(recipe: Recipe) -> str | None:
+    """The layout beside the recipe's of fp16 that is named like it but for bf16; None where there is no such file."""
+    layout = Path(str(recipe.parallel.ds_config))
+    other = layout.with_name(layout.name.replace("fp16", "bf16"))
+    return str(other) if other != layout and shipped(other).is_file() else None
+
+
 def _features(recipe: Recipe, model: Transformer, patient: Patient) -> dict[str, float]:
     tokens = patient.tokens / len(patient.batch[0]) * (recipe.batch.tokens / patient.batch[3].size(1))
     return features(model, patient.batch, partial(one_update, model, recipe, patient.batch),
                     partial(trial, model, recipe, patient.batch), rate=recipe.optimizer.lr,
                     warmup=recipe.schedule.warmup, tokens=max(1, round(tokens * recipe.batch.accumulation)))
-
-
-def _alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:
-    """Recipes that differ from this one in one thing each, by what one would write to get them; larger batches only for
-    a rule that was fitted on several sizes."""
-    found = {}
-    for part in (3, 10):
-        optimizer = recipe.optimizer.model_copy(update={"lr": recipe.optimizer.lr / part})
-        found[f"optimizer.lr={optimizer.lr:.3g}"] = recipe.model_copy(update={"optimizer": optimizer})
-    if recipe.schedule.warmup == 0:
-        schedule = recipe.schedule.model_copy(update={"warmup": max(1, recipe.train.updates // 10)})
-        found[f"schedule.warmup={schedule.warmup}"] = recipe.model_copy(update={"schedule": schedule})
-    if knows_batches:
-        batch = recipe.batch.model_copy(update={"accumulation": 4 * recipe.batch.accumulation})
-        found[f"batch.accumulation={batch.accumulation}"] = recipe.model_copy(update={"batch": batch})
-    model = recipe.model
-    if not all(stack.init == "depth_scaled" or (stack.init == "auto" and RULES[stack.block].depth_scaled)
-               for stack in (model.encoder, model.decoder)):
-        changed = {"model": with_init(model, "depth_scaled")}
-        found["model.encoder.init=depth_scaled model.decoder.init=depth_scaled"] = recipe.model_copy(update=changed)
-    for block in ("pre_ln", "admin", "deepnorm", "b2t"):
-        if block not in (model.encoder.block, model.decoder.block):
-            changed = {"model": with_blocks(model, block, block)}
-            found[f"model.encoder.block={block} model.decoder.block={block}"] = recipe.model_copy(update=changed)
-    return found
 
 
 def _plain(findings: dict[str, Any]) -> dict[str, Any]:

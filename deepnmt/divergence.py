@@ -65,7 +65,11 @@ def diverged(
         micro_batches: this process's of the last update; `factor`: what their loss sums were multiplied by, without the
             loss scale `scale`.
     """
-    current = engine.gather_model()
+    try:
+        current = engine.gather_model()
+    except torch.OutOfMemoryError:  # in the middle of it, maybe, for the others: this process asks them nothing more
+        kind = _KIND[next(engine.module.parameters()).dtype]
+        return _diverged(Seen(kind, room=False), recipe, scale)
     try:
         model = Transformer(recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
         take_over(model, current)
@@ -78,12 +82,7 @@ def diverged(
         silent.spoken = True
         return silent
     seen = [Seen(**json.loads(report)) for report in reports]
-    worst = next((each for each in seen if each.place), seen[0])
-    return Diverged("\n  ".join([
-        f"{LIMIT} updates in a row were dropped because their gradients were not finite, so the run ends"
-        + (f" (loss scale {scale:g}, its floor)" if worst.kind == "fp16" else "") + ".",
-        _where(worst), _advice(worst, recipe), _remains(Path(recipe.run) / "checkpoints"),
-    ]))
+    return _diverged(next((each for each in seen if each.place), seen[0]), recipe, scale)
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,15 @@ def _look(model: Transformer, micro_batches: Sequence[MicroBatch], factor: float
         return Seen(_KIND[dtype])
     wider = None if dtype == torch.float32 else first_non_finite(model.float(), micro_batches, factor)
     return Seen(_KIND[dtype], str(place), place.largest, None if wider is None else str(wider))
+
+
+def _diverged(worst: Seen, recipe: Recipe, scale: float) -> Diverged:
+    """What is said of the process that saw most; `scale` is the loss scale."""
+    return Diverged("\n  ".join([
+        f"{LIMIT} updates in a row were dropped because their gradients were not finite, so the run ends"
+        + (f" (loss scale {scale:g}, its floor)" if worst.kind == "fp16" else "") + ".",
+        _where(worst), _advice(worst, recipe), _remains(Path(recipe.run) / "checkpoints"),
+    ]))
 
 
 def _where(seen: Seen) -> str:

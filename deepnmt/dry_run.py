@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 from deepnmt.config import Model, Recipe, Stack, dump_recipe
 from deepnmt.data.batching import PlanStream
-from deepnmt.data.dataset import PreparedData
-from deepnmt.errors import UserError
+from deepnmt.data.settings import open_prepared
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
@@ -73,7 +72,7 @@ def memory_estimate(
         layers = model.encoder.layers + model.decoder.layers
         kept, wide = kept * min(1.0, group / layers) + layers / group, wide * min(1.0, group / layers)
     if cuts is not None:
-        parameters = max(sum(u.parameters for u in cuts.units[a:b]) for a, b in pairwise(cuts.bounds))
+        parameters = max(map(cuts.parameters, range(cuts.stages)))
         in_flight = min(cuts.stages, recipe.batch.accumulation)
         share_of_layers = in_flight * max(map(cuts.cost, range(cuts.stages)))
         kept, wide = kept * share_of_layers, wide * share_of_layers
@@ -88,16 +87,20 @@ def memory_estimate(
 
 def describe(recipe: Recipe) -> str:
     """The resolved recipe followed by its figures, for the processes that were started, or a pipeline's fewest. Uses
-    the prepared data where it exists."""
+    the prepared data where its folder holds anything.
+
+    Raises:
+        UserError: training would refuse the layout, or this data.
+    """
     stages = recipe.parallel.pipeline_stages
     world = max(place()[1], stages)
     layout = check_layout(recipe, world)
     chains = data_ranks(recipe, world)
-    try:
-        data = PreparedData.open(recipe.data.folder)
-    except UserError:
+    folder = Path(recipe.data.folder)
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         sizes, epoch, ratio = (recipe.vocab.size, recipe.vocab.size), "not prepared yet", 1.0
     else:
+        data = open_prepared(recipe)
         source, target = data.vocabs()
         sizes = (source.size, target.size)
         train = data.split("train")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +17,7 @@ from sacrebleu.dataset import DATASETS
 from sacrebleu.utils import SACREBLEU_DIR
 from tqdm import tqdm
 
+from deepnmt.averaging import warn_if_outdated
 from deepnmt.checkpoint import LoadedModel, load_model, require_model
 from deepnmt.config import Model, Recipe
 from deepnmt.data.corpus import read_pairs
@@ -45,7 +48,7 @@ def evaluate_run(
             "wmt14/full"; without, all of `data.test`.
         hypotheses: each "SYSTEM=FILE[,FILE...]", a file a test set, scored instead of the run's model.
         checkpoint: of the model, as for `load_model`; without, the run's average or else its newest checkpoint.
-        output: the JSON file; without, `scores.json` in the run folder.
+        output: the JSON file; without, see `scores_file`.
         expected: what the checkpoint must hold; without, any model.
         device: of the model; without, a GPU if there is one.
         rank, world, gather: of several processes, see `translate_shards`. They share the lines, and rank 0 scores.
@@ -69,6 +72,9 @@ def evaluate_run(
     else:
         loaded = load_model(Path(checkpoint or recipe.run))
         require_model(loaded.folder, expected)
+        if rank == 0:
+            warn_if_outdated(loaded.folder)
+            print(f"scoring the model of {loaded.folder}", file=sys.stderr, flush=True)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         translations = translate_sets(loaded, recipe, sets, device, rank, world, gather)
         if rank > 0:
@@ -78,8 +84,21 @@ def evaluate_run(
                  "averaged_updates": loaded.state.extra.get("averaged_updates", []),
                  "translate": recipe.translate.model_dump()}  # fmt: skip
     report = score_systems(systems, sets, recipe.data.trg_lang)
-    write_scores(report, facts, Path(output) if output is not None else Path(recipe.run) / "scores.json")
+    file = Path(output) if output is not None else scores_file(recipe.run, tests, hypotheses, checkpoint)
+    write_scores(report, facts, file)
+    print(f"scores are in {file}", file=sys.stderr, flush=True)
     return report.table()
+
+
+def scores_file(
+    run: str, tests: Sequence[str] | None, hypotheses: Sequence[str] | None, checkpoint: str | Path | None
+) -> Path:
+    """Where scores go in the run folder: the model that stands for the run, on all test sets of the recipe, into
+    `scores.json`; anything else into `scores-NAMES.json`, named by checkpoint, systems and test sets."""
+    named = [spec.partition("=")[0] for spec in (*(hypotheses or ()), *(tests or ()))]
+    model = [] if checkpoint is None else [Path(checkpoint).absolute().name]
+    words = [re.sub(r"[^\w.-]+", "_", name) for name in (*model, *named)]
+    return Path(run) / ("-".join(["scores", *words]) + ".json")
 
 
 def find_sets(recipe: Recipe, tests: Sequence[str] | None) -> list[EvaluationSet]:

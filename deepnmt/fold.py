@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from deepnmt.averaging import warn_if_outdated
+from deepnmt.checkpoint import find_checkpoint
 from deepnmt.config import Recipe
 from deepnmt.folding import save_folded
 
@@ -20,6 +22,8 @@ def fold_run(recipe: Recipe, checkpoint: str | Path | None = None, output: str |
         UserError: see `folding.save_folded`.
     """
     target = Path(output) if output is not None else Path(recipe.run) / "folded"
-    folded = save_folded(Path(checkpoint or recipe.run), target)
+    source = find_checkpoint(Path(checkpoint or recipe.run))
+    warn_if_outdated(source)
+    folded = save_folded(source, target)
     return (f"{folded.folder}: {' and '.join(folded.stacks)} as post_ln; logits of random sentences differ by at most "
-            f"{folded.difference:.1e} (the largest is {folded.largest_logit:.1f})")
+            f"{folded.difference:.1e} in float64 (the largest is {folded.largest_logit:.1f})")

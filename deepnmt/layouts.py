@@ -22,6 +22,7 @@ from deepnmt.analysis.admin_profile import ProfileBatch
 from deepnmt.analysis.layout_plots import draw_idle_time
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
+from deepnmt.model.embedding import PAD
 from deepnmt.monitor import write_json
 from deepnmt.parallel.build import check_layout, cut, start_engine
 from deepnmt.parallel.engine import Engine
@@ -84,6 +85,11 @@ def placed(recipe: Recipe, layout: Layout, micro_batches: int) -> Recipe:
     return made
 
 
+def _check_vocab(vocab: int) -> None:
+    if vocab <= PAD + 1:
+        raise UserError(f"--vocab is {vocab}, must be {PAD + 2} or more: the first {PAD + 1} entries are no words")
+
+
 def compare_layouts(
     recipe: Recipe, layouts: list[Layout], updates: int, micro_batches: int, tokens: int, vocab: int, threads: int
 ) -> list[dict[str, Any]]:
@@ -97,8 +103,10 @@ def compare_layouts(
         threads: of each process.
 
     Raises:
-        UserError: an impossible layout; said before the first one runs.
+        UserError: an impossible layout, or too small a vocabulary, said before the first one runs; a float type that
+            this machine does not compute with.
     """
+    _check_vocab(vocab)
     recipes = [placed(recipe, layout, micro_batches) for layout in layouts]
     rows = []
     for layout, made in zip(layouts, recipes, strict=True):
@@ -144,6 +152,7 @@ def measure_idle(
     Prints a table; writes `idle.json` and `idle.png` into `folder`. Raises `UserError` for an impossible layout.
     """
     layout = Layout(config, stages, stages)
+    _check_vocab(vocab)
     recipes = [placed(recipe, layout, count) for count in counts]
     rows = []
     print("micro-batches  idle, each stage    mean   formula   expected of these cuts")
@@ -196,7 +205,7 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             idle.append(1 - worked / max(ends))
         losses.append(ranks.sum([stats.loss])[0] / count)
         norms.append(stats.grad_norm)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    peak = own_peak() / 2**30
     if ranks.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(ranks.device) / 2**30
     waited = statistics.median(idle[1:] or idle) if idle else 0.0
@@ -212,6 +221,17 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         "idle": [idle for _, idle in each],
         "omega": profile.omega if profile else {},
     }
+
+
+def own_peak() -> float:
+    """The most memory this process has held, in bytes.
+
+    `ru_maxrss` would not do: a process that another started begins with that one's peak.
+    """
+    status = Path("/proc/self/status")
+    if not status.is_file():  # no Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
 
 
 def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[ProfileBatch]:

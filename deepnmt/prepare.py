@@ -26,7 +26,7 @@ from deepnmt.data.corpus import Pair, input_files, read_pairs
 from deepnmt.data.dataset import PreparedData, SideWriter, sha256, variant_stem, write_manifest
 from deepnmt.data.encoding import CHUNK, SEED, Encoding, encode_pairs
 from deepnmt.data.filters import KEPT, Verdicts, judge_texts, tally
-from deepnmt.data.settings import WAY_OUT, check_settings, corpora, prepared_settings
+from deepnmt.data.settings import WAY_OUT, check_settings, corpora, is_here, other_texts, prepared_settings
 from deepnmt.data.vocab import UNK, Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 
@@ -97,14 +97,13 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
     for name, corpus in texts.items():
         if name not in data.splits:
             raise UserError(f"prepared data {data.folder} has no {name}, which the recipe names; {WAY_OUT}")
-        if not all(Path(file).exists() for file in [*corpus.src, *corpus.trg, *corpus.tsv]):
+        if not is_here(corpus):
             report.line(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
             continue
         then, now = ([(f["bytes"], f["sha256"]) for f in files]
                      for files in (data.manifest["inputs"][name], _fingerprints(corpus)))
         if then != now:
-            raise UserError(f"prepared data {data.folder} was made from other texts than the recipe's data.{name} "
-                            f"names; {WAY_OUT}")
+            raise other_texts(data, name)
     check_settings(recipe, data)
     data.verify()
     report.line(f"{data.folder} is up to date")

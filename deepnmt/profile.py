@@ -23,12 +23,16 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
     Collective. Returns the path of the JSON file.
 
     Raises:
-        UserError: neither stack is Admin, there is no prepared data, or the run folder cannot be written to.
+        UserError: neither stack is Admin, or a file holds its ω already; there is no prepared data; the run folder
+            cannot be written to.
     """
     if not _is_admin(recipe):
         encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
         raise UserError(f"model.encoder.block is {encoder} and model.decoder.block {decoder}, but only admin is "
                         "profiled; set one of them to admin, or train without a profile")
+    if recipe.admin.profile is not None:
+        raise UserError(f"admin.profile is {recipe.admin.profile}, which training reads instead of measuring; set "
+                        "admin.profile=null to measure, or train with the file as it is")
     data = open_prepared(recipe)
     if ranks.first:
         make_run_folder(Path(recipe.run))

@@ -1,18 +1,52 @@
-"""Whether a run may go on from a checkpoint under the recipe it is given, and what is another from there on."""
+"""Whether a run may go on: nobody else is training it, the checkpoint suits the recipe; and what is another from there
+on."""
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from deepnmt.checkpoint import MOMENTS, load_state
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
+from deepnmt.monitor import make_run_folder
 from deepnmt.optim import moments_of
 from deepnmt.parallel.build import data_ranks
+from deepnmt.parallel.launch import Ranks
 
 # Settings, or groups of them, that a run keeps: another value would make it another run, or come too late to count.
 _FIXED = ("seed", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters", "batch.tokens",
           "admin", "train.best_by")
+
+
+@contextmanager
+def only_trainer(run: Path, ranks: Ranks) -> Iterator[None]:
+    """Holds the lock `RUN/.lock`, while processes train there, by rank 0. Collective.
+
+    The system lets go of it when that process ends in whatever way; the file stays and means nothing. Where the file
+    system has no locks there is none.
+
+    Raises:
+        UserError: on every rank; others are training there, or the run folder cannot be written to.
+    """
+    with ExitStack() as held:
+        fault = ""
+        if ranks.first:
+            try:
+                make_run_folder(run)
+                fcntl.flock(held.enter_context(open(run / ".lock", "a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except UserError as error:
+                fault = str(error)
+            except BlockingIOError:
+                fault = (f"another process is training in {run}; wait until it has ended, or train into another folder "
+                         "with run=FOLDER")
+            except OSError:  # no locks here
+                pass
+        if fault := ranks.broadcast_bytes(fault.encode()).decode():
+            raise UserError(fault)
+        yield
 
 
 def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from deepnmt.checkpoint import (
     newest_checkpoint,
     prune,
     save_checkpoint,
+    sweep_checkpoints,
 )
 from deepnmt.config import Recipe, dump_recipe
 from deepnmt.data.batching import MicroBatch as PlannedBatch
@@ -38,7 +40,7 @@ from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.tensors import to_tensors
 from deepnmt.profile import profile_for
 from deepnmt.progress import Interval, Progress
-from deepnmt.resume import changes_since
+from deepnmt.resume import changes_since, only_trainer
 from deepnmt.scoring import scorers
 from deepnmt.validate import validate
 
@@ -66,13 +68,16 @@ class Trainer:
         self.loss_scale: ScalerState | None = None  # of the checkpoint; handed on by layouts that use none
         self.out_of_time = False  # train.max_seconds has passed; the same on every process
         self._saved = -1
-        checkpoint = self._agree_on_checkpoint()
-        changes = changes_since(checkpoint, recipe, self.data.fingerprint, ranks.world) if checkpoint else []
-        self.monitor = Monitor(self.run, ranks.first, self._update_of(checkpoint), recipe.train.updates)
-        self.engine = self._resume(checkpoint, changes) if checkpoint else self._begin()
-        self.probe = TrainingProbe(self.engine.module, recipe.model, recipe.train.probe_every)
-        if ranks.first:
-            write_text(self.run / "recipe.yaml", dump_recipe(recipe))
+        with ExitStack() as held:  # let go of if anything here fails, else by `close`
+            held.enter_context(only_trainer(self.run, ranks))
+            checkpoint = self._agree_on_checkpoint()
+            changes = changes_since(checkpoint, recipe, self.data.fingerprint, ranks.world) if checkpoint else []
+            self.monitor = Monitor(self.run, ranks.first, self._update_of(checkpoint), recipe.train.updates)
+            self.engine = self._resume(checkpoint, changes) if checkpoint else self._begin()
+            self.probe = TrainingProbe(self.engine.module, recipe.model, recipe.train.probe_every)
+            if ranks.first:
+                write_text(self.run / "recipe.yaml", dump_recipe(recipe))
+            self._held = held.pop_all()
 
     # -- beginning ---------------------------------------------------------------------------------------------------
 
@@ -87,6 +92,7 @@ class Trainer:
         """
         name = b""
         if self.ranks.first:
+            sweep_checkpoints(self.checkpoints)
             found = newest_checkpoint(self.checkpoints, on_skip=lambda why: print(f"passed over: {why}", flush=True))
             name = found.name.encode() if found else b""
         name = self.ranks.broadcast_bytes(name)
@@ -181,7 +187,7 @@ class Trainer:
             stats = engine.train_step(mine, tokens, rate)
         if probed and stats.applied:
             scale = stats.loss_scale * engine.data_world  # what engines multiply the loss by
-            self.monitor.probe(progress.update + 1, self.probe.read(scale, ranks.sum))
+            self.monitor.probe(progress.update + 1, self.probe.read(scale, ranks.sum, ranks.largest))
         loss, nll, told, late = ranks.sum([stats.loss, stats.nll, float(self.stop_signal != 0), float(self._late())])
         self.out_of_time = late > 0
         progress.position = after
@@ -337,6 +343,7 @@ class Trainer:
     def close(self) -> None:
         self.engine.close()
         self.monitor.close()
+        self._held.close()
 
 
 def train(recipe: Recipe, ranks: Ranks) -> int:

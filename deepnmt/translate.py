@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from deepnmt import config
+from deepnmt.averaging import warn_if_outdated
 from deepnmt.checkpoint import load_model, require_model
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decoding.lines import Form, Hypothesis, one_line, progressing, read_lines, record, writing
@@ -75,6 +76,7 @@ def translate_lines(
     numbers: Iterable[int] | None = None,
     stepper: MakeStepper = CachedStepper,
     advance: Callable[[int], None] = silent,
+    warn: bool = True,
 ) -> list[list[Hypothesis]]:
     """Translates on the model's device.
 
@@ -87,6 +89,7 @@ def translate_lines(
         numbers: of the lines, for sampling and warnings; 1, 2, … if not given.
         stepper: how the model is stepped.
         advance: told after each batch how many lines it held.
+        warn: whether to say which lines are cut.
 
     Returns:
         For each line, in their order, at most `settings.nbest` hypotheses, best first.
@@ -98,7 +101,8 @@ def translate_lines(
     search = _Search(model, settings, seed, stepper)
     texts = list(lines)
     ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
-    sources = [_source(src_vocab, text, number, search.longest) for text, number in zip(texts, ids, strict=True)]
+    sources = [_source(src_vocab, text, number if warn else None, search.longest)
+               for text, number in zip(texts, ids, strict=True)]
     results: list[list[Hypothesis]] = [[EMPTY] for _ in texts]
     training = model.training
     model.eval()
@@ -114,10 +118,10 @@ def translate_lines(
     return results
 
 
-def _source(vocab: Vocabulary, text: str, number: int, limit: int) -> list[int]:
-    """A line's token ids with eos, at most `limit`; none for an empty line."""
+def _source(vocab: Vocabulary, text: str, number: int | None, limit: int) -> list[int]:
+    """A line's token ids with eos, at most `limit`; none for an empty line. What is cut is said if it has a number."""
     pieces = vocab.encode(text.strip())
-    if len(pieces) >= limit:
+    if number is not None and len(pieces) >= limit:
         log.warning("line %d has %d tokens; only its first %d are translated (model.max_length is %d)",
                     number, len(pieces), limit - 1, limit)
     return [*pieces[: limit - 1], EOS] if pieces else []
@@ -192,6 +196,7 @@ def translate_shards(
     gather: Gather = alone,
     stepper: MakeStepper = CachedStepper,
     progress: Callable[[int], None] = silent,
+    warn: bool = True,
 ) -> Iterator[list[Hypothesis]]:
     """`translate_lines` for any number of lines, shared among `world` processes which all call this with the same
     `lines` and exhaust it. Rank 0 gets every line's hypotheses in order, the others get none.
@@ -205,7 +210,7 @@ def translate_shards(
         mine = sorted(range(len(chunk)), key=lambda i: (-len(chunk[i]), i))[rank::world]
         found = translate_lines(
             model, vocabs, [chunk[i] for i in mine], settings, seed=seed, numbers=[start + i + 1 for i in mine],
-            stepper=stepper, advance=_Count(start, len(chunk), world, progress).add,
+            stepper=stepper, advance=_Count(start, len(chunk), world, progress).add, warn=warn,
         )
         shard = [[i, [list(asdict(h).values()) for h in best]] for i, best in zip(mine, found, strict=True)]
         shards = gather(json.dumps(shard).encode())
@@ -265,6 +270,8 @@ def translate_files(
     lines_in, lines_out = _checked(source, target, settings.nbest, form, world)
     loaded = load_model(folder)
     require_model(loaded.folder, expected)
+    if rank == 0:
+        warn_if_outdated(loaded.folder)
     model, vocabs = cast(loaded.model, settings.precision).to(device), (loaded.src_vocab, loaded.trg_vocab)
     begin = time.perf_counter()
     written = 0

@@ -7,6 +7,7 @@ that was stopped is an even sample of the whole, and the same command goes on wi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -36,7 +37,7 @@ from deepnmt.analysis.verdict import (
     trial_rates,
     update_features,
 )
-from deepnmt.analysis.verdict_fit import Fitted, confusion, fit_rule
+from deepnmt.analysis.verdict_fit import Fitted, confusion, fit_rule, held_out
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
@@ -52,6 +53,8 @@ DEPTHS = (6, 12, 18, 36)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 _SHAPE = {"point", "settings", "features", "final"}  # of a line, among others
 _AVERAGED = 20  # updates at the end whose mean loss decides
+_OPTIMIZER, _INIT = "adam", "auto"  # of all runs
+_HELD_OUT = 0.3  # of the runs, which the rule is judged on
 
 
 @dataclass(frozen=True)
@@ -141,14 +144,15 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         UserError: too few runs, or a file of something else.
     """
     records = [_marked(record, Settings().bars[mark]) for record in read_runs(runs)]
-    fitted = fit_rule(records, splits=splits)
+    fitted = fit_rule(records, _HELD_OUT, splits)
     held, others = fitted.held, fitted.splits
     facts = {
         "runs": len(records) - held.total, "held_out_runs": held.total, "held_out_accuracy": held.accuracy,
         "confusion": asdict(held), "accuracy_on_a_block_left_out": fitted.unseen,
         "accuracy_on_random_splits": {"mean": fmean(others), "least": min(others), "most": max(others)},
         "learned": sum(bool(record["learned"]) for record in records), "fit": fitted.recipe,
-        "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"],
+        "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"], "optimizer": _OPTIMIZER,
+        "init": _INIT, "fitted_points": sorted(_digest(r) for r in records if not held_out(r, _HELD_OUT)),
     }
     rule = replace(fitted.rule, facts=facts)
     rule.save(runs.with_name("verdict.json"))
@@ -158,6 +162,11 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
     text = report(rule, fitted)
     runs.with_name("verdict.md").write_text(text + "\n", encoding="utf-8")
     return text
+
+
+def _digest(record: dict[str, Any]) -> str:
+    """A short name of a run's point and settings, by which a rule knows what it was fitted on."""
+    return hashlib.sha256(_key(record).encode()).hexdigest()[:12]
 
 
 def _marked(record: dict[str, Any], bar: float) -> dict[str, Any]:
@@ -181,19 +190,22 @@ def report(rule: VerdictRule, fitted: Fitted) -> str:
 def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
     """What a finished rule (None: deepnmt's own) says of runs that it was not fitted on: a frozen rule's real test.
 
+    Runs that it was fitted on are left out and counted.
+
     Returns:
         Lines: the accuracy, the confusion table, and the accuracy by batch size, by depth and by blocks.
 
     Raises:
-        UserError: no runs, a file of something else, or no such rule.
+        UserError: no runs, none but what the rule was fitted on, a file of something else, or no such rule.
     """
     if not (made := read_runs(runs)):
         raise UserError(f"{runs} has 0 runs, nothing to judge; make some with tools/verdict_grid.py run {runs}")
     rule = VerdictRule.load(rule_file or SHIPPED)
+    fresh, notes = _fresh_runs(made, rule, runs)
     mark: Mark = rule.facts.get("mark", "source")
-    records = [_marked(record, Settings.of(record["settings"]).bars[mark]) for record in made]
+    records = [_marked(record, Settings.of(record["settings"]).bars[mark]) for record in fresh]
     found = confusion(rule, records)
-    lines = [f"learned: {sum(bool(r['learned']) for r in records)} of {found.total} runs",
+    lines = [*notes, f"learned: {sum(bool(r['learned']) for r in records)} of {found.total} runs",
              f"accuracy: {100 * found.accuracy:.1f} %", found.table()]
     kinds: dict[str, Callable[[Point], str]] = {
         "sentences a batch": lambda point: f"{point.sentences}",
@@ -209,16 +221,33 @@ def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
     return "\n".join(lines)
 
 
+def _fresh_runs(made: list[dict[str, Any]], rule: VerdictRule, runs: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The runs that the rule was not fitted on, and what is to be said of the others."""
+    if "fitted_points" not in rule.facts:
+        return made, ["the rule does not tell what it was fitted on; some of these runs may be among it"]
+    fitted = set(rule.facts["fitted_points"])
+    fresh = [record for record in made if _digest(record) not in fitted]
+    if not fresh:
+        raise UserError(f"the rule was fitted on all {len(made)} runs of {runs}, which says nothing; make others with "
+                        "tools/verdict_grid.py run, for example with --seeds 2")
+    left_out = len(made) - len(fresh)
+    return fresh, [f"left out: {left_out} runs that the rule was fitted on"] if left_out else []
+
+
 def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds: float = math.inf) -> int:
     """Does the points that `output` does not have yet, appending a line for each; returns how many are left.
 
     Points that differ in rate and warm-up only are trained side by side. No more are begun once `max_seconds` have
     passed.
+
+    Raises:
+        UserError: an impossible point, or a file that cannot be written; nothing is begun then.
     """
     done = {_key(record) for record in read_runs(output)}
     wanted = [p for p in points if _key({"point": asdict(p), "settings": settings.as_dict()}) not in done]
     groups: dict[tuple[object, ...], list[Point]] = {}
     for point in wanted:
+        point_recipe(point, settings)
         groups.setdefault((point.encoder, point.decoder, point.layers, point.sentences, point.seed), []).append(point)
     make_run_folder(output.parent)
     started, left = time.monotonic(), len(wanted)
@@ -341,7 +370,7 @@ def _record(point: Point, settings: Settings, values: dict[str, float], losses: 
 def point_recipe(point: Point, settings: Settings) -> Recipe:
     """The recipe of a point; only its model, optimizer, schedule and training are used."""
     corpus = {"src": "-", "trg": "-"}
-    stack = {"layers": point.layers}
+    stack = {"layers": point.layers, "init": _INIT}
     return check_recipe({
         "run": "-", "seed": point.seed,
         "data": {"folder": "-", "src_lang": "src", "trg_lang": "trg", "train": corpus, "valid": corpus,
@@ -350,7 +379,7 @@ def point_recipe(point: Point, settings: Settings) -> Recipe:
         "model": {"width": settings.width, "heads": settings.heads, "ffn": settings.ffn, "dropout": 0.0,
                   "max_length": 64, "encoder": {**stack, "block": point.encoder},
                   "decoder": {**stack, "block": point.decoder}},
-        "optimizer": {"name": "adam", "lr": point.rate},
+        "optimizer": {"name": _OPTIMIZER, "lr": point.rate},
         "schedule": {"name": "linear", "warmup": settings.warmup if point.warmup else 0},
         "train": {"updates": settings.updates, "label_smoothing": 0.0, "clip": 0.0},
     }, "a point of the grid")

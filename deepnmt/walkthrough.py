@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deepnmt.average import average_run
-from deepnmt.checkpoint import list_checkpoints
-from deepnmt.config import Recipe, dump_recipe
+from deepnmt.checkpoint import list_checkpoints, load_state
+from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
 from deepnmt.demo import make_corpus
 from deepnmt.errors import UserError
 from deepnmt.evaluate import evaluate_run
@@ -22,7 +22,7 @@ from deepnmt.parallel.launch import free_port
 from deepnmt.prepare import prepare
 from deepnmt.translate import translate_files
 
-_TRAIN = Path(__file__).resolve().parents[1] / "tools" / "train.py"
+_ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or a folder of installed packages
 
 
 def walk(recipe: Recipe, pairs: int = 110_000, number_of_processes: int = 2) -> int:
@@ -60,11 +60,16 @@ def walk(recipe: Recipe, pairs: int = 110_000, number_of_processes: int = 2) -> 
 
 
 def _train(recipe: Recipe, count: int) -> None:
-    """Starts `tools/train.py` under the launcher unless the run is finished."""
+    """Starts `deepnmt train` under the launcher unless the run is finished.
+
+    Raises:
+        UserError: it was finished with other settings, or training fails.
+    """
     status = Path(recipe.run) / "STATUS.json"
     if status.is_file():
         found = json.loads(status.read_text(encoding="utf-8"))
         if found["status"] == "finished" and found["update"] >= recipe.train.updates:
+            require_same(load_recipe(recipe.run), recipe)
             print(f"      {recipe.run} was trained before; it is reused", file=sys.stderr)
             return
     Path(recipe.run).mkdir(parents=True, exist_ok=True)
@@ -72,22 +77,43 @@ def _train(recipe: Recipe, count: int) -> None:
     resolved.write_text(dump_recipe(recipe), encoding="utf-8")
     launcher = Path(sys.executable).parent / "deepspeed"
     command = [str(launcher), "--quiet", "--num_accelerators", str(count), "--master_port", str(free_port()),
-               str(_TRAIN), str(resolved)]
+               "--module", "deepnmt", "train", str(resolved)]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"}
+    if (_ROOT / "tools").is_dir():  # a checkout, which need not be installed
+        env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     code = subprocess.run(command, env=env, check=False).returncode
     if code:
         raise UserError(f"training ended with code {code}, see above; the same command goes on from the newest "
                         "checkpoint")
 
 
+def require_same(trained: Recipe, recipe: Recipe) -> None:
+    """Raises `UserError` where a finished run had other settings than those that later steps or moving may change."""
+    free = ("run:", "data.workers:", "average_last:", "translate.")
+    if changes := [change for change in changed_settings(trained, recipe) if not change.startswith(free)]:
+        raise UserError(f"{recipe.run} is finished, but was trained with other settings:\n  " + "\n  ".join(changes)
+                        + "\nput them back, say make demo-clean to start over, or give another folder with run=FOLDER")
+
+
 def _score(recipe: Recipe, run: Path) -> None:
-    """Scores the averaged model unless that was done since the last checkpoint."""
+    """Scores the averaged model unless that was done."""
     scores = run / "scores.json"
-    newest = max(path.stat().st_mtime for path in list_checkpoints(run / "checkpoints"))
-    if scores.is_file() and scores.stat().st_mtime > newest:
+    if is_scored(recipe, scores):
         print(f"      {scores} is up to date", file=sys.stderr)
         return
     evaluate_run(recipe)
+
+
+def is_scored(recipe: Recipe, scores: Path) -> bool:
+    """Whether a file holds the scores of this average, made since the last checkpoint, by the recipe's search."""
+    run = Path(recipe.run)
+    newest = max(path.stat().st_mtime for path in list_checkpoints(run / "checkpoints"))
+    if not scores.is_file() or scores.stat().st_mtime <= newest:
+        return False
+    found = json.loads(scores.read_text(encoding="utf-8"))
+    due = {"averaged_updates": load_state(run / "averaged").extra["averaged_updates"],
+           "translate": recipe.translate.model_dump()}  # fmt: skip
+    return set(found.get("sets", ())) == set(recipe.data.test) and {key: found.get(key) for key in due} == due
 
 
 def _show(recipe: Recipe, run: Path, texts: Path) -> None:
@@ -98,6 +124,6 @@ def _show(recipe: Recipe, run: Path, texts: Path) -> None:
     translate_files(run, str(sample), str(output), recipe.translate)
     for source, reference, ours in zip(*lines, output.read_text(encoding="utf-8").splitlines(), strict=True):
         print(f"\n  English    {source}\n  deepnmt    {ours}\n  reference  {reference}")
-    scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
-    print(f"\n  BLEU {scores['bleu']:.1f}  ({scores['bleu_signature']})\n  chrF {scores['chrf']:.1f}  "
-          f"({scores['chrf_signature']})")
+    for name, scores in json.loads((run / "scores.json").read_text(encoding="utf-8"))["sets"].items():
+        print(f"\n  BLEU {scores['bleu']:.1f}  ({scores['bleu_signature']})\n  chrF {scores['chrf']:.1f}  "
+              f"({scores['chrf_signature']})" + (f"\n  on {name}" if len(recipe.data.test) > 1 else ""))

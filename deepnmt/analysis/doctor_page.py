@@ -12,6 +12,7 @@ from typing import Any
 
 from deepnmt.analysis import doctor_plots as plots
 from deepnmt.analysis.change import Growth
+from deepnmt.analysis.verdict import FEATURES
 
 Findings = Mapping[str, Any]
 _NO_RULE = "none: no rule comes with this version; fit one with tools/verdict_grid.py and give it with --rule"
@@ -134,6 +135,8 @@ def _verdict_box(verdict: Mapping[str, Any]) -> str:
     if "runs" in rule:
         lines.append(f" The rule ({rule['kind']}) was fitted on {rule['runs']} runs of small models and was right on "
                      f"{100 * rule['held_out_accuracy']:.0f} % of {rule['held_out_runs']} others.")
+    lines += [f" All its runs had the same {html.escape(FEATURES[name])} ({value:.3g}), so of that it knows nothing."
+              for name, value in rule["unvaried"].items()]
     lines.append(_list("Numbers that decided", verdict["reasons"]))
     lines.append(_list("Outside of what the rule was fitted on, so trust it less", verdict["outside"]))
     better = [f"{name}: probability {value:.2f}" for name, value in

@@ -8,7 +8,7 @@ import torch
 
 from deepnmt.analysis.admin_profile import SIDES, AdminProfile, InputVariance, admin_sublayers, measure
 from deepnmt.analysis.probes import ProbeBatch
-from deepnmt.config import Model
+from deepnmt.config import Init, Model
 from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
@@ -53,6 +53,13 @@ def with_init(model: Model, init: str) -> Model:
     tree = model.model_dump()
     tree["encoder"]["init"] = tree["decoder"]["init"] = init
     return Model.model_validate(tree)
+
+
+def initialisation(block: str, init: Init) -> str:
+    """What `init` comes to with a block: `xavier`, `xavier_separate` or `depth_scaled`."""
+    if init == "auto":
+        return "depth_scaled" if RULES[block].depth_scaled else "xavier"
+    return "xavier" if init == "xavier_separate" and not RULES[block].fused else init
 
 
 def block_pair(word: str) -> tuple[str, str]:

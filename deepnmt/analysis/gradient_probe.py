@@ -103,7 +103,7 @@ class HalfZeros:
     """Exact zeros among the gradients of an fp16 copy of the model.
 
     Attributes:
-        scale: the loss scale.
+        scale: the loss scale, which an update's whole loss is multiplied by.
         finite: whether every gradient was finite.
         shares: by part (`encoder.layers.3`, `embeddings`), the share of elements that are exactly zero.
         shares_fp32: the same in fp32: what is zero there was not lost to fp16.
@@ -121,10 +121,15 @@ class HalfZeros:
                    default=math.nan)
 
 
-def half_zeros(model: Transformer, batch: ProbeBatch, scale: float) -> HalfZeros:
-    """Runs an fp16 copy of the model on the batch with its loss multiplied by `scale`, forward and backward."""
+def half_zeros(model: Transformer, batch: ProbeBatch, scale: float, accumulation: int = 1) -> HalfZeros:
+    """Runs an fp16 copy of the model on the batch with its loss multiplied by `scale`, forward and backward.
+
+    Args:
+        accumulation: micro-batches of an update and process, of which the batch is one. Each is a sum divided by the
+            update's tokens, so its backward pass is that of its mean loss × scale / accumulation.
+    """
     half = copy.deepcopy(model).half().eval()
-    (mean_loss(half, batch).float() * scale).backward()
+    (mean_loss(half, batch).float() * (scale / accumulation)).backward()
     plain = copy.deepcopy(model).float().eval()
     mean_loss(plain, batch).backward()
     finite = all(bool(p.grad.isfinite().all()) for p in half.parameters() if p.grad is not None)

@@ -20,8 +20,10 @@ import torch
 
 from deepnmt.analysis.activations import token_likeness
 from deepnmt.analysis.change import compare, random_change
+from deepnmt.analysis.fresh import initialisation
 from deepnmt.analysis.gradient_probe import Gradients, gradients
 from deepnmt.analysis.probes import ProbeBatch, mean_loss, stack_outputs
+from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
 from deepnmt.model.transformer import Transformer
@@ -222,6 +224,8 @@ class VerdictRule:
         spans: by feature, its smallest and largest value among the runs; the logistic rule takes what lies outside
             for the nearest of the two, since a square knows nothing out there.
         facts: what it was fitted on and how well it did on runs that were held out.
+
+    A feature that was the same in all runs (its span is one value) is one the rule knows nothing of, inside or outside.
     """
 
     kind: Literal["logistic", "tree"]
@@ -248,8 +252,34 @@ class VerdictRule:
             reasons = self._leaf(values)[1]
         outside = [f"{FEATURES[name]} is {values[name]:.3g}, the runs had {low:.3g} to {high:.3g}"
                    for name, (low, high) in self.spans.items()
-                   if not low - 1e-9 <= values[name] <= high + 1e-9]
+                   if low < high and not low - 1e-9 <= values[name] <= high + 1e-9]
         return Verdict(probability >= 0.5, probability, reasons, outside)
+
+    @property
+    def unvaried(self) -> dict[str, float]:
+        """The features that were the same in all runs, and their values."""
+        return {name: low for name, (low, high) in self.spans.items() if low == high}
+
+    def unseen(self, recipe: Recipe) -> list[str]:
+        """What none of the runs had of a recipe: its blocks, its optimizer, its initialisation; as sentences.
+
+        Of what a rule's facts do not tell, nothing is said.
+        """
+        found, stacks = [], (recipe.model.encoder, recipe.model.decoder)
+        known = self.facts.get("accuracy_on_a_block_left_out", {})
+        blocks = "/".join(stack.block for stack in stacks)
+        if known and blocks not in known:
+            found.append(f"no run had the blocks {blocks}; fitted without one pair of its own, the rule was right on "
+                         f"{100 * min(known.values()):.0f} to {100 * max(known.values()):.0f} % of that pair's runs")
+        optimizer, init = self.facts.get("optimizer"), self.facts.get("init")
+        if optimizer is not None and recipe.optimizer.name != optimizer:
+            found.append(f"optimizer.name is {recipe.optimizer.name}, all runs had {optimizer}")
+        if init is not None:
+            ours = "/".join(initialisation(stack.block, stack.init) for stack in stacks)
+            theirs = "/".join(initialisation(stack.block, init) for stack in stacks)
+            if ours != theirs:
+                found.append(f"the initialisation is {ours} (encoder/decoder), runs of these blocks have {theirs}")
+        return found
 
     def _pulls(self, values: Mapping[str, float]) -> dict[str, float]:
         body, found = self.body, {}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from deepnmt.config import Corpus, Recipe
+from deepnmt.data.corpus import input_files
 from deepnmt.data.dataset import PreparedData
 from deepnmt.errors import UserError
 
@@ -16,7 +18,8 @@ def open_prepared(recipe: Recipe) -> PreparedData:
     """The recipe's prepared data, to train from.
 
     Raises:
-        UserError: it is missing or damaged, or was made with another vocabulary, other filters or segmentation.
+        UserError: it is missing or damaged, or was made with another vocabulary, other filters or segmentation, or from
+            other texts.
     """
     data = PreparedData.open(recipe.data.folder)
     check_settings(recipe, data)
@@ -24,12 +27,30 @@ def open_prepared(recipe: Recipe) -> PreparedData:
 
 
 def check_settings(recipe: Recipe, data: PreparedData) -> None:
-    """Raises `UserError` naming the first setting that differs from those a folder was prepared with."""
+    """Raises `UserError` naming the first setting that differs from those a folder was prepared with.
+
+    Of the texts for training and validation their sizes in bytes are compared, as far as they are on this machine.
+    """
     then = data.manifest["settings"]
     for key, value in prepared_settings(recipe).items():
         if then.get(key) != value:
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, the recipe says "
                             f"{value}; {WAY_OUT}")
+    for name, corpus in (("train", recipe.data.train), ("valid", recipe.data.valid)):
+        texts = data.manifest["inputs"].get(name)
+        if texts and is_here(corpus) and [f["bytes"] for f in texts] != [f.stat().st_size for f in input_files(corpus)]:
+            raise other_texts(data, name)
+
+
+def is_here(corpus: Corpus) -> bool:
+    """Whether a corpus is on this machine, all its files; prepared data serves without."""
+    return all(Path(file).exists() for file in [*corpus.src, *corpus.trg, *corpus.tsv])
+
+
+def other_texts(data: PreparedData, name: str) -> UserError:
+    """The fault of data made from other texts for a split than the recipe names."""
+    return UserError(f"prepared data {data.folder} was made from other texts than the recipe's data.{name} names; "
+                     f"{WAY_OUT}")
 
 
 def prepared_settings(recipe: Recipe) -> dict[str, Any]:

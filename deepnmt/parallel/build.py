@@ -11,7 +11,7 @@ from deepnmt.parallel.ds_config import DsConfig, load_ds_config
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.parallel.partition import Partition, cost_units, partition
+from deepnmt.parallel.partition import Partition, check_stages, cost_units, partition
 
 
 def check_layout(recipe: Recipe, world: int) -> DsConfig | None:
@@ -40,6 +40,7 @@ def check_layout(recipe: Recipe, world: int) -> DsConfig | None:
                 f"parallel.pipeline_stages is {stages}, and stages pass on the last layer's output alone; set "
                 "parallel.pipeline_stages=0, or choose another block"
             )
+    check_stages(stages, recipe.model.encoder.layers, recipe.model.decoder.layers)
     if stages and world % stages:
         near = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise UserError(

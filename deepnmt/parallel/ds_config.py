@@ -32,12 +32,14 @@ _MUST_BE_WRITTEN = {
     "zero_optimization.stage": "it decides the layout",
 }
 
-# Keys that have no place beside the recipe, and what takes theirs.
+# Keys that have no place beside the recipe, or in deepnmt, and what takes theirs.
 _OWNED_WHOLE = {
-    "optimizer": "optimizer section",
-    "scheduler": "schedule section",
-    "fp16.min_loss_scale": "loss_scale.floor",
-    "fp16.deepnmt_min_loss_scale": "loss_scale.floor",
+    "optimizer": "the recipe's optimizer section owns it",
+    "scheduler": "the recipe's schedule section owns it",
+    "fp16.min_loss_scale": "the recipe's loss_scale.floor owns it",
+    "fp16.deepnmt_min_loss_scale": "the recipe's loss_scale.floor owns it",
+    "activation_checkpointing": "the recipe's parallel.recompute_layers owns it",
+    "torch_autocast": "only the sections bf16 and fp16 choose the float type",
 }
 
 # Keys of what deepnmt does in DeepSpeed's place: the one value they may have, and why.
@@ -75,7 +77,7 @@ def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_not
     _fill_from_recipe(tree, recipe, world, micro_batch_note, faults)
     for key, owner in _OWNED_WHOLE.items():
         if _get(tree, key) is not None:
-            faults.append(f"{key} is given, but the recipe's {owner} owns it; remove it from the JSON")
+            faults.append(f"{key} is given, but {owner}; remove it from the JSON")
     for key, (value, why) in _SETTLED.items():
         if _get(tree, key) not in (None, value):
             faults.append(f"{key} is {json.dumps(_get(tree, key))}, but {why}; write {value}, or remove it")
@@ -83,6 +85,7 @@ def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_not
         if _get(tree, key) not in (None, *_FLOATS):
             faults.append(f"{key} is {json.dumps(_get(tree, key))}, must be one of {', '.join(_FLOATS)}")
     precision, stage = _precision(tree, faults), _stage(tree, faults)
+    _check_pipeline(tree, faults)
     if "pipeline" in tree and not recipe.parallel.pipeline_stages:
         faults.append("it is for pipelines (it has a pipeline section), but parallel.pipeline_stages is 0; set "
                       f"parallel.pipeline_stages, or take ds_configs/zero{stage}_{precision}.json")
@@ -169,6 +172,15 @@ def _get(tree: dict[str, Any], dotted: str) -> Any:
 def _group(tree: dict[str, Any], key: str) -> dict[str, Any]:
     """The settings under a key, none where it is no object."""
     return tree[key] if isinstance(tree.get(key), dict) else {}
+
+
+def _check_pipeline(tree: dict[str, Any], faults: list[str]) -> None:
+    """Refuses what DeepSpeed passes over in silence: it reads the section, and deepnmt's stages do not go by it."""
+    if not isinstance(tree.get("pipeline", {}), dict):
+        faults.append(f"pipeline is {json.dumps(tree['pipeline'])}, must be an object, for example {{}}")
+    for key in sorted(_group(tree, "pipeline").keys() - {"activation_checkpoint_interval"}):
+        faults.append(f"pipeline.{key} is given, but has no say here: the recipe's parallel.pipeline_stages owns the "
+                      "number of stages, and deepnmt makes the cuts; remove it from the JSON")
 
 
 def _stage(tree: dict[str, Any], faults: list[str]) -> int:

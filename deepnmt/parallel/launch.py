@@ -53,6 +53,14 @@ class Ranks:
         dist.all_reduce(total)
         return total.tolist()
 
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maxima over all processes, in float64."""
+        if self.world == 1:
+            return list(values)
+        top = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(top, dist.ReduceOp.MAX)
+        return top.tolist()
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank. No object is pickled."""
         if self.world == 1:

@@ -1,7 +1,7 @@
 """Where a pipeline cuts the model: a cost for each unit, the cuts that balance it, and the table a user reads.
 
-A model is a row of units: source (embedding), encoder layers, target (the encoder's norm and the target embedding),
-decoder layers, output (the decoder's norm, projection and loss). A stage is a run of them.
+A model is a row of units: source (embedding), encoder layers, target (what stands on the encoder, and the target
+embedding), decoder layers, output (what stands on the decoder, projection and loss). A stage is a run of them.
 
 `S` source and `T` target tokens of a micro-batch, `D` width, `F` inner width, `V` vocabulary, `P` stages, `M` micro-
 batches.
@@ -13,9 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from torch import nn
+
 from deepnmt.config import Model
 from deepnmt.errors import UserError
-from deepnmt.model.residual import Side
+from deepnmt.model.embedding import TABLES, InputLayer, Use
+from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
+from deepnmt.model.residual import Place, Side
+from deepnmt.model.transformer import build_top
 
 # Among cuts whose slowest stage is within this factor of the best, one between encoder and decoder is preferred: it
 # sends the encoder's output alone, and the encoder's stages need no target.
@@ -25,11 +30,13 @@ _LENGTH = 30  # tokens a sentence, for the share of attention scores; 1 to 2 % o
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit: its name, the parameters it uses, and its multiply-adds for a target token (relative cost)."""
+    """One unit: its name, its parameters without an embedding table's, its multiply-adds for a target token (relative
+    cost), and the table that it reads: name and size."""
 
     name: str
     parameters: int
     cost: float
+    table: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,18 @@ class Partition:
     def stages(self) -> int:
         return len(self.bounds) - 1
 
+    def held(self, stage: int) -> tuple[Unit, ...]:
+        """The stage's units."""
+        return self.units[self.bounds[stage] : self.bounds[stage + 1]]
+
     def cost(self, stage: int) -> float:
         """The stage's share of the work, 0 to 1."""
-        held = self.units[self.bounds[stage] : self.bounds[stage + 1]]
-        return sum(unit.cost for unit in held) / sum(unit.cost for unit in self.units)
+        return sum(unit.cost for unit in self.held(stage)) / sum(unit.cost for unit in self.units)
+
+    def parameters(self, stage: int) -> int:
+        """Trainable numbers that the stage holds; a table that several of its units read is there once."""
+        held = self.held(stage)
+        return sum(unit.parameters for unit in held) + sum(dict(unit.table for unit in held if unit.table).values())
 
     def bubble(self, micro_batches: int) -> float:
         """The expected idle share of a stage's time, averaged over stages, with M micro-batches an update.
@@ -61,13 +76,13 @@ class Partition:
         """What a user reads: stage, units, parameters, share of the work, and the expected bubble."""
         rows = [("stage", "units", "parameters", "work")]
         for stage in range(self.stages):
-            held = self.units[self.bounds[stage] : self.bounds[stage + 1]]
+            held = self.held(stage)
             names = held[0].name if len(held) == 1 else f"{held[0].name} ... {held[-1].name}"
             rows.append(
                 (
                     str(stage),
                     f"{names} ({len(held)})",
-                    f"{sum(u.parameters for u in held):,}",
+                    f"{self.parameters(stage):,}",
                     f"{100 * self.cost(stage):.1f} %",
                 )
             )
@@ -107,17 +122,46 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
     d, f = model.width, model.ffn
     encoder = ratio * (4 * d * d + 2 * d * f + 2 * _LENGTH * d)
     decoder = 6 * d * d + 2 * d * f + 4 * _LENGTH * d + ratio * 2 * d * d
-    sizes = {"encoder": 4 * d * d + 2 * d * f + 9 * d + f, "decoder": 8 * d * d + 2 * d * f + 15 * d + f}
+    layers: dict[Side, float] = {"encoder": encoder, "decoder": decoder}
+    ends: dict[str, tuple[Use, int, float]] = {
+        "source": ("src", src_vocab, ratio * d * d),
+        "target": ("trg", trg_vocab, d * d),
+        "output": ("out", trg_vocab, d * trg_vocab),
+    }
     units = []
-    for name in unit_names(model):
-        place = layer_of(name)
-        if place is not None:
-            units.append(Unit(name, sizes[place[0]], encoder if place[0] == "encoder" else decoder))
-        elif name == "source":
-            units.append(Unit(name, src_vocab * d, ratio * d * d))
+    for name, parameters in _sizes(model).items():
+        if place := layer_of(name):
+            units.append(Unit(name, parameters, layers[place[0]]))
         else:
-            units.append(Unit(name, trg_vocab * d, d * d if name == "target" else d * trg_vocab))
+            use, vocab, cost = ends[name]
+            units.append(Unit(name, parameters, cost, (TABLES[model.tied][use], vocab * d)))
     return tuple(units)
+
+
+def _sizes(model: Model) -> dict[str, int]:
+    """The parameters of each unit without tables, counted on what training builds."""
+    kinds: dict[Side, type[Layer]] = {"encoder": EncoderLayer, "decoder": DecoderLayer}
+    depths = model.encoder.layers, model.decoder.layers
+    parts: dict[str, list[nn.Module]] = {
+        "source": [InputLayer(model, "encoder", 0)],
+        "target": [build_top(model, "encoder"), InputLayer(model, "decoder", 0)],
+        "output": [build_top(model, "decoder")],
+    }
+    sizes = {}
+    for name in unit_names(model):
+        place = layer_of(name)  # a layer's matrices are not drawn, so it takes no time and no memory
+        built = [kinds[place[0]](model, Place(*place, *depths, model.width), 0)] if place else parts[name]
+        sizes[name] = sum(p.numel() for part in built for p in part.parameters())
+    return sizes
+
+
+def check_stages(stages: int, encoder: int, decoder: int) -> None:
+    """Raises `UserError` where there are more stages than layers."""
+    if stages > encoder + decoder:
+        raise UserError(
+            f"parallel.pipeline_stages is {stages}, but the model has {encoder + decoder} layers ({encoder} encoder, "
+            f"{decoder} decoder) to share among stages; set it to {encoder + decoder} or less"
+        )
 
 
 def partition(units: Sequence[Unit], stages: int) -> Partition:
@@ -126,13 +170,7 @@ def partition(units: Sequence[Unit], stages: int) -> Partition:
     Raises:
         UserError: more stages than layers.
     """
-    layers = {side: sum(unit.name.startswith(side) for unit in units) for side in ("encoder", "decoder")}
-    if stages > sum(layers.values()):
-        raise UserError(
-            f"parallel.pipeline_stages is {stages}, but the model has {sum(layers.values())} layers "
-            f"({layers['encoder']} encoder, {layers['decoder']} decoder) to share among stages; set it to "
-            f"{sum(layers.values())} or less"
-        )
+    check_stages(stages, *(sum(unit.name.startswith(side) for unit in units) for side in ("encoder", "decoder")))
     free = _best(units, 0, len(units), stages)
     border = next(i for i, unit in enumerate(units) if unit.name == "target")
     candidates = []

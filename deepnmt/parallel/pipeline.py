@@ -7,7 +7,7 @@ s · (data-parallel ranks) + r. A tied table has a copy on each stage that uses 
 
 What is shaped by faults and habits of DeepSpeed has a canary test, as has what `ds_engine.py` does: the loss inside the
 last stage and what it is multiplied by, one float tensor between stages, `dynamic_shape`, the sums of tied gradients,
-LOCAL_RANK, and, without ZeRO, clipping and the check for non-finite gradients.
+LOCAL_RANK, the norm of replicas alone in bf16, and, without ZeRO, clipping and the check for non-finite gradients.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.partition import Partition
 from deepnmt.parallel.stage import Parcel, Stage, tables_used
+from deepnmt.parallel.tensors import cast_onto
 
 
 class StageModule(PipelineModule):
@@ -152,6 +153,8 @@ class PipelineEngine(DsEngine):
         self._norm, self._sound = 0.0, True  # of the last update: its gradient's norm, and whether it was applied
         initial = {name: p.detach().clone() for name, p in local.items()}  # DeepSpeed rounds them in 16 bits
         self._start(self.pipe, settings)
+        if self.engine.using_bf16_optimizer:
+            _count_replicas_as_nothing(self.engine.optimizer, self.device)
         self.engine._INSTRUCTION_MAP = {**self.engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _sum_tied_gradients}
         if self.zero == 0:
             self._step_of_deepspeed = self.engine._take_model_step
@@ -266,12 +269,20 @@ class PipelineEngine(DsEngine):
 
     @torch.no_grad()
     def gather_model(self) -> Transformer:
-        """The whole model with the present weights, in the type it computes in, on every process."""
+        """The whole model with the present weights, in the type it computes in, on every process.
+
+        Raises:
+            torch.OutOfMemoryError: on every process, where one has no room for it.
+        """
         model = Transformer(self.recipe.model, *self.vocabs, self.recipe.seed, self.recipe.train.label_smoothing)
-        model = model.to(self.device)
-        dtype = next(self.module.parameters()).dtype
-        for p in model.parameters():  # not the tables of positions, which training adds in fp32 as well
-            p.data = p.data.to(dtype)
+        full = 0.0
+        try:
+            # not the tables of positions, which training adds in fp32 as well
+            cast_onto(model, next(self.module.parameters()).dtype, self.device)
+        except torch.OutOfMemoryError:
+            full = 1.0
+        if self.ranks.sum([full])[0]:  # else the others would wait for this process
+            raise torch.OutOfMemoryError("a process of the pipeline has no room for the whole model")
         whole = dict(model.named_parameters())
         for stage, name, _ in self._each_once():
             if stage == self.stage:
@@ -308,6 +319,18 @@ def _sum_tied_gradients(engine: Any) -> None:
             summed = getattr(weight, "grad_accum", None)
             gradient = weight.grad if summed is None else summed
         dist.all_reduce(gradient, group=group)
+
+
+def _count_replicas_as_nothing(optimizer: Any, device: torch.device) -> None:
+    """Gives DeepSpeed's bf16 optimizer a zero for the norm of a stage that holds replicas of tied tables alone (the
+    output of a Post-LN model on a stage of its own): of an empty list it fails."""
+    of_deepspeed = optimizer.get_grads_for_norm
+
+    def gradients(for_clipping: bool = False) -> Any:
+        found = of_deepspeed(for_clipping)
+        return found if for_clipping or found[0] else ([torch.zeros(1, device=device)], found[1])
+
+    optimizer.get_grads_for_norm = gradients
 
 
 def _place_omega(stage: Stage, profile: AdminProfile | None) -> None:

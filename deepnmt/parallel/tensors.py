@@ -20,6 +20,13 @@ def to_tensors(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.
     return src, lengths, trg_in, trg_out
 
 
+def cast_onto(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Gives `model` parameters of type `dtype` on `device`, which never holds them in another; buffers keep theirs."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    model.to(device)
+
+
 def whole(parameter: nn.Parameter) -> AbstractContextManager[object]:
     """The context in which a parameter is there in full, where it always is."""
     return nullcontext()

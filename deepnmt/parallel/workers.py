@@ -10,6 +10,7 @@ and is started by `run_workers("deepnmt.that_module", job, processes, threads)`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepnmt.errors import UserError
 from deepnmt.parallel.launch import Ranks, free_port, processes
 
 
@@ -26,10 +28,12 @@ def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> A
     """Runs `module`'s work on `count` fresh processes; what rank 0 answered.
 
     Raises:
+        UserError: a process came upon a mistake of the user's.
         RuntimeError: a process failed; its output, which went to this process's stderr, says why.
     """
     with tempfile.TemporaryDirectory() as folder:
         task, answer = Path(folder, "job.json"), Path(folder, "answer.json")
+        mistake = _mistake(answer)
         task.write_text(json.dumps(job), encoding="utf-8")
         env = {
             **os.environ,
@@ -45,16 +49,29 @@ def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> A
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}", str(task), str(answer)]
         running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
         codes = [process.wait() for process in running]
+        if mistake.exists():
+            raise UserError(mistake.read_text(encoding="utf-8"))
         if any(codes):
             raise RuntimeError(f"a process of {module} failed (exit codes {codes})")
         return json.loads(answer.read_text(encoding="utf-8"))
 
 
 def answer_job(work: Callable[[dict[str, Any], Ranks], Any]) -> None:
-    """The other end, in each process: reads the job named on the command line, works, and rank 0 writes the answer."""
+    """The other end, in each process: reads the job named on the command line, works, and rank 0 writes the answer; a
+    mistake of the user's is written by the first process that comes upon one, and ends it with exit code 2."""
     task, answer = map(Path, sys.argv[1:3])
     job = json.loads(task.read_text(encoding="utf-8"))
-    with processes(int(os.environ["DEEPNMT_THREADS"]), group=True) as ranks:
-        found = work(job, ranks)
-        if ranks.first:
-            answer.write_text(json.dumps(found), encoding="utf-8")
+    try:
+        with processes(int(os.environ["DEEPNMT_THREADS"]), group=True) as ranks:
+            found = work(job, ranks)
+            if ranks.first:
+                answer.write_text(json.dumps(found), encoding="utf-8")
+    except UserError as error:
+        with contextlib.suppress(FileExistsError), _mistake(answer).open("x", encoding="utf-8") as file:
+            file.write(str(error))
+        sys.exit(2)
+
+
+def _mistake(answer: Path) -> Path:
+    """Where a user's mistake is written, beside the answer."""
+    return answer.with_name("mistake.txt")

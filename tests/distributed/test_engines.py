@@ -135,11 +135,13 @@ def control(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
 # processes, layout, tolerance of gradients, of losses and norms. fp32 layouts differ from the control by the order of
 # sums alone; bf16 rounds every weight and activation to 8 bits, fp16 to 11, and either may turn a unit of a ReLU on or
 # off, which moved a gradient by up to 6 %.
-# Two processes each, and one and four somewhere; every number of processes in each layout where DEEPNMT_LONG is set.
+# Two processes each, and one and four somewhere; every number of processes in each layout, and in 16 bits, where
+# DEEPNMT_LONG is set.
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 LAYOUTS = [(w, f"zero{s}_fp32", 1e-5, 1e-5) for s in (0, 1, 2, 3) for w in (1, 2, 4)
            if LONG or w == 2 or (w, s) in ((1, 1), (4, 3))]
-LAYOUTS += [(2, "zero1_bf16", 0.1, 2e-2), (2, "zero1_fp16", 0.1, 5e-3)]
+LAYOUTS += [(w, f"zero1_{bits}", 0.1, of_losses) for w in ((1, 2, 4) if LONG else (2,))
+            for bits, of_losses in (("bf16", 2e-2), ("fp16", 5e-3))]
 
 
 @pytest.mark.parametrize(("world", "layout", "of_gradients", "of_losses"), LAYOUTS)
@@ -155,15 +157,16 @@ def test_layout_equals_local_engine(
     agree(tmp_path, control, trials, of_gradients, of_losses)
 
 
+@pytest.mark.parametrize("world", [1, 2, 4] if LONG else [2])
 @pytest.mark.parametrize(("precision", "of_losses"), [("fp16", 5e-3), ("bf16", 2e-2)] if LONG else [("fp16", 5e-3)])
 def test_16_bits_of_all_stages_are_those_of_zero1(
-    precision: str, of_losses: float, tmp_path: Path, warm: Warm
+    precision: str, of_losses: float, world: int, tmp_path: Path, warm: Warm
 ) -> None:
     """Gradients far nearer than any is to fp32, for all round the same numbers; clipping rounds otherwise."""
     trials = ALL if LONG else TURNS[1][1:]
     for stage in (1, 0, 2, 3) if LONG else (1, 0):
         (tmp_path / str(stage)).mkdir()
-        warm.run(2, "test_engines:compute", tmp_path / str(stage), f"zero{stage}_{precision}", json.dumps(trials))
+        warm.run(world, "test_engines:compute", tmp_path / str(stage), f"zero{stage}_{precision}", json.dumps(trials))
         agree(tmp_path / str(stage), tmp_path / "1", trials, 1e-5, of_losses)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from deepnmt.checkpoint import load_moments, load_weights
 from deepnmt.config import Translate, load_recipe
 from deepnmt.data.settings import open_prepared
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.launch import processes
+from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.launch import Ranks, processes
 from deepnmt.translate import translate_lines
 from deepnmt.validate import validate
 
@@ -34,6 +37,8 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
             assert torch.equal(weight.cpu(), state.weight.to(weight.dtype)), state.name
         assert not weights
         assert all(buffer.dtype == torch.float32 for buffer in whole.buffers()), "positions stay in fp32"
+        if int(stages):
+            check_room(engine, ranks)
         if ranks.first:  # decodes while no other process takes part
             assert len(translate_lines(whole, vocabs, data.split("valid").src_text(), Translate(method="greedy"))) == 20
         ranks.barrier()
@@ -41,6 +46,20 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
         if ranks.first:
             Path(output).write_text(json.dumps([found.loss, found.bleu, next(whole.parameters()).dtype.itemsize]))
         engine.close()
+
+
+def check_room(engine: Engine, ranks: Ranks) -> None:
+    """Where one process of a pipeline has no room for the whole model, all of them say so, and none waits."""
+    asked = []
+
+    def full(*arguments: Any) -> None:
+        asked.append(arguments)
+        if ranks.rank == ranks.world - 1:
+            raise torch.OutOfMemoryError
+
+    with patch("deepnmt.parallel.pipeline.cast_onto", full), pytest.raises(torch.OutOfMemoryError, match="no room for"):
+        engine.gather_model()
+    assert len(asked) == 1
 
 
 @pytest.fixture(scope="module")

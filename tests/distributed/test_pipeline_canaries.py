@@ -119,6 +119,15 @@ def no_zero_is_wrong_in_16_bits() -> None:
         pipeline_of([Number()], zero(0, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
 
 
+def replicas_alone_have_no_norm() -> None:
+    """Bf16 takes the norm of a stage of replicas alone: _count_replicas_as_nothing in pipeline.py can go."""
+    layer = Number()
+    engine = pipeline_of([layer], zero(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
+    layer.weight.ds_pipe_replicated = True
+    with pytest.raises(RuntimeError, match="non-empty"):
+        step(engine)
+
+
 def local_rank_is_asked_for() -> None:
     """PipelineModule stands a missing LOCAL_RANK: StageModule need not set it."""
     kept = os.environ.pop("LOCAL_RANK")
@@ -204,7 +213,7 @@ def one_length_without_dynamic_shape() -> None:
 CANARIES = {
     1: (outer_loss_loses_gradients, nan_reaches_the_weights, every_float_sent_needs_a_gradient,
         receive_buffers_keep_their_type, zero_2_is_asserted_against, no_zero_is_wrong_in_16_bits,
-        local_rank_is_asked_for),
+        local_rank_is_asked_for, replicas_alone_have_no_norm),
     2: (fp16_ties_are_not_summed, floats_are_walked_back_one_by_one, losses_are_averaged, clips_by_the_first_stage,
         one_length_without_dynamic_shape, no_other_engine_after_a_pipeline),
 }

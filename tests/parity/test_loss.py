@@ -85,6 +85,27 @@ def test_a_weight_used_twice_gets_both_gradients() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_what_fp16_loses_of_the_gradient_before_the_scale(scale: float) -> None:
+    """At any loss scale words of a probability below 2^-25 push nothing, others to 2^-25; smoothing pushes all."""
+    logits = torch.tensor([0.0, -12.0, -16.0, -99.0, -18.0, -20.0])
+    weight = torch.zeros(len(logits), 8)
+    weight[:, 0] = logits
+    hidden = torch.eye(1, 8)[None]
+    exact = torch.softmax(logits, 0)
+    assert (exact < 2**-25).tolist() == [False, False, False, True, True, True]
+
+    def pushes(smoothing: float) -> Tensor:
+        half = weight.half().requires_grad_()
+        loss = label_smoothed_loss(hidden.half(), half, torch.tensor([[0]]), smoothing, PAD).loss
+        return torch.autograd.grad(scale * loss, half)[0][:, 0].float() / scale
+
+    plain = pushes(0.0)
+    assert plain[1:3].all() and not plain[3:].any()
+    assert ((plain - exact)[1:].abs() <= 2**-25).all()
+    torch.testing.assert_close(pushes(0.125)[3:], torch.full((3,), -0.125 / len(logits)), rtol=2**-10, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_has_fp32_statistics(dtype: torch.dtype) -> None:
     hidden, weight, targets = inputs(dtype)

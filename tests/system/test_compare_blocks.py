@@ -81,6 +81,8 @@ def test_initialisations(prepared: Path) -> None:
         ("pre_ln, no source", "xavier"), ("post_ln", "xavier"), ("b2t", "depth_scaled"),
         ("b2t/post_ln", "depth_scaled/xavier"), ("b2t, xavier", "xavier"), ("b2t/post_ln, xavier", "xavier"),
         ("post_ln, depth_scaled", "depth_scaled"), ("b2t/post_ln, depth_scaled", "depth_scaled")]
+    whole = Systems(["post_ln", "deepnorm"], [4], inits=["xavier", "xavier_separate"]).listed(recipe_of(prepared))
+    assert [s.name for s in whole[1:]] == ["post_ln", "deepnorm", "post_ln, xavier_separate"]  # deepnorm has no other
     assert [s.name for s in Systems(blocks, [4], inits=["xavier"]).listed(recipe_of(prepared))] == [
         "pre_ln, no source", "post_ln", "b2t, xavier", "b2t/post_ln, xavier"]
     model = listed[-1].recipe(recipe_of(prepared)).model
@@ -207,7 +209,16 @@ def test_mistakes(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main("compare-blocks", [*words, "--blocks", "post_nl"]) == 2
     assert main("compare-blocks", [*words, "--depths", "0"]) == 2
     assert main("compare-blocks", [*words, "--processes", "0"]) == 2
+    for mistake in (["model.encoder.block=b2t"], ["model={decoder: {layers: 3}}"], ["schedule.warmup=3", "--warmups",
+                    "0"], ["train.epochs=3"], ["train.max_seconds=9.0"], ["train.patience=1"]):
+        assert main("compare-blocks", [*words, *mistake]) == 2
     said = capsys.readouterr().err
+    for name, option in (("model.encoder.block", "--blocks"), ("model.decoder.layers", "--depths"),
+                         ("schedule.warmup", "--warmups")):
+        assert f"{name} has no say here, since a study sets it for every run; leave it out and say {option}\n" in said
+    for name, value, none in (("epochs", 3, "null"), ("max_seconds", 9.0, "null"), ("patience", 1, 0)):
+        assert (f"train.{name} is {value}, but every run of a study goes to its last update, train.updates; set "
+                f"train.{name}={none}\n") in said
     assert "there is no block 'post_nl'; known: post_ln, " in said and "layers" in said and "--processes is 0" in said
     assert not (tmp_path / "runs.jsonl").exists()
     with pytest.raises(UserError, match=r"^parallel.ds_config is ds_configs/zero1_fp32.json, but runs of a study"):

@@ -8,6 +8,10 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from deepnmt.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
 Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 TOY = ("vocab.size=200", "batch.tokens=256", "model.encoder.layers=1", "model.decoder.layers=1", "admin.tokens=256",
@@ -32,12 +36,14 @@ def written(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
 
 
-def test_demo_from_corpus_to_score_and_again(tool: Tool, tmp_path: Path) -> None:
+def test_demo_from_corpus_to_score_and_again(
+    tool: Tool, threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "runs" / "demo"
+    words = [str(ROOT / "recipes" / "demo" / "admin_18l-18l.yaml"), "--pairs", "200", f"run={run}", *TOY]
 
     def demo() -> tuple[str, str]:
-        done = tool("demo", ROOT / "recipes" / "demo" / "admin_18l-18l.yaml", "--pairs", 200, f"run={run}", *TOY,
-                    DEEPNMT_DEMO=str(tmp_path / "data"))
+        done = tool("demo", *words, DEEPNMT_DEMO=str(tmp_path / "data"))
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 
@@ -55,6 +61,10 @@ def test_demo_from_corpus_to_score_and_again(tool: Tool, tmp_path: Path) -> None
     assert f"chrF {scores['chrf']:.1f}  ({scores['chrf_signature']})" in said
     assert [said.count(f"  {who} ") for who in ("English", "deepnmt", "reference")] == [3, 3, 3]
 
+    hypotheses = [f"{name}={tmp_path}/data/text/test.de" for name in "xy"]
+    assert main("evaluate", [str(run), "--hypotheses", hypotheses[0], "--hypotheses", hypotheses[1]]) == 0
+    assert "scores-x-y.json" in capsys.readouterr().err
+
     before = written(tmp_path)
     again, progress = demo()
     assert again == said
@@ -63,3 +73,9 @@ def test_demo_from_corpus_to_score_and_again(tool: Tool, tmp_path: Path) -> None
     assert f"{run}/scores.json is up to date" in progress
     renewed = {name for name, when in written(tmp_path).items() if before.get(name) != when}
     assert all(name.startswith(("runs/demo/averaged/", "runs/demo/sample.")) for name in renewed), renewed
+
+    monkeypatch.setenv("DEEPNMT_DEMO", str(tmp_path / "data"))
+    assert main("demo", [*words, "model.encoder.layers=2", "optimizer.lr=9.0"]) == 2
+    refused = capsys.readouterr().err
+    assert "[4/5]" not in refused
+    assert f"{run} is finished, but was trained with other settings:\n  model.encoder.layers: 1 -> 2\n" in refused

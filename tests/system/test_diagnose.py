@@ -14,11 +14,14 @@ import torch
 
 import deepnmt.diagnose
 from deepnmt.analysis.admin_profile import AdminProfile
-from deepnmt.analysis.gradient_probe import Gradients
+from deepnmt.analysis.alternatives import alternatives
+from deepnmt.analysis.gradient_probe import Gradients, HalfZeros
+from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.settings import open_prepared
-from deepnmt.diagnose import _alternatives, _patient, first_batch
+from deepnmt.diagnose import _in_bf16, _patient, due_rate, first_batch
+from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.launch import Ranks
 from deepnmt.profile import profile_for
 from deepnmt.reproduce import LEAST_DEEP, Small, reproduce, way_down
@@ -33,10 +36,10 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def write_rule(folder: Path, weight: float) -> str:
-    """A rule that asks for the rate alone: `weight` below 0 wants it low."""
+    """A rule that asks for the rate alone: `weight` below 0 wants it low. All its runs had one size of batch."""
     rule = {"format": "deepnmt-verdict", "version": 2, "kind": "logistic", "names": ["rate"],
             "body": {"centre": [-3.15], "scale": [0.3], "weights": [weight], "squares": [0.0], "bias": 0.0},
-            "spans": {"rate": [-5, -3]}, "facts": {}}
+            "spans": {"rate": [-5, -3], "tokens": [1.5, 1.5]}, "facts": {}}
     (folder / "rule.json").write_text(json.dumps(rule))
     return str(folder / "rule.json")
 
@@ -62,10 +65,21 @@ def test_a_verdict_of_no_tries_other_recipes(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepnmt.diagnose, "LOST", -1.0)  # fp16 fails, whatever it loses
-    words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "schedule.warmup=0", ONE, "--tokens", "60"]
+    measured, shares = deepnmt.diagnose.half_zeros, []
+
+    def keep(model: Transformer, batch: ProbeBatch, scale: float, accumulation: int = 1) -> HalfZeros:
+        shares.append(accumulation)
+        return measured(model, batch, scale, accumulation)
+
+    monkeypatch.setattr(deepnmt.diagnose, "half_zeros", keep)
+    words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "schedule.warmup=0", "batch.accumulation=3", ONE,
+             "--tokens", "60"]
     fp16 = f"parallel.ds_config={LAYOUTS}/zero1_fp16.json"
     assert main("diagnose", [*words, fp16, "--rule", write_rule(tmp_path, -9.0)]) == 0
     verdict = read(tmp_path / "diagnosis")["verdict"]
+    page = (tmp_path / "diagnosis" / "diagnosis.html").read_text()
+    assert "All its runs had the same log target tokens of an update (1.5), so of that it knows nothing." in page
+    assert set(shares) == {3}  # each of an update's micro-batches has that share of the scale
     assert re.search(r"^verdict +does NOT train in fp16: \d+ % of a layer's gradients are lost to fp16 at loss scale "
                      r"8192 \(probability in another precision 0\.", capsys.readouterr().out, flags=re.MULTILINE)
     assert verdict["instead"][f"parallel.ds_config={LAYOUTS}/zero1_bf16.json"] == verdict["probability"]
@@ -78,8 +92,33 @@ def test_a_verdict_of_no_tries_other_recipes(
 def test_larger_batches_and_initialisations_are_tried_where_they_differ(prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=2", "model.encoder.block=b2t",
                                                     "model.decoder.init=depth_scaled"])
-    assert _alternatives(recipe, True)["batch.accumulation=8"].batch.accumulation == 8
-    assert not any("accumulation" in name or "init" in name for name in _alternatives(recipe, False))
+    assert alternatives(recipe, True)["batch.accumulation=8"].batch.accumulation == 8
+    assert not any("accumulation" in name or "init" in name for name in alternatives(recipe, False))
+
+
+def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=post_ln", "model.decoder.block=pre_ln"])
+    found = alternatives(recipe, False)
+    tried = found["model.encoder.block=pre_ln model.decoder.block=pre_ln"].model
+    assert (tried.encoder.block, tried.decoder.block) == ("pre_ln", "pre_ln")
+    rates = {name: each.optimizer.lr for name, each in found.items() if name.startswith("optimizer.lr=")}
+    assert rates == {f"optimizer.lr={name}": pytest.approx(rate, rel=1e-9) for name, rate in (
+        ("0.0005", 5e-4), ("0.00167", 5e-3 / 3), ("0.015", 1.5e-2), ("0.05", 5e-2))}
+    plain = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=pre_ln", "model.decoder.block=pre_ln"])
+    assert "model.encoder.block=pre_ln model.decoder.block=pre_ln" not in alternatives(plain, False)
+
+
+def test_a_layout_in_bf16_is_named_only_where_there_is_one(prepared: Path, tmp_path: Path) -> None:
+    def of(layout: Path) -> str | None:
+        return _in_bf16(load_recipe(prepared / "recipe.yaml", [f"parallel.ds_config={layout}"]))
+
+    assert of(LAYOUTS / "zero2_fp16.json") == str(LAYOUTS / "zero2_bf16.json")
+    assert of(Path("ds_configs/zero2_fp16.json")) == "ds_configs/zero2_bf16.json"  # that comes with deepnmt
+    folder = tmp_path / "my_fp16"
+    folder.mkdir()
+    assert of(folder / "zero2_fp16.json") is None and of(folder / "half.json") is None
+    (folder / "zero2_bf16.json").write_text("{}")
+    assert of(folder / "zero2_fp16.json") == str(folder / "zero2_bf16.json")
 
 
 def test_the_model_starts_from_the_profile_that_the_run_would(prepared: Path, tmp_path: Path) -> None:
@@ -103,8 +142,17 @@ def test_a_run_and_its_checkpoints(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
+    stepped = ["schedule.name=step", "schedule.warmup=0", "schedule.step_epoch=2", "batch.tokens=2048",
+               "batch.accumulation=4"]
     assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "train.updates=6", "train.valid_bleu=false",
-                          "train.probe_every=2", ONE]) == 0
+                          "train.probe_every=2", ONE, *stepped]) == 0
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in log if line["type"] == "train"]
+    recipe, begun = load_recipe(run), run / "checkpoints" / "update-00000003"
+    data = open_prepared(recipe)
+    patient = _patient(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), begun)
+    assert len(rates) == 6 and patient.passes > 1 and patient.passes % 1 > 0
+    assert due_rate(patient) == pytest.approx(rates[3], rel=1e-6) != pytest.approx(0.1 * rates[0], rel=1e-2)
     assert main("diagnose", [str(run), "--tokens", "60", ONE]) == 0
     said = capsys.readouterr().out
     folder = run / "diagnosis-update-00000006"
@@ -112,6 +160,8 @@ def test_a_run_and_its_checkpoints(
     assert "verdict" not in found and "verdict" not in said
     assert main("diagnose", [str(run), "optimizer.lr=1e-3", ONE]) == 2
     assert "optimizer.lr=1e-3 has no say here, since " in capsys.readouterr().err
+    assert main("diagnose", [str(run), "--rule", str(tmp_path / "none.json"), ONE]) == 2
+    assert f"--rule {tmp_path}/none.json has no say here, since a rule knows models before" in capsys.readouterr().err
     assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"moved"}
     assert (found["moved"][0]["update"], found["moved"][-1]["until"]) == (3, 6)
     assert max(found["moved"][0]["updates"].values()) == 1.0
@@ -124,9 +174,61 @@ def test_a_run_and_its_checkpoints(
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     tags = [tag for tag in board.Tags()["scalars"] if tag.startswith("probe/")]
-    assert len(tags) == 4 * 4
+    assert len(tags) == 5 * 4
     points = board.Scalars("probe/decoder.layers.1/gradient_norm")
     assert [p.step for p in points] == [2, 4, 6] and all(p.value > 0 for p in points)
+
+
+def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
+    """An average and a folded model, which have no moments, the latter no checkpoints beside it either; and a run
+    without moments, without norms, with layers that take all below."""
+    short = ["train.updates=4", "train.save_every=2", "train.validate_every=4", "train.valid_bleu=false", ONE]
+    admin, mixed = tmp_path / "admin", tmp_path / "mixed"
+    recipe = str(prepared / "recipe.yaml")
+    assert main("train", [recipe, f"run={admin}", *short]) == 0
+    assert main("average", [str(admin), "--last", "2"]) == 0 and main("fold", [str(admin)]) == 0
+    assert main("train", [recipe, f"run={mixed}", *short, "optimizer.name=sgd", "optimizer.lr=0.1",
+                          "model.encoder.block=fixup", "model.decoder.block=dlcl"]) == 0
+
+    def look(folder: Path, run: Path) -> dict[str, Any]:
+        recipe = load_recipe(run)
+        data = open_prepared(recipe)
+        patient = _patient(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), folder)
+        found = deepnmt.diagnose.examine(patient, None)
+        assert folder.name in deepnmt.diagnose.summary(found) and "verdict" not in found
+        change = found["change"]["update"]
+        assert math.isfinite(change["loss_after"]) and change["loss_after"] != change["loss_before"]
+        return found
+
+    averaged, folded = look(admin / "averaged", admin), look(admin / "folded", admin)
+    assert averaged["change"]["update"]["rate"] == 5e-3  # no moments: one update of a new optimizer, at the peak
+    assert [(pair["update"], pair["until"]) for pair in averaged["moved"]] == [(2, 4)] and folded["moved"] == []
+    assert averaged["about"]["encoder"] == "2 layers, admin" and folded["about"]["encoder"] == "2 layers, post_ln"
+    assert folded["gradients"]["loss"] == pytest.approx(averaged["gradients"]["loss"], rel=1e-5)
+    found = look(mixed / "checkpoints" / "update-00000004", mixed)
+    assert found["change"]["update"]["rate"] == pytest.approx(0.1 * (4 / 5) ** 0.5)  # what is due at update 5
+    assert [(pair["update"], pair["until"]) for pair in found["moved"]] == [(2, 4)]
+    assert min(found["moved"][0]["updates"].values()) > 0 and len(found["dependency"]["decoder"]) == 3 * 2 + 1
+    assert found["gradients"]["places"] == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_finds_what_a_cpu_finds(prepared: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path}"])
+    found = []
+    for name in ("cpu", "cuda"):
+        deepnmt.diagnose.diagnose(recipe, torch.device(name), output=tmp_path / name, tokens=60)
+        found.append(read(tmp_path / name))
+    cpu, gpu = found
+    assert cpu["about"]["device"] == "cpu" and gpu["about"]["device"].startswith("cuda")
+    for key in ("outputs", "matrices"):
+        assert gpu["gradients"][key] == pytest.approx(cpu["gradients"][key], rel=1e-3, abs=1e-5)
+    for side in ("encoder", "decoder"):
+        for kind in ("dependency", "likeness"):
+            for ours, theirs in zip(gpu[kind][side], cpu[kind][side], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    assert gpu["change"]["noise"] == pytest.approx(cpu["change"]["noise"], rel=1e-2)
+    assert gpu["verdict"]["probability"] == pytest.approx(cpu["verdict"]["probability"], abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["corollaries", "vanishing", "last_ffn"])
@@ -178,5 +280,13 @@ def test_mistakes(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main("diagnose", [recipe, f"run={tmp_path}", "--checkpoint", str(tmp_path / "none")]) == 2
     assert main("diagnose", [recipe, f"run={tmp_path}", "--tokens", "0"]) == 2
     assert main("diagnose", [recipe, f"run={tmp_path}", "--rule", str(tmp_path / "none.json")]) == 2
+    plain = ["model.encoder.block=b2t", "model.decoder.block=pre_ln"]
+    for command, words in (("train", [*plain, "admin.tokens=99"]), ("train", [*plain, "admin={input_variance: one}"]),
+                           ("diagnose", ["admin.profile=omega.json", "admin.tokens=99"])):
+        assert main(command, [recipe, f"run={tmp_path}", *words]) == 2
     said = capsys.readouterr().err
+    assert "admin.tokens=99 has no say here, since model.encoder.block is b2t and model.decoder.block pre_ln, n" in said
+    assert "admin.input_variance=one has no say here, since model.encoder.block is b2t and " in said
+    assert "admin.tokens=99 has no say here, since the profile is read from admin.profile (omega.json); leave" in said
+    assert main("train", [recipe, f"run={tmp_path}/dry", *plain, "--dry-run"]) == 0  # the recipe itself may say it
     assert "there is no folder" in said and "--tokens is 0" in said and "none.json cannot be read" in said

@@ -41,7 +41,7 @@ def run(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr("deepnmt.train.draw_learning_curve", lambda *_: None)
         recipe = load_recipe(prepared / "recipe.yaml", [
             f"run={tmp_path / 'run'}", "train.validate_every=1", "train.save_every=100", "train.keep_last=1",
-            "model.encoder.block=pre_ln", "model.decoder.block=pre_ln", *overrides])
+            "average_last=1", "model.encoder.block=pre_ln", "model.decoder.block=pre_ln", *overrides])
         with processes(1) as ranks:
             assert train(recipe, ranks) == FINISHED
         assert next(coming, None) is None, "fewer validations than expected"

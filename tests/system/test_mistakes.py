@@ -155,14 +155,30 @@ def test_data_of_another_recipe(prepared: Path, refused: Refused, tmp_path: Path
     for command in ("train", "profile", "prepare"):
         found = refused(command, recipe, here, "vocab.size=200")
         assert f"{prepared}/data was made with vocab.size 300, the recipe says 200; set data.folder" in found
+    found = refused("train", recipe, "--dry-run", "vocab.size=200")
+    assert f"{prepared}/data was made with vocab.size 300, the recipe says 200; set data.folder" in found
     assert "there is no prepared data in" in refused("train", recipe, here, f"data.folder={tmp_path}/none")
+    for split, sides in (("train", ("train.en", "train.de")), ("valid", ("valid.en", "test.de"))):
+        other = [tmp_path / split / side for side in sides]
+        texts = f"data.{split}={{src: {other[0]}, trg: {other[1]}}}"
+        assert main("train", [str(recipe), "--dry-run", texts]) == 0  # they are not here, so nothing is to compare
+        other[0].parent.mkdir()
+        for file in other:
+            shutil.copy(prepared / "text" / file.name, file)
+        if split == "train":
+            with other[1].open("a") as file:
+                file.write("!")
+        for command, *rest in (("train", here), ("profile", here), ("train", "--dry-run"), ("prepare",)):
+            found = refused(command, recipe, texts, *rest)
+            assert f"{prepared}/data was made from other texts than the recipe's data.{split} names; set" in found
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").write_text("mine")
     for command in ("train", "prepare"):
         assert "holds no manifest.json" in refused(command, recipe, here, f"data.folder={tmp_path}/notes")
     damaged = Path(shutil.copytree(prepared / "data", tmp_path / "data"))
     truncate(damaged / "train.src.tokens")
-    assert "is damaged: train.src.tokens has" in refused("train", recipe, here, f"data.folder={damaged}")
+    for word in (here, "--dry-run"):
+        assert "is damaged: train.src.tokens has" in refused("train", recipe, word, f"data.folder={damaged}")
     assert contents(prepared / "data") == before and contents(tmp_path / "notes") == {"mine.txt": b"mine"}
     assert not (tmp_path / "run").exists()
 

@@ -4,7 +4,9 @@ sentence, exit code 2, no traceback, and nothing written or lost."""
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from refusals import Refused, Tool, contents, truncate
 from deepnmt.checkpoint import load_model, save_checkpoint
 from deepnmt.cli import main
 from deepnmt.config import dump_recipe
+from deepnmt.errors import UserError
+from deepnmt.parallel.launch import Ranks
+from deepnmt.resume import only_trainer
 
 FIRST, NEWEST = "update-00000003", "update-00000006"
 
@@ -151,9 +156,47 @@ def test_run_of_other_text(prepared: Path, run: Path, refused: Refused, tmp_path
         f"{prepared}/text/test.de}}"
     assert main("prepare", [str(prepared / "recipe.yaml"), folder, other, valid]) == 0
     before = contents(run)
-    found = refused("train", prepared / "recipe.yaml", f"run={run}", folder)
+    found = refused("train", prepared / "recipe.yaml", f"run={run}", folder, valid)
     assert f"{tmp_path}/data was prepared anew from other text since" in found
     assert contents(run) == before
+
+
+def test_a_run_that_another_process_trains(prepared: Path, run: Path, refused: Refused) -> None:
+    writing = run / "checkpoints" / ".tmp-update-00000009-0badc0de"
+    writing.mkdir()
+    (writing / "weights.safetensors").write_text("half")
+    here, ready = Ranks(0, 1, 0, 1, torch.device("cpu")), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with only_trainer(run, here):
+            os.write(ready[1], b"!")
+            signal.pause()
+    os.read(ready[0], 1)
+    before = contents(run)
+    said = f"another process is training in {run}; wait until it has ended"
+    try:
+        assert said in refused("train", prepared / "recipe.yaml", f"run={run}", "train.updates=9")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for end in ready:
+            os.close(end)
+    assert contents(run) == before
+    # with that process its lock is gone
+    with only_trainer(run, here), pytest.raises(UserError, match=said), only_trainer(run, here):
+        pass
+    with only_trainer(run, here):
+        pass
+    with pytest.raises(UserError, match="what the first said"), only_trainer(run, Told(1, 2, 1, 2, here.device)):
+        pass
+
+
+class Told(Ranks):
+    """Another process than the first."""
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        assert data == b""
+        return b"what the first said"
 
 
 def test_run_folder_that_is_a_file(prepared: Path, refused: Refused, tmp_path: Path) -> None:
@@ -216,6 +259,18 @@ def test_scoring(prepared: Path, trained: Path, refused: Refused, tmp_path: Path
     assert [file.name for file in tmp_path.iterdir()] == ["short"] and not (trained / "scores.json").exists()
 
 
+def test_settings_that_have_no_say(trained: Path, refused: Refused, tmp_path: Path) -> None:
+    """Nothing would be done otherwise for them, so they are not taken."""
+    source = ("--input", trained / "log.jsonl", "--output", tmp_path / "out")
+    ready = ("--hypotheses", f"a={trained}/log.jsonl", "--output", tmp_path / "out")
+    for command, words, setting in (
+            ("average", (), "train.updates=7"), ("average", ("--last", 1), "average_last=2"),
+            ("translate", source, "batch.tokens=99"), ("translate", source, "parallel.ds_config=null"),
+            ("evaluate", (), "data.folder=x"), ("evaluate", ready, "translate.beam=1"), ("evaluate", ready, "seed=3")):
+        assert f"{setting} has no say here, since " in refused(command, trained, *words, setting)
+    assert list(tmp_path.iterdir()) == [] and not (trained / "averaged").exists()
+
+
 def test_profile_of_another_model(prepared: Path, trained: Path, refused: Refused, tmp_path: Path) -> None:
     recipe, here = prepared / "recipe.yaml", f"run={tmp_path}/run"
     found = refused("train", recipe, here, "model.encoder.layers=3", f"admin.profile={trained}/admin_profile.json")
@@ -223,6 +278,8 @@ def test_profile_of_another_model(prepared: Path, trained: Path, refused: Refuse
     assert "admin.profile: " in refused("train", recipe, here, f"admin.profile={tmp_path}/none.json")
     blocks = ("model.encoder.block=post_ln", "model.decoder.block=pre_ln")
     assert "only admin is profiled" in refused("profile", recipe, here, *blocks)
+    found = refused("profile", recipe, here, f"admin.profile={trained}/admin_profile.json")
+    assert f"admin.profile is {trained}/admin_profile.json, which training reads instead of measuring" in found
 
 
 def test_comparing_timing_and_demo(prepared: Path, trained: Path, refused: Refused, tmp_path: Path) -> None:

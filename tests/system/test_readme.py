@@ -61,7 +61,10 @@ def workplace(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree: dict[str, Any] = yaml.safe_load((prepared / "recipe.yaml").read_text(encoding="utf-8"))
     tree["run"], tree["data"]["folder"] = "runs/my", "data/my"
     tree["parallel"] = {"ds_config": "ds_configs/zero1_fp32.json"}
-    tree["train"] |= {"updates": 5, "save_every": 1, "validate_every": 5, "keep_last": 5}
+    tree["train"] |= {"updates": 5, "save_every": 1, "validate_every": 5}
+    copied = yaml.safe_load((ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8"))
+    tree["average_last"] = copied["average_last"]  # the recipe that is copied
+    tree["train"] |= {name: copied["train"][name] for name in ("keep_last", "keep_best")}
     (folder / "my.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     (folder / "in.txt").write_text("the old dog sees the house\n\nthe cat sleeps\n", encoding="utf-8")
     (folder / "tools").symlink_to(ROOT / "tools")
@@ -94,6 +97,12 @@ def test_every_command_runs_in_order(workplace: Path) -> None:
         assert (run / name).stat().st_size > 0, name
     assert list((run / "tensorboard").glob("events*"))
     assert re.search(r"\|version:", (run / "scores.json").read_text(encoding="utf-8"))
+
+
+def test_readme_names_the_variables_that_more_tests_are_behind() -> None:
+    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")]
+    behind = {name for text in texts for name in re.findall(r"environ\.get\(\"(DEEPNMT_[A-Z]+)\"", text)}
+    assert behind and [name for name in behind if f"`{name}=" not in README] == []
 
 
 def test_files_named_in_the_readme_exist() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from warm import Warm
 
+from deepnmt.checkpoint import list_checkpoints
 from deepnmt.cli import COMMANDS, main
 from deepnmt.commit import CheckpointWriteError
 from deepnmt.config import load_recipe
@@ -77,6 +79,25 @@ def test_a_validation_that_was_due_is_made_up_for(prepared: Path, tmp_path: Path
     states = [json.loads((run / f"checkpoints/update-{UPDATES:08d}/state.json").read_text()) for run in (broken, whole)]
     assert states[0]["best"] == states[1]["best"]
     assert states[0]["extra"]["validations"] == states[1]["extra"]["validations"]
+
+
+def test_killed_while_the_only_checkpoint_is_replaced(prepared: Path, tmp_path: Path) -> None:
+    """A checkpoint that is to know of a late validation takes the place of the one without it."""
+    run, only = tmp_path / "run", ("train.keep_last=1", "average_last=1")
+    assert attempt(prepared, run, 2, *only) == PREEMPTED
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.environ["DEEPNMT_FAIL_POINT"] = "predecessor moved"
+            attempt(prepared, run, 0, *only)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert list_checkpoints(run / "checkpoints") == []
+    assert attempt(prepared, run, 3, *only) == PREEMPTED
+    begun = [words.split()[0] for words, in said(run, "event", "message") if words.startswith(("training", "going on"))]
+    assert begun == ["training", "going", "going"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["update-00000003"]
 
 
 def test_a_patience_that_ends_in_a_late_validation(prepared: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from deepnmt import averaging, config
 from deepnmt.average import average_run
-from deepnmt.averaging import average_weights, best, between, last, listed, save_average
+from deepnmt.averaging import average_weights, best, between, last, listed, save_average, warn_if_outdated
 from deepnmt.checkpoint import (
     WEIGHTS,
     Contents,
@@ -152,6 +152,34 @@ def test_each_way_of_choosing(recipe: config.Recipe, tmp_path: Path) -> None:
     chosen: list[str | Path] = [checkpoints / "update-00000040", str(checkpoints / "update-00000020")]
     assert _updates(average_run(recipe, folders=chosen, output=str(tmp_path / "mean"))) == [40, 20]
     verify(tmp_path / "mean")
+
+
+def test_an_old_best_is_none_of_the_last(recipe: config.Recipe) -> None:
+    """Two were kept, and 10 for its validation; then the run went on and kept more."""
+    few, more = (recipe.model_copy(update={"train": config.Train(updates=90, keep_last=n), "average_last": n})
+                 for n in (2, 5))
+    checkpoints = _checkpoints(recipe)
+    shutil.rmtree(checkpoints / "update-00000020")
+    tiny_run.write(few, 30)
+    tiny_run.write(few, 40)
+    tiny_run.write(more, 50)
+    assert [update_of(path) for path in last(checkpoints, 3)] == [30, 40, 50]
+    with pytest.raises(UserError, match=r"^the last 4 checkpoints in .* but train.keep_last kept 3; .* Ask for 3"):
+        last(checkpoints, 4)
+    assert _updates(average_run(more)) == [30, 40, 50]
+
+
+def test_an_average_that_the_run_has_left_behind_is_told(
+    recipe: config.Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = average_run(recipe, best=1)  # of update 20, though there is 40
+    for checkpoint in (folder, _checkpoints(recipe) / "update-00000010"):
+        warn_if_outdated(checkpoint)
+    assert caplog.messages == []
+    newest = tiny_run.write(recipe, 50)
+    warn_if_outdated(folder)
+    assert caplog.messages == [f"{folder} was averaged when the newest checkpoint was of update 40, but now there is "
+                               f"{newest}; average again to take it in, or name it with --checkpoint"]
 
 
 def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:

@@ -171,6 +171,49 @@ def test_killed_at_any_step_a_whole_checkpoint_is_taken(eventful: Path, point: s
     assert not list(checkpoints.glob(".*"))
 
 
+def _only(folder: Path) -> str:
+    """The name and the text of the one folder of a parent."""
+    (path,) = folder.iterdir()
+    commit.checked_manifest(path, ["text"], ["text"], ["text"])
+    return f"{path.name}: {(path / 'text').read_text()}"
+
+
+def _commit(target: Path, text: str) -> None:
+    commit.commit_folder(target, {"text": lambda file: file.write_text(text)}, {})
+
+
+def test_killed_at_any_step_a_replaced_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are whole, and there is no other: what is left after the sweep is one or the other."""
+    points: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "fail_point", points.append)
+        _commit(tmp_path / "update-1", "old")
+        _commit(tmp_path / "update-1", "old")
+    assert "predecessor moved" in points and len(set(points)) == 9
+    for point in sorted(set(points)):
+        status = _in_child(lambda: _commit(tmp_path / "update-1", "new"), point)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        commit.sweep(tmp_path, "update-*")
+        assert _only(tmp_path) == f"update-1: {'new' if point in ('renamed', 'parent synced') else 'old'}", point
+        if point in ("renamed", "parent synced"):
+            _commit(tmp_path / "update-1", "old")
+
+
+def test_a_folder_whose_successor_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _commit(tmp_path / "update-1", "old")
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name.startswith(".tmp-"):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointWriteError, match="Input/output error"):
+        _commit(tmp_path / "update-1", "new")
+    assert _only(tmp_path) == "update-1: old"
+
+
 def test_killed_at_random_times_a_whole_checkpoint_is_taken(run: Path) -> None:
     state, chance = tiny_run.state_of(30), random.Random(5)
     weights = {f"w{i}": torch.full((50_000,), float(i)) for i in range(10)}
@@ -223,10 +266,12 @@ def test_a_save_sets_aside_what_the_run_went_back_from(run: Path) -> None:
 
 
 def test_sweep_touches_only_its_own(tmp_path: Path) -> None:
-    for name in (".tmp-update-00000010-0badc0de", ".trash-update-00000020-0badc0de", ".trash-mine", "update-00000010"):
+    for name in (".tmp-update-00000010-0badc0de", ".trash-update-00000020-0badc0de", ".trash-mine", "update-00000010",
+                 ".before-update-00000010-0badc0de", ".before-mean-0badc0de"):
         (tmp_path / name).mkdir()
     commit.sweep(tmp_path, "update-*")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".trash-mine", "update-00000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".before-mean-0badc0de", ".trash-mine",
+                                                                "update-00000010"]
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

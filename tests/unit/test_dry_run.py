@@ -43,6 +43,9 @@ def test_a_pipelines_stages_are_those_of_training(prepared: Path, monkeypatch: p
     assert "pipeline of 3 stages on 3 process(es)" in said
     assert said.endswith("\n".join(f"# {line}" for line in table.splitlines()))
     assert "expected bubble with 4 micro-batches" in said
+    held = [int(row.split()[-3].replace(",", "")) for row in table.splitlines()[1:-1]]
+    estimate = memory_estimate(recipe, 0, size, 3, cut(recipe, size, size, ratio))
+    assert len(held) == 3 and estimate["weights"] == 4 * max(held)
 
 
 def figures(text: str) -> dict[str, str]:

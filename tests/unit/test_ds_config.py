@@ -91,6 +91,25 @@ def test_pipelines_and_their_files(write: Write) -> None:
         load_ds_config(path, recipe_of(2), 1)
 
 
+@pytest.mark.parametrize(("name", "section", "keys", "said"), [
+    ("zero1_fp32", "", {"activation_checkpointing": {"partition_activations": True}},
+     "activation_checkpointing is given, but the recipe's parallel.recompute_layers owns it"),
+    ("zero1_fp32", "", {"activation_checkpointing": {}}, "parallel.recompute_layers owns it; remove it from the JSON"),
+    ("zero1_fp32", "", {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+     "torch_autocast is given, but only the sections bf16 and fp16 choose the float type; remove it from the JSON"),
+    ("pipeline_zero1_fp32", "pipeline", {"stages": 8}, "pipeline.stages is given, but has no say here: the recipe's"),
+    ("pipeline_zero1_fp32", "pipeline", {"partition": "parameters"}, "pipeline.partition is given, but has no say"),
+    ("pipeline_zero1_fp32", "pipeline", {"no_such_key": 1}, "pipeline.no_such_key is given, but has no say here"),
+    ("pipeline_zero1_fp32", "", {"pipeline": 8}, "pipeline is 8, must be an object"),
+])
+def test_what_would_change_nothing_is_refused(
+    name: str, section: str, keys: dict[str, Any], said: str, write: Write
+) -> None:
+    with pytest.raises(UserError) as caught:
+        load_ds_config(write(name, section, **keys), recipe_of(2 if name.startswith("pipeline") else 0), 1)
+    assert said in str(caught.value) and str(caught.value).count("\n") == 1
+
+
 @pytest.mark.parametrize(("settings", "said"), [
     ({"initial_power": 33}, "loss_scale.initial_power: is 33, must be less than or equal to 32"),
     ({"window": 0}, "loss_scale.window: is 0"),

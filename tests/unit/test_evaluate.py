@@ -20,6 +20,7 @@ from deepnmt.checkpoint import load_model
 from deepnmt.cli_args import expected_model
 from deepnmt.errors import UserError
 from deepnmt.evaluate import evaluate_run, find_sets, read_systems
+from deepnmt.fold import fold_run
 from deepnmt.scoring import EvaluationSet, compare, score_lines, score_systems
 from deepnmt.translate import translate_files, translate_lines
 
@@ -212,6 +213,42 @@ def test_a_runs_model_is_translated_and_scored(recipe: config.Recipe, tmp_path: 
     assert (written["system"], written["update"], written["averaged_updates"]) == ("run", 10, [])
     assert written["checkpoint"].endswith("update-00000010") and written["translate"] == settings.model_dump()
     assert "bleu" not in written and table.startswith("BLEU")
+
+
+def test_the_runs_own_scores_stay_whatever_else_is_scored(
+    recipe: config.Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, checkpoint = Path(recipe.run), tiny_run.write(recipe, 10)
+    recipe = recipe.model_copy(update={"translate": config.Translate(beam=1, max_ratio=1.0, max_extra=3)})
+    evaluate_run(recipe)
+    own = (run / "scores.json").read_bytes()
+    assert capsys.readouterr().err.splitlines()[:1] == [f"scoring the model of {checkpoint}"]
+    good = _write(tmp_path / "good.de", TARGETS)
+    mine = f"mine/1={tmp_path}/a.en.gz,{good}"
+    evaluate_run(recipe, tests=["first", mine])
+    evaluate_run(recipe, checkpoint=checkpoint)
+    evaluate_run(recipe, ["first"], [f"a={good}", f"b={good}"])
+    assert f"scores are in {run}/scores-a-b-first.json" in capsys.readouterr().err
+    assert {file.name for file in run.glob("*.json*")} == {
+        "scores.json", "scores-first-mine_1.json", "scores-update-00000010.json", "scores-a-b-first.json"}
+    assert (run / "scores.json").read_bytes() == own
+
+
+def test_all_that_take_the_average_tell_that_it_is_outdated(
+    recipe: config.Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = recipe.model_copy(update={"translate": config.Translate(beam=1, max_ratio=1.0, max_extra=3)})
+    tiny_run.write(recipe, 10)
+    folder, newest = average_run(recipe), tiny_run.write(recipe, 20)
+    source, out = str(tmp_path / "a.en.gz"), str(tmp_path / "out")
+    translate_files(Path(recipe.run), source, out, recipe.translate, rank=1, world=2, gather=lambda _: None)
+    assert caplog.messages == []
+    translate_files(Path(recipe.run), source, out, recipe.translate)
+    evaluate_run(recipe)
+    with pytest.raises(UserError, match="b2t"):  # which does not fold
+        fold_run(recipe)
+    assert len(caplog.messages) == 3
+    assert all(said.startswith(f"{folder} was averaged") and str(newest) in said for said in caplog.messages)
 
 
 def test_ready_translations_are_scored_and_compared(recipe: config.Recipe, tmp_path: Path) -> None:

@@ -223,3 +223,20 @@ def test_a_difference_too_large_is_said_and_nothing_written(tmp_path: Path, monk
     with pytest.raises(UserError, match="an ω is too close to 0; use the checkpoint as it is"):
         save_folded(tmp_path / "run", tmp_path / "folded")
     assert not (tmp_path / "folded").exists()
+
+
+def test_logits_are_held_to_an_absolute_difference_in_float64(tmp_path: Path) -> None:
+    """Of logits a thousand times as large the fold is refused, however small a share of them the difference is."""
+    recipe = trained_run(tmp_path / "run", "admin", "admin")
+    source = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    before, found = load_model(source).model, save_folded(source, tmp_path / "folded")
+    after = load_model(tmp_path / "folded").model
+    assert 0 < found.difference < 0.5 * float((logits(after) - logits(before)).abs().max())
+    torch.testing.assert_close(logits(after.double()), logits(before.double()), rtol=0, atol=2 * found.difference)
+    weights = dict(load_model(source).model.named_parameters())
+    for name in ("weight", "bias"):
+        weights[f"decoder.layers.1.rule.norms.2.{name}"].data *= 1000
+    save_checkpoint(tmp_path / "large", 10, weights, {}, tiny_run.state_of(10), config.dump_recipe(recipe),
+                    tiny_run.VOCAB, tiny_run.VOCAB)
+    with pytest.raises(UserError, match=r"in its logits, of which the largest is \d+\.\d, above 1e-05: rounding the"):
+        save_folded(list_checkpoints(tmp_path / "large")[0], tmp_path / "other")

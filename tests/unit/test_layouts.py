@@ -1,7 +1,10 @@
-"""What counts as work when a pipeline's idle time is measured, and layouts that cannot be."""
+"""What counts as work when a pipeline's idle time is measured, a process's own memory, and layouts that cannot be."""
 
 from __future__ import annotations
 
+import inspect
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 
 from deepnmt.cli import main
 from deepnmt.errors import UserError
-from deepnmt.layouts import BusyClock, parse_layout
+from deepnmt.layouts import BusyClock, own_peak, parse_layout
 from deepnmt.parallel.engine import Engine
 
 
@@ -47,7 +50,29 @@ def test_layouts_of_no_process_are_refused(text: str) -> None:
         parse_layout(text)
 
 
-def test_counts_of_micro_batches_are_above_0(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(Path(__file__).resolve().parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml")
-    assert main("pipeline-idle", [recipe, "--counts", "4", "0"]) == 2
-    assert "--counts is 0, must be 1 or more" in capsys.readouterr().err
+RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml")
+FOUR_LAYERS = ["model.encoder.layers=2", "model.decoder.layers=2"]
+
+
+@pytest.mark.parametrize(("command", "words", "said"), [
+    ("pipeline-idle", ["--counts", "4", "0"], "--counts is 0, must be 1 or more"),
+    ("pipeline-idle", ["--vocab", "4"], "--vocab is 4, must be 5 or more"),
+    ("layouts", ["--layouts", "local", "--vocab", "4"], "--vocab is 4, must be 5 or more"),
+    ("pipeline-idle", ["--stages", "9", *FOUR_LAYERS],
+     "parallel.pipeline_stages is 9, but the model has 4 layers (2 encoder, 2 decoder)"),
+    ("layouts", [*FOUR_LAYERS, "--layouts", "local", "pipeline_zero1_fp32:8/8"],
+     "parallel.pipeline_stages is 8, but the model has 4 layers (2 encoder, 2 decoder)"),
+])
+def test_what_cannot_be_is_said_before_anything_starts(
+    command: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("subprocess.Popen")
+    assert main(command, [RECIPE, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_memory_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
+    """Plain python, started by this process, which holds PyTorch."""
+    lines = ["import resource, sys", "from pathlib import Path", inspect.getsource(own_peak), "print(own_peak())"]
+    peak = float(subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, check=True).stdout)
+    assert 2**20 < peak < own_peak() / 2

@@ -137,6 +137,21 @@ def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> Non
         torch.testing.assert_close(scaled[name], value * (0.5 if value.ndim == 2 else 1.0))
 
 
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, side: Side) -> None:
+    """Each of them that had 1/√2 is √2 times as large, nothing else changes; deepnorm never had it."""
+    whole, plain = (build_layer(shapes(block, init=init), side, 1, 1).state_dict()
+                    for init in ("xavier_separate", "xavier"))  # fmt: skip
+    separate, fused = matrices(whole), matrices(plain)
+    enlarged = {"deepnorm": (), "t_fixup": ("q", "k")}.get(block, ("q", "k", "v"))
+    for (sublayer, matrix), value in fused.items():
+        torch.testing.assert_close(separate[sublayer, matrix], value * (2**0.5 if matrix in enlarged else 1.0))
+    assert all(torch.equal(whole[name], value) for name, value in plain.items() if value.ndim != 2)
+    if block == "post_ln":
+        assert 0.9 * xavier_bound(D, D) < separate["self_attn", "q"].abs().max() <= xavier_bound(D, D)
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_only_b2t_is_depth_scaled_by_itself(block: config.Block) -> None:
     auto, chosen = (build_layer(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_run
 import torch
 
-from deepnmt import config
+from deepnmt import config, divergence
 from deepnmt.analysis.nonfinite import Batch, NonFinite, first_non_finite
 from deepnmt.divergence import LIMIT, Drops, Seen, _advice, _where
 from deepnmt.model.transformer import Transformer
@@ -121,3 +124,28 @@ def test_words() -> None:
     assert "first the input of Y" in _where(wide) and "optimizer.lr (now 0.0005)" in _advice(wide, run)
     assert "each micro-batch of the last update is finite" in _where(Seen("bf16"))
     assert "no memory left" in _where(Seen("bf16", room=False))
+
+
+@pytest.mark.parametrize("crowded", ["gather_model", "take_over"])
+def test_no_memory_to_look(crowded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no room for the whole model the others may still wait in its collective, so there is no word with them."""
+    recipe, asked = tiny_run.recipe_of(tmp_path), []
+
+    def full(*_: object) -> Transformer:
+        raise torch.OutOfMemoryError
+
+    class Ranks:
+        def gather_bytes(self, data: bytes) -> list[bytes]:
+            asked.append(data)
+            return [data]
+
+    module = Transformer(recipe.model, 40, 40, 1).bfloat16()
+    engine: Any = SimpleNamespace(module=module, gather_model=lambda: module)
+    if crowded == "take_over":
+        monkeypatch.setattr(divergence, crowded, full)
+    else:
+        engine.gather_model = full
+    ranks: Any = Ranks()
+    said = str(divergence.diverged(recipe, (40, 40), engine, ranks, [], 1.0, 1.0))
+    assert "so the run ends.\n  There was no memory left" in said and "No checkpoint was written yet" in said
+    assert len(asked) == (crowded == "take_over")

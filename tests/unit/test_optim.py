@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Literal
 
@@ -11,7 +12,7 @@ import torch
 from deepnmt.config import Optimizer, Recipe, Schedule, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import LossScaler, build_optimizer, learning_rate, moments_of, warmup_note
+from deepnmt.optim import LossScaler, build_optimizer, clip_gradients, learning_rate, moments_of, warmup_note
 from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.local import LocalEngine
 
@@ -34,9 +35,20 @@ Name = Literal["adam", "adamw", "radam", "radamw", "sgd"]
     (Schedule(name="step", warmup=0, step_update=100), 100, 0.1),
     (Schedule(name="step", warmup=0, step_update=100, step_factor=0.5), 400, 0.25),
     (Schedule(name="step", warmup=0, step_update=100, after_step="constant"), 400, 0.1),
+    (Schedule(name="step", warmup=0, step_update=100, step_factor=1.0), 1, 1.0),
+    (Schedule(name="step", warmup=0, step_update=100, step_factor=1.0), 400, 0.5),
 ])
 def test_learning_rate(schedule: Schedule, update: int, rate: float) -> None:
     assert learning_rate(1.0, schedule, update, 1000) == pytest.approx(rate, abs=1e-12)
+
+
+def test_a_step_is_close_to_the_schedule_of_t_fixup() -> None:
+    """Its published code: peak · sqrt(P / (P + k)) after k updates. docs/blocks.md says 0 to 41 % above it."""
+    schedule, period = Schedule(name="step", warmup=0, step_update=4000, step_factor=1.0), 4000
+    ratios = [learning_rate(1.0, schedule, done + 1, 10**6) / (period / (period + done)) ** 0.5
+              for done in (0, 1000, 3998, 3999, 8000, 200_000)]
+    assert ratios[0] == 1.0 and ratios == sorted(ratios[:4]) + sorted(ratios[4:], reverse=True)
+    assert max(ratios) == pytest.approx(2**0.5, rel=1e-3) and ratios[-1] == pytest.approx(1.0, abs=0.011)
 
 
 @pytest.mark.parametrize(("passes", "rate"), [(0.0, 1.0), (6.99, 1.0), (7.0, 0.1), (28.0, 0.05)])
@@ -248,3 +260,36 @@ def test_what_is_stored_is_what_pytorch_keeps(settings: dict[str, object], kept:
         assert all(torch.equal(state.moments[f"{state.name}.{moment}"], held[moment]) for moment in kept)
     assert fresh == [set(kept)] * len(fresh)
     assert list(moments_of(recipe_of(settings).optimizer)) == kept
+
+
+def test_clipping_by_the_norm_of_all_gradients() -> None:
+    sizes = ((3000, 256), (7,), (), (2, 3, 4))
+    draw = torch.Generator().manual_seed(5)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (*sizes, (5,))]
+    for p in parameters[:-1]:
+        p.grad = 1e-3 * torch.randn(p.shape, generator=draw)
+    before = [p.grad.clone() for p in parameters[:-1] if p.grad is not None]
+    exact = math.sqrt(sum(float(g.double().square().sum()) for g in before))
+    assert clip_gradients(parameters, 0.0) == pytest.approx(exact, rel=1e-7)
+    assert clip_gradients(parameters, exact * 1.1) == pytest.approx(exact, rel=1e-7)
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=False) if p.grad is not None)
+    assert clip_gradients(parameters, exact / 4) == pytest.approx(exact, rel=1e-7)
+    assert clip_gradients(parameters, 0.0) == pytest.approx(exact / 4, rel=1e-5) and parameters[-1].grad is None
+    assert math.isnan(clip_gradients([*parameters, _with_gradient(math.nan)], 1.0))
+    assert math.isinf(clip_gradients([*parameters, _with_gradient(math.inf)], 1.0))
+    assert clip_gradients([], 1.0) == 0.0
+
+
+def _with_gradient(value: float) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([0.0, value])
+    return parameter
+
+
+def test_the_norm_is_exact_where_pytorchs_is_not() -> None:
+    """A canary: when PyTorch's own norm on a CPU is exact, it can be taken again."""
+    parameter = torch.nn.Parameter(torch.zeros(8000, 512))
+    parameter.grad = torch.randn(8000, 512, generator=torch.Generator().manual_seed(1))
+    exact = float(parameter.grad.double().norm())
+    assert clip_gradients([parameter], 0.0) == pytest.approx(exact, rel=1e-7)
+    assert abs(float(torch.nn.utils.get_total_norm([parameter.grad])) / exact - 1) > 1e-5

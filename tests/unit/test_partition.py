@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from deepnmt.config import Model, Recipe, check_recipe
+from deepnmt.config import Block, Model, Recipe, check_recipe
 from deepnmt.errors import UserError
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.embedding import TABLES
+from deepnmt.model.residual import RULES
 from deepnmt.parallel.build import check_layout
 from deepnmt.parallel.partition import Partition, Unit, cost_units, partition, unit_names
+from deepnmt.parallel.stage import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,13 +64,29 @@ def test_costs_are_the_matrix_products() -> None:
     assert twice["output"].cost == units["output"].cost
 
 
-def test_parameters_are_those_of_the_model() -> None:
-    built = dict(Transformer(model(2, 2), 50, 50, 1).named_parameters())
-    for unit in cost_units(model(2, 2), 50, 50):
-        if "." in unit.name:
-            assert unit.parameters == sum(p.numel() for n, p in built.items() if n.startswith(f"{unit.name}."))
-        else:
-            assert unit.parameters == built["embeddings.shared.weight"].numel()
+BLOCKS = [block for block in get_args(Block) if not RULES[block].needs_history]
+BOUNDS = [(0, 9), (0, 4, 9), (0, 6, 9), (0, 1, 5, 8, 9)]
+
+
+@pytest.mark.parametrize(("block", "tied", "cuts"), [
+    *((block, "all", [(0, 1, 5, 8, 9)]) for block in BLOCKS), *(("pre_ln", tied, BOUNDS) for tied in TABLES)
+])
+def test_parameters_are_those_of_the_stages(block: Block, tied: str, cuts: list[tuple[int, ...]]) -> None:
+    """A table that two units of a stage read is there once; the rule's own parameters, and what stands on a stack,
+    are counted."""
+    shape = Model.model_validate({
+        "width": 8, "heads": 2, "ffn": 12, "tied": tied, "max_length": 4,
+        "encoder": {"layers": 3, "block": block, "input_gain": True}, "decoder": {"layers": 3, "block": block},
+    })
+    target = 20 if tied == "all" else 30
+    units = cost_units(shape, 20, target)
+    for bounds in cuts:
+        found = Partition(units, bounds)
+        built = [Stage(shape, 20, target, 1, 0.1, *ends, 0) for ends in pairwise(bounds)]
+        held = [sum(p.numel() for p in stage.parameters()) for stage in built]
+        assert [found.parameters(stage) for stage in range(found.stages)] == held, bounds
+        rows = found.table(4).splitlines()[1:-1]
+        assert [row.split()[-3] for row in rows] == [f"{number:,}" for number in held]
 
 
 def test_bubble() -> None:
@@ -123,6 +142,7 @@ def recipe(config: str | None, stages: int, **model_settings: object) -> Recipe:
         ("zero3_bf16.json", 2, 2, ["ZeRO stage 3"]),
         ("pipeline_zero1_fp32.json", 3, 4, ["pipeline_stages is 3", "4 processes", "one of 1, 2, 4"]),
         ("pipeline_zero1_fp32.json", 2, 1, ["pipeline_stages is 2", "1 process cannot"]),
+        ("pipeline_zero1_fp32.json", 8, 8, ["pipeline_stages is 8", "4 layers (2 encoder, 2 decoder)", "4 or less"]),
     ],
 )
 def test_impossible_layouts_are_refused(config: str | None, stages: int, world: int, words: list[str]) -> None:

@@ -5,7 +5,12 @@ Each test shows beside it how far the same sums in 16 bits would be off.
 
 from __future__ import annotations
 
+import copy
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +18,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from deepnmt.config import Model
+from deepnmt.analysis.fresh import fresh_model
+from deepnmt.analysis.probes import ProbeBatch, mean_loss
+from deepnmt.config import Block, Model
 from deepnmt.model.attention import attend
 from deepnmt.model.norm import LayerNorm
 from deepnmt.model.transformer import Transformer
@@ -83,3 +90,43 @@ def test_sums_of_softmax(dtype: torch.dtype, training: bool) -> None:
         total = total + scores[..., key : key + 1]
         mixed = mixed + scores[..., key : key + 1] * values[:, :, key : key + 1]
     assert not close(mixed / total, exact), "the same in 16 bits"
+
+
+@pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="half a minute of one core; DEEPNMT_LONG=1 runs it")
+def test_every_block_in_fp16_as_documented() -> None:
+    """The fp16 column of docs/blocks.md, which `-s` prints; see what stands under the table there."""
+    draw = torch.Generator().manual_seed(1)
+    src, trg = (torch.randint(4, 1000, (8, length), generator=draw) for length in (24, 25))
+    batch: ProbeBatch = (src, torch.full((8,), 24), trg[:, :-1], trg[:, 1:], 0)
+    text = (Path(__file__).parents[2] / "docs" / "blocks.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    for block in get_args(Block):
+        stack = {"block": block, "layers": 18}
+        shape = Model.model_validate({"width": 128, "heads": 2, "ffn": 512, "dropout": 0.1, "encoder": stack,
+                                      "decoder": stack})
+        model = fresh_model(shape, 1000, 1000, 1, [batch]).train()
+        half, (largest, loss) = copy.deepcopy(model).half(), largest_output(model, batch)
+        in_fp16 = mean_loss(half, batch)
+        (in_fp16.float() * 128).backward()
+        grads = [p.grad for p in half.parameters() if p.grad is not None]
+        zeros = sum(int((grad == 0).sum()) for grad in grads) / sum(grad.numel() for grad in grads)
+        print(f"{block}: {largest:.1f}; {100 * zeros:.1f} %, loss {loss:.3f}, in fp16 {float(in_fp16.detach()):.3f}")
+        assert all(bool(grad.isfinite().all()) for grad in grads) and abs(float(in_fp16.detach()) - loss) < 0.01
+        said = re.search(r"\| ([\d.]+); ([\d.]+) %", rows[block])
+        assert said is not None and [largest, 100 * zeros] == pytest.approx([float(n) for n in said.groups()], abs=0.1)
+
+
+@torch.no_grad()
+def largest_output(model: Transformer, batch: ProbeBatch) -> tuple[float, float]:
+    """The largest magnitude that any module of the model puts out, and the loss in nats a token."""
+    found: list[float] = []
+
+    def see(_module: torch.nn.Module, _given: Any, output: Any) -> None:
+        found.extend(float(each.abs().max()) for each in (output if isinstance(output, tuple) else (output,))
+                     if isinstance(each, Tensor) and each.is_floating_point())
+
+    handles = [module.register_forward_hook(see) for name, module in model.named_modules() if name]
+    loss = float(mean_loss(model, batch))
+    for handle in handles:
+        handle.remove()
+    return max(found), loss

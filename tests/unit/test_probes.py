@@ -172,6 +172,7 @@ def test_half_precision_zeros() -> None:
     small, large = half_zeros(model, data, 2.0**-22), half_zeros(model, data, 256.0)
     assert small.lost > 0.5 > 0.05 > large.lost and large.finite
     assert not half_zeros(model, data, 1e7).finite
+    assert replace(half_zeros(model, data, 4096.0, accumulation=16), scale=256.0) == large
     used = len(set(data[0][torch.arange(6) < data[1][:, None]].tolist()) | {PAD})
     unused = sum(float((g == 0).sum()) for g in _embedding_gradients(model, data))
     assert large.shares_fp32["embeddings"] == pytest.approx(unused / (3 * VOCAB * 8)) and used < VOCAB
@@ -192,6 +193,9 @@ def test_fp16_fails_where_no_scale_will_do() -> None:
     assert fault(1e7, floor=1e7) == "gradients overflow in fp16 at every loss scale down to 1e+07"
     said = fault(2.0**-22)
     assert said and re.fullmatch(r"\d+ % of a layer's gradients are lost to fp16 at loss scale 2.38419e-07", said)
+    many = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"accumulation": 1024}),
+                                     "loss_scale": recipe.loss_scale.model_copy(update={"floor": 9e6})})
+    assert fp16_fault(replace(patient, recipe=many), half_zeros(patient.model, patient.batch, 1e7)) is None
 
 
 def _embedding_gradients(model: Transformer, data: ProbeBatch) -> tuple[Tensor, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,10 @@ import torch
 from probe_models import batch, model_of
 from tiny_run import recipe_of
 
+from deepnmt.analysis.toy_task import ToyTask
 from deepnmt.analysis.training_probe import TrainingProbe
+from deepnmt.config import Model
+from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
 
 TOKENS = 13
@@ -38,12 +43,14 @@ def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
     assert found["encoder.layers.1/output_variance"] == pytest.approx(float(outputs[0].var(correction=0)), rel=1e-5)
     alike = (outputs[0] * inputs[0]).sum(dim=-1) / outputs[0].norm(dim=-1) / inputs[0].norm(dim=-1)
     assert found["encoder.layers.1/cosine_below"] == pytest.approx(float(alike.mean()), rel=1e-5)
-    assert len(found) == 4 * 4
+    assert found["encoder.layers.1/output_largest"] == float(outputs[0].abs().max())
+    assert len(found) == 5 * 4
     with probe.watching(True):  # two micro-batches: the squares add up
         engine.train_step([batch(), batch()], TOKENS, 0.0)
     twice = probe.read(2.0)
     assert twice["encoder.layers.1/gradient_norm"] == pytest.approx(float(expected.norm()) * math.sqrt(2) / 2, rel=1e-5)
-    assert twice["encoder.layers.1/output_rms"] == pytest.approx(found["encoder.layers.1/output_rms"], rel=1e-6)
+    for name in ("output_rms", "output_largest"):
+        assert twice[f"encoder.layers.1/{name}"] == pytest.approx(found[f"encoder.layers.1/{name}"], rel=1e-6)
 
 
 def test_it_leaves_no_trace(tmp_path: Path) -> None:
@@ -67,3 +74,30 @@ def test_processes_add_up_and_missing_layers_count_nothing(tmp_path: Path) -> No
     with probe.watching(True):
         model(*batch()[:4])
     assert set(probe.read(1.0, lambda sums: [2 * each for each in sums]).values()) == {0.0}
+    probe = TrainingProbe(model, recipe.model, 1)
+    with probe.watching(True):
+        model(*batch()[:4])
+    found = probe.read(1.0, lambda sums: [2 * each for each in sums], lambda tops: [each + 100.0 for each in tops])
+    assert all((value > 100.0) == name.endswith("/output_largest") for name, value in found.items())
+
+
+@pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="half a minute of one core; DEEPNMT_LONG=1 runs it")
+def test_its_cost(tmp_path: Path) -> None:
+    """At most 2 % of the step time where one update in a hundred is probed; the figure of docs/doctor.md (`-s`)."""
+    stack = {"block": "admin", "layers": 18}
+    shape = Model.model_validate({"width": 64, "heads": 4, "ffn": 128, "encoder": stack, "decoder": stack})
+    task = ToyTask()
+    model, looked_at = Transformer(shape, task.vocabulary, task.vocabulary, 1), task.batch(0, 73)
+    engine, probe = LocalEngine(model, recipe_of(tmp_path), torch.device("cpu")), TrainingProbe(model, shape, 1)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for update in range(2 * 12):
+        started, probed = time.process_time(), update % 2 == 0
+        with probe.watching(probed):
+            engine.train_step([looked_at], looked_at[3].numel(), 1e-4)
+        if probed:
+            probe.read(1.0)
+        seconds[probed].append(time.process_time() - started)
+    probed_s, plain_s = (sorted(seconds[probed][2:])[5] for probed in (True, False))  # medians, the first two left out
+    share = (probed_s - plain_s) / plain_s / 100
+    print(f"{looked_at[3].numel()} positions, {plain_s:.3f} s an update, {probed_s:.3f} s probed: {100 * share:.2f} %")
+    assert share <= 0.02

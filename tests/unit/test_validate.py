@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from deepnmt import validate
-from deepnmt.config import load_recipe
+from deepnmt.config import Translate, load_recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.settings import open_prepared
 from deepnmt.decoding.lines import Hypothesis
+from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.launch import Ranks
+from deepnmt.translate import translate_lines
 
 
 class Adding:
@@ -58,3 +60,15 @@ def test_bleu_is_that_of_the_target_language(prepared: Path, monkeypatch: pytest
     assert "|tok:zh|" in validate._bleu(recipe, data, data.split("valid"), model, ranks)[1]
     recipe = load_recipe(prepared / "recipe.yaml", ["train.valid_sentences=1"])
     assert "|tok:13a|" in validate._bleu(recipe, data, data.split("valid"), model, ranks)[1]
+
+
+def test_what_is_cut_is_not_said_at_every_validation(
+        prepared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["train.valid_sentences=2"])
+    data = open_prepared(recipe)
+    split, vocabs = data.split("valid"), data.vocabs()
+    model = Transformer(recipe.model.model_copy(update={"max_length": 4}), vocabs[0].size, vocabs[1].size, 1)
+    validate._bleu(recipe, data, split, model, Ranks(0, 1, 0, 1, torch.device("cpu")))
+    assert caplog.records == []
+    translate_lines(model, vocabs, split.src_text()[:2], Translate(method="greedy"))
+    assert [record.getMessage().split(" has ")[0] for record in caplog.records] == ["line 1", "line 2"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,22 +15,25 @@ import pytest
 import torch
 
 from deepnmt.analysis import verdict_fit
-from deepnmt.analysis.fresh import fresh_model
+from deepnmt.analysis.fresh import fresh_model, with_init
 from deepnmt.analysis.many import train_side_by_side
 from deepnmt.analysis.toy_task import ToyTask
-from deepnmt.analysis.verdict import FEATURES, VerdictRule
+from deepnmt.analysis.verdict import FEATURES, VerdictRule, features
 from deepnmt.analysis.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
 from deepnmt.cli import main
+from deepnmt.diagnose import Patient, one_update, trial
 from deepnmt.errors import UserError
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.verdict_grid import (
     Point,
     Settings,
+    _digest,
     fit_grid,
     grid,
     judge_runs,
     measure_anew,
+    measure_points,
     point_recipe,
     read_runs,
     run_grid,
@@ -68,6 +73,24 @@ def test_logistic_rule_by_hand(tmp_path: Path) -> None:
     assert verdict.probability == rule.probability({"rate": -2.0, "layers": 1.5})  # held inside the spans
     rule.save(tmp_path / "rule.json")
     assert VerdictRule.load(tmp_path / "rule.json") == rule
+    fixed = replace(rule, spans={**rule.spans, "rate": [-2.0, -2.0]})
+    assert fixed.judge({"rate": -1.0, "layers": 1.5}).outside == [] and fixed.unvaried == {"rate": -2.0}
+
+
+def test_what_no_run_had_of_a_recipe() -> None:
+    rule = VerdictRule.load()
+    plain = point_recipe(Point("post_ln", "pre_ln", 2, 1e-3, True), TINY)
+    assert rule.unseen(plain) == []  # among the rule's pairs, by Adam, with init: auto
+    assert rule.unseen(point_recipe(Point("b2t", "b2t", 2, 1e-3, True), TINY)) == []  # its auto is depth_scaled
+    [said] = rule.unseen(point_recipe(Point("pre_ln", "post_ln", 2, 1e-3, True), TINY))
+    assert said == ("no run had the blocks pre_ln/post_ln; fitted without one pair of its own, the rule was right on "
+                    "53 to 97 % of that pair's runs")
+    scaled = plain.model_copy(update={"model": with_init(plain.model, "depth_scaled"), "optimizer":
+                                      plain.optimizer.model_copy(update={"name": "sgd"})})
+    assert rule.unseen(scaled) == [
+        "optimizer.name is sgd, all runs had adam",
+        "the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these blocks have xavier/xavier"]
+    assert replace(rule, facts={}).unseen(scaled) == []
 
 
 def test_tree_rule_by_hand() -> None:
@@ -228,6 +251,20 @@ def test_side_by_side_is_one_by_one(blocks: str) -> None:
             assert together[update][place] == pytest.approx(alone, rel=2e-4)
 
 
+def test_the_doctor_measures_what_the_grid_measured() -> None:
+    """The rule is fitted on what `measure_points` finds, side by side, and asked what `diagnose` finds, one by one."""
+    points = [Point("post_ln", "admin", 2, 3e-3, warm, 3) for warm in (True, False)]
+    batch, size = TINY.task.batch(0, 3), TINY.task.vocabulary
+    for point, found in zip(points, measure_points(points, TINY), strict=True):
+        recipe = point_recipe(point, TINY)
+        model = fresh_model(recipe.model, size, size, point.seed, [batch])
+        patient = Patient(recipe, model, batch, (size, size), None)
+        asked = features(model, batch, partial(one_update, model, recipe, batch), partial(trial, model, recipe, batch),
+                         rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=patient.tokens)
+        assert asked.keys() == found.keys() == FEATURES.keys()
+        assert asked == pytest.approx(found, rel=1e-3, abs=1e-3)
+
+
 def test_a_run_learns_or_not_by_the_mark(tmp_path: Path) -> None:
     task = ToyTask(symbols=4, successors=1, shortest=3, longest=3)
     easy = Settings(width=16, heads=2, ffn=16, updates=120, warmup=5, task=task)
@@ -249,10 +286,12 @@ def test_fit_writes_rule_table_and_picture(tmp_path: Path) -> None:
 
 
 def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
-    """Two sizes of batch, three runs that learned; the rule says yes to all of 8 sentences and to none of 2."""
+    """Two sizes of batch, three runs that learned; the rule says yes to all of 8 sentences and to none of 2. A sixth
+    run, which it was fitted on, does not count."""
     file, settings = tmp_path / "fresh.jsonl", Settings().as_dict()
     bar, low, high = Settings().bars["source"], 1.0, 2.0
-    ended = [(8, low, bar - 0.1), (8, low, bar + 0.1), (8, low, bar - 0.2), (2, high, bar + 0.3), (2, high, bar - 0.3)]
+    ended = [(8, low, bar - 0.1), (8, low, bar + 0.1), (8, low, bar - 0.2), (2, high, bar + 0.3), (2, high, bar - 0.3),
+             (2, low, bar - 0.1)]
     file.write_text("".join(json.dumps({
         "point": {"encoder": "admin", "decoder": "admin", "layers": 6, "rate": 1e-3, "warmup": True,
                   "sentences": sentences, "seed": seed},
@@ -260,12 +299,20 @@ def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
     }) + "\n" for seed, (sentences, tokens, final) in enumerate(ended)))
     body = {"feature": "tokens", "threshold": 1.5, "low": {"probability": 0.9, "runs": 5},
             "high": {"probability": 0.1, "runs": 5}}
-    VerdictRule("tree", ["tokens"], body, {"tokens": [0.0, 2.0]}, {"mark": "source"}).save(tmp_path / "rule.json")
+    *fresh, old = read_runs(file)
+    rule = VerdictRule("tree", ["tokens"], body, {"tokens": [0.0, 2.0]}, {"mark": "source"})
+    rule.save(tmp_path / "rule.json")
+    assert judge_runs(file, tmp_path / "rule.json").startswith("the rule does not tell what it was fitted on; some of ")
+    rule = replace(rule, facts={**rule.facts, "fitted_points": [_digest(old)]})
+    rule.save(tmp_path / "rule.json")
     text = judge_runs(file, tmp_path / "rule.json")
-    assert text.startswith("learned: 3 of 5 runs\naccuracy: 60.0 %\n")
+    assert text.startswith("left out: 1 runs that the rule was fitted on\nlearned: 3 of 5 runs\naccuracy: 60.0 %\n")
     assert re.search(r"learned +2 +1\ndid not +1 +1\n", text)
     assert re.search(r"by sentences a batch:\n  8 +66\.7 % of 3\n  2 +50\.0 % of 2\nby layers", text)
     assert re.search(r"by blocks:\n  admin +60\.0 % of 5$", text)
+    replace(rule, facts={"fitted_points": [_digest(run) for run in (*fresh, old)]}).save(tmp_path / "rule.json")
+    with pytest.raises(UserError, match=r"^the rule was fitted on all 6 runs of .*fresh.jsonl, which says nothing; m"):
+        judge_runs(file, tmp_path / "rule.json")
 
 
 MISTAKES = [
@@ -279,6 +326,13 @@ MISTAKES = [
     ("verdict-grid run runs.jsonl --threads 0", "--threads is 0, must be 1 or more"),
     ("verdict-grid run runs.jsonl --depths 6 0", "--depths has 0, but all must be above 0"),
     ("verdict-grid run runs.jsonl --rates 1e-3 0", "--rates has 0.0, but all must be above 0"),
+    ("verdict-grid run runs.jsonl --rates 1e-3 nan", "--rates has nan, but all must be above 0 and finite"),
+    ("verdict-grid run runs.jsonl --seeds 1 -1", "--seeds has -1, but all must be 0 or more"),
+    ("verdict-grid run runs.jsonl --seeds 2147483648", "a point of the grid has a fault:\n  seed: is 2147483648, must"),
+    ("verdict-grid run runs.jsonl --mark context", "--mark is of verdict-grid fit and has no say in run; leave it out"),
+    ("verdict-grid fit other.jsonl --seeds 2", "--seeds is of verdict-grid run and has no say in fit; leave it out"),
+    ("verdict-grid judge other.jsonl --ship", "--ship is of verdict-grid fit and has no say in judge; leave it out"),
+    ("verdict-grid measure other.jsonl --rule a", "--rule is of verdict-grid judge and has no say in measure; leave"),
     ("verdict-grid run other.jsonl/runs.jsonl", "other.jsonl cannot be written"),
     ("verdict-grid run .", ". cannot be read as lines of JSON: "),
     ("verdict-grid fit other.jsonl", "other.jsonl, line 2, is not a run of a verdict grid, which has f"),
@@ -307,6 +361,7 @@ def test_the_shipped_rule_is_the_one_of_the_shipped_runs() -> None:
     assert found.total == rule.facts["held_out_runs"] and len(records) - found.total == rule.facts["runs"]
     assert found == verdict_fit.Confusion(**rule.facts["confusion"]) and found.accuracy >= 0.9
     train = [record for record in records if not held_out(record, 0.3)]
+    assert rule.facts["fitted_points"] == sorted(map(_digest, train)) and set(rule.unvaried) == {"tokens"}
     again = verdict_fit.FITTERS[rule.facts["fit"]](train)
     for record in test:
         assert again.probability(record["features"]) == pytest.approx(rule.probability(record["features"]), abs=1e-6)

@@ -1,0 +1,37 @@
+"""What a user might try in place of a recipe that will not train: recipes that differ from it in one thing each."""
+
+from __future__ import annotations
+
+from deepnmt.analysis.fresh import initialisation, with_blocks, with_init
+from deepnmt.config import Recipe
+
+_FACTORS = (1 / 10, 1 / 3, 3, 10)  # on the rate: one that is too small fails as well as one that is too large
+_BLOCKS = ("pre_ln", "admin", "deepnorm", "b2t")
+
+
+def alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:
+    """Other recipes, by what one would write on the line to get them.
+
+    Args:
+        knows_batches: whether larger batches are among them; only for a rule that was fitted on several sizes.
+    """
+    found = {}
+    for factor in _FACTORS:
+        optimizer = recipe.optimizer.model_copy(update={"lr": recipe.optimizer.lr * factor})
+        found[f"optimizer.lr={optimizer.lr:.3g}"] = recipe.model_copy(update={"optimizer": optimizer})
+    if recipe.schedule.warmup == 0:
+        schedule = recipe.schedule.model_copy(update={"warmup": max(1, recipe.train.updates // 10)})
+        found[f"schedule.warmup={schedule.warmup}"] = recipe.model_copy(update={"schedule": schedule})
+    if knows_batches:
+        batch = recipe.batch.model_copy(update={"accumulation": 4 * recipe.batch.accumulation})
+        found[f"batch.accumulation={batch.accumulation}"] = recipe.model_copy(update={"batch": batch})
+    model = recipe.model
+    stacks = (model.encoder, model.decoder)
+    if not all(initialisation(stack.block, stack.init) == "depth_scaled" for stack in stacks):
+        changed = {"model": with_init(model, "depth_scaled")}
+        found["model.encoder.init=depth_scaled model.decoder.init=depth_scaled"] = recipe.model_copy(update=changed)
+    for block in _BLOCKS:
+        if any(stack.block != block for stack in stacks):
+            changed = {"model": with_blocks(model, block, block)}
+            found[f"model.encoder.block={block} model.decoder.block={block}"] = recipe.model_copy(update=changed)
+    return found
