@@ -184,7 +184,7 @@ def save_average(folders: Sequence[Path], target: Path, model: Model | None = No
     newest = max(range(len(folders)), key=lambda number: states[number].update)
     beside = list_checkpoints(target.parent / "checkpoints")
     averaged = {"averaged": [str(folder) for folder in folders], "averaged_updates": [s.update for s in states],
-                "newest_update": max([states[newest].update, *map(update_of, beside)])}  # fmt: skip
+                "newest_update": max([states[newest].update, *map(update_of, beside)])}
     state = replace(states[newest], loss_scale=None, best={}, extra=averaged)
     src_vocab, trg_vocab = ((folders[newest] / name).read_bytes() for name in (SRC_VOCAB, TRG_VOCAB))
     recipe = (folders[newest] / RECIPE).read_text(encoding="utf-8")

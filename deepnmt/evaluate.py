@@ -82,7 +82,7 @@ def evaluate_run(
         systems = {Path(recipe.run).name: translations}
         facts = {"checkpoint": str(loaded.folder), "update": loaded.state.update,
                  "averaged_updates": loaded.state.extra.get("averaged_updates", []),
-                 "translate": recipe.translate.model_dump()}  # fmt: skip
+                 "translate": recipe.translate.model_dump()}
     report = score_systems(systems, sets, recipe.data.trg_lang)
     file = Path(output) if output is not None else scores_file(recipe.run, tests, hypotheses, checkpoint)
     write_scores(report, facts, file)
@@ -190,7 +190,7 @@ def write_scores(report: Report, facts: dict[str, Any], file: Path) -> None:
         content = {"system": system, **report.as_json(system), **facts}
     else:
         content = {"systems": {system: report.as_json(system) for system in report.scores},
-                   "comparisons": [asdict(comparison) for comparison in report.comparisons], **facts}  # fmt: skip
+                   "comparisons": [asdict(comparison) for comparison in report.comparisons], **facts}
     part = file.with_name(file.name + ".part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ def is_scored(recipe: Recipe, scores: Path) -> bool:
         return False
     found = json.loads(scores.read_text(encoding="utf-8"))
     due = {"averaged_updates": load_state(run / "averaged").extra["averaged_updates"],
-           "translate": recipe.translate.model_dump()}  # fmt: skip
+           "translate": recipe.translate.model_dump()}
     return set(found.get("sets", ())) == set(recipe.data.test) and {key: found.get(key) for key in due} == due
 
 

@@ -18,7 +18,7 @@ D, H = 16, 4
 PAIRS: list[tuple[config.Block, config.Block]] = [
     ("post_ln", "pre_ln"), ("dlcl", "admin"), ("fixup", "post_ln"), ("t_fixup", "deepnorm"), ("pre_ln", "dlcl_post"),
     ("rezero", "looks_linear"), ("b2t_no_ln", "admin_closed_form"), ("b2t", "fixup"), ("dlcl_post", "dlcl"),
-]  # fmt: skip
+]
 
 
 def pair(encoder: config.Block, decoder: config.Block, layers: int = 2, init: str = "auto") -> config.Model:

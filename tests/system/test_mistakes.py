@@ -73,7 +73,7 @@ def test_recipes_that_are_none(refused: Refused, tmp_path: Path) -> None:
 
 def test_unknown_commands_and_options(prepared: Path, tool: Tool, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(None, ["trian"]) == 2
-    assert "deepnmt COMMAND --help says more" in capsys.readouterr().out
+    assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
     done = tool("train", prepared / "recipe.yaml", "--dryrun")
     assert done.returncode == 2 and "unrecognized arguments: --dryrun" in done.stderr and "Traceback" not in done.stderr
 

@@ -415,7 +415,7 @@ def test_weights_of_another_model_are_refused_by_name(run: Path) -> None:
     wide = tiny_run.recipe_of(run, model={"ffn": 20})
     folder = checkpoint.save_checkpoint(
         run / "checkpoints", 30, tiny_run.weights_of(tiny_run.recipe_of(run)), {}, tiny_run.state_of(30),
-        dump_recipe(wide), tiny_run.VOCAB, tiny_run.VOCAB)  # fmt: skip
+        dump_recipe(wide), tiny_run.VOCAB, tiny_run.VOCAB)
     with pytest.raises(UserError, match=r"encoder\.layers\.0\.ffn\.fc1\.weight is \[16, 8\] where \[20, 8\] is"):
         load_model(folder)
 

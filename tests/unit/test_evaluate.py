@@ -140,7 +140,7 @@ def test_a_difference_in_one_line_of_many_is_chance() -> None:
 
 def test_test_sets_by_name_and_by_files(recipe: config.Recipe, tmp_path: Path) -> None:
     assert find_sets(recipe, None) == [
-        EvaluationSet("first", SOURCES, [TARGETS]), EvaluationSet("second", SOURCES[:2], [TARGETS[:2]])]  # fmt: skip
+        EvaluationSet("first", SOURCES, [TARGETS]), EvaluationSet("second", SOURCES[:2], [TARGETS[:2]])]
     files = f"mine={tmp_path / 'a.en.gz'},{tmp_path / 'a.de'}"
     assert find_sets(recipe, [files, "second"])[0] == EvaluationSet("mine", SOURCES, [TARGETS])
     short = _write(tmp_path / "short", TARGETS[:2])
@@ -190,7 +190,7 @@ def test_sacrebleus_own_sets_from_its_folder_and_without_a_network(tmp_path: Pat
     done = subprocess.run(
         [sys.executable, "-c", _SACREBLEU_SETS], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
         env={**os.environ, **refused, "no_proxy": "", "SACREBLEU": str(tmp_path / "cache"), "PYTHONPATH": paths},
-    )  # fmt: skip
+    )
     assert done.stdout.startswith(f"SacreBLEU's multi30k/2016 is not in {tmp_path / 'cache'} and cannot be downloaded")
     assert "sacrebleu --download multi30k/2016 -l en-de" in done.stdout and done.stdout.count("\n") == 1
 

@@ -132,7 +132,7 @@ def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Si
 def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> None:
     """Each matrix of a stack of 4 is halved, whatever else the block does to it; nothing else changes."""
     scaled, plain = (build_layer(shapes(block, init=init, layers=4), side, 1, 1).state_dict()
-                     for init in ("depth_scaled", "xavier"))  # fmt: skip
+                     for init in ("depth_scaled", "xavier"))
     for name, value in plain.items():
         torch.testing.assert_close(scaled[name], value * (0.5 if value.ndim == 2 else 1.0))
 
@@ -142,7 +142,7 @@ def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> Non
 def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, side: Side) -> None:
     """Each of them that had 1/√2 is √2 times as large, nothing else changes; deepnorm never had it."""
     whole, plain = (build_layer(shapes(block, init=init), side, 1, 1).state_dict()
-                    for init in ("xavier_separate", "xavier"))  # fmt: skip
+                    for init in ("xavier_separate", "xavier"))
     separate, fused = matrices(whole), matrices(plain)
     enlarged = {"deepnorm": (), "t_fixup": ("q", "k")}.get(block, ("q", "k", "v"))
     for (sublayer, matrix), value in fused.items():
@@ -155,7 +155,7 @@ def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, s
 @pytest.mark.parametrize("block", BLOCKS)
 def test_only_b2t_is_depth_scaled_by_itself(block: config.Block) -> None:
     auto, chosen = (build_layer(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in
-                    ("auto", "depth_scaled" if block in ("b2t", "b2t_no_ln") else "xavier"))  # fmt: skip
+                    ("auto", "depth_scaled" if block in ("b2t", "b2t_no_ln") else "xavier"))
     assert all(torch.equal(auto[name], value) for name, value in chosen.items())
 
 
@@ -234,7 +234,7 @@ def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
 
 def test_blocks_of_the_two_sides_are_independent() -> None:
     hybrid = shapes().model_copy(update={"encoder": config.Stack(block="post_ln", layers=1),
-                                         "decoder": config.Stack(block="pre_ln", layers=1)})  # fmt: skip
+                                         "decoder": config.Stack(block="pre_ln", layers=1)})
     names = set(Transformer(hybrid, V, V, 1).state_dict())
     assert "decoder.norm.weight" in names and "encoder.norm.weight" not in names
 
