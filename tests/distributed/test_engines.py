@@ -158,19 +158,24 @@ def test_layout_equals_local_engine(
 
 
 @pytest.mark.parametrize("world", [1, 2, 4] if LONG else [2])
-@pytest.mark.parametrize(("precision", "of_losses"), [("fp16", 5e-3), ("bf16", 2e-2)] if LONG else [("fp16", 5e-3)])
-def test_16_bits_of_all_stages_are_those_of_zero1(
-    precision: str, of_losses: float, world: int, tmp_path: Path, warm: Warm
-) -> None:
-    """Gradients far nearer than any is to fp32, for all round the same numbers; clipping rounds otherwise."""
+@pytest.mark.parametrize("precision", ["fp16", "bf16"] if LONG else ["fp16"])
+def test_16_bits_of_all_stages_are_those_of_zero1(precision: str, world: int, tmp_path: Path, warm: Warm) -> None:
+    """Gradients far nearer than any is to fp32, for all round the same numbers; clipping rounds otherwise.
+
+    A last bit of the clipping's factor moves an fp32 weight by one unit, that now and then its 16-bit copy by one, and
+    from there on the gradients part: ZeRO-1 against itself with half of its weights moved by one unit of fp32 differed
+    by up to 5.4e-4 in a loss and 1.6e-2 in a norm.
+    """
     trials = ALL if LONG else TURNS[1][1:]
     for stage in (1, 0, 2, 3) if LONG else (1, 0):
         (tmp_path / str(stage)).mkdir()
         warm.run(world, "test_engines:compute", tmp_path / str(stage), f"zero{stage}_{precision}", json.dumps(trials))
-        agree(tmp_path / str(stage), tmp_path / "1", trials, 1e-5, of_losses)
+        agree(tmp_path / str(stage), tmp_path / "1", trials, 1e-5, 2e-3, of_norms=2e-2)
 
 
-def agree(folder: Path, control: Path, trials: list[Trial], of_gradients: float, of_losses: float) -> None:
+def agree(
+    folder: Path, control: Path, trials: list[Trial], of_gradients: float, of_losses: float, of_norms: float | None = None
+) -> None:
     """Whether what `compute` left in `folder` is what it left in `control`, and a restored engine went on exactly."""
     for trial in trials:
         start, gradient = (load_file(folder / f"{what}-{trial.name}") for what in ("start", "gradient"))
@@ -181,7 +186,9 @@ def agree(folder: Path, control: Path, trials: list[Trial], of_gradients: float,
             assert float((gradient[name] - expected).norm() / expected.norm()) <= of_gradients, (trial, name)
         ours, theirs = (json.loads((f / f"trace-{trial.name}").read_text()) for f in (folder, control))
         assert ours["steps"] == theirs["steps"] == UPDATES == len(ours["trace"]) and ours["step"] == SAVED
-        torch.testing.assert_close(torch.tensor(ours["trace"]), torch.tensor(theirs["trace"]), rtol=of_losses, atol=0)
+        for column, tolerance in enumerate((of_losses, of_norms or of_losses)):
+            torch.testing.assert_close(torch.tensor(ours["trace"])[:, column], torch.tensor(theirs["trace"])[:, column],
+                                       rtol=tolerance, atol=0)
         assert ours["again"] == ours["trace"][SAVED:RESUMED], "a restored engine must go on to the last bit"
         assert ours["same"]
 
