@@ -174,7 +174,8 @@ def test_16_bits_of_all_stages_are_those_of_zero1(precision: str, world: int, tm
 
 
 def agree(
-    folder: Path, control: Path, trials: list[Trial], of_gradients: float, of_losses: float, of_norms: float | None = None
+    folder: Path, control: Path, trials: list[Trial], of_gradients: float, of_losses: float,
+    of_norms: float | None = None,
 ) -> None:
     """Whether what `compute` left in `folder` is what it left in `control`, and a restored engine went on exactly."""
     for trial in trials:
