@@ -32,7 +32,7 @@ from deepnmt.checkpoint import (
     write_checkpoint,
 )
 from deepnmt.commit import MANIFEST, sweep
-from deepnmt.config import Model, load_recipe
+from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,17 @@ def last(checkpoints: Path, count: int) -> list[Path]:
                         f"{len(found)}; what is older was kept for its validation. Ask for {len(found)}, or name the "
                         "others by their updates")
     return found
+
+
+def require_kept(recipe: Recipe) -> None:
+    """Raises `UserError` where a run of this recipe would keep fewer checkpoints than it is to average.
+
+    For those who are about to train: a run that did keep fewer is read, resumed with `average_last` changed, and used.
+    """
+    if recipe.average_last > recipe.train.keep_last:
+        raise UserError(f"average_last ({recipe.average_last}) must not be above train.keep_last "
+                        f"({recipe.train.keep_last}), or fewer of the last checkpoints will be there; set average_last="
+                        f"{recipe.train.keep_last}, or keep more")
 
 
 def up_to_last(checkpoints: Path, count: int) -> list[Path]:

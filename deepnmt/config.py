@@ -329,10 +329,6 @@ class Recipe(Section):
             faults.append(f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot go with "
                           f"{' and '.join(whole)}: each of its layers needs the outputs of all layers below, and "
                           "stages hand on only the last; set parallel.pipeline_stages: 0, or take another block")
-        if self.average_last > self.train.keep_last:
-            faults.append(f"average_last ({self.average_last}) must not be above train.keep_last "
-                          f"({self.train.keep_last}), or fewer of the last checkpoints are there; set average_last: "
-                          f"{self.train.keep_last}, or keep more")
         if self.train.best_by == "bleu" and not self.train.valid_bleu:
             faults.append("train.best_by: bleu needs train.valid_bleu: true")
         if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:

@@ -13,6 +13,7 @@ from typing import Any
 from deepnmt.analysis.admin_profile import AdminProfile
 from deepnmt.analysis.plots import draw_admin_profile, draw_learning_curve
 from deepnmt.analysis.training_probe import TrainingProbe
+from deepnmt.averaging import require_kept
 from deepnmt.checkpoint import (
     CheckpointWriteError,
     TrainingState,
@@ -53,6 +54,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         self.recipe, self.ranks = recipe, ranks
         self.run = Path(recipe.run)
+        require_kept(recipe)
         layout = check_layout(recipe, ranks.world)
         if layout is not None:
             check_by_deepspeed(layout)

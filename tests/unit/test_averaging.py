@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from deepnmt import averaging, config
 from deepnmt.average import average_run
-from deepnmt.averaging import average_weights, best, between, last, listed, save_average, warn_if_outdated
+from deepnmt.averaging import average_weights, best, between, last, listed, require_kept, save_average, warn_if_outdated
 from deepnmt.checkpoint import (
     WEIGHTS,
     Contents,
@@ -22,10 +22,12 @@ from deepnmt.checkpoint import (
     load_moments,
     load_state,
     load_weights,
+    require_model,
     update_of,
     verify,
     write_checkpoint,
 )
+from deepnmt.dry_run import describe
 from deepnmt.errors import UserError
 
 VALIDATIONS = [{"update": 10, "value": 3.0}, {"update": 20, "value": 1.0}, {"update": 30, "value": 2.0}]
@@ -167,6 +169,21 @@ def test_an_old_best_is_none_of_the_last(recipe: config.Recipe) -> None:
     with pytest.raises(UserError, match=r"^the last 4 checkpoints in .* but train.keep_last kept 3; .* Ask for 3"):
         last(checkpoints, 4)
     assert _updates(average_run(more)) == [30, 40, 50]
+
+
+def test_more_to_average_than_is_kept(recipe: config.Recipe) -> None:
+    """Is refused before training; of a run that was trained so, everything can be read."""
+    asked = recipe.model_copy(update={"train": config.Train(updates=90, keep_last=2), "average_last": 5})
+    sentence = r"^average_last \(5\) must not be above train.keep_last \(2\), .* set average_last=2, or keep more"
+    with pytest.raises(UserError, match=sentence):
+        require_kept(asked)
+    with pytest.raises(UserError, match=sentence):
+        describe(asked)
+    shutil.rmtree(asked.run)
+    tiny_run.write(asked, 40)
+    assert load_model(Path(asked.run)).recipe.average_last == 5
+    require_model(_checkpoints(asked) / "update-00000040", asked.model)
+    assert _updates(average_run(asked)) == [40]
 
 
 def test_an_average_that_the_run_has_left_behind_is_told(

@@ -150,9 +150,6 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__max_length": 100},
      ["data.filters.max_tokens (250) must leave room for eos within model.max_length (100)"]),
     ({"batch__tokens": 250}, ["batch.tokens (250) cannot hold one sentence of data.filters.max_tokens (250)"]),
-    ({"train": {"updates": 5, "keep_last": 1}},
-     ["average_last (5) must not be above train.keep_last (1), or fewer of the last checkpoints are there; set "
-      "average_last: 1, or keep more"]),
     ({"train": {"updates": 5, "best_by": "bleu", "valid_bleu": False}},
      ["train.best_by: bleu needs train.valid_bleu: true"]),
     ({"schedule": {"name": "linear", "warmup": 10}},
