@@ -31,7 +31,7 @@ from deepnmt.checkpoint import (
     verify_files,
     write_checkpoint,
 )
-from deepnmt.commit import MANIFEST, sweep
+from deepnmt.commit import MANIFEST, own_name, sweep
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.errors import UserError
 
@@ -174,7 +174,7 @@ def save_average(folders: Sequence[Path], target: Path, model: Model | None = No
     """Writes the average of whole checkpoints as a checkpoint without moments; one already at `target` is replaced.
 
     Recipe, vocabularies and position are those of the checkpoint with the most updates; `extra` of the state says what
-    was averaged, and which update was the newest then. With `model` they must hold that one.
+    was averaged, and of which updates there were checkpoints beside it then. With `model` they must hold that one.
 
     Raises:
         UserError: a checkpoint is damaged; they are of different models (it names the first tensor, vocabulary or
@@ -195,7 +195,7 @@ def save_average(folders: Sequence[Path], target: Path, model: Model | None = No
     newest = max(range(len(folders)), key=lambda number: states[number].update)
     beside = list_checkpoints(target.parent / "checkpoints")
     averaged = {"averaged": [str(folder) for folder in folders], "averaged_updates": [s.update for s in states],
-                "newest_update": max([states[newest].update, *map(update_of, beside)])}
+                "updates_beside": [update_of(path) for path in beside]}
     state = replace(states[newest], loss_scale=None, best={}, extra=averaged)
     src_vocab, trg_vocab = ((folders[newest] / name).read_bytes() for name in (SRC_VOCAB, TRG_VOCAB))
     recipe = (folders[newest] / RECIPE).read_text(encoding="utf-8")
@@ -205,15 +205,21 @@ def save_average(folders: Sequence[Path], target: Path, model: Model | None = No
 
 
 def warn_if_outdated(folder: Path) -> None:
-    """Warns where `folder` is the average of a run that has saved a newer checkpoint since; one process calls it."""
-    later = list_checkpoints(folder.parent / "checkpoints")
-    if folder.name != "averaged" or not later:
+    """Warns where `folder` is the average of a run that has saved a newer checkpoint since; one process calls it.
+
+    Newer is what was not there when it was averaged: a run that went back from a damaged checkpoint has a newer one of
+    an earlier update. Averages of older versions do not say what was there; of them only what they hold is known.
+    """
+    found = list_checkpoints(folder.parent / "checkpoints")
+    if own_name(folder) != "averaged" or not found:
         return
-    state = load_state(folder)
-    known = state.extra.get("newest_update", state.update)
-    if update_of(later[-1]) > known:
-        log.warning("%s was averaged when the newest checkpoint was of update %d, but now there is %s; average again "
-                    "to take it in, or name it with --checkpoint", folder, known, later[-1])
+    newest, extra = found[-1], load_state(folder).extra
+    for key, fault in (("updates_beside", f"was averaged before {newest} was saved"),
+                       ("averaged_updates", f"does not hold the newest checkpoint, {newest}")):
+        if key in extra:
+            if update_of(newest) not in extra[key]:
+                log.warning("%s %s; average again to take that in, or name it with --checkpoint", folder, fault)
+            return
 
 
 def _other_model(ours: Path, theirs: Path, difference: str) -> UserError:

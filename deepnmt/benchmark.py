@@ -32,7 +32,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import write_json
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import MicroBatch
-from deepnmt.parallel.launch import Ranks
+from deepnmt.parallel.launch import Ranks, gpus
 from deepnmt.parallel.tensors import to_tensors
 from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.translate import cast, translate_shards
@@ -45,7 +45,7 @@ TRANSLATIONS: dict[str, tuple[bool, dict[str, Any]]] = {
     "cached, patience 1, bf16": (True, {"patience": 1.0, "precision": "bf16"}),
     "no cache": (False, {}),
 }
-MICRO_BATCHES = 2  # of every update, in every layout: two processes take one each, one process takes both
+MICRO_BATCHES = 2  # at least, of every update, in every layout: two processes take one each, one process takes both
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,16 @@ class Case:
     threads: int
 
 
-def training_cases(cores: int) -> list[Case]:
-    """The plain loop and deepnmt, each with one process on all cores and with one process a core."""
+def placements(cores: int, gpus: int) -> list[tuple[int, int]]:
+    """Processes, and threads of each: one on all cores, and one a core; on a machine with GPUs one, and one a GPU."""
+    many = (gpus, max(1, cores // gpus)) if gpus else (cores, 1)
+    return list(dict.fromkeys([(1, cores), many]))
+
+
+def training_cases(cores: int, gpus: int) -> list[Case]:
+    """The plain loop and deepnmt in each of the `placements`."""
     cases = []
-    for count, threads in ((1, cores), (cores, 1)):
+    for count, threads in placements(cores, gpus):
         where = f"{count} process{'es' if count > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
         cases.append(Case(f"torch.nn.Transformer fp32, {where}", "torch", count, threads))
         if count == 1:
@@ -69,7 +75,7 @@ def training_cases(cores: int) -> list[Case]:
         else:
             cases.append(Case(f"deepnmt ZeRO-1 fp32, {where}", "zero1_fp32", count, threads))
         cases.append(Case(f"deepnmt ZeRO-1 bf16, {where}", "zero1_bf16", count, threads))
-    return [case for i, case in enumerate(cases) if case not in cases[:i]]
+    return cases
 
 
 def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | None) -> dict[str, Any]:
@@ -89,30 +95,34 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
     open_prepared(recipe)
     if translate_run is not None:
         find_checkpoint(translate_run)
-    cores = len(os.sched_getaffinity(0))
-    cases = training_cases(cores)
+    cores, devices = len(os.sched_getaffinity(0)), gpus()
+    cases = training_cases(cores, devices)
+    micro_batches = max(MICRO_BATCHES, *(case.processes for case in cases))
     results: dict[str, list[float]] = {case.name: [] for case in cases}
     for number in range(rounds):
         for case in cases:
-            job = {"job": "train", "engine": case.engine, "updates": updates,
+            job = {"job": "train", "engine": case.engine, "updates": updates, "micro_batches": micro_batches,
                    "recipe": recipe.model_dump(), "threads": case.threads}
             results[case.name].append(_timed(job, case.processes))
             print(f"round {number + 1}/{rounds}  {case.name:<52} {results[case.name][-1]:9,.0f} target tokens/s",
                   file=sys.stderr, flush=True)
     figures = {"training_target_tokens_per_second": results}
     if translate_run is not None:
-        figures["translation_sentences_per_second"] = _translation(translate_run, recipe.translate, rounds, cores)
+        figures["translation_sentences_per_second"] = _translation(
+            translate_run, recipe.translate, rounds, placements(cores, devices))
     _show(figures)
     return {"machine": _machine(), "recipe": recipe.model_dump(), "updates": updates, **figures}
 
 
-def _translation(run: Path, settings: Translate, rounds: int, cores: int) -> dict[str, list[float]]:
+def _translation(
+    run: Path, settings: Translate, rounds: int, places: list[tuple[int, int]]
+) -> dict[str, list[float]]:
     results: dict[str, list[float]] = {}
     ways = {way: (cache, changes) for way, (cache, changes) in TRANSLATIONS.items()
             if settings.method == "beam" or "patience" not in changes}
     for _ in range(rounds):
         for way, (cache, changes) in ways.items():
-            for count, threads in ((1, cores), (cores, 1)):
+            for count, threads in places:
                 name = f"{way}, {count} x {threads} threads"
                 job = {"job": "translate", "run": str(run), "cache": cache, "threads": threads,
                        "settings": settings.model_copy(update=changes).model_dump()}
@@ -139,7 +149,7 @@ def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
     tree = job["recipe"]
     own = job["engine"] not in ("torch", "local")
     tree["parallel"]["ds_config"] = f"ds_configs/{job['engine']}.json" if own else None
-    tree["batch"]["accumulation"] = MICRO_BATCHES // ranks.world
+    tree["batch"]["accumulation"] = job["micro_batches"] // ranks.world
     recipe = check_recipe(tree, "benchmark")
     data = open_prepared(recipe)
     source, target = data.vocabs()
@@ -156,7 +166,7 @@ def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
         if update % job["updates"] == 0:
             ranks.barrier()
             started, total, position = time.perf_counter(), 0, Position(0, 0)
-        planned, position = stream.at(position, MICRO_BATCHES)
+        planned, position = stream.at(position, job["micro_batches"])
         tokens = sum(int(stream.split(b.epoch).trg_lengths[b.indices].sum()) for b in planned)
         mine = [(*to_tensors(collate(stream.split(b.epoch), b.indices), ranks.device), b.number)
                 for b in planned[ranks.rank :: ranks.world]]
@@ -176,7 +186,7 @@ def _translate_rate(job: dict[str, Any], ranks: Ranks) -> float:
     stepper = CachedStepper if job["cache"] else RecomputingStepper
     vocabs = (loaded.src_vocab, loaded.trg_vocab)
     settings = Translate.model_validate(job["settings"])
-    model = cast(loaded.model, settings.precision)
+    model = cast(loaded.model, settings.precision).to(ranks.device)
 
     def run(texts: list[str]) -> None:
         for _ in translate_shards(model, vocabs, texts, settings, rank=ranks.rank,
@@ -196,7 +206,7 @@ class PlainLoop:
 
     def __init__(self, recipe: Recipe, vocab: int, ranks: Ranks) -> None:
         self.smoothing, self.ranks = recipe.train.label_smoothing, ranks
-        module = PlainTransformer(recipe.model, vocab)
+        module = PlainTransformer(recipe.model, vocab).to(ranks.device)
         self.module = DistributedDataParallel(module) if ranks.world > 1 else module
         self.optimizer = torch.optim.Adam(module.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9)
 
@@ -231,8 +241,8 @@ class PlainTransformer(nn.Module):
 
     def forward(self, src: torch.Tensor, lengths: torch.Tensor, trg_in: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V]."""
-        padding = torch.arange(src.size(1))[None, :] >= lengths[:, None]
-        causal = nn.Transformer.generate_square_subsequent_mask(trg_in.size(1))
+        padding = torch.arange(src.size(1), device=src.device)[None, :] >= lengths[:, None]
+        causal = nn.Transformer.generate_square_subsequent_mask(trg_in.size(1), device=src.device)
         hidden = self.transformer(self._input(src), self._input(trg_in), tgt_mask=causal, src_key_padding_mask=padding,
                                   memory_key_padding_mask=padding, tgt_is_causal=True)
         return F.linear(hidden, self.embedding.weight)
@@ -254,7 +264,8 @@ def _machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "?")
     return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "avx512_bf16": "avx512_bf16" in info,
-            "amx_bf16": "amx_bf16" in info, "torch": torch.__version__, "load": os.getloadavg()[0]}
+            "amx_bf16": "amx_bf16" in info, "gpus": [torch.cuda.get_device_name(n) for n in range(gpus())],
+            "torch": torch.__version__, "load": os.getloadavg()[0]}
 
 
 def _show(figures: dict[str, dict[str, list[float]]]) -> None:

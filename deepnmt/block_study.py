@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
 from deepnmt.monitor import make_run_folder, read_log
 from deepnmt.parallel.launch import processes
+from deepnmt.pool import end_with_parent, submit
 
 Record = dict[str, Any]
 
@@ -134,15 +135,21 @@ def _results(systems: Sequence[System], recipe: Recipe, count: int, deadline: fl
                 return
             yield _run(system, recipe)
         return
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+    others = set(active_children())
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
         running: set[Future[Record]] = set()
-        while True:
-            if time.monotonic() <= deadline:
-                running |= {pool.submit(_run, system, recipe) for system in islice(begun, count - len(running))}
-            if not running:
-                return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
+        try:
+            while True:
+                if time.monotonic() <= deadline:
+                    running |= {submit(pool, _run, system, recipe) for system in islice(begun, count - len(running))}
+                if not running:
+                    return
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        except BaseException:  # Ctrl-C too: runs take hours, and none is waited for
+            for process in set(active_children()) - others:
+                process.terminate()
+            raise
 
 
 def _run(system: System, recipe: Recipe) -> Record:

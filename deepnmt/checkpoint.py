@@ -129,7 +129,8 @@ def save_checkpoint(
 
 
 def sweep_checkpoints(checkpoints: Path) -> None:
-    """Clears up after a killed save or deletion: a checkpoint that was being replaced gets its name back."""
+    """Clears up after a killed save or deletion: a checkpoint that was being replaced gets its name back. Raises
+    `CheckpointWriteError` where it cannot."""
     commit.sweep(checkpoints, "update-*")
 
 
@@ -172,18 +173,18 @@ def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The `update-*` folders in `folder`, oldest update first, whole or not."""
-    found = [path for path in folder.glob("update-*") if _is_update(path) and path.is_dir()]
-    return sorted(found, key=update_of)
+    """The `update-*` folders in `folder`, oldest update first, whole or not; one that a kill left moved as well."""
+    there = [*folder.glob("update-*"), *commit.moved(folder, "update-*")]
+    return sorted((path for path in there if _is_update(path) and path.is_dir()), key=update_of)
 
 
 def _is_update(path: Path) -> bool:
-    return re.fullmatch(r"update-[0-9]{8,}", path.name) is not None
+    return re.fullmatch(r"update-[0-9]{8,}", commit.own_name(path)) is not None
 
 
 def update_of(checkpoint: Path) -> int:
     """The update in the name of an `update-*` folder."""
-    return int(checkpoint.name.removeprefix("update-"))
+    return int(commit.own_name(checkpoint).removeprefix("update-"))
 
 
 def _warn(damage: DamagedCheckpoint) -> None:
@@ -250,11 +251,12 @@ def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
     Raises:
         UserError: there is none.
     """
+    folder = commit.where_it_stands(folder)
     if (folder / MANIFEST).is_file():
         return folder
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give a checkpoint or the folder of a run")
-    averaged, checkpoints = folder / "averaged", folder / "checkpoints"
+    averaged, checkpoints = commit.where_it_stands(folder / "averaged"), folder / "checkpoints"
     if which == "averaged" or (which == "auto" and averaged.is_dir()):
         if not averaged.is_dir():
             raise UserError(f"{folder} holds no averaged/; average its checkpoints first, or take the newest")

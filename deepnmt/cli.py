@@ -200,8 +200,8 @@ def _evaluate(words: list[str]) -> int:
                         "with the first by paired bootstrap")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
     parser.add_argument("--output", metavar="FILE",
-                        help="JSON file (default: RUN/scores.json, or RUN/scores-NAMES.json of what --test, "
-                        "--hypotheses and --checkpoint name)")
+                        help="JSON file (default: RUN/scores.json, or RUN/scores-NAMES.json where --test, "
+                        "--hypotheses, --checkpoint or settings make it other scores than the run's own)")
     found, recipe = parse(parser, words)
     scored = ["run", "data.test", "data.src_lang", "data.trg_lang", "parallel.threads"]
     if found.hypotheses:

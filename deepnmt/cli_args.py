@@ -77,10 +77,13 @@ def _names(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _names(value, f"{prefix}{name}.")
 
 
-def profiled(found: argparse.Namespace, recipe: Recipe) -> None:
+def profiled(found: argparse.Namespace, recipe: Recipe, asked: Sequence[str] = ("tokens", "input_variance")) -> None:
     """Raises `UserError` where the line says how Admin is profiled and nothing will be.
 
     On the line alone: a recipe may say it and have its blocks changed by overrides.
+
+    Args:
+        asked: the settings that have no other use in the command.
     """
     blocks = (recipe.model.encoder.block, recipe.model.decoder.block)
     why = ""
@@ -91,7 +94,7 @@ def profiled(found: argparse.Namespace, recipe: Recipe) -> None:
     names, usual = given(found), Admin()
     for name, value, default in (("tokens", recipe.admin.tokens, usual.tokens),
                                  ("input_variance", recipe.admin.input_variance, usual.input_variance)):
-        if why and f"admin.{name}" in names and value != default:
+        if why and name in asked and f"admin.{name}" in names and value != default:
             raise UserError(f"admin.{name}={value} has no say here, since {why}; leave it out")
 
 

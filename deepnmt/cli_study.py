@@ -44,7 +44,7 @@ def diagnose(words: list[str]) -> int:
     found, recipe = parse(parser, words)
     if found.tokens < 1:
         raise UserError(f"--tokens is {found.tokens}, must be 1 or more, for example 1024")
-    profiled(found, recipe)
+    profiled(found, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
     from deepnmt.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
     from deepnmt.parallel.launch import processes
 

@@ -3,14 +3,16 @@
 A folder is written as `.tmp-*`: its files, each synced, then `manifest.json` with their sizes and SHA-256; then the
 folder is synced and renamed, and its parent synced. What it replaces is renamed to `.before-*` until then, what is
 deleted to `.trash-*`. So at any moment a folder under its own name was whole once, its manifest says whether it still
-is, and `sweep` puts back what a kill left under `.before-*` alone.
+is, and `sweep` puts back what a kill left under `.before-*` alone; until then readers find it there (`moved`).
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -87,7 +89,8 @@ def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], f
         raise _write_error(target, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        _put_back(before, target)
+        with suppress(OSError):  # it stays for the next `sweep`
+            _put_back(before, target)
 
 
 def set_aside(folder: Path) -> None:
@@ -109,11 +112,38 @@ def sweep(parent: Path, names: str) -> None:
 
     A folder that was moved for its successor and has none is put back; everything else is deleted. To be called before
     anybody looks for such folders in order to go on with them.
+
+    Raises:
+        CheckpointWriteError: one cannot be put back.
     """
     for path in parent.glob(f".before-{names}-{_HEX}"):
-        _put_back(path, parent / path.name.removeprefix(".before-").rpartition("-")[0])
+        try:
+            _put_back(path, parent / own_name(path))
+        except OSError as error:
+            if not os.path.lexists(parent / own_name(path)):
+                raise CheckpointWriteError(
+                    f"{path} is what a kill left of {own_name(path)} and cannot get its name back: "
+                    f"{error.strerror or error}; give write permission for {parent}, or rename it yourself") from error
     for path in [*parent.glob(f".tmp-{names}-{_HEX}"), *parent.glob(f".trash-{names}-{_HEX}")]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def moved(parent: Path, names: str) -> list[Path]:
+    """Folders with such names (a glob) in `parent` that were moved for a successor, which a kill kept from coming: what
+    `sweep` would put back. Who only reads takes them from where they are."""
+    return [path for path in sorted(parent.glob(f".before-{names}-{_HEX}"))
+            if not os.path.lexists(parent / own_name(path))]
+
+
+def where_it_stands(folder: Path) -> Path:
+    """`folder`, or where it was moved to, if that is all there is of it (see `moved`)."""
+    return folder if os.path.lexists(folder) else next(iter(moved(folder.parent, glob.escape(folder.name))), folder)
+
+
+def own_name(folder: Path) -> str:
+    """The name of a folder, moved or not."""
+    found = re.fullmatch(rf"\.before-(.+)-{_HEX}", folder.name)
+    return found[1] if found else folder.name
 
 
 def checked_manifest(
@@ -213,14 +243,12 @@ def _sync(path: Path) -> None:
 
 
 def _put_back(before: Path, target: Path) -> None:
-    """Gives a folder that was moved its name back if nobody has it, and deletes it otherwise. Where it cannot be given
-    back now it stays for the next `sweep`."""
+    """Gives a folder that was moved its name back if nobody has it, and deletes it otherwise. Raises `OSError`."""
     if os.path.lexists(target):
         shutil.rmtree(before, ignore_errors=True)
     elif before.exists():
-        with suppress(OSError):
-            before.rename(target)
-            _sync(target.parent)
+        before.rename(target)
+        _sync(target.parent)
 
 
 def _aside(folder: Path, prefix: str) -> Path:

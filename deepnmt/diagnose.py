@@ -39,6 +39,7 @@ from deepnmt.checkpoint import (
     load_weights,
     update_of,
 )
+from deepnmt.commit import own_name
 from deepnmt.config import Recipe
 from deepnmt.data.batching import PlanStream, Position, collate
 from deepnmt.data.dataset import PreparedData
@@ -102,11 +103,11 @@ def diagnose(
     """
     wanted = checkpoint is None and (rule is not None or SHIPPED.is_file())
     known = VerdictRule.load(rule or SHIPPED) if wanted else None
-    data = open_prepared(recipe)
+    data = open_prepared(recipe, texts=checkpoint is None)
     batch = first_batch(recipe, data, tokens, device)
     patient = _patient(recipe, data, batch, checkpoint)
     if output is None:
-        name = f"diagnosis-{patient.checkpoint.name}" if patient.checkpoint else "diagnosis"
+        name = f"diagnosis-{own_name(patient.checkpoint)}" if patient.checkpoint else "diagnosis"
         output = Path(recipe.run) / name
     make_run_folder(output)
     findings = examine(patient, known)
@@ -293,7 +294,7 @@ def between_checkpoints(patient: Patient) -> list[Any]:
     """How the attention matrices moved between the run's checkpoints, and their gradients on the batch at each."""
     assert patient.checkpoint is not None
     beside = patient.checkpoint.parent
-    folders = list_checkpoints(beside / "checkpoints" if patient.checkpoint.name == "averaged" else beside)
+    folders = list_checkpoints(beside / "checkpoints" if own_name(patient.checkpoint) == "averaged" else beside)
     pairs = []
     for first, second in pairwise(folders):
         before, after = load_weights(first), load_weights(second)

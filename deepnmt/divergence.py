@@ -65,17 +65,18 @@ def diverged(
         micro_batches: this process's of the last update; `factor`: what their loss sums were multiplied by, without the
             loss scale `scale`.
     """
+    kind = _KIND[next(engine.module.parameters()).dtype]
     try:
         current = engine.gather_model()
-    except torch.OutOfMemoryError:  # in the middle of it, maybe, for the others: this process asks them nothing more
-        kind = _KIND[next(engine.module.parameters()).dtype]
+    except torch.OutOfMemoryError:  # on all processes: each says so
         return _diverged(Seen(kind, room=False), recipe, scale)
+    model = Transformer(recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
     try:
-        model = Transformer(recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
         take_over(model, current)
         report = _look(model, micro_batches, factor, scale)
     except torch.OutOfMemoryError:
-        report = Seen(_KIND[next(current.parameters()).dtype], room=False)
+        report = Seen(kind, room=False)
+    del model, current  # the reports need room, too
     reports = ranks.gather_bytes(json.dumps(asdict(report)).encode())
     if reports is None:
         silent = Diverged("gradients stay non-finite; the first process says where and what to try")

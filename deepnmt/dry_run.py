@@ -19,9 +19,10 @@ from deepnmt.parallel.launch import place
 from deepnmt.parallel.partition import Partition
 
 # Tensors of one width kept for the backward pass, a token and layer, the FFN's inner ones apart; what autograd keeps of
-# a model in fp32 is within 5 % of it (tests/unit/test_dry_run.py). In 16 bits a CPU attends in fp32 and keeps half as
-# much again.
+# a post-LN model is within 5 % of it (tests/unit/test_dry_run.py). In 16 bits a CPU attends and norms in fp32 and keeps
+# those inputs twice as wide.
 _KEPT = {"encoder": 10, "decoder": 17}
+_KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
 _ENDS = 4  # the same, of the embeddings and the stacks' outputs together
 
 
@@ -65,7 +66,9 @@ def memory_estimate(
     share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
     kept_by_optimizer = 4 * len(moments_of(recipe.optimizer)) + (4 if layout and (stage or size == 2) else 0)
     tokens, model = recipe.batch.tokens, recipe.model
-    kept = float(_KEPT["encoder"] * model.encoder.layers + _KEPT["decoder"] * model.decoder.layers)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    each = _KEPT_ON_CPU_IN_16_BITS if device == "cpu" and size == 2 else _KEPT
+    kept = float(each["encoder"] * model.encoder.layers + each["decoder"] * model.decoder.layers)
     inner = 1 + (model.activation == "gelu") + 2 * (model.activation_dropout > 0)  # tensors of the FFN's inner width
     wide = inner * (model.ffn / model.width) * (model.encoder.layers + model.decoder.layers)
     group = recipe.parallel.recompute_layers
@@ -82,7 +85,7 @@ def memory_estimate(
         "gradients": parameters * 4 / share[1],
         "optimizer": parameters * kept_by_optimizer / share[2],
         "activations": tokens * model.width * size * (kept + wide + _ENDS),
-        "loss": loss_bytes(tokens, vocab, model.width, size, "cuda" if torch.cuda.is_available() else "cpu"),
+        "loss": loss_bytes(tokens, vocab, model.width, size, device),
     }
 
 

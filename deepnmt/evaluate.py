@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
 import re
@@ -18,8 +19,8 @@ from sacrebleu.utils import SACREBLEU_DIR
 from tqdm import tqdm
 
 from deepnmt.averaging import warn_if_outdated
-from deepnmt.checkpoint import LoadedModel, load_model, require_model
-from deepnmt.config import Model, Recipe
+from deepnmt.checkpoint import RECIPE, LoadedModel, load_model, require_model
+from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.data.corpus import read_pairs
 from deepnmt.decoding.lines import Bar, read_lines
 from deepnmt.errors import UserError
@@ -67,6 +68,7 @@ def evaluate_run(
     facts: dict[str, Any] = {}
     if hypotheses and rank > 0:
         return ""
+    file = Path(output) if output is not None else scores_file(recipe, sets, tests, hypotheses, checkpoint)
     if hypotheses:
         systems = read_systems(hypotheses, sets)
     else:
@@ -84,21 +86,67 @@ def evaluate_run(
                  "averaged_updates": loaded.state.extra.get("averaged_updates", []),
                  "translate": recipe.translate.model_dump()}
     report = score_systems(systems, sets, recipe.data.trg_lang)
-    file = Path(output) if output is not None else scores_file(recipe.run, tests, hypotheses, checkpoint)
     write_scores(report, facts, file)
     print(f"scores are in {file}", file=sys.stderr, flush=True)
     return report.table()
 
 
 def scores_file(
-    run: str, tests: Sequence[str] | None, hypotheses: Sequence[str] | None, checkpoint: str | Path | None
+    recipe: Recipe,
+    sets: Sequence[EvaluationSet],
+    tests: Sequence[str] | None = None,
+    hypotheses: Sequence[str] | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Path:
-    """Where scores go in the run folder: the model that stands for the run, on all test sets of the recipe, into
-    `scores.json`; anything else into `scores-NAMES.json`, named by checkpoint, systems and test sets."""
-    named = [spec.partition("=")[0] for spec in (*(hypotheses or ()), *(tests or ()))]
-    model = [] if checkpoint is None else [Path(checkpoint).absolute().name]
-    words = [re.sub(r"[^\w.-]+", "_", name) for name in (*model, *named)]
-    return Path(run) / ("-".join(["scores", *words]) + ".json")
+    """Where scores go in the run folder; `sets` are those of `tests`.
+
+    Into `scores.json` go those of the model that stands for the run, on all test sets, as the run's own recipe.yaml
+    says (where there is none, as `recipe` says). Anything else goes into `scores-NAMES.json`, of
+
+        the checkpoint   `update-00000024`, `averaged`; of another run with that one's name, `other-averaged`
+        the systems      of `hypotheses`
+        the settings     of languages, search and seed that are not the run's, `beam_1`
+        the test sets    if they were asked for, or are not the run's; a text that neither the run's recipe nor
+                         SacreBLEU has under this name with six digits of its SHA-256, `mine_0f3a9c`
+
+    Raises:
+        UserError: recipe.yaml in the run folder is faulty.
+    """
+    run = Path(recipe.run)
+    own = load_recipe(run) if (run / RECIPE).is_file() else recipe
+    words = [] if checkpoint is None else _names_of(Path(checkpoint).resolve(), run.resolve())
+    words += [spec.partition("=")[0] for spec in hypotheses or ()]
+    before, after = _settings(own, not hypotheses), _settings(recipe, not hypotheses)
+    words += [f"{name}_{value}" for name, value in after.items() if value != before[name]]
+    if tests or recipe.data.test != own.data.test:
+        for spec, test in zip(tests or recipe.data.test, sets, strict=True):
+            known = "=" not in spec and recipe.data.test.get(spec) == own.data.test.get(spec)
+            words.append(test.name if known else f"{test.name}_{_digits(test)}")
+    return run / ("-".join(["scores", *(re.sub(r"[^\w.-]+", "_", word) for word in words)]) + ".json")
+
+
+def _names_of(checkpoint: Path, run: Path) -> list[str]:
+    """The folders down to a checkpoint, from its run's (the run itself: none) or, of another run, that one's included;
+    `checkpoints` says nothing and is left out."""
+    if checkpoint.is_relative_to(run):
+        names = checkpoint.relative_to(run).parts
+    elif (checkpoint / "checkpoints").is_dir():
+        names = (checkpoint.name,)
+    else:
+        other = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+        names = (other.name, checkpoint.name)
+    return [name for name in names if name != "checkpoints"]
+
+
+def _settings(recipe: Recipe, searched: bool) -> dict[str, Any]:
+    """The settings that scores depend on, but for the texts; those of the search where there is one."""
+    search = {"seed": recipe.seed, **recipe.translate.model_dump()} if searched else {}
+    return {"src_lang": recipe.data.src_lang, "trg_lang": recipe.data.trg_lang, **search}
+
+
+def _digits(test: EvaluationSet) -> str:
+    lines = [test.sources, *test.references]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:6]
 
 
 def find_sets(recipe: Recipe, tests: Sequence[str] | None) -> list[EvaluationSet]:

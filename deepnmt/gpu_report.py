@@ -9,7 +9,6 @@ little time is left does not keep the others from running. Without a GPU `toy` t
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,13 +24,13 @@ from deepnmt.demo import make_corpus
 from deepnmt.errors import UserError
 from deepnmt.gpu_tables import markdown
 from deepnmt.monitor import read_log, write_json
-from deepnmt.speed import OUT_OF_MEMORY
+from deepnmt.speed import FEWEST_TOKENS, OUT_OF_MEMORY
 from deepnmt.split_tsv import split_tsv
 from deepnmt.train import FINISHED, PREEMPTED
 
 Subject = Literal["training", "layouts"]
-ROOT = Path(__file__).resolve().parents[1]
 TAIL = 12  # lines of a failed part's log that the report repeats
+LEAVING = 5.0  # seconds from the last update of a step rate to the end of its process
 
 
 @dataclass(frozen=True)
@@ -241,14 +240,17 @@ class Report:
         return {}
 
     def _step(self, layout: str) -> dict[str, Any]:
-        """A step rate; where memory runs out, with half the tokens."""
+        """A step rate; where memory runs out, with half the tokens, and where not one update ends in time, with the
+        fewest. A device that has time for some updates takes those, see `speed.timed_updates`."""
         arguments: dict[str, Any] = {"recipe": self.deep[layout].model_dump(), **self.size.step}
         while True:
+            tokens = arguments["tokens"]
+            arguments["until"] = time.monotonic() + self._limit("step") - LEAVING
             try:
-                return self._measure("step", arguments, f"step_{layout}_{arguments['tokens']}")
-            except MemoryError:
-                arguments["tokens"] //= 2
-                if arguments["tokens"] < 2048:
+                return self._measure("step", arguments, f"step_{layout}_{tokens}")
+            except (MemoryError, TooSlow) as reason:
+                arguments["tokens"] = FEWEST_TOKENS if isinstance(reason, TooSlow) else tokens // 2
+                if not FEWEST_TOKENS <= arguments["tokens"] < tokens:
                     raise
 
     def _measure(self, measure: str, arguments: dict[str, Any], name: str) -> dict[str, Any]:
@@ -312,21 +314,27 @@ class Report:
         return job
 
 
+class TooSlow(RuntimeError):  # noqa: N818 (of the device, not of the program)
+    """A part had to be stopped at its limit."""
+
+
 class Job:
-    """`python -m MODULE ...` in a process of its own, all it says in a log file."""
+    """A module as a program, in a process of its own with the packages of this one (python -m would look into the
+    current folder first), all it says in a log file."""
 
     def __init__(self, name: str, module: list[str], log: Path) -> None:
-        self.name, self.log, self.started = name, log, time.monotonic()
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self.name, self.log, self.started, self.late = name, log, time.monotonic(), False
+        start = f"import runpy, sys; sys.path[:] = {sys.path!r}; runpy.run_module({module[0]!r}, run_name='__main__')"
         with log.open("w", encoding="utf-8") as stream:
-            self.process = subprocess.Popen([sys.executable, "-m", *module], stdout=stream, stderr=subprocess.STDOUT,
-                                            env={**os.environ, "PYTHONPATH": path})
+            self.process = subprocess.Popen([sys.executable, "-c", start, *module[1:]], stdout=stream,
+                                            stderr=subprocess.STDOUT)
 
     def end_within(self, seconds: float, grace: float) -> int:
         """The exit code; after `seconds` the process is told to stop, after `grace` more it is killed."""
         try:
             return self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
+            self.late = True
             return self.stop(grace)
 
     def stop(self, grace: float) -> int:
@@ -340,12 +348,13 @@ class Job:
         return self.process.wait()
 
     def must_end(self, seconds: float) -> None:
-        """Waits for a good end. Raises MemoryError where the device had too little, else RuntimeError."""
+        """Waits for a good end. Raises MemoryError where the device had too little, else RuntimeError, `TooSlow` where
+        the seconds were over."""
         code = self.end_within(seconds, 2.0)
         if code == OUT_OF_MEMORY:
             raise MemoryError(self.failure(code))
         if code:
-            raise RuntimeError(self.failure(code))
+            raise (TooSlow if self.late else RuntimeError)(self.failure(code))
 
     def failure(self, code: int) -> str:
         """What is known of a bad end."""

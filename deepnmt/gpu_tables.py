@@ -40,10 +40,12 @@ def _machine(facts: dict[str, Any]) -> list[str]:
 def _steps(rates: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
     """MFU: model FLOPs (`speed.model_flops`) a second over a peak."""
     rows = [[f"{rate['precision']}, ZeRO-{rate['stage']}", f"{rate['parameters']:,}", f"{rate['tokens']:,}",
-             f"{1000 * rate['seconds_per_step']:,.1f} ({1000 * rate['fastest']:,.1f} to {1000 * rate['slowest']:,.1f})",
+             f"{1000 * rate['seconds_per_step']:,.1f} ({1000 * rate['fastest']:,.1f} to {1000 * rate['slowest']:,.1f}; "
+             f"{rate['steps']})",
              f"{rate['source_tokens_per_second']:,.0f} + {rate['target_tokens_per_second']:,.0f}",
              *_use(rate, facts)] for rate in rates]
-    head = ["60L-12L", "parameters", "tokens a side", "ms an update (median, range)", "source + target tokens/s", *_USE]
+    head = ["60L-12L", "parameters", "tokens a side", "ms an update (median, range; how many)",
+            "source + target tokens/s", *_USE]
     length = rates[0]["length"]
     return ["## Updates", "", f"Random tokens, sentences of {length}, vocabulary {rates[0]['vocab']:,}; forward, "
             "backward and optimizer.", "", *_table(head, rows)]

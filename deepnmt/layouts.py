@@ -205,9 +205,8 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             idle.append(1 - worked / max(ends))
         losses.append(ranks.sum([stats.loss])[0] / count)
         norms.append(stats.grad_norm)
-    peak = own_peak() / 2**30
-    if ranks.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(ranks.device) / 2**30
+    cuda = ranks.device.type == "cuda"
+    peak = (torch.cuda.max_memory_allocated(ranks.device) if cuda else own_peak()) / 2**30
     waited = statistics.median(idle[1:] or idle) if idle else 0.0
     each = [
         ranks.sum([value if ranks.rank == rank else 0.0 for value in (peak, waited)]) for rank in range(ranks.world)
@@ -226,12 +225,13 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 def own_peak() -> float:
     """The most memory this process has held, in bytes.
 
-    `ru_maxrss` would not do: a process that another started begins with that one's peak.
+    `ru_maxrss` is the second choice: on Linux a process that another started begins with that one's peak.
     """
     status = Path("/proc/self/status")
-    if not status.is_file():  # no Linux
+    held = status.read_text().partition("VmHWM:")[2] if status.is_file() else ""
+    if not held:  # no Linux, or one whose kernel does not tell (gVisor)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    return 1024 * int(held.split()[0])
 
 
 def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[ProfileBatch]:

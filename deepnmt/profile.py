@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from deepnmt.analysis.admin_profile import SIDES, AdminProfile, ProfileBatch, measure
@@ -33,9 +34,8 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
     if recipe.admin.profile is not None:
         raise UserError(f"admin.profile is {recipe.admin.profile}, which training reads instead of measuring; set "
                         "admin.profile=null to measure, or train with the file as it is")
-    data = open_prepared(recipe)
-    if ranks.first:
-        make_run_folder(Path(recipe.run))
+    data = ranks.together(partial(open_prepared, recipe))
+    ranks.together(lambda: make_run_folder(Path(recipe.run)) if ranks.first else None)
     measured = _measure(recipe, data, ranks)
     path = Path(recipe.run) / "admin_profile.json"
     if ranks.first:

@@ -3,12 +3,17 @@ on."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
+import socket
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from deepnmt.checkpoint import MOMENTS, load_state
+from deepnmt.checkpoint import MOMENTS, load_state, sweep_checkpoints
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.monitor import make_run_folder
@@ -20,33 +25,81 @@ from deepnmt.parallel.launch import Ranks
 _FIXED = ("seed", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters", "batch.tokens",
           "admin", "train.best_by")
 
+LOCK_WAIT = 120.0  # seconds for processes that were told to stop, and still save, to let go of the run
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what a file system without locks answers
+
 
 @contextmanager
 def only_trainer(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Holds the lock `RUN/.lock`, while processes train there, by rank 0. Collective.
+    """Holds the lock `RUN/.lock`, while processes train there, by rank 0, which first clears up after a killed save.
+    Collective.
 
-    The system lets go of it when that process ends in whatever way; the file stays and means nothing. Where the file
-    system has no locks there is none.
+    The system lets go of the lock when that process ends in whatever way; the file stays and means nothing. Where the
+    file system has no locks there is none.
 
     Raises:
-        UserError: on every rank; others are training there, or the run folder cannot be written to.
+        UserError: on every rank; others are training there and go on for `LOCK_WAIT` seconds, the run folder cannot be
+            written to, or a checkpoint that a kill left aside cannot be given its name back.
     """
     with ExitStack() as held:
         fault = ""
         if ranks.first:
             try:
                 make_run_folder(run)
-                fcntl.flock(held.enter_context(open(run / ".lock", "a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _take_lock(run / ".lock", held)
+                sweep_checkpoints(run / "checkpoints")
             except UserError as error:
                 fault = str(error)
-            except BlockingIOError:
-                fault = (f"another process is training in {run}; wait until it has ended, or train into another folder "
-                         "with run=FOLDER")
-            except OSError:  # no locks here
-                pass
         if fault := ranks.broadcast_bytes(fault.encode()).decode():
             raise UserError(fault)
         yield
+
+
+def _take_lock(file: Path, held: ExitStack) -> None:
+    """Locks `file` until `held` is left, and writes into it who holds it. Waits `LOCK_WAIT` seconds for another holder.
+
+    Raises:
+        UserError: another process holds it still, or this one may not lock it.
+    """
+    until, waiting = time.monotonic() + LOCK_WAIT, False
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        held.callback(os.close, descriptor)
+        while not _locked(descriptor):
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            other = f"another process{holder and f' ({holder})'} is training in {file.parent}"
+            if time.monotonic() >= until:
+                raise UserError(f"{other}; wait until it has ended, stop it, or train into another folder with "
+                                f"run=FOLDER; if it ended with its machine and still counts, delete {file}")
+            if not waiting:
+                print(f"{other}; waiting {LOCK_WAIT:g} s for its end", file=sys.stderr, flush=True)
+            waiting = True
+            time.sleep(min(0.5, LOCK_WAIT))
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return
+        raise UserError(f"{file} cannot be locked: {error.strerror}; if nobody trains there, delete it or give write "
+                        "permission for it, else train into another folder with run=FOLDER") from None
+    _write_holder(descriptor, file.parent, f"process {os.getpid()} on {socket.gethostname()}\n")
+    held.callback(_write_holder, descriptor, file.parent, "")
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the lock is this process's now. Raises `OSError` where there can be none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _write_holder(descriptor: int, folder: Path, text: str) -> None:
+    """Writes who holds the lock into its file, which whoever may write to the folder may write to."""
+    with suppress(OSError):  # the lock holds without it
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o600 | 0o666 & folder.stat().st_mode)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
 
 
 def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int) -> list[str]:

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,13 @@ from deepnmt.data.vocab import BOS, EOS, PAD
 from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import write_json
 from deepnmt.parallel.build import build_engine, check_layout
-from deepnmt.parallel.engine import MicroBatch
+from deepnmt.parallel.engine import MicroBatch, StepStats
 from deepnmt.parallel.launch import Ranks, processes
 
 # Dense bf16 TFLOP/s, by a part of the device's name, from the maker's data sheets; the first match counts.
 NOMINAL_TFLOPS = {"H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "A100": 312.0}
 OUT_OF_MEMORY = 3  # the exit code that asks for a smaller batch
+FEWEST_TOKENS = 2048  # of a micro-batch, a side; on fewer a rate says little
 
 
 def model_flops(model: Model, vocab: int, sentences: int, source: float, target: float) -> float:
@@ -109,7 +111,8 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: int, steps: int) -> dict[str, Any]:
+def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: int, steps: int, until: float
+         ) -> dict[str, Any]:
     """Whole updates (forward, backward, optimizer) of a recipe's model by its engine, one micro-batch of random tokens
     each.
 
@@ -119,6 +122,7 @@ def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: 
         tokens: of a micro-batch, a side.
         length: of every sentence, a side, eos counted.
         warm_up, steps: updates that are not timed, and those that are.
+        until: when to have ended, by this machine's `time.monotonic`; see `timed_updates` for what gives way.
     """
     settings = check_recipe(recipe, "speed")
     with processes(settings.parallel.threads, group=True) as ranks:
@@ -126,25 +130,61 @@ def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: 
         model = Transformer(settings.model, vocab, vocab, settings.seed, settings.train.label_smoothing)
         parameters = sum(p.numel() for p in model.parameters())
         engine = build_engine(model, settings, ranks)
-        batches = [random_batch(tokens // length, length, vocab, number, ranks) for number in range(4)]
-        seconds = []
-        dropped = 0
-        for number in range(warm_up + steps):
-            batch = batches[number % len(batches)]
+        taken: list[StepStats] = []
+
+        @cache
+        def batch_of(size: int, number: int) -> MicroBatch:
+            return random_batch(size // length, length, vocab, number, ranks)
+
+        def update(size: int, number: int) -> float:
+            batch = batch_of(size, number % 4)
             wait(ranks.device)
             started = time.perf_counter()
-            stats = engine.train_step([batch], batch[3].numel(), 1e-5)
+            taken.append(engine.train_step([batch], batch[3].numel(), 1e-5))
             wait(ranks.device)
-            if number >= warm_up:
-                seconds.append(time.perf_counter() - started)
-                dropped += not stats.applied
+            return time.perf_counter() - started
+
+        tokens, seconds = timed_updates(update, tokens, warm_up, steps, until)
+        dropped = sum(not stats.applied for stats in taken[-len(seconds):])
         cuda = ranks.device.type == "cuda"
         result = {"precision": layout.precision if layout else "fp32", "stage": layout.stage if layout else None,
                   "parameters": parameters, "tokens": tokens // length * length, "length": length, "vocab": vocab,
                   "peak_memory_gib": torch.cuda.max_memory_allocated(ranks.device) / 2**30 if cuda else None,
-                  "dropped": dropped, "loss_per_token": stats.loss / batch[3].numel()}
+                  "dropped": dropped, "loss_per_token": taken[-1].loss / (tokens // length * length)}
         engine.close()
     return {**result, **step_figures(settings.model, vocab, tokens // length, length, seconds)}
+
+
+def timed_updates(
+    update: Callable[[int, int], float], tokens: int, warm_up: int, steps: int, until: float,
+    now: Callable[[], float] = time.monotonic,
+) -> tuple[int, list[float]]:
+    """Updates until there are enough of them, or the next one, as long as the last, would end after `until`.
+
+    Fewer than all are half of them warm-up. Where not even a second one has the time it is halved, once or more, so
+    that two have; but not to less than `FEWEST_TOKENS`, of which there is then one.
+
+    Args:
+        update: takes tokens and number of an update, and returns its seconds.
+        tokens: of an update, where there is time.
+        warm_up, steps: how many are wanted that are not timed, and that are.
+        until: by the clock `now`.
+
+    Returns:
+        The tokens of the timed updates, and the seconds of each.
+    """
+    seconds: list[float] = []
+    while len(seconds) < warm_up + steps:
+        seconds.append(update(tokens, len(seconds)))
+        left = until - now()
+        if seconds[-1] <= left:
+            continue
+        if len(seconds) > 1 or tokens // 2 < FEWEST_TOKENS:
+            break
+        expected = seconds.pop()
+        while 2 * expected > left and tokens // 2 >= FEWEST_TOKENS:
+            tokens, expected = tokens // 2, expected / 2
+    return tokens, seconds[min(warm_up, len(seconds) // 2):]
 
 
 def step_figures(model: Model, vocab: int, sentences: int, length: int, seconds: Sequence[float]) -> dict[str, Any]:

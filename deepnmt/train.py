@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from deepnmt.checkpoint import (
     newest_checkpoint,
     prune,
     save_checkpoint,
-    sweep_checkpoints,
 )
 from deepnmt.config import Recipe, dump_recipe
 from deepnmt.data.batching import MicroBatch as PlannedBatch
@@ -60,7 +60,8 @@ class Trainer:
             check_by_deepspeed(layout)
         if recipe.train.valid_bleu:
             scorers(recipe.data.trg_lang)  # better refused now than at the first validation
-        self.data = open_prepared(recipe)
+        begun = bool(list_checkpoints(self.run / "checkpoints"))
+        self.data = ranks.together(partial(open_prepared, recipe, texts=not begun))
         self.vocabs = self.data.vocabs()
         self.stream = PlanStream(self.data.split("train"), recipe.batch.tokens, recipe.seed)
         self.progress = Progress()
@@ -94,7 +95,6 @@ class Trainer:
         """
         name = b""
         if self.ranks.first:
-            sweep_checkpoints(self.checkpoints)
             found = newest_checkpoint(self.checkpoints, on_skip=lambda why: print(f"passed over: {why}", flush=True))
             name = found.name.encode() if found else b""
         name = self.ranks.broadcast_bytes(name)

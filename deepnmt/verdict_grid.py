@@ -12,7 +12,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -144,6 +144,7 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         UserError: too few runs, or a file of something else.
     """
     records = [_marked(record, Settings().bars[mark]) for record in read_runs(runs)]
+    _require_features(records, FEATURES, runs)
     fitted = fit_rule(records, _HELD_OUT, splits)
     held, others = fitted.held, fitted.splits
     facts = {
@@ -202,6 +203,7 @@ def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
         raise UserError(f"{runs} has 0 runs, nothing to judge; make some with tools/verdict_grid.py run {runs}")
     rule = VerdictRule.load(rule_file or SHIPPED)
     fresh, notes = _fresh_runs(made, rule, runs)
+    _require_features(fresh, rule.names, runs)
     mark: Mark = rule.facts.get("mark", "source")
     records = [_marked(record, Settings.of(record["settings"]).bars[mark]) for record in fresh]
     found = confusion(rule, records)
@@ -219,6 +221,14 @@ def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
         lines += [f"  {name:<24}{100 * confusion(rule, group).accuracy:5.1f} % of {len(group)}"
                   for name, group in groups.items()]
     return "\n".join(lines)
+
+
+def _require_features(records: Sequence[dict[str, Any]], names: Iterable[str], runs: Path) -> None:
+    """Raises `UserError` where a run was written before one of these features was measured."""
+    lacking = {name for record in records for name in names if name not in record["features"]}
+    if lacking:
+        raise UserError(f"{runs} has runs without {', '.join(sorted(lacking))}; add it, without training them again, "
+                        f"with tools/verdict_grid.py measure {runs}")
 
 
 def _fresh_runs(made: list[dict[str, Any]], rule: VerdictRule, runs: Path) -> tuple[list[dict[str, Any]], list[str]]:

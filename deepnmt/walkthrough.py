@@ -22,7 +22,7 @@ from deepnmt.parallel.launch import free_port
 from deepnmt.prepare import prepare
 from deepnmt.translate import translate_files
 
-_ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or a folder of installed packages
+_MAIN = Path(__file__).resolve().with_name("__main__.py")
 
 
 def walk(recipe: Recipe, pairs: int = 110_000, number_of_processes: int = 2) -> int:
@@ -77,10 +77,8 @@ def _train(recipe: Recipe, count: int) -> None:
     resolved.write_text(dump_recipe(recipe), encoding="utf-8")
     launcher = Path(sys.executable).parent / "deepspeed"
     command = [str(launcher), "--quiet", "--num_accelerators", str(count), "--master_port", str(free_port()),
-               "--module", "deepnmt", "train", str(resolved)]
+               str(_MAIN), "train", str(resolved)]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"}
-    if (_ROOT / "tools").is_dir():  # a checkout, which need not be installed
-        env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     code = subprocess.run(command, env=env, check=False).returncode
     if code:
         raise UserError(f"training ended with code {code}, see above; the same command goes on from the newest "
@@ -88,8 +86,10 @@ def _train(recipe: Recipe, count: int) -> None:
 
 
 def require_same(trained: Recipe, recipe: Recipe) -> None:
-    """Raises `UserError` where a finished run had other settings than those that later steps or moving may change."""
-    free = ("run:", "data.workers:", "average_last:", "translate.")
+    """Raises `UserError` where a finished run had other settings, but for those that change no model and no checkpoint,
+    or that later steps may change."""
+    free = ("run:", "data.workers:", "average_last:", "translate.", "parallel.threads:", "parallel.recompute_layers:",
+            "train.log_every:", "train.probe_every:")
     if changes := [change for change in changed_settings(trained, recipe) if not change.startswith(free)]:
         raise UserError(f"{recipe.run} is finished, but was trained with other settings:\n  " + "\n  ".join(changes)
                         + "\nput them back, say make demo-clean to start over, or give another folder with run=FOLDER")
@@ -101,7 +101,7 @@ def _score(recipe: Recipe, run: Path) -> None:
     if is_scored(recipe, scores):
         print(f"      {scores} is up to date", file=sys.stderr)
         return
-    evaluate_run(recipe)
+    evaluate_run(recipe, output=scores)
 
 
 def is_scored(recipe: Recipe, scores: Path) -> bool:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Literal
 
 import numpy as np
@@ -28,6 +24,7 @@ from deepnmt.data.filters import KEPT, Verdicts, judge_lengths
 from deepnmt.data.sampling import Sampler
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
+from deepnmt.pool import end_with_parent, submit
 
 CHUNK = 2000  # pairs; another number would seed the random segmentations otherwise
 SEED = 1
@@ -115,7 +112,7 @@ def encode_pairs(pairs: Iterable[Pair], job: Encoding, workers: int) -> Iterator
         pending: deque[Future[Chunk]] = deque()
         try:
             for number, chunk in chunks:
-                pending.append(pool.submit(_run_worker, number, chunk))
+                pending.append(submit(pool, _run_worker, number, chunk))
                 if len(pending) > 2 * workers:
                     yield pending.popleft().result()
             while pending:
@@ -132,17 +129,8 @@ _encoder: Encoder | None = None  # of a worker process, set once when it starts
 
 def _start_worker(job: Encoding) -> None:
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which then ends its workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _encoder = Encoder(job)
-
-
-def _end_with_parent() -> None:
-    """Without this, workers wait for ever on a queue whose other end was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 def _run_worker(number: int, pairs: list[Pair]) -> Chunk:

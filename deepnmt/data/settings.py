@@ -11,11 +11,15 @@ from deepnmt.data.corpus import input_files
 from deepnmt.data.dataset import PreparedData
 from deepnmt.errors import UserError
 
-WAY_OUT = "set data.folder to a new folder, or delete this one to prepare it again"
+WAY_OUT = "set data.folder to a new folder, or, if no run is to go on with this one, delete it to prepare it again"
 
 
-def open_prepared(recipe: Recipe) -> PreparedData:
+def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:
     """The recipe's prepared data, to train from.
+
+    Args:
+        texts: whether the texts must still be those that were prepared. A run that was begun has its data's fingerprint
+            to go by, and goes on whatever became of the texts.
 
     Raises:
         UserError: it is missing or damaged, or was made with another vocabulary, other filters or segmentation, or from
@@ -23,19 +27,23 @@ def open_prepared(recipe: Recipe) -> PreparedData:
     """
     data = PreparedData.open(recipe.data.folder)
     check_settings(recipe, data)
+    if texts:
+        check_texts(recipe, data)
     return data
 
 
 def check_settings(recipe: Recipe, data: PreparedData) -> None:
-    """Raises `UserError` naming the first setting that differs from those a folder was prepared with.
-
-    Of the texts for training and validation their sizes in bytes are compared, as far as they are on this machine.
-    """
+    """Raises `UserError` naming the first setting that differs from those a folder was prepared with."""
     then = data.manifest["settings"]
     for key, value in prepared_settings(recipe).items():
         if then.get(key) != value:
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, the recipe says "
                             f"{value}; {WAY_OUT}")
+
+
+def check_texts(recipe: Recipe, data: PreparedData) -> None:
+    """Raises `UserError` where the texts for training or validation are others than were prepared: their sizes in bytes
+    are compared, as far as they are on this machine."""
     for name, corpus in (("train", recipe.data.train), ("valid", recipe.data.valid)):
         texts = data.manifest["inputs"].get(name)
         if texts and is_here(corpus) and [f["bytes"] for f in texts] != [f.stat().st_size for f in input_files(corpus)]:
@@ -49,8 +57,9 @@ def is_here(corpus: Corpus) -> bool:
 
 def other_texts(data: PreparedData, name: str) -> UserError:
     """The fault of data made from other texts for a split than the recipe names."""
-    return UserError(f"prepared data {data.folder} was made from other texts than the recipe's data.{name} names; "
-                     f"{WAY_OUT}")
+    return UserError(f"prepared data {data.folder} was made from other texts than the recipe's data.{name} names, or "
+                     "they have changed since; set data.folder to a new folder to prepare these, or put the old ones "
+                     "back")
 
 
 def prepared_settings(recipe: Recipe) -> dict[str, Any]:

@@ -40,6 +40,7 @@ _OWNED_WHOLE = {
     "fp16.deepnmt_min_loss_scale": "the recipe's loss_scale.floor owns it",
     "activation_checkpointing": "the recipe's parallel.recompute_layers owns it",
     "torch_autocast": "only the sections bf16 and fp16 choose the float type",
+    "amp": "only the sections bf16 and fp16 choose the float type",
 }
 
 # Keys of what deepnmt does in DeepSpeed's place: the one value they may have, and why.

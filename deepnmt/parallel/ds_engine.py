@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -33,10 +34,12 @@ from torch import nn
 
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
 from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
 from deepnmt.parallel.ds_config import DsConfig
 from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.rounded import Rounded
+from deepnmt.parallel.tensors import cast_onto
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -68,6 +71,7 @@ class DsEngine:
         self.scaler: LossScaler | None = None
         self._rounded: Rounded[Any] | None = None
         self._applied = 0
+        self._full = torch.zeros(1, device=device)  # made now: a full device has no room for it
         _check_device(recipe, settings)
 
     def _computing(self, module: Module, settings: DsConfig) -> Module:
@@ -150,6 +154,28 @@ class DsEngine:
             if "step" in state:  # SGD counts none
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
         self._applied = step
+
+    def _room_for_whole(self, vocabs: tuple[int, int], dtype: torch.dtype) -> Transformer:
+        """A model whose weights are still to be filled in, in `dtype`, on every process. Collective.
+
+        Raises:
+            torch.OutOfMemoryError: on every process, where one has no room for it.
+        """
+        model = Transformer(self.recipe.model, *vocabs, self.recipe.seed, self.recipe.train.label_smoothing)
+        try:
+            # not the tables of positions, which training adds in fp32 as well
+            cast_onto(model, dtype, self.device)
+            if self.zero == 3:  # which holds one more weight while it is gathered, filled up to equal shares
+                torch.empty(max(p.numel() for p in model.parameters()) + dist.get_world_size(), dtype=dtype,
+                            device=self.device)
+        except torch.OutOfMemoryError:
+            self._full.fill_(1.0)
+        dist.all_reduce(self._full)  # else the others would wait for this process
+        full = self._full.item()
+        self._full.zero_()
+        if full:
+            raise torch.OutOfMemoryError("a process has no room for the whole model beside what it trains")
+        return model
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 

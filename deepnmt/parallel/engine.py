@@ -82,6 +82,9 @@ class Engine(Protocol):
 
         For decoding, where processes take different numbers of steps. It may be the module itself: it is not trained,
         and not kept over an update.
+
+        Raises:
+            torch.OutOfMemoryError: on every process, where one has no room for it.
         """
 
     @property

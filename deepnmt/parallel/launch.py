@@ -14,9 +14,10 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from deepnmt.errors import UserError
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # of malloc.h
+_Found = TypeVar("_Found")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -43,6 +45,9 @@ class Ranks:
         return self.rank == 0
 
     def barrier(self) -> None:
+        """Returns when every process has come here and its device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.sum([0.0])
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -89,6 +94,26 @@ class Ranks:
         if not self.first:
             return None
         return [part[: int(n)].cpu().numpy().tobytes() for part, n in zip(parts, sizes)]
+
+    def together(self, act: Callable[[], _Found]) -> _Found:
+        """What `act`, which talks to no other process, returns here. Collective.
+
+        Raises:
+            UserError: on every rank, where `act` raises one on any: machines may differ in the files that they see, and
+                those that saw no fault would wait for the others. The first such rank's is told.
+        """
+        if self.world == 1:
+            return act()
+        fault: UserError | None = None
+        try:
+            found = act()
+        except UserError as error:
+            fault = error
+        if self.sum([float(fault is not None)])[0]:
+            faults = self.gather_bytes(str(fault or "").encode())
+            told = next(filter(None, faults)) if faults else None
+            raise UserError(self.broadcast_bytes(told).decode())
+        return found
 
 
 @contextlib.contextmanager
@@ -157,6 +182,12 @@ def _device(local_rank: int, local_world: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def gpus() -> int:
+    """GPUs for processes of this machine; 0 where they compute on the CPU."""
+    quiet_libraries()
+    return torch.cuda.device_count() if os.environ["DS_ACCELERATOR"] == "cuda" else 0
 
 
 def free_port() -> int:

@@ -24,6 +24,7 @@ from typing import Any, cast
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 
@@ -36,7 +37,6 @@ from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.partition import Partition
 from deepnmt.parallel.stage import Parcel, Stage, tables_used
-from deepnmt.parallel.tensors import cast_onto
 
 
 class StageModule(PipelineModule):
@@ -274,15 +274,7 @@ class PipelineEngine(DsEngine):
         Raises:
             torch.OutOfMemoryError: on every process, where one has no room for it.
         """
-        model = Transformer(self.recipe.model, *self.vocabs, self.recipe.seed, self.recipe.train.label_smoothing)
-        full = 0.0
-        try:
-            # not the tables of positions, which training adds in fp32 as well
-            cast_onto(model, next(self.module.parameters()).dtype, self.device)
-        except torch.OutOfMemoryError:
-            full = 1.0
-        if self.ranks.sum([full])[0]:  # else the others would wait for this process
-            raise torch.OutOfMemoryError("a process of the pipeline has no room for the whole model")
+        model = self._room_for_whole(self.vocabs, next(self.module.parameters()).dtype)
         whole = dict(model.named_parameters())
         for stage, name, _ in self._each_once():
             if stage == self.stage:
@@ -294,12 +286,18 @@ class PipelineEngine(DsEngine):
 
     def time_instructions(self, add: Callable[[float], None]) -> None:
         """Calls `add` at the end of every forward and backward pass of this stage, with its seconds: the work without
-        the waiting, the sums of gradients and the optimizer's step."""
+        the waiting, the sums of gradients and the optimizer's step.
+
+        Both readings of the clock wait until the device has done what it was given: a GPU works on behind the program.
+        """
+        settle = get_accelerator().synchronize
 
         def timed(execute: Callable[..., None]) -> Callable[..., None]:
             def run(engine: Any, **arguments: Any) -> None:
+                settle()
                 started = time.perf_counter()
                 execute(engine, **arguments)
+                settle()
                 add(time.perf_counter() - started)
 
             return run

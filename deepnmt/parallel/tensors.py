@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import nn
 
@@ -27,21 +24,10 @@ def cast_onto(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
     model.to(device)
 
 
-def whole(parameter: nn.Parameter) -> AbstractContextManager[object]:
-    """The context in which a parameter is there in full, where it always is."""
-    return nullcontext()
-
-
-def take_over(
-    model: nn.Module, source: nn.Module, gathered: Callable[[nn.Parameter], AbstractContextManager[object]] = whole
-) -> None:
-    """Gives `model` the buffers of `source`, built alike, and copies of its parameters, in their type, on their device.
-
-    `gathered` makes the context in which a parameter of `source` is there in full.
-    """
+def take_over(model: nn.Module, source: nn.Module) -> None:
+    """Gives `model` the buffers of `source`, built alike, and copies of its parameters, in their type and place."""
     for ours, theirs in zip(model.parameters(), source.parameters(), strict=True):
-        with gathered(theirs):
-            ours.data = theirs.detach().clone()
+        ours.data = theirs.detach().clone()
     for part, other in zip(model.modules(), source.modules(), strict=True):
         for name, buffer in other.named_buffers(recurse=False):
             setattr(part, name, buffer)

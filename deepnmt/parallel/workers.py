@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deepnmt.errors import UserError
 from deepnmt.parallel.launch import Ranks, free_port, processes
+
+_GRACE = 2.0  # seconds that the others have to end by themselves, once a process has failed
 
 
 def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> Any:
@@ -48,12 +52,31 @@ def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> A
         start = f"import runpy; runpy.run_module({module!r}, run_name='__main__')"
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}", str(task), str(answer)]
         running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
-        codes = [process.wait() for process in running]
+        codes = _codes(running)
         if mistake.exists():
             raise UserError(mistake.read_text(encoding="utf-8"))
         if any(codes):
             raise RuntimeError(f"a process of {module} failed (exit codes {codes})")
         return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def _codes(running: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Waits until all processes have ended; their exit codes.
+
+    Once one has failed the others are ended after a moment: they may wait for it where they meet, for half an hour.
+    """
+    deadline = math.inf
+    while None in (codes := [process.poll() for process in running]) and time.monotonic() < deadline:
+        if any(codes):
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        time.sleep(0.02)
+    for process in running:
+        process.terminate()  # nothing, where it has ended
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
+        process.kill()
+    return [process.wait() for process in running]
 
 
 def answer_job(work: Callable[[dict[str, Any], Ranks], Any]) -> None:

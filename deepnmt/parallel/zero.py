@@ -26,7 +26,6 @@ from deepnmt.parallel.ds_engine import DsEngine
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 from deepnmt.parallel.launch import give_memory_back
 from deepnmt.parallel.rounded import Weights
-from deepnmt.parallel.tensors import take_over
 
 
 class ZeroEngine(DsEngine):
@@ -117,10 +116,13 @@ class ZeroEngine(DsEngine):
         flat = torch.nn.functional.pad(value.flatten(), (0, size * self.data_world - value.numel()))
         return flat[size * self.data_rank :][:size]
 
+    @torch.no_grad()
     def gather_model(self) -> Transformer:
         if self.zero < 3:
             return self.module
         source, target = (self.module.table(use).num_embeddings for use in ("src", "trg"))
-        whole = Transformer(self.recipe.model, source, target, self.recipe.seed, self.module.label_smoothing)
-        take_over(whole, self.module, lambda p: deepspeed.zero.GatheredParameters([p]))
+        whole = self._room_for_whole((source, target), next(self.module.parameters()).dtype)
+        for copied, p in zip(whole.parameters(), self.module.parameters(), strict=True):
+            with deepspeed.zero.GatheredParameters([p]):
+                copied.copy_(p)
         return whole

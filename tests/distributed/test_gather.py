@@ -12,11 +12,13 @@ import torch
 from warm import Warm
 
 from deepnmt.checkpoint import load_moments, load_weights
-from deepnmt.config import Translate, load_recipe
+from deepnmt.config import Recipe, Translate, load_recipe
 from deepnmt.data.settings import open_prepared
+from deepnmt.errors import UserError
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import Ranks, processes
+from deepnmt.train import Trainer
 from deepnmt.translate import translate_lines
 from deepnmt.validate import validate
 
@@ -26,6 +28,7 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
     with processes(threads=1, group=True) as ranks:
         settings = load_recipe(recipe, [f"parallel.ds_config={layout}", f"parallel.pipeline_stages={stages}",
                                         "train.valid_sentences=0", "batch.tokens=64"])
+        check_texts(settings, ranks)
         data = open_prepared(settings)
         vocabs = data.vocabs()
         engine = start_engine(settings, (vocabs[0].size, vocabs[1].size), ranks)
@@ -37,7 +40,7 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
             assert torch.equal(weight.cpu(), state.weight.to(weight.dtype)), state.name
         assert not weights
         assert all(buffer.dtype == torch.float32 for buffer in whole.buffers()), "positions stay in fp32"
-        if int(stages):
+        if int(stages) or "zero3" in layout:
             check_room(engine, ranks)
         if ranks.first:  # decodes while no other process takes part
             assert len(translate_lines(whole, vocabs, data.split("valid").src_text(), Translate(method="greedy"))) == 20
@@ -48,8 +51,16 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
         engine.close()
 
 
+def check_texts(settings: Recipe, ranks: Ranks) -> None:
+    """Training texts may be on some machines alone: what one process finds amiss there keeps all from training."""
+    here = patch("deepnmt.data.settings.is_here", lambda corpus: ranks.rank == ranks.world - 1)
+    others = patch("deepnmt.data.settings.input_files", lambda corpus: [])
+    with here, others, pytest.raises(UserError, match="made from other texts"):
+        Trainer(settings, ranks)
+
+
 def check_room(engine: Engine, ranks: Ranks) -> None:
-    """Where one process of a pipeline has no room for the whole model, all of them say so, and none waits."""
+    """Where one process has no room for the whole model, all of them say so, and none waits."""
     asked = []
 
     def full(*arguments: Any) -> None:
@@ -57,7 +68,8 @@ def check_room(engine: Engine, ranks: Ranks) -> None:
         if ranks.rank == ranks.world - 1:
             raise torch.OutOfMemoryError
 
-    with patch("deepnmt.parallel.pipeline.cast_onto", full), pytest.raises(torch.OutOfMemoryError, match="no room for"):
+    crowded = patch("deepnmt.parallel.ds_engine.cast_onto", full)
+    with crowded, pytest.raises(torch.OutOfMemoryError, match="no room for"):
         engine.gather_model()
     assert len(asked) == 1
 

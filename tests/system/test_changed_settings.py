@@ -41,8 +41,13 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
     trained(warm, 2, recipe, run, FP16, "train.clip=0", "train.updates=3")
     assert state_of(run, 3)["loss_scale"] == {"scale": 64.0, "clean": 3}
 
-    # a while in fp32: the scale is kept for later
-    trained(warm, 1, recipe, run, "parallel.ds_config=null", "train.clip=0", "train.updates=4")
+    # a while in fp32: the scale is kept for later; that the text has grown does not matter to what was prepared
+    grown = []
+    for side in ("en", "de"):
+        grown.append(tmp_path / f"train.{side}")
+        grown[-1].write_text((prepared / "text" / grown[-1].name).read_text(encoding="utf-8") + "!\n", encoding="utf-8")
+    trained(warm, 1, recipe, run, "parallel.ds_config=null", "train.clip=0", "train.updates=4",
+            f"data.train={{src: {grown[0]}, trg: {grown[1]}}}")
     assert state_of(run, 4)["loss_scale"] == {"scale": 64.0, "clean": 3}
     said = next(record["message"] for record in records(run, "event") if "going on from" in record["message"])
     for words in ("now parallel.ds_config: ds_configs/zero1_fp16.json -> None", "now train.updates: 3 -> 4",

@@ -5,9 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import signal
 import subprocess
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ import torch
 
 from deepnmt.analysis.block_plots import spread
 from deepnmt.block_runs import System, frequencies_loss, run_system, validation_loss
-from deepnmt.block_study import Systems, _read, outcome, panels
+from deepnmt.block_study import Systems, _read, _results, outcome, panels
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.dataset import PreparedData, Split
@@ -120,6 +125,31 @@ def test_two_processes(prepared: Path, tmp_path: Path, tool: Tool) -> None:
         assert done.returncode == 0, done.stderr
     alone, both = ({json.dumps(r["system"]): {**r, "seconds": 0} for r in lines(tmp_path / str(n))} for n in (1, 2))
     assert alone == both and len(both) == 2
+
+
+def test_ctrl_c_ends_all_processes_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal sends it to all of them, in the midst of their start, too."""
+    monkeypatch.setattr("deepnmt.block_study._run", signal.sigtimedwait)  # waits, for as long as no such signal comes
+    started, others = time.monotonic(), set(active_children())
+    blocked: list[int] = []
+
+    def interrupt() -> None:
+        while len(ours := set(active_children()) - others) < 2:
+            time.sleep(0.01)
+        for child in ours:
+            status = Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8")
+            blocked.append(int(status.partition("SigBlk:")[2].split()[0], 16))
+        for pid in (*(child.pid for child in ours), os.getpid()):
+            os.kill(pid, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(_results([{signal.SIGUSR2}, {signal.SIGUSR2}], 60, 2, math.inf))  # type: ignore[list-item, arg-type]
+    assert set(active_children()) <= others and time.monotonic() - started < 30
+    assert len(blocked) == 2 and all(mask & 1 << signal.SIGINT - 1 for mask in blocked)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_run_is_the_training_jobs(prepared: Path, tmp_path: Path) -> None:

@@ -108,6 +108,18 @@ def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: P
     assert "model.encoder.block=pre_ln model.decoder.block=pre_ln" not in alternatives(plain, False)
 
 
+@pytest.mark.parametrize("overrides", [
+    ("schedule.name=step", "schedule.warmup=0", "schedule.step_update=2", "train.updates=100"),
+    ("model.encoder.block=admin", "model.decoder.block=post_ln", "admin.profile=omegas.json")])
+def test_what_is_offered_can_be_said_on_the_line(overrides: tuple[str, ...], prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", [*overrides])
+    for line, offered in alternatives(recipe, True).items():
+        told = load_recipe(prepared / "recipe.yaml", [*overrides, *line.split()])
+        assert told.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
+        assert (told.model, told.schedule, told.batch, told.admin) == (
+            offered.model, offered.schedule, offered.batch, offered.admin), line
+
+
 def test_a_layout_in_bf16_is_named_only_where_there_is_one(prepared: Path, tmp_path: Path) -> None:
     def of(layout: Path) -> str | None:
         return _in_bf16(load_recipe(prepared / "recipe.yaml", [f"parallel.ds_config={layout}"]))

@@ -8,12 +8,13 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm import Warm
 
 from deepnmt.config import load_recipe
-from deepnmt.gpu_report import Job
+from deepnmt.gpu_report import FULL, LEAVING, Job, Report, TooSlow
 from deepnmt.gpu_tables import markdown
 from deepnmt.parallel.launch import processes
 from deepnmt.train import FINISHED, train
@@ -104,11 +105,27 @@ def test_job_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     job = Job("sleeper", ["timeit", "-n1", "-r1", "print('asleep', flush=True); import time; time.sleep(100)"],
               tmp_path / "log")
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match="sleeper ended with code -15"):
+    with pytest.raises(TooSlow, match="sleeper ended with code -15"):
         job.must_end(1.0)
     assert time.monotonic() - started < 20 and job.process.poll() == -15
     with pytest.raises(RuntimeError, match="No module named"):
         Job("nothing", ["no_such_module"], tmp_path / "other").must_end(30.0)
+
+
+def test_a_device_too_slow_for_one_update_gets_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = Path(__file__).resolve().parents[2] / "recipes" / "tatoeba"
+    asked: list[tuple[int, float]] = []
+
+    def measure(self: Report, name: str, arguments: dict[str, Any], file: str) -> dict[str, Any]:
+        asked.append((arguments["tokens"], arguments["until"] - time.monotonic()))
+        raise TooSlow("stopped")
+
+    monkeypatch.setattr(Report, "_measure", measure)
+    report = Report(tmp_path, recipes, None, 8.0, 590.0, FULL, False, "training")
+    with pytest.raises(TooSlow):
+        report._step("zero1_fp16")
+    assert [tokens for tokens, _ in asked] == [32768, 2048]
+    assert all(0 < left <= FULL.limits["step"] - LEAVING for _, left in asked)
 
 
 def test_training_ends_by_the_clock_and_stays_ended(prepared: Path, tmp_path: Path) -> None:

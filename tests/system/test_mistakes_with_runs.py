@@ -3,10 +3,13 @@ sentence, exit code 2, no traceback, and nothing written or lost."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import shutil
 import signal
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 from refusals import Refused, Tool, contents, truncate
 
+from deepnmt import resume
 from deepnmt.checkpoint import load_model, save_checkpoint
 from deepnmt.cli import main
 from deepnmt.config import dump_recipe
@@ -161,10 +165,10 @@ def test_run_of_other_text(prepared: Path, run: Path, refused: Refused, tmp_path
     assert contents(run) == before
 
 
-def test_a_run_that_another_process_trains(prepared: Path, run: Path, refused: Refused) -> None:
-    writing = run / "checkpoints" / ".tmp-update-00000009-0badc0de"
-    writing.mkdir()
-    (writing / "weights.safetensors").write_text("half")
+def test_a_run_that_another_process_trains(
+    prepared: Path, run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "LOCK_WAIT", 0.2)
     here, ready = Ranks(0, 1, 0, 1, torch.device("cpu")), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -172,22 +176,81 @@ def test_a_run_that_another_process_trains(prepared: Path, run: Path, refused: R
             os.write(ready[1], b"!")
             signal.pause()
     os.read(ready[0], 1)
+    writing = run / "checkpoints" / ".tmp-update-00000009-0badc0de"
+    writing.mkdir()
+    (writing / "weights.safetensors").write_text("half")
     before = contents(run)
-    said = f"another process is training in {run}; wait until it has ended"
+    other = f"another process (process {pid} on {socket.gethostname()}) is training in {run}; "
     try:
-        assert said in refused("train", prepared / "recipe.yaml", f"run={run}", "train.updates=9")
+        found = refused("train", prepared / "recipe.yaml", f"run={run}", "train.updates=9")
+        assert f"{other}waiting 0.2 s for its end" in found and f"{other}wait until it has ended" in found
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         for end in ready:
             os.close(end)
     assert contents(run) == before
-    # with that process its lock is gone
-    with only_trainer(run, here), pytest.raises(UserError, match=said), only_trainer(run, here):
+    # with that process its lock is gone, and what it was writing is of no use
+    with only_trainer(run, here), pytest.raises(UserError, match="another process"), only_trainer(run, here):
         pass
     with only_trainer(run, here):
-        pass
+        assert not writing.exists()
     with pytest.raises(UserError, match="what the first said"), only_trainer(run, Told(1, 2, 1, 2, here.device)):
+        pass
+
+
+def test_a_run_that_another_process_is_leaving(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Told to stop, it saves first; who starts the run again meanwhile waits for that."""
+    here, ready = Ranks(0, 1, 0, 1, torch.device("cpu")), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with only_trainer(tmp_path, here):
+            os.write(ready[1], b"!")
+            time.sleep(0.3)
+        os._exit(0)
+    os.read(ready[0], 1)
+    with only_trainer(tmp_path, here):
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    os.waitpid(pid, 0)
+    for end in ready:
+        os.close(end)
+    assert f"process {pid} on" in capfd.readouterr().err
+
+
+def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open to whoever may write to the folder; one that is not is no reason to train beside its holder. A file system
+    that has no locks is."""
+    here = Ranks(0, 1, 0, 1, torch.device("cpu"))
+    tmp_path.chmod(0o2775)
+    with only_trainer(tmp_path, here):
+        assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o664
+
+    def fails(number: int) -> Callable[..., None]:
+        def flock(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+        return flock
+
+    for number in (errno.EACCES, errno.EIO):
+        monkeypatch.setattr(resume.fcntl, "flock", fails(number))
+        said = rf"\.lock cannot be locked: {os.strerror(number)}; if nobody trains there, delete it"
+        with pytest.raises(UserError, match=said), only_trainer(tmp_path, here):
+            pass
+    for number in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        monkeypatch.setattr(resume.fcntl, "flock", fails(number))
+        with only_trainer(tmp_path, here):
+            pass
+
+
+def test_a_run_whose_checkpoint_cannot_be_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one it has: nothing is begun anew."""
+    (tmp_path / "checkpoints" / ".before-update-00000009-0badc0de").mkdir(parents=True)
+
+    def refused(path: Path, target: Path) -> Path:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(UserError, match="a kill left of update-00000009"), \
+            only_trainer(tmp_path, Ranks(0, 1, 0, 1, torch.device("cpu"))):
         pass
 
 

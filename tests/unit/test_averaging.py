@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -195,8 +196,42 @@ def test_an_average_that_the_run_has_left_behind_is_told(
     assert caplog.messages == []
     newest = tiny_run.write(recipe, 50)
     warn_if_outdated(folder)
-    assert caplog.messages == [f"{folder} was averaged when the newest checkpoint was of update 40, but now there is "
-                               f"{newest}; average again to take it in, or name it with --checkpoint"]
+    assert caplog.messages == [f"{folder} was averaged before {newest} was saved; average again to take that in, or "
+                               "name it with --checkpoint"]
+    average_run(recipe, last=1)
+    newest = tiny_run.write(recipe, 45)  # 50 was damaged, and is set aside
+    warn_if_outdated(folder)
+    shutil.rmtree(newest)  # 40 is the newest, and was there
+    warn_if_outdated(folder)
+    assert [said.partition(" was averaged before ")[2].partition(";")[0] for said in caplog.messages[1:]] == [
+        f"{newest} was saved"]
+
+
+def test_an_average_of_another_runs_checkpoints_is_told_of_its_own(
+    recipe: config.Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tiny_run.recipe_of(tmp_path / "other")
+    tiny_run.write(other, 15)
+    average_run(other, folders=[_checkpoints(recipe) / "update-00000040"])
+    warn_if_outdated(tmp_path / "other" / "averaged")
+    assert caplog.messages == []
+    newest = tiny_run.write(other, 35)
+    warn_if_outdated(tmp_path / "other" / "averaged")
+    assert [f"was averaged before {newest} was saved" in said for said in caplog.messages] == [True]
+
+
+def test_of_an_older_average_only_what_it_holds_is_known(
+    recipe: config.Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    for update, said in ((20, 1), (40, 1)):
+        folder = average_run(recipe, updates=[update])
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        del state["extra"]["updates_beside"]
+        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        warn_if_outdated(folder)
+        assert len(caplog.messages) == said
+    assert caplog.messages == [f"{folder} does not hold the newest checkpoint, {_checkpoints(recipe)}/update-00000040; "
+                               "average again to take that in, or name it with --checkpoint"]
 
 
 def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:

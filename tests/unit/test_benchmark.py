@@ -1,13 +1,17 @@
-"""The plain loop that deepnmt is timed against does the work that the recipe asks for, and no more."""
+"""The plain loop that deepnmt is timed against does the work that the recipe asks for, where it asks for it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import tiny_run
 import torch
 from torch import nn
 
-from deepnmt.benchmark import PlainTransformer
+from deepnmt.benchmark import PlainLoop, PlainTransformer, placements
 from deepnmt.config import Model, Stack
+from deepnmt.parallel.launch import Ranks
 
 
 def plain(**rates: float) -> PlainTransformer:
@@ -36,3 +40,19 @@ def test_dropout_is_of_branches_and_embeddings_alone() -> None:
     inner = [name for name in rates if name.endswith(".0.dropout")]
     assert len(inner) == 2 and all(rates.pop(name) == 0.0 for name in inner)
     assert len(rates) == 6 and set(rates.values()) == {0.3}  # 2 + 3 branches, the embeddings
+
+
+def test_the_loop_computes_on_the_device_of_its_process(tmp_path: Path) -> None:
+    """A device that is not the CPU, with nothing in it: tensors of both in one operation would be an error."""
+    there = torch.device("meta")
+    loop = PlainLoop(tiny_run.recipe_of(tmp_path), 20, Ranks(0, 1, 0, 1, there))
+    ids = torch.arange(4, 16, device=there).view(2, 6)
+    assert loop.module(ids, torch.tensor([6, 5], device=there), ids).device == there
+
+
+@pytest.mark.parametrize(("cores", "gpus", "found"), [
+    (2, 0, [(1, 2), (2, 1)]), (1, 0, [(1, 1)]), (16, 2, [(1, 16), (2, 8)]), (16, 1, [(1, 16)]),
+    (2, 8, [(1, 2), (8, 1)]),
+])
+def test_one_process_and_as_many_as_have_a_place(cores: int, gpus: int, found: list[tuple[int, int]]) -> None:
+    assert placements(cores, gpus) == found

@@ -214,6 +214,37 @@ def test_a_folder_whose_successor_cannot_be_renamed_stays(tmp_path: Path, monkey
     assert _only(tmp_path) == "update-1: old"
 
 
+def test_what_a_kill_left_moved_is_read_from_there(run: Path) -> None:
+    """Both the average and the one checkpoint of a run, by those who only read."""
+    checkpoints = run / "checkpoints"
+    shutil.copytree(checkpoints / "update-00000010", run / "averaged")
+    shutil.rmtree(checkpoints / "update-00000010")
+    for target in (run / "averaged", checkpoints / "update-00000020"):
+        _in_child(lambda folder=target: _commit(folder, "new"), "predecessor moved")  # type: ignore[misc]
+        assert not target.exists()
+    (average,), (newest,) = run.glob(".before-averaged-*"), checkpoints.glob(".before-update-00000020-*")
+    assert find_checkpoint(run) == find_checkpoint(run / "averaged") == find_checkpoint(run, "averaged") == average
+    assert find_checkpoint(run, "newest") == find_checkpoint(checkpoints / "update-00000020") == newest
+    assert list_checkpoints(checkpoints) == [newest] and update_of(newest) == 20
+    assert _same(load_weights(newest), tiny_run.weights_of(tiny_run.recipe_of(run), 20))
+    (checkpoints / "update-00000020").mkdir()
+    assert list_checkpoints(checkpoints) == [checkpoints / "update-00000020"], "the successor came"
+
+
+def test_what_cannot_be_put_back_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / ".before-update-00000010-0badc0de"
+    left.mkdir()
+
+    def refused(path: Path, target: Path) -> Path:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    said = rf"{left} is what a kill left of update-00000010 and .*: Read-only file system; give write permission"
+    with pytest.raises(CheckpointWriteError, match=said):
+        commit.sweep(tmp_path, "update-*")
+    assert left.is_dir()
+
+
 def test_killed_at_random_times_a_whole_checkpoint_is_taken(run: Path) -> None:
     state, chance = tiny_run.state_of(30), random.Random(5)
     weights = {f"w{i}": torch.full((50_000,), float(i)) for i in range(10)}

@@ -85,11 +85,16 @@ def test_what_a_layout_shares(layout: str, weights: float, gradients: float, opt
     assert [found[part] / 1000 for part in ("weights", "gradients", "optimizer")] == [weights, gradients, optimizer]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("change", [{}, {"ffn": 256}, {"activation": "gelu"}, {"activation_dropout": 0.1}], ids=str)
-def test_activations_are_what_autograd_keeps(change: dict[str, object], prepared: Path) -> None:
+def test_activations_are_what_autograd_keeps(
+    change: dict[str, object], precision: str, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # the model is on the CPU, and so must the figures be
     overrides = [f"model.{name}={value}" for name, value in {"width": 64, "ffn": 128, **change}.items()]
-    recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=256", *overrides])
-    model = Transformer(recipe.model, 64, 64, 1, 0.1)
+    recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=256", *overrides,
+                                                    f"parallel.ds_config=ds_configs/zero1_{precision}.json"])
+    model = Transformer(recipe.model, 64, 64, 1, 0.1).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     kept = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
     held = []
 

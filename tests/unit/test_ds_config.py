@@ -97,6 +97,8 @@ def test_pipelines_and_their_files(write: Write) -> None:
     ("zero1_fp32", "", {"activation_checkpointing": {}}, "parallel.recompute_layers owns it; remove it from the JSON"),
     ("zero1_fp32", "", {"torch_autocast": {"enabled": True, "dtype": "float16"}},
      "torch_autocast is given, but only the sections bf16 and fp16 choose the float type; remove it from the JSON"),
+    ("zero1_fp32", "", {"amp": {"enabled": True, "opt_level": "O1"}},
+     "amp is given, but only the sections bf16 and fp16 choose the float type; remove it from the JSON"),
     ("pipeline_zero1_fp32", "pipeline", {"stages": 8}, "pipeline.stages is given, but has no say here: the recipe's"),
     ("pipeline_zero1_fp32", "pipeline", {"partition": "parameters"}, "pipeline.partition is given, but has no say"),
     ("pipeline_zero1_fp32", "pipeline", {"no_such_key": 1}, "pipeline.no_such_key is given, but has no say here"),

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sacrebleu
@@ -19,7 +20,7 @@ from deepnmt.average import average_run
 from deepnmt.checkpoint import load_model
 from deepnmt.cli_args import expected_model
 from deepnmt.errors import UserError
-from deepnmt.evaluate import evaluate_run, find_sets, read_systems
+from deepnmt.evaluate import evaluate_run, find_sets, read_systems, scores_file
 from deepnmt.fold import fold_run
 from deepnmt.scoring import EvaluationSet, compare, score_lines, score_systems
 from deepnmt.translate import translate_files, translate_lines
@@ -220,6 +221,7 @@ def test_the_runs_own_scores_stay_whatever_else_is_scored(
 ) -> None:
     run, checkpoint = Path(recipe.run), tiny_run.write(recipe, 10)
     recipe = recipe.model_copy(update={"translate": config.Translate(beam=1, max_ratio=1.0, max_extra=3)})
+    (run / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
     evaluate_run(recipe)
     own = (run / "scores.json").read_bytes()
     assert capsys.readouterr().err.splitlines()[:1] == [f"scoring the model of {checkpoint}"]
@@ -227,11 +229,42 @@ def test_the_runs_own_scores_stay_whatever_else_is_scored(
     mine = f"mine/1={tmp_path}/a.en.gz,{good}"
     evaluate_run(recipe, tests=["first", mine])
     evaluate_run(recipe, checkpoint=checkpoint)
+    evaluate_run(config.load_recipe(run, ["translate.max_extra=2"]))
     evaluate_run(recipe, ["first"], [f"a={good}", f"b={good}"])
     assert f"scores are in {run}/scores-a-b-first.json" in capsys.readouterr().err
     assert {file.name for file in run.glob("*.json*")} == {
-        "scores.json", "scores-first-mine_1.json", "scores-update-00000010.json", "scores-a-b-first.json"}
+        "scores.json", "scores-first-mine_1_814f71.json", "scores-update-00000010.json", "scores-max_extra_2.json",
+        "scores-a-b-first.json"}
     assert (run / "scores.json").read_bytes() == own
+
+
+def test_other_scores_have_other_names(recipe: config.Recipe, tmp_path: Path) -> None:
+    run = Path(recipe.run)
+    for folder in (run, tmp_path / "other"):
+        (folder / "checkpoints").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
+    lines, less = _write(tmp_path / "c.en", SOURCES[:2]), _write(tmp_path / "less.de", TARGETS[:2])
+
+    def name(*overrides: str, tests: list[str] | None = None, **given: Any) -> str:
+        asked = config.load_recipe(run, list(overrides))
+        file = scores_file(asked, find_sets(asked, tests), tests, **given)
+        assert file.parent == run
+        return file.name
+
+    other = [f"data.test.first.src=[{lines}]", f"data.test.first.trg=[{less}]"]
+    assert name() == name(checkpoint=run) == name("run=" + str(run)) == "scores.json"
+    assert name("translate.beam=1", "seed=7") == "scores-seed_7-beam_1.json"
+    assert name("translate.beam=1", hypotheses=["a b=x,y"]) == "scores-a_b.json"  # no search
+    assert name("data.trg_lang=fr", hypotheses=["a=x,y"]) == "scores-a-trg_lang_fr.json"
+    assert name(*other) == "scores-first_5e5bf1-second.json"
+    assert name(*other, tests=["second"]) == "scores-second.json"
+    assert name(*other, tests=["first"]) == name(tests=[f"first={lines},{less}"]) == "scores-first_5e5bf1.json"
+    assert name(tests=["first"]) == "scores-first.json"
+    assert name(f"data.test.v.src=[{lines}]", f"data.test.v.trg=[{less}]") == "scores-first-second-v_5e5bf1.json"
+    for checkpoint, found in (("run/checkpoints/update-00000024", "update-00000024"), ("run/averaged", "averaged"),
+                              ("other/checkpoints/update-00000024", "other-update-00000024"), ("other", "other"),
+                              ("other/averaged", "other-averaged"), ("run/../other/mean", "other-mean")):
+        assert name(checkpoint=tmp_path / checkpoint) == f"scores-{found}.json"
 
 
 def test_all_that_take_the_average_tell_that_it_is_outdated(

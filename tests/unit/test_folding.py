@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from deepnmt import config
 from deepnmt.checkpoint import list_checkpoints, load_model, load_moments, save_checkpoint, verify
 from deepnmt.cli import main
 from deepnmt.errors import UserError
-from deepnmt.folding import FOLDABLE, fold_weights, save_folded
+from deepnmt.folding import FOLDABLE, _compute_in_float64, fold_weights, save_folded
 from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
 
@@ -165,6 +166,25 @@ def test_what_cannot_be_folded_is_refused() -> None:
         module.decoder.get_parameter("layers.1.rule.omegas.2")[4] = 0.0
     with pytest.raises(UserError, match=r"^ω of sub-layer 3 of decoder.layers.1 holds a zero"):
         fold_weights({name: p.detach() for name, p in module.named_parameters()}, model)
+
+
+def test_one_layer_at_a_time_is_in_float64() -> None:
+    """To the bit what a whole model in float64 computes, which fp32 is far from."""
+    module = as_trained(shapes("admin", "deepnorm"))
+    whole, single = logits(copy.deepcopy(module).double()), logits(module)
+    layers = [*module.encoder.layers, *module.decoder.layers]
+    tensors = [parameter.data_ptr() for layer in layers for parameter in layer.parameters()]
+    wide: list[int] = []
+
+    def count(*_: object) -> None:
+        wide.append(sum(next(layer.parameters()).dtype == torch.float64 for layer in layers))
+
+    _compute_in_float64(module)
+    for layer in layers:
+        layer.register_forward_pre_hook(count)
+    assert torch.equal(logits(module), whole) and not torch.equal(single.double(), whole)
+    assert wide == [1] * len(layers)
+    assert tensors == [parameter.data_ptr() for layer in layers for parameter in layer.parameters()]
 
 
 def trained_run(folder: Path, encoder: str, decoder: str) -> config.Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import resource
 import subprocess
 import sys
 import time
@@ -76,3 +77,9 @@ def test_memory_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
     lines = ["import resource, sys", "from pathlib import Path", inspect.getsource(own_peak), "print(own_peak())"]
     peak = float(subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, check=True).stdout)
     assert 2**20 < peak < own_peak() / 2
+
+
+def test_memory_of_a_process_whose_kernel_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gVisor has it: VmSize, VmRSS and VmData alone."""
+    monkeypatch.setattr(Path, "read_text", lambda path: "VmSize:\t 9 kB\nVmRSS:\t 8 kB\nVmData:\t 7 kB\n")
+    assert own_peak() == 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 2**24

@@ -128,7 +128,7 @@ def test_words() -> None:
 
 @pytest.mark.parametrize("crowded", ["gather_model", "take_over"])
 def test_no_memory_to_look(crowded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no room for the whole model the others may still wait in its collective, so there is no word with them."""
+    """No process gets a whole model where one has no room for it, so each knows by itself; later one may be alone."""
     recipe, asked = tiny_run.recipe_of(tmp_path), []
 
     def full(*_: object) -> Transformer:

@@ -7,7 +7,7 @@ import torch
 
 from deepnmt.config import Model, Stack
 from deepnmt.parallel.launch import Ranks
-from deepnmt.speed import model_flops, random_batch, step_figures
+from deepnmt.speed import FEWEST_TOKENS, model_flops, random_batch, step_figures, timed_updates
 
 ONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
 
@@ -33,6 +33,26 @@ def test_the_median_update_counts() -> None:
     assert figures["target_tokens_per_second"] == figures["source_tokens_per_second"] == 32 / 0.5
     assert figures["model_tflops"] == pytest.approx(model_flops(model, 50, 4, 8, 8) / 0.5 / 1e12, rel=1e-12)
     assert (figures["fastest"], figures["slowest"], figures["steps"]) == (0.25, 4.0, 3)
+
+
+@pytest.mark.parametrize(("seconds", "until", "tokens", "timed", "ended"), [
+    (1.0, 16.0, 32768, 12, 16.0),  # all
+    (1.0, 15.9, 32768, 11, 15.0),
+    (1.0, 6.5, 32768, 3, 6.0),  # half of them warm-up
+    (1.0, 2.0, 32768, 1, 2.0),
+    (1.0, 1.6, 8192, 1, 1.5),  # the first was too long for a second: two of a quarter
+    (1.0, 1.0, FEWEST_TOKENS, 1, 1.0625),  # no time at all: one of the fewest tokens
+])
+def test_updates_end_in_time(seconds: float, until: float, tokens: int, timed: int, ended: float) -> None:
+    """An update takes time by its tokens; the clock shows their sum."""
+    taken: list[float] = []
+
+    def update(size: int, number: int) -> float:
+        taken.append(seconds * size / 32768)
+        return taken[-1]
+
+    found = timed_updates(update, 32768, 4, 12, until, now=lambda: sum(taken))
+    assert found == (tokens, [seconds * tokens / 32768] * timed) and sum(taken) == ended
 
 
 def test_random_batch_is_a_batch() -> None:

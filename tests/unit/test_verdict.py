@@ -313,6 +313,13 @@ def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
     replace(rule, facts={"fitted_points": [_digest(run) for run in (*fresh, old)]}).save(tmp_path / "rule.json")
     with pytest.raises(UserError, match=r"^the rule was fitted on all 6 runs of .*fresh.jsonl, which says nothing; m"):
         judge_runs(file, tmp_path / "rule.json")
+    replace(rule, names=["layers", "tokens"]).save(tmp_path / "rule.json")
+    lacking = "has runs without layers; add it, without training them again, with tools/verdict_grid.py measure"
+    for fails in (lambda: judge_runs(file, tmp_path / "rule.json"), lambda: fit_grid(file, ship=False)):
+        with pytest.raises(UserError, match="has runs without "):
+            fails()
+    with pytest.raises(UserError, match=lacking):
+        judge_runs(file, tmp_path / "rule.json")
 
 
 MISTAKES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from deepnmt import config, walkthrough
 from deepnmt.average import average_run
 from deepnmt.errors import UserError
 from deepnmt.walkthrough import is_scored, require_same
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_only_the_scores_of_this_average_are_reused(tmp_path: Path) -> None:
@@ -42,7 +45,8 @@ def test_only_the_scores_of_this_average_are_reused(tmp_path: Path) -> None:
 
 def test_a_finished_run_of_other_settings_is_not_reused(tmp_path: Path) -> None:
     trained = tiny_run.recipe_of(tmp_path / "run")
-    free = {"run": "moved", "average_last": 2, "translate": config.Translate(beam=9)}
+    free = {"run": "moved", "average_last": 2, "translate": config.Translate(beam=9),
+            "parallel": trained.parallel.model_copy(update={"threads": 3})}
     require_same(trained, trained.model_copy(update=free))
     other = tiny_run.recipe_of(tmp_path / "run", model={"heads": 4})
     other = other.model_copy(update={**free, "seed": 2, "train": config.Train(updates=7)})
@@ -54,22 +58,22 @@ def test_a_finished_run_of_other_settings_is_not_reused(tmp_path: Path) -> None:
     assert "make demo-clean" in way_out and "run=FOLDER" in way_out
 
 
-def test_training_is_launched_from_an_installed_package_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no tools/train.py then, and no checkout to look for modules in."""
-    calls: list[tuple[list[str], str | None]] = []
+def test_training_is_launched_from_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it lies, and whatever lies in the current folder."""
+    calls: list[list[str]] = []
 
-    def launched(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
-        calls.append((command, env.get("PYTHONPATH")))
+    def launched(command: list[str], **_: Any) -> SimpleNamespace:
+        calls.append(command)
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(subprocess, "run", launched)
-    monkeypatch.setenv("PYTHONPATH", "mine")
     recipe = tiny_run.recipe_of(tmp_path / "run")
-    walkthrough._train(recipe, 2)
-    monkeypatch.setattr(walkthrough, "_ROOT", tmp_path / "site-packages")
-    walkthrough._train(recipe, 2)
-    for command, _ in calls:
-        assert command[-4:] == ["--module", "deepnmt", "train", f"{tmp_path}/run/demo.yaml"]
-        assert not [word for word in command if word.endswith(".py")]
-    checkout = Path(__file__).resolve().parents[2]
-    assert [path for _, path in calls] == [f"{checkout}{os.pathsep}mine", "mine"]
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", launched)
+        walkthrough._train(recipe, 2)
+    main, *words = calls[0][-3:]
+    assert main == str(ROOT / "deepnmt" / "__main__.py") and words == ["train", f"{tmp_path}/run/demo.yaml"]
+    (tmp_path / "deepnmt").mkdir()
+    (tmp_path / "deepnmt" / "__init__.py").write_text("raise SystemExit(3)")
+    done = subprocess.run([sys.executable, main, "train", "--help"], cwd=tmp_path, capture_output=True, text=True,
+                          check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0 and "Trains a recipe" in done.stdout, done.stderr

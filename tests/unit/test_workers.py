@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,8 +41,16 @@ def run(work: Work, monkeypatch: pytest.MonkeyPatch) -> Any:
             except ArithmeticError:
                 self.code = 1
 
-        def wait(self) -> object:
+        def poll(self) -> object:
             return self.code
+
+        def wait(self, timeout: float = 0.0) -> object:
+            return self.code
+
+        def terminate(self) -> None:
+            """It has ended."""
+
+        kill = terminate
 
     monkeypatch.setattr(workers.subprocess, "Popen", Here)
     return workers.run_workers("nowhere", {"a": 3}, 2, 1)
@@ -78,3 +88,22 @@ def test_any_other_failure_is_none_of_the_users(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(RuntimeError, match=r"a process of nowhere failed \(exit codes \[1, 1\]\)"):
         run(work, monkeypatch)
+
+
+def test_who_waits_for_a_process_that_failed_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are left one ends by itself in time, one when it is told to, one only when it is killed."""
+    monkeypatch.setattr(workers, "_GRACE", 0.5)
+    commands = ["trap '' TERM; for _ in $(seq 400); do sleep 0.05; done", "exec sleep 20", "sleep 0.1", "exit 2"]
+    running = [subprocess.Popen(["sh", "-c", command]) for command in commands]
+    started = time.monotonic()
+    try:
+        assert workers._codes(running) == [-9, -15, 0, 2]
+    finally:
+        for process in running:
+            process.kill()
+    assert time.monotonic() - started < 15
+
+
+def test_nobody_is_hurried_while_none_failed() -> None:
+    running = [subprocess.Popen(["sh", "-c", f"sleep {seconds}"]) for seconds in (0, 0.2)]
+    assert workers._codes(running) == [0, 0]
