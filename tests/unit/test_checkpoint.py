@@ -67,6 +67,7 @@ def _in_child(work: Callable[[], object], fail_point: str = "") -> int:
     pid = os.fork()
     if pid == 0:
         try:
+            torch.set_num_threads(1)  # those of OpenMP are not forked, and would be waited for
             os.environ["DEEPNMT_FAIL_POINT"] = fail_point
             work()
             os._exit(0)
@@ -258,6 +259,7 @@ def test_killed_at_random_times_a_whole_checkpoint_is_taken(run: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         pid = os.fork()
         if pid == 0:
+            torch.set_num_threads(1)
             checkpoint.write_checkpoint(target, contents)
             os._exit(0)
         time.sleep(chance.uniform(0, 1.2 * duration))

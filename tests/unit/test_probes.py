@@ -220,7 +220,7 @@ def test_change_and_fit_by_hand() -> None:
 
 def test_noise_is_added_and_taken_back() -> None:
     model = model_of("pre_ln", width=32)
-    kept = {name: p.clone() for name, p in model.named_parameters()}
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
     with perturbed(model, 0.5, seed=1):
         moved_by = {name: p.detach() - kept[name] for name, p in model.named_parameters()}
     assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
