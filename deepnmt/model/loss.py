@@ -53,9 +53,9 @@ def label_smoothed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothi
 
 def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> int:
     """Bytes held by `label_smoothed_loss` over `tokens` target tokens, its output's own [D] apart: the logits of one
-    chunk, in 16 bits (`size` 2 bytes) with their scores in fp32 and the gradient, and the projection's gradient in
-    fp32. `device`: cpu or cuda."""
-    return min(tokens * vocab, _CHUNK_LOGITS[device]) * (4 if size == 4 else 8) + 4 * vocab * width
+    chunk, in 16 bits (`size` 2 bytes) with their scores in fp32, and the projection's gradient in fp32. `device`: cpu
+    or cuda."""
+    return min(tokens * vocab, _CHUNK_LOGITS[device]) * (4 if size == 4 else 6) + 4 * vocab * width
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
@@ -75,12 +75,17 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if differentiable else None
         size = min(len(hidden), max(1, _CHUNK_LOGITS[hidden.device.type] // len(weight)))
         size = size // _ROW_MULTIPLE * _ROW_MULTIPLE or size
+        # made once: new memory for every chunk's scores and gradient took longer to get than to fill
         logits = hidden.new_empty(size, len(weight))
+        table = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
         for start in range(0, len(hidden), max(1, size)):
             real = rows - start  # rows of this chunk and after it that are tokens
             h, y = hidden[start : start + size], targets[start : start + size, None]
             # scores: the logits, then in place the probabilities, then the gradient of the logits
-            scores = torch.mm(h, weight.t(), out=logits[: len(h)]).float()
+            product, scores = logits[: len(h)], table[: len(h)]
+            torch.mm(h, weight.t(), out=product)
+            if table is not logits:
+                scores.copy_(product)
             right = scores.gather(1, y)
             top = scores.amax(1, keepdim=True)
             torch.softmax(scores, 1, out=scores)
@@ -92,9 +97,10 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 # d loss / d z = softmax(z) - (1 - ε) onehot(y) - ε / V; the last term, a constant, waits for the end
                 scores.scatter_add_(1, y, torch.full_like(right, smoothing - 1))
                 scores[real:] = 0
-                gradient = scores.to(h.dtype)
-                torch.mm(gradient, weight, out=hidden_grad[start : start + size])
-                _add_product(weight_grad, gradient.t(), h)
+                if table is not logits:
+                    product.copy_(scores)
+                torch.mm(product, weight, out=hidden_grad[start : start + size])
+                _add_product(weight_grad, product.t(), h)
         if hidden_grad is not None and weight_grad is not None:
             hidden_grad -= smoothing * weight_mean
             weight_grad -= smoothing / len(weight) * hidden.sum(0, dtype=torch.float32)
