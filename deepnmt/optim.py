@@ -18,7 +18,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """PyTorch's Adam, RAdam or SGD (weight decay in the gradient), AdamW or RAdam (decoupled decay: radamw).
 
-    `fused`: the update in one kernel (RAdam has none), which on a GPU spares several passes over weights and moments.
+    `fused`: the update in one kernel (RAdam has none), which spares several passes over weights and moments.
     """
     groups = parameter_groups(parameters, settings)
     if settings.name == "sgd":

@@ -89,7 +89,7 @@ class DsEngine:
         if self.zero == 0:  # deepnmt clips by itself, and 16 bits are its own (`rounded.py`)
             tree = {key: value for key, value in tree.items() if key not in ("bf16", "fp16")}
             tree["gradient_clipping"] = 0.0
-        optimizer = build_optimizer(module.parameters(), self.recipe.optimizer, fused=self.device.type == "cuda")
+        optimizer = build_optimizer(module.parameters(), self.recipe.optimizer, fused=True)
         with contextlib.redirect_stdout(io.StringIO()):
             self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=tree)
         if settings.precision == "fp16":
