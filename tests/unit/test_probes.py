@@ -257,7 +257,7 @@ def test_ranges_and_likeness(block: str) -> None:
             assert found[name].largest == pytest.approx(max(*inside, float(output.detach().abs().max())), rel=1e-5)
             assert found[name].headroom == pytest.approx(65504 / found[name].largest)
         low, high = (output[real[side]] for output in outputs[side])
-        cosine = float(F.cosine_similarity(low, high, dim=-1).mean())
+        cosine = float(F.cosine_similarity(low, high, dim=-1).mean().detach())
         square = likeness(model, data, side)
         assert [square[0][1], square[1][0], square[0][0]] == pytest.approx([cosine, cosine, 1.0], abs=1e-5)
 
