@@ -21,6 +21,8 @@ _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 # A CPU's 16-bit products are compiled anew for every number of rows: there, rows of zeros make it a multiple of this.
 _ROW_MULTIPLE = 64
 
+_LEAST = 1e-30  # probability whose logarithm is exact enough; fp32 has normal numbers down to 1e-38
+
 
 class LossSums(NamedTuple):
     """Sums over the target tokens, 0-dim fp32: the smoothed loss (differentiable) and the plain one (not)."""
@@ -87,9 +89,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             if table is not logits:
                 scores.copy_(product)
             right = scores.gather(1, y)
-            top = scores.amax(1, keepdim=True)
-            torch.softmax(scores, 1, out=scores)
-            lse = top - scores.amax(1, keepdim=True).log()  # the top probability is exp(top - lse)
+            lse = _softmax_(scores, y, right, h, weight)
             mean = torch.mv(h.float(), weight_mean)  # of a row's logits
             nll += (lse - right)[:real].sum()
             loss += (lse - (1 - smoothing) * right)[:real].sum() - smoothing * mean[:real].sum()
@@ -100,7 +100,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                 if table is not logits:
                     product.copy_(scores)
                 torch.mm(product, weight, out=hidden_grad[start : start + size])
-                _add_product(weight_grad, product.t(), h)
+                _add_product(weight_grad, product.t(), h, table)
         if hidden_grad is not None and weight_grad is not None:
             hidden_grad -= smoothing * weight_mean
             weight_grad -= smoothing / len(weight) * hidden.sum(0, dtype=torch.float32)
@@ -116,9 +116,30 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total is fp32."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, scratch: Tensor) -> None:
+    """total += a @ b, where total is fp32. `scratch`: an fp32 tensor of any size, overwritten."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
-    else:
-        total += torch.mm(a, b)
+        return
+    product = torch.mm(a, b)
+    if total.is_cuda:
+        total += product
+        return
+    # there a sum of two types makes a copy first, in new memory, and takes three times as long as both steps here
+    room = scratch.flatten()
+    for sums, part in zip(total.view(-1).split(len(room)), product.view(-1).split(len(room)), strict=True):
+        sums += room[: len(part)].copy_(part)
+
+
+def _softmax_(scores: Tensor, y: Tensor, right: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+    """Makes scores [R, V] = h @ weightᵀ their softmax and returns their lse [R, 1]: a score less the logarithm of its
+    probability. That of the right token, `right` at y [R, 1], serves unless it is next to nothing in some row; then
+    the top one's does."""
+    top = scores.amax(1, keepdim=True) if scores.is_cuda else None  # the question below would make the host wait there
+    torch.softmax(scores, 1, out=scores)
+    if top is None:
+        likely = scores.gather(1, y)
+        if not bool((likely < _LEAST).any()):
+            return right - likely.log()
+        top = torch.mm(h, weight.t()).amax(1, keepdim=True).float()
+    return top - scores.amax(1, keepdim=True).log()

@@ -120,3 +120,26 @@ def test_half_precision_has_fp32_statistics(dtype: torch.dtype) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == dtype
         assert F.cosine_similarity(a.float().flatten(), b.float().flatten(), dim=0) > 0.9999
+
+
+@pytest.mark.parametrize("chunk", [1, V * 3, 2**22])
+def test_chunks_of_bf16_are_summed_in_fp32(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand chunks of one row each: sums in 16 bits would stop growing after 256 of them."""
+    monkeypatch.setitem(loss_module._CHUNK_LOGITS, "cpu", chunk)
+    torch.manual_seed(3)
+    hidden = torch.ones(1, 1024, D, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(V, D).bfloat16().requires_grad_()
+    targets = torch.full((1, 1024), 5)
+    ours = torch.autograd.grad(label_smoothed_loss(hidden, weight, targets, 0.1, PAD).loss, weight)[0].float()
+    exact_weight = weight.detach().float().requires_grad_()
+    exact = torch.autograd.grad(reference(hidden.detach().float(), exact_weight, targets, 0.1), exact_weight)[0]
+    torch.testing.assert_close(ours, exact, rtol=2**-7, atol=2**-8 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("size", [1, 100, V * D])
+def test_a_product_is_added_through_scratch_of_any_size(size: int) -> None:
+    torch.manual_seed(4)
+    a, b, total = torch.randn(V, 8).bfloat16(), torch.randn(8, D).bfloat16(), torch.randn(V, D)
+    expected = total + torch.mm(a, b)
+    loss_module._add_product(total, a, b, torch.empty(size))
+    assert torch.equal(total, expected)
