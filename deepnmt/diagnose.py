@@ -11,11 +11,11 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepnmt.analysis.activations import likeness, ranges
 from deepnmt.analysis.admin_profile import SIDES, AdminProfile
@@ -27,7 +27,15 @@ from deepnmt.analysis.fresh import fresh_model, with_depth
 from deepnmt.analysis.gradient_probe import HalfZeros, gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.update_probe import moved
-from deepnmt.analysis.verdict import SHIPPED, VerdictRule, change_by, features, other_sources, trial_rates
+from deepnmt.analysis.verdict import (
+    SHIPPED,
+    VerdictRule,
+    change_by,
+    features,
+    layer_changes_by,
+    other_sources,
+    trial_rates,
+)
 from deepnmt.checkpoint import (
     MOMENTS,
     LoadedModel,
@@ -39,13 +47,14 @@ from deepnmt.checkpoint import (
     load_weights,
     update_of,
 )
-from deepnmt.commit import own_name
+from deepnmt.commit import DamagedCheckpoint, own_name
 from deepnmt.config import Recipe
 from deepnmt.data.batching import PlanStream, Position, collate
 from deepnmt.data.dataset import PreparedData
 from deepnmt.data.settings import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
+from deepnmt.model.residual import Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import make_run_folder, write_json
 from deepnmt.optim import learning_rate
@@ -66,7 +75,8 @@ _TRIALS = 3  # draws of noise
 @dataclass(frozen=True)
 class Patient:
     """What is examined: a model with its recipe and a batch, and what it came from: a checkpoint with how often its run
-    had seen the training text, or, of a fresh model with Admin stacks, the profile."""
+    had seen the training text and the loss scale that it had reached in fp16, or, of a fresh model with Admin stacks,
+    the profile."""
 
     recipe: Recipe
     model: Transformer
@@ -75,6 +85,7 @@ class Patient:
     checkpoint: Path | None
     profile: AdminProfile | None = None
     passes: float = 0.0
+    scale: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -141,8 +152,9 @@ def _patient(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint: 
     model.label_smoothing = loaded.recipe.train.label_smoothing
     given = {"run": recipe.run, "seed": recipe.seed, "data": recipe.data, "batch": recipe.batch,
              "parallel": recipe.parallel, "loss_scale": recipe.loss_scale}
+    reached = loaded.state.loss_scale if recipe.loss_scale == loaded.recipe.loss_scale else None
     return Patient(loaded.recipe.model_copy(update=given), model, batch, vocabs, loaded.folder,
-                   passes=_passes(loaded, data))
+                   passes=_passes(loaded, data), scale=float(reached["scale"]) if reached else None)
 
 
 def _passes(loaded: LoadedModel, data: PreparedData) -> float:
@@ -172,8 +184,9 @@ def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
     _say("gradients")
     found["gradients"] = gradients(model, batch).as_dict()
     found["ranges"] = {name: each.as_dict() for name, each in ranges(model, batch).items()}
-    half = half_zeros(model, batch, _loss_scale(recipe), recipe.batch.accumulation)
-    found["half"] = {"scale": half.scale, "finite": half.finite, "shares": half.shares,
+    first = half_zeros(model, batch, _loss_scale(patient), recipe.batch.accumulation)
+    half = working_scale(patient, first) if _is_fp16(recipe) else first
+    found["half"] = {"scale": half.scale, "asked": first.scale, "finite": half.finite, "shares": half.shares,
                      "shares_fp32": half.shares_fp32, "lost": half.lost}
     _say("output change")
     rate = recipe.optimizer.lr
@@ -206,9 +219,11 @@ def _say(what: str) -> None:
     print(f"measuring: {what}", file=sys.stderr, flush=True)
 
 
-def _loss_scale(recipe: Recipe) -> float:
-    """The recipe's own first loss scale where its layout is fp16."""
-    return 2.0**recipe.loss_scale.initial_power if _is_fp16(recipe) else LOSS_SCALE
+def _loss_scale(patient: Patient) -> float:
+    """The loss scale that a checkpoint's run had reached, else the recipe's own first one where its layout is fp16."""
+    if patient.scale is not None:
+        return patient.scale
+    return 2.0**patient.recipe.loss_scale.initial_power if _is_fp16(patient.recipe) else LOSS_SCALE
 
 
 def _is_fp16(recipe: Recipe) -> bool:
@@ -222,7 +237,11 @@ def _is_fp16(recipe: Recipe) -> bool:
 
 
 def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> None:
-    """The first update of a fresh model, in place, but at the peak rate."""
+    """The first update of a fresh model, in place, but at the peak rate, and Adam's where the optimizer is RAdam, whose
+    first five updates are plain momentum (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
+    adaptive = {"radam": "adam", "radamw": "adamw"}.get(recipe.optimizer.name)
+    if adaptive is not None:
+        recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": adaptive})})
     engine = LocalEngine(model, recipe, batch[0].device)
     engine.train_step([batch], int((batch[3] != PAD).sum()), recipe.optimizer.lr)
 
@@ -262,32 +281,45 @@ def due_rate(patient: Patient) -> float:
 def growth(patient: Patient, rate: float) -> tuple[dict[str, dict[str, Growth]], dict[str, list[float]]]:
     """Changes of models of the recipe's kind against depth, and the last FFN's gradient norm.
 
-    Models of 1 layer up to the recipe's depth are built; the shallower stack keeps its proportion to the deeper.
+    Models of 1 layer up to the recipe's depth are built; the shallower stack keeps its proportion to the deeper, and
+    where several models share a depth of it, the deepest of them counts. The last FFN stands against decoder depth.
     """
     model = patient.recipe.model
     deep = max(model.encoder.layers, model.decoder.layers)
-    depths = [depth for depth in _DEPTHS if depth < deep] + [deep]
+    depths: dict[Side, list[int]] = {"encoder": [], "decoder": []}
     noise: list[dict[Any, float]] = []
     update: list[dict[Any, float]] = []
     last: list[float] = []
-    for depth in depths:
+    for depth in [*(depth for depth in _DEPTHS if depth < deep), deep]:
         layers = [max(1, round(depth * stack.layers / deep)) for stack in (model.encoder, model.decoder)]
+        for side, count in zip(SIDES, layers, strict=True):
+            depths[side].append(count)
         recipe = patient.recipe.model_copy(update={"model": with_depth(model, *layers)})
         built = patient.model if depth == deep else _fresh(recipe, patient.vocabs, patient.batch)
         noise.append(random_change(built, patient.batch, trials=_TRIALS))
         update.append(change_by(built, patient.batch, partial(one_update, built, recipe, patient.batch))[0])
         last.append(gradients(built, patient.batch).last_ffn)
     changes = {"1 % noise on the matrices": noise, f"one update at the peak rate {rate:g}": update}
-    return ({kind: {side: Growth.of(depths, [each[side] for each in found]) for side in SIDES}
+    by_depth = dict(zip(depths["decoder"], last, strict=True))
+    return ({kind: {side: _growth_of(depths[side], [each[side] for each in found]) for side in SIDES}
              for kind, found in changes.items()},
-            {"depths": [float(depth) for depth in depths], "norms": last})
+            {"depths": [float(depth) for depth in by_depth], "norms": list(by_depth.values())})
+
+
+def _growth_of(depths: list[int], changes: list[float]) -> Growth:
+    """The last change at each depth, against depth."""
+    last = dict(zip(depths, changes, strict=True))
+    return Growth.of(list(last), list(last.values()))
 
 
 def _growth_inside(patient: Patient) -> dict[str, dict[str, Growth]]:
     """Changes of each layer's output in the one model there is, against the layer's number."""
-    found = layer_changes(patient.model, patient.batch, trials=_TRIALS)
-    return {"1 % noise on the matrices, layer by layer": {
-        side: Growth.of(range(1, len(values) + 1), values) for side, values in found.items()}}
+    model, batch = patient.model, patient.batch
+    kinds = {"1 % noise on the matrices, layer by layer": layer_changes(model, batch, trials=_TRIALS),
+             f"one update at rate {due_rate(patient):g}, layer by layer": layer_changes_by(
+                 model, batch, lambda: _update(patient))}
+    return {kind: {side: Growth.of(range(1, len(values) + 1), values) for side, values in found.items()}
+            for kind, found in kinds.items()}
 
 
 def between_checkpoints(patient: Patient) -> list[Any]:
@@ -296,14 +328,23 @@ def between_checkpoints(patient: Patient) -> list[Any]:
     beside = patient.checkpoint.parent
     folders = list_checkpoints(beside / "checkpoints" if own_name(patient.checkpoint) == "averaged" else beside)
     pairs = []
-    for first, second in pairwise(folders):
-        before, after = load_weights(first), load_weights(second)
-        model = Transformer(patient.recipe.model, *patient.vocabs, patient.recipe.seed, patient.model.label_smoothing)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(before[name])
-        norms = gradients(model.to(patient.batch[0].device), patient.batch).matrices
-        pairs.append(moved(update_of(first), update_of(second), before, after, norms))
+    first: tuple[Path, dict[str, Tensor]] | None = None
+    for folder in folders:
+        try:
+            after = load_weights(folder)
+        except DamagedCheckpoint as fault:  # or one that the run has deleted since
+            print(f"passed over: {fault}", file=sys.stderr)
+            continue
+        if first is not None:
+            before = first[1]
+            model = Transformer(patient.recipe.model, *patient.vocabs, patient.recipe.seed,
+                                patient.model.label_smoothing)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(before[name])
+            norms = gradients(model.to(patient.batch[0].device), patient.batch).matrices
+            pairs.append(moved(update_of(first[0]), update_of(folder), before, after, norms))
+        first = folder, after
     return pairs
 
 
@@ -336,19 +377,22 @@ def judge(patient: Patient, rule: VerdictRule, half: HalfZeros) -> dict[str, Any
 
 
 def fp16_fault(patient: Patient, half: HalfZeros) -> str | None:
-    """Why the model cannot be trained in fp16 by what its first gradients are; None where it can.
-
-    An overflow alone is no reason: the loss scale halves until there is none. The scales tried are each a quarter of
-    the last, down to the recipe's floor.
-    """
-    floor, accumulation = patient.recipe.loss_scale.floor, patient.recipe.batch.accumulation
-    while not half.finite and half.scale > floor:
-        half = half_zeros(patient.model, patient.batch, max(half.scale / 4, floor), accumulation)
+    """Why the model cannot be trained in fp16 by what its first gradients are at a scale that works (`working_scale`);
+    None where it can."""
     if not half.finite:
-        return f"gradients overflow in fp16 at every loss scale down to {floor:g}"
+        return f"gradients overflow in fp16 at every loss scale down to {patient.recipe.loss_scale.floor:g}"
     if half.lost > LOST:
         return f"{100 * half.lost:.0f} % of a layer's gradients are lost to fp16 at loss scale {half.scale:g}"
     return None
+
+
+def working_scale(patient: Patient, half: HalfZeros) -> HalfZeros:
+    """The measurement at the largest scale without overflow: that of `half`, or a quarter of it and so on down to the
+    recipe's floor, as a run's loss scale halves until there is none."""
+    floor, accumulation = patient.recipe.loss_scale.floor, patient.recipe.batch.accumulation
+    while not half.finite and half.scale > floor:
+        half = half_zeros(patient.model, patient.batch, max(half.scale / 4, floor), accumulation)
+    return half
 
 
 def _in_bf16(recipe: Recipe) -> str | None:

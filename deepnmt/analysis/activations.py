@@ -6,10 +6,11 @@ Takase et al. 2023 (B2T), figure 5: the cosine between layers' outputs, a token 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepnmt.analysis.admin_profile import SUBLAYERS
 from deepnmt.analysis.probes import ProbeBatch, hooks, layer_outputs, layers_of, real_positions, stack_outputs
@@ -25,8 +26,9 @@ class Range:
 
     Attributes:
         variance: of the layer's output, at real positions.
-        largest: the largest magnitude that any module of the layer puts out.
-        where: that module, as in `ffn.fc1`.
+        largest: the largest magnitude that any module of the layer puts out or any norm takes in (the residual sum,
+            which no module puts out). Attention scores, inside a kernel, are not among them.
+        where: that module, as in `ffn.fc1` or `rule.norms.1 (input)`.
     """
 
     variance: float
@@ -52,9 +54,14 @@ def ranges(model: Transformer, batch: ProbeBatch) -> dict[str, Range]:
     found: dict[str, Range] = {}
     largest: dict[str, float] = {}
 
-    def put_out(name: str, output: Any) -> None:
-        if isinstance(output, Tensor):
-            largest[name] = max(largest.get(name, 0.0), float(output.abs().max()))
+    def see(name: str, tensor: Any) -> None:
+        if isinstance(tensor, Tensor):
+            largest[name] = max(largest.get(name, 0.0), float(tensor.abs().max()))
+
+    def module_done(name: str, module: nn.Module, taken: tuple[Any, ...], output: Any) -> None:
+        see(name, output)
+        if isinstance(module, nn.LayerNorm):
+            see(f"{name} (input)", taken[0])
 
     def layer_done(name: str, side: Side, stream: Stream) -> None:
         output = newest(stream)
@@ -69,8 +76,7 @@ def ranges(model: Transformer, batch: ProbeBatch) -> dict[str, Range]:
                 name = f"{side}.layers.{index}"
                 for path, module in layer.named_modules():
                     if path and not list(module.children()):
-                        handles.append(module.register_forward_hook(
-                            lambda _m, _i, output, at=f"{name}.{path}": put_out(at, output)))
+                        handles.append(module.register_forward_hook(partial(module_done, f"{name}.{path}")))
                 handles.append(layer.register_forward_hook(
                     lambda _m, _i, output, name=name, side=side: layer_done(name, side, output)))
         stack_outputs(model, batch)

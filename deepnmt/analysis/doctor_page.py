@@ -182,8 +182,8 @@ def _sections(found: Findings) -> list[tuple[str, str, str, Callable[[Path], Non
                                                        title="Gradients inside Post-LN decoder layers")))
     if "last_ffn" in found:
         sections.append(("last_ffn", "Last FFN against depth",
-                         "The gradient norm of the decoder's last FFN in models of different depth: level for Post-LN, "
-                         "falling like 1/√N for Pre-LN.",
+                         "The gradient norm of the decoder's last FFN in models of different depth. Xiong et al. 2020: "
+                         "level for Post-LN, falling like 1/√N for Pre-LN.",
                          lambda path: plots.draw_lines({"last FFN": {"fc2": found["last_ffn"]["norms"]}}, path,
                                                        xs=found["last_ffn"]["depths"], xlabel="layers N",
                                                        ylabel="gradient norm", title="Gradient of the last FFN")))

@@ -19,13 +19,14 @@ from typing import Any, Literal
 import torch
 
 from deepnmt.analysis.activations import token_likeness
-from deepnmt.analysis.change import compare, random_change
+from deepnmt.analysis.change import change, compare, random_change
 from deepnmt.analysis.fresh import initialisation
 from deepnmt.analysis.gradient_probe import Gradients, gradients
-from deepnmt.analysis.probes import ProbeBatch, mean_loss, stack_outputs
+from deepnmt.analysis.probes import ProbeBatch, layer_outputs, mean_loss, stack_outputs
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
+from deepnmt.model.residual import Side
 from deepnmt.model.transformer import Transformer
 
 SHIPPED = Path(__file__).with_name("verdict.json")
@@ -166,6 +167,17 @@ def change_by(model: Transformer, batch: ProbeBatch, update: Callable[[], None])
         changes = {str(side): value for side, value in compare(model.eval(), batch, before).items()}
         with torch.no_grad():
             return changes, float(mean_loss(model, batch))
+
+
+def layer_changes_by(
+    model: Transformer, batch: ProbeBatch, update: Callable[[], None]
+) -> dict[Side, list[float]]:
+    """The change of every layer's output by an update; weights and mode are put back."""
+    with kept(model):
+        before = layer_outputs(model.eval(), batch)
+        update()
+        after = layer_outputs(model.eval(), batch)
+    return {side: [change(old, new) for old, new in zip(before[side], after[side], strict=True)] for side in before}
 
 
 def other_sources(batch: ProbeBatch) -> ProbeBatch:

@@ -1,4 +1,5 @@
-"""Multi-head attention (Vaswani et al. 2017, section 3.2) on PyTorch's fused kernel, but for 16 bits on a CPU.
+"""Multi-head attention (Vaswani et al. 2017, section 3.2) on PyTorch's fused kernel, or `short_attention.py`'s where
+that is slow.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `K` beams. A key mask is boolean
 [B, 1, 1, S], true where a key may be seen; `None` stands for "no padding".
@@ -6,13 +7,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
+
+from deepnmt.model.short_attention import ShortAttention, is_short
 
 
 def key_mask(lengths: Tensor, size: int) -> Tensor | None:
@@ -40,51 +40,15 @@ def attend(
 ) -> Tensor:
     """softmax(q kᵀ / √d) v: q [B, H, T, d], keys and values [B, H, S, d] to [B, H, T, d].
 
-    On a CPU the 16-bit kernel's backward takes six times its fp32 twin's time at sentence length (docs/results.md), so
-    16-bit inputs that need a gradient are attended in fp32 there; in bf16 and where S is small, by `_ShortAttention`.
+    On a CPU the 16-bit kernel's backward takes six times its fp32 twin's time at sentence length (docs/log.md), so
+    16-bit inputs that need a gradient are attended in fp32 there, or by `ShortAttention` where it serves.
     """
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and q.requires_grad:
-        # 6·S bytes of scores a query and 6·d of q, k and v are kept so, else 16·d: q, k, v and the output in fp32.
-        if q.dtype == torch.bfloat16 and not dropout and 2 * keys.size(2) <= 3 * q.size(3):
-            return _ShortAttention.apply(q, keys, values, mask, causal)
+        if not dropout and is_short(q, keys, mask):
+            return ShortAttention.apply(q, keys, values, mask, causal)
         attended = F.scaled_dot_product_attention(q.float(), keys.float(), values.float(), mask, dropout, causal)
         return attended.to(q.dtype)
     return F.scaled_dot_product_attention(q, keys, values, mask, dropout, causal)
-
-
-class _ShortAttention(torch.autograd.Function):
-    """`attend` in bf16 on a CPU, whose batched products of 16 bits take two thirds of the fused fp32 kernel's time.
-
-    Scores leave their product rounded to bf16, which moves them as much as the rounding of q and k has moved them
-    already; softmax and its gradient are fp32. fp16 could not hold large scores and is never given.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        ctx.sizes = q.shape[:2]
-        q, keys, values = (x.reshape(-1, *x.shape[2:]) for x in (q, keys, values))
-        table = torch.bmm(q, keys.transpose(1, 2)).float().mul_(q.size(2) ** -0.5)
-        scores = table.unflatten(0, ctx.sizes)
-        if causal:
-            scores += torch.full(scores.shape[2:], -torch.inf).triu_(1)
-        if mask is not None:
-            scores.masked_fill_(~mask, -torch.inf)
-        torch.softmax(table, 2, out=table)
-        rounded = table.to(q.dtype)
-        ctx.save_for_backward(q, keys, values, table, rounded)
-        return torch.bmm(rounded, values).unflatten(0, ctx.sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, keys, values, table, rounded = ctx.saved_tensors
-        grad = grad.reshape(q.shape)
-        values_grad = torch.bmm(rounded.transpose(1, 2), grad)
-        table_grad = torch.bmm(grad, values.transpose(1, 2)).float()
-        scores_grad = torch._softmax_backward_data(table_grad, table, 2, torch.float32)
-        product_grad = scores_grad.mul_(q.size(2) ** -0.5).to(q.dtype)
-        q_grad, keys_grad = torch.bmm(product_grad, keys), torch.bmm(product_grad.transpose(1, 2), q)
-        return *(x.unflatten(0, ctx.sizes) for x in (q_grad, keys_grad, values_grad)), None, None
 
 
 class SelfAttention(nn.Module):

@@ -55,9 +55,10 @@ def label_smoothed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothi
 
 def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> int:
     """Bytes held by `label_smoothed_loss` over `tokens` target tokens, its output's own [D] apart: the logits of one
-    chunk, in 16 bits (`size` 2 bytes) with their scores in fp32, and the projection's gradient in fp32. `device`: cpu
-    or cuda."""
-    return min(tokens * vocab, _CHUNK_LOGITS[device]) * (4 if size == 4 else 6) + 4 * vocab * width
+    chunk, in 16 bits (`size` 2 bytes) with their scores in fp32, and the projection's gradient in fp32, then with one
+    chunk's in 16 bits. `device`: cpu or cuda."""
+    each = 4 if size == 4 else 6
+    return each * (min(tokens * vocab, _CHUNK_LOGITS[device]) + vocab * width)
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
@@ -74,7 +75,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         weight_mean = weight.float().mean(0)
         loss, nll = hidden.new_zeros(2, dtype=torch.float32).unbind()
         hidden_grad = torch.empty_like(hidden) if differentiable else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if differentiable else None
+        weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if differentiable else None
         size = min(len(hidden), max(1, _CHUNK_LOGITS[hidden.device.type] // len(weight)))
         size = size // _ROW_MULTIPLE * _ROW_MULTIPLE or size
         # made once: new memory for every chunk's scores and gradient took longer to get than to fill

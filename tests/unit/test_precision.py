@@ -118,11 +118,12 @@ def test_every_block_in_fp16_as_documented() -> None:
 
 @torch.no_grad()
 def largest_output(model: Transformer, batch: ProbeBatch) -> tuple[float, float]:
-    """The largest magnitude that any module of the model puts out, and the loss in nats a token."""
+    """The largest magnitude that any module puts out or any norm takes in, and the loss in nats a token."""
     found: list[float] = []
 
-    def see(_module: torch.nn.Module, _given: Any, output: Any) -> None:
-        found.extend(float(each.abs().max()) for each in (output if isinstance(output, tuple) else (output,))
+    def see(module: torch.nn.Module, given: Any, output: Any) -> None:
+        seen = output if isinstance(output, tuple) else (output,)
+        found.extend(float(each.abs().max()) for each in (*seen, *(given if isinstance(module, LayerNorm) else ()))
                      if isinstance(each, Tensor) and each.is_floating_point())
 
     handles = [module.register_forward_hook(see) for name, module in model.named_modules() if name]

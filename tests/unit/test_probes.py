@@ -25,7 +25,7 @@ from deepnmt.analysis.gradient_probe import gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch, mean_loss, sublayers, watching
 from deepnmt.analysis.update_probe import moved
 from deepnmt.config import Block, load_recipe
-from deepnmt.diagnose import Patient, fp16_fault
+from deepnmt.diagnose import Patient, fp16_fault, working_scale
 from deepnmt.model.transformer import Transformer
 
 BLOCKS = get_args(Block)
@@ -186,8 +186,10 @@ def test_fp16_fails_where_no_scale_will_do() -> None:
 
     def fault(scale: float, **changes: float) -> str | None:
         scales = recipe.loss_scale.model_copy(update=changes)
-        settings = recipe.model_copy(update={"loss_scale": scales})
-        return fp16_fault(replace(patient, recipe=settings), half_zeros(patient.model, patient.batch, scale))
+        other = replace(patient, recipe=recipe.model_copy(update={"loss_scale": scales}))
+        half = working_scale(other, half_zeros(patient.model, patient.batch, scale))
+        assert half.finite or half.scale == other.recipe.loss_scale.floor
+        return fp16_fault(other, half)
 
     assert fault(256.0) is None and fault(1e7) is None  # an overflow that the scaler gets over
     assert fault(1e7, floor=1e7) == "gradients overflow in fp16 at every loss scale down to 1e+07"
@@ -195,7 +197,8 @@ def test_fp16_fails_where_no_scale_will_do() -> None:
     assert said and re.fullmatch(r"\d+ % of a layer's gradients are lost to fp16 at loss scale 2.38419e-07", said)
     many = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"accumulation": 1024}),
                                      "loss_scale": recipe.loss_scale.model_copy(update={"floor": 9e6})})
-    assert fp16_fault(replace(patient, recipe=many), half_zeros(patient.model, patient.batch, 1e7)) is None
+    fits = working_scale(replace(patient, recipe=many), half_zeros(patient.model, patient.batch, 1e7))
+    assert fits.finite and fp16_fault(patient, fits) is None
 
 
 def _embedding_gradients(model: Transformer, data: ProbeBatch) -> tuple[Tensor, ...]:
@@ -252,7 +255,9 @@ def test_ranges_and_likeness(block: str) -> None:
         for index, output in enumerate(outputs[side]):
             name = f"{side}.layers.{index}"
             inside = [float(x.detach().abs().max()) for key, values in seen.items() for x in values
-                      if key.startswith(f"{name}.") and not key.endswith(" in") and isinstance(x, Tensor)]
+                      if key.startswith(f"{name}.")
+                      and (not key.endswith(" in") or isinstance(model.get_submodule(key[:-3]), nn.LayerNorm))
+                      and isinstance(x, Tensor)]
             assert found[name].variance == pytest.approx(float(output[real[side]].detach().var(correction=0)), rel=1e-5)
             assert found[name].largest == pytest.approx(max(*inside, float(output.detach().abs().max())), rel=1e-5)
             assert found[name].headroom == pytest.approx(65504 / found[name].largest)
@@ -260,6 +265,17 @@ def test_ranges_and_likeness(block: str) -> None:
         cosine = float(F.cosine_similarity(low, high, dim=-1).mean().detach())
         square = likeness(model, data, side)
         assert [square[0][1], square[1][0], square[0][0]] == pytest.approx([cosine, cosine, 1.0], abs=1e-5)
+
+
+def test_the_residual_sum_counts_against_fp16s_end() -> None:
+    """No module puts out ω · x + F(x), and at 100L-100L it is ten times larger than anything that one does."""
+    model, data = model_of("admin"), batch()
+    with torch.no_grad():
+        for omega in (p for name, p in model.named_parameters() if name.endswith("omegas.0")):
+            omega.fill_(50.0)
+    found = ranges(model, data)["encoder.layers.1"]
+    below = caught(model, data)["encoder.layers.0"][0]
+    assert found.where == "rule.norms.0 (input)" and found.largest > 40 * float(below.detach().abs().max())
 
 
 def test_token_likeness_is_the_mean_over_pairs() -> None:
