@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 import deepnmt.diagnose
 from deepnmt.analysis.admin_profile import AdminProfile
 from deepnmt.analysis.alternatives import alternatives
+from deepnmt.analysis.change import random_change
 from deepnmt.analysis.gradient_probe import Gradients, HalfZeros
 from deepnmt.analysis.probes import ProbeBatch
+from deepnmt.checkpoint import load_model
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.settings import open_prepared
-from deepnmt.diagnose import _in_bf16, _patient, due_rate, first_batch
+from deepnmt.diagnose import _in_bf16, _patient, between_checkpoints, due_rate, first_batch, growth, one_update
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.launch import Ranks
 from deepnmt.profile import profile_for
@@ -28,6 +31,7 @@ from deepnmt.reproduce import LEAST_DEEP, Small, reproduce, way_down
 
 ONE = "parallel.threads=1"
 LAYOUTS = Path(__file__).parents[2] / "ds_configs"
+NEWEST = "update-00000006"
 PICTURES = {"dependency", "change", "gradients", "matrices", "places", "likeness", "ranges", "half"}
 
 
@@ -177,6 +181,11 @@ def test_a_run_and_its_checkpoints(
     assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"moved"}
     assert (found["moved"][0]["update"], found["moved"][-1]["until"]) == (3, 6)
     assert max(found["moved"][0]["updates"].values()) == 1.0
+    noise, update = found["growth"].values()
+    assert all(min(each[side]["changes"]) > 0 for each in (noise, update) for side in ("encoder", "decoder"))
+    assert [growth["depths"] for growth in (*noise.values(), *update.values())] == [[1, 2]] * 4
+    assert any(f"one update at rate {due_rate(replace(patient, checkpoint=run / 'checkpoints' / NEWEST)):g}" in name
+               for name in found["growth"])
     assert found["about"]["checkpoint"].endswith("update-00000006")
     monkeypatch.setattr(deepnmt.diagnose, "SHIPPED", tmp_path / "none.json")
     assert main("diagnose", [str(run), "--fresh", "--tokens", "60", ONE]) == 0
@@ -189,6 +198,52 @@ def test_a_run_and_its_checkpoints(
     assert len(tags) == 5 * 4
     points = board.Scalars("probe/decoder.layers.1/gradient_norm")
     assert [p.step for p in points] == [2, 4, 6] and all(p.value > 0 for p in points)
+
+
+def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.layers=6", "model.decoder.layers=2"])
+    data = open_prepared(recipe)
+    patient = _patient(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
+    found, last = growth(patient, 1e-3)
+    for sides in found.values():
+        assert sides["encoder"].depths == [1, 2, 3, 4, 6] and sides["decoder"].depths == [1, 2]
+        assert len(sides["encoder"].changes) == 5 and len(sides["decoder"].changes) == 2
+    assert last["depths"] == [1.0, 2.0] and len(last["norms"]) == 2
+    whole = random_change(patient.model, patient.batch)
+    assert found["1 % noise on the matrices"]["decoder"].changes[-1] == pytest.approx(whole["decoder"], rel=1e-5)
+
+
+def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
+    """RAdam's own first updates are plain momentum, which says nothing of how its later ones are scaled."""
+    weights = []
+    for name in ("adam", "radam"):
+        recipe = load_recipe(prepared / "recipe.yaml", [f"optimizer.name={name}"])
+        data = open_prepared(recipe)
+        patient = _patient(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
+        one_update(patient.model, recipe, patient.batch)
+        weights.append(patient.model.state_dict())
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = str(prepared / "recipe.yaml")
+    assert main("train", [recipe, f"run={tmp_path}", "train.updates=6", "train.save_every=2", "train.keep_last=3",
+                          "train.validate_every=6", "train.valid_bleu=false", "average_last=1", ONE]) == 0
+    (tmp_path / "checkpoints" / "update-00000004" / "weights.safetensors").write_bytes(b"torn")
+    run = load_recipe(tmp_path)
+    data = open_prepared(run)
+    newest = tmp_path / "checkpoints" / "update-00000006"
+    loaded = load_model(newest)
+    reached = replace(loaded, state=replace(loaded.state, loss_scale={"scale": 512.0, "clean": 3}))
+    monkeypatch.setattr(deepnmt.diagnose, "load_model", lambda _folder: reached)
+    patient = _patient(run, data, first_batch(run, data, 60, torch.device("cpu")), newest)
+    assert [(pair.update, pair.until) for pair in between_checkpoints(patient)] == [(2, 6)]
+    assert "update-00000004 is damaged" in capsys.readouterr().err
+    assert deepnmt.diagnose._loss_scale(patient) == 512.0
+    other = load_recipe(tmp_path, ["loss_scale.initial_power=4"])  # said on the line, so it counts
+    assert _patient(other, data, patient.batch, newest).scale is None
 
 
 def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:

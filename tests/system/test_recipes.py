@@ -68,12 +68,9 @@ def test_recipe_says_at_its_head_what_it_is(file: Path) -> None:
 
 
 @every_recipe
-def test_every_value_has_a_comment(file: Path) -> None:
-    """But for the files of a corpus."""
+def test_every_line_has_a_comment(file: Path) -> None:
     body = f"run:{file.read_text(encoding='utf-8').partition(chr(10) + 'run:')[2]}"
-    bare = [line for line in body.splitlines()
-            if re.fullmatch(r" *\w+: *[^ #].*", line) and " # " not in line and not re.match(r" +(src|trg): ", line)]
-    assert bare == [] and body.count(" # ") > 20
+    assert [line for line in body.splitlines() if line.strip() and "# " not in line] == []
 
 
 def settings(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
