@@ -1,5 +1,4 @@
-"""Multi-head attention (Vaswani et al. 2017, section 3.2) on PyTorch's fused kernel, or `short_attention.py`'s where
-that is slow.
+"""Multi-head attention (Vaswani et al. 2017, section 3.2) on PyTorch's fused kernel.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `K` beams. A key mask is boolean
 [B, 1, 1, S], true where a key may be seen; `None` stands for "no padding".
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
-
-from deepnmt.model.short_attention import ShortAttention, is_short
 
 
 def key_mask(lengths: Tensor, size: int) -> Tensor | None:
@@ -41,11 +38,9 @@ def attend(
     """softmax(q kᵀ / √d) v: q [B, H, T, d], keys and values [B, H, S, d] to [B, H, T, d].
 
     On a CPU the 16-bit kernel's backward takes six times its fp32 twin's time at sentence length (docs/log.md), so
-    16-bit inputs that need a gradient are attended in fp32 there, or by `ShortAttention` where it serves.
+    16-bit inputs that need a gradient are attended in fp32 there.
     """
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and q.requires_grad:
-        if not dropout and is_short(q, keys, mask):
-            return ShortAttention.apply(q, keys, values, mask, causal)
         attended = F.scaled_dot_product_attention(q.float(), keys.float(), values.float(), mask, dropout, causal)
         return attended.to(q.dtype)
     return F.scaled_dot_product_attention(q, keys, values, mask, dropout, causal)

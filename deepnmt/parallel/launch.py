@@ -269,8 +269,7 @@ def quiet_libraries() -> None:
     """Keeps back messages a user can do nothing about; errors still come through."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # oneDNN compiles a CPU's 16-bit products for each shape, 0.7 ms and 0.7 MB: 15 of a layer's linear maps for each of
-    # some hundred numbers of rows, and 3 of attention for each of some hundred shapes
+    # oneDNN compiles a CPU's 16-bit products for each number of rows; batches have some hundred, times 15 products
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -71,18 +71,17 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causa
     return [x.detach().double() for x in (output, *torch.autograd.grad(output, inputs, upstream))]
 
 
-@pytest.mark.parametrize("length", [1, 5, 24, 25])  # 24 is the longest whose scores are kept, 25 goes through fp32
 @pytest.mark.parametrize("form", ["causal", "masked", "open"])
-def test_bf16_attention_that_trains_on_a_cpu_is_pytorchs(form: str, length: int) -> None:
-    """With heads of 16. Each place is off by a few roundings of the whole, never more than a plain bf16 formula is."""
-    torch.manual_seed(length)
-    queries = length if form == "causal" else 6
-    q, keys, values = (torch.randn(3, n, 2, 16).bfloat16().transpose(1, 2) for n in (queries, length, length))
-    mask = key_mask(torch.tensor([length, 1, length // 2 + 1]), length) if form == "masked" else None
+def test_bf16_attention_that_trains_on_a_cpu_is_pytorchs(form: str) -> None:
+    """Output and gradients are those of float64, but for their own rounding."""
+    torch.manual_seed(1)
+    queries = 9 if form == "causal" else 6
+    q, keys, values = (torch.randn(3, n, 2, 16).bfloat16().transpose(1, 2) for n in (queries, 9, 9))
+    mask = key_mask(torch.tensor([9, 1, 5]), 9) if form == "masked" else None
     ours = attended(q, keys, values, mask, form == "causal")
     exact = attended(q.double(), keys.double(), values.double(), mask, form == "causal")
     for found, wanted in zip(ours, exact, strict=True):
-        assert float((found - wanted).norm()) <= 1.5 * 2**-8 * max(float(wanted.norm()), 1e-2)
+        assert float((found - wanted).norm()) <= 2**-8 * float(wanted.norm())
     if mask is not None:
         hidden = (~mask).transpose(2, 3).expand_as(keys)
         assert not ours[2][hidden].any() and not ours[3][hidden].any(), "padding got a gradient"
