@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor
 
 from deepnmt.analysis.activations import likeness, ranges
-from deepnmt.analysis.admin_profile import SIDES, AdminProfile
+from deepnmt.analysis.admin_profile import SIDES
 from deepnmt.analysis.alternatives import alternatives
 from deepnmt.analysis.change import Growth, layer_changes, random_change
 from deepnmt.analysis.dependency import dependency
 from deepnmt.analysis.doctor_page import summary, write_page
-from deepnmt.analysis.fresh import fresh_model, with_depth
+from deepnmt.analysis.fresh import with_depth
 from deepnmt.analysis.gradient_probe import HalfZeros, gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.update_probe import moved
@@ -38,10 +37,8 @@ from deepnmt.analysis.verdict import (
 )
 from deepnmt.checkpoint import (
     MOMENTS,
-    LoadedModel,
     find_checkpoint,
     list_checkpoints,
-    load_model,
     load_moments,
     load_state,
     load_weights,
@@ -49,10 +46,7 @@ from deepnmt.checkpoint import (
 )
 from deepnmt.commit import DamagedCheckpoint, own_name
 from deepnmt.config import Recipe
-from deepnmt.data.batching import PlanStream, Position, collate
-from deepnmt.data.dataset import PreparedData
 from deepnmt.data.settings import open_prepared
-from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
 from deepnmt.model.residual import Side
 from deepnmt.model.transformer import Transformer
@@ -60,37 +54,14 @@ from deepnmt.monitor import make_run_folder, write_json
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import check_layout
 from deepnmt.parallel.ds_config import DsConfig, shipped
-from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.parallel.tensors import to_tensors
-from deepnmt.profile import profile_for
+from deepnmt.patient import Patient, first_batch, fresh, patient_of
 
 AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")  # what a checkpoint's recipe does not settle
 LOST = 0.5  # of a layer's gradients, above which fp16 is said to fail; thought of, not learned
 LOSS_SCALE = 128.0  # of the fp16 measurement, where the recipe's layout names none
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)  # of the models built for growth against depth
 _TRIALS = 3  # draws of noise
-
-
-@dataclass(frozen=True)
-class Patient:
-    """What is examined: a model with its recipe and a batch, and what it came from: a checkpoint with how often its run
-    had seen the training text and the loss scale that it had reached in fp16, or, of a fresh model with Admin stacks,
-    the profile."""
-
-    recipe: Recipe
-    model: Transformer
-    batch: ProbeBatch
-    vocabs: tuple[int, int]
-    checkpoint: Path | None
-    profile: AdminProfile | None = None
-    passes: float = 0.0
-    scale: float | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Target tokens of the batch."""
-        return int((self.batch[3] != PAD).sum())
 
 
 def diagnose(
@@ -116,7 +87,7 @@ def diagnose(
     known = VerdictRule.load(rule or SHIPPED) if wanted else None
     data = open_prepared(recipe, texts=checkpoint is None)
     batch = first_batch(recipe, data, tokens, device)
-    patient = _patient(recipe, data, batch, checkpoint)
+    patient = patient_of(recipe, data, batch, checkpoint)
     if output is None:
         name = f"diagnosis-{own_name(patient.checkpoint)}" if patient.checkpoint else "diagnosis"
         output = Path(recipe.run) / name
@@ -125,53 +96,6 @@ def diagnose(
     write_json(output / "diagnosis.json", _plain(findings))
     page = write_page(findings, output)
     return f"{summary(findings)}\n{page}"
-
-
-def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.device) -> ProbeBatch:
-    """The run's first micro-batch, cut to as many sentences as have about so many target tokens, at least two."""
-    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
-    [item], _ = stream.at(Position(0, 0), 1)
-    split = stream.split(0)
-    reached = split.trg_lengths[item.indices].cumsum()
-    count = max(2, int((reached <= tokens).sum()))
-    return (*to_tensors(collate(split, item.indices[:count]), device), item.number)
-
-
-def _patient(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint: Path | None) -> Patient:
-    source, target = data.vocabs()
-    vocabs = (source.size, target.size)
-    if checkpoint is None:
-        profile = profile_for(recipe, data, Ranks(0, 1, 0, 1, batch[0].device))
-        return Patient(recipe, _fresh(recipe, vocabs, batch, profile), batch, vocabs, None, profile)
-    loaded = load_model(checkpoint)
-    if (loaded.src_vocab.size, loaded.trg_vocab.size) != vocabs:
-        raise UserError(f"{loaded.folder} was trained with vocabularies of {loaded.src_vocab.size} and "
-                        f"{loaded.trg_vocab.size} pieces, but {recipe.data.folder} has {vocabs[0]} and {vocabs[1]}; "
-                        "give the recipe whose data it was trained on")
-    model = loaded.model.to(batch[0].device)
-    model.label_smoothing = loaded.recipe.train.label_smoothing
-    given = {"run": recipe.run, "seed": recipe.seed, "data": recipe.data, "batch": recipe.batch,
-             "parallel": recipe.parallel, "loss_scale": recipe.loss_scale}
-    reached = loaded.state.loss_scale if recipe.loss_scale == loaded.recipe.loss_scale else None
-    return Patient(loaded.recipe.model_copy(update=given), model, batch, vocabs, loaded.folder,
-                   passes=_passes(loaded, data), scale=float(reached["scale"]) if reached else None)
-
-
-def _passes(loaded: LoadedModel, data: PreparedData) -> float:
-    """How often the run had seen the training text; only where its schedule asks, since an epoch is planned for it."""
-    recipe, state = loaded.recipe, loaded.state
-    if recipe.schedule.step_epoch is None:
-        return 0.0
-    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
-    return state.epoch + state.micro_batch / stream.epoch_size(state.epoch)
-
-
-def _fresh(
-    recipe: Recipe, vocabs: tuple[int, int], batch: ProbeBatch, profile: AdminProfile | None = None
-) -> Transformer:
-    """The model as training would begin with it; Admin stacks are profiled on the batch where no profile is given."""
-    return fresh_model(recipe.model, *vocabs, recipe.seed, [batch], label_smoothing=recipe.train.label_smoothing,
-                       input_variance=recipe.admin.input_variance, profile=profile)
 
 
 def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
@@ -295,7 +219,7 @@ def growth(patient: Patient, rate: float) -> tuple[dict[str, dict[str, Growth]],
         for side, count in zip(SIDES, layers, strict=True):
             depths[side].append(count)
         recipe = patient.recipe.model_copy(update={"model": with_depth(model, *layers)})
-        built = patient.model if depth == deep else _fresh(recipe, patient.vocabs, patient.batch)
+        built = patient.model if depth == deep else fresh(recipe, patient.vocabs, patient.batch)
         noise.append(random_change(built, patient.batch, trials=_TRIALS))
         update.append(change_by(built, patient.batch, partial(one_update, built, recipe, patient.batch))[0])
         last.append(gradients(built, patient.batch).last_ffn)
@@ -371,7 +295,7 @@ def judge(patient: Patient, rule: VerdictRule, half: HalfZeros) -> dict[str, Any
         low, high = rule.spans.get("tokens", (0.0, 0.0))
         for name, recipe in alternatives(patient.recipe, knows_batches=high > low).items():
             profile = patient.profile if recipe.model == patient.recipe.model else None
-            model = _fresh(recipe, patient.vocabs, patient.batch, profile)
+            model = fresh(recipe, patient.vocabs, patient.batch, profile)
             answer["instead"][name] = rule.probability(_features(recipe, model, patient))
     return answer
 

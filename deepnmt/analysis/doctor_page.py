@@ -84,8 +84,9 @@ def _growth_words(growth: Growth) -> str:
 def _half_words(found: Findings) -> str:
     name, worst = max(found["ranges"].items(), key=lambda item: item[1]["largest"])
     half = found["half"]
+    overflow = f" (gradients overflow at {half['asked']:g})" if half["asked"] > half["scale"] else ""
     words = (f"largest magnitude {worst['largest']:.3g} in {name} ({worst['where']}), 65,504 is "
-             f"{worst['headroom']:.3g} times that; at loss scale {half['scale']:g} up to "
+             f"{worst['headroom']:.3g} times that; at loss scale {half['scale']:g}{overflow} up to "
              f"{100 * max(half['lost'], 0.0):.2f} % of a layer's gradients vanish")
     return words if half["finite"] else f"{words}; GRADIENTS OVERFLOW at this scale"
 

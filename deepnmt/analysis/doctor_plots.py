@@ -56,7 +56,8 @@ def _squares(
     figure, made = panels(list(tables), xlabel, ylabel, share=False)
     for axes, table in zip(made, tables.values(), strict=True):
         low, right, bottom = first - 0.5, first - 0.5 + table.shape[1], first - 0.5 + table.shape[0]
-        drawn = axes.imshow(table, cmap=colours, vmin=0, vmax=1, interpolation="nearest", aspect="auto",
+        least = min(0.0, float(np.nanmin(table)))  # cosines may be negative, shares are not
+        drawn = axes.imshow(table, cmap=colours, vmin=least, vmax=1, interpolation="nearest", aspect="auto",
                             extent=(low, right, bottom, low))
         figure.colorbar(drawn, ax=axes, shrink=0.8)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))

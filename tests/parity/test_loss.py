@@ -47,13 +47,34 @@ def test_value_and_gradients_are_pytorchs(
     assert not sums.nll.requires_grad
 
 
-def test_far_logits_stay_exact() -> None:
-    """A right token whose probability underflows fp32 still gets its loss."""
-    hidden, weight, targets = inputs()
-    far = hidden.detach() * 100
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_far_logits_stay_exact(dtype: torch.dtype) -> None:
+    """A right token whose probability underflows fp32 still gets its loss and its gradients; in bf16 those of the
+    logits as they are rounded."""
+    hidden, weight, targets = inputs(dtype)
+    far = (hidden.detach() * 100).requires_grad_()
+    logits = F.linear(far, weight).float().flatten(0, 1)
+    likely = logits.softmax(1).gather(1, targets.flatten()[:, None])
+    assert (likely == 0).any() and (likely > 0.1).any()
+
+    def expected(smoothing: float) -> Tensor:
+        return F.cross_entropy(logits, targets.flatten(), label_smoothing=smoothing, reduction="sum", ignore_index=PAD)
+
     sums = label_smoothed_loss(far, weight, targets, 0.1, PAD)
-    torch.testing.assert_close(sums.loss, reference(far, weight, targets, 0.1), rtol=1e-6, atol=1e-3)
-    torch.testing.assert_close(sums.nll, reference(far, weight, targets, 0.0), rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(sums.loss, expected(0.1), rtol=1e-6 if dtype == torch.float32 else 1e-4, atol=1e-3)
+    torch.testing.assert_close(sums.nll, expected(0.0), rtol=1e-6, atol=1e-3)
+    ours, theirs = (torch.autograd.grad(loss, (far, weight)) for loss in (sums.loss, expected(0.1)))
+    for found, wanted in zip(ours, theirs, strict=True):
+        difference = float((found - wanted).float().norm() / wanted.float().norm())
+        assert difference < (1e-5 if dtype == torch.float32 else 2**-7)
+
+
+def test_logits_that_are_no_numbers_show_in_the_loss() -> None:
+    hidden, weight, targets = inputs()
+    for value in (torch.nan, torch.inf):
+        broken = hidden.detach().clone()
+        broken[0, 0, 0] = value
+        assert not label_smoothed_loss(broken, weight, targets, 0.1, PAD).loss.isfinite()
 
 
 def test_no_gradient_is_made_without_need() -> None:

@@ -25,8 +25,9 @@ from deepnmt.analysis.gradient_probe import gradients, half_zeros
 from deepnmt.analysis.probes import ProbeBatch, mean_loss, sublayers, watching
 from deepnmt.analysis.update_probe import moved
 from deepnmt.config import Block, load_recipe
-from deepnmt.diagnose import Patient, fp16_fault, working_scale
+from deepnmt.diagnose import fp16_fault, working_scale
 from deepnmt.model.transformer import Transformer
+from deepnmt.patient import Patient
 
 BLOCKS = get_args(Block)
 every_block = pytest.mark.parametrize("block", BLOCKS)

@@ -21,10 +21,11 @@ from deepnmt.analysis.toy_task import ToyTask
 from deepnmt.analysis.verdict import FEATURES, VerdictRule, features
 from deepnmt.analysis.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
 from deepnmt.cli import main
-from deepnmt.diagnose import Patient, one_update, trial
+from deepnmt.diagnose import one_update, trial
 from deepnmt.errors import UserError
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
+from deepnmt.patient import Patient
 from deepnmt.verdict_grid import (
     Point,
     Settings,
