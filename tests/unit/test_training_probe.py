@@ -39,12 +39,12 @@ def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
         engine.train_step([batch()], TOKENS, 0.0)
     found = probe.read(1.0)
     assert found["encoder.layers.1/gradient_norm"] == pytest.approx(float(expected.norm()), rel=1e-5)
-    size = float(outputs[0].detach().square().mean().sqrt())
-    assert found["encoder.layers.1/output_rms"] == pytest.approx(size, rel=1e-5)
-    assert found["encoder.layers.1/output_variance"] == pytest.approx(float(outputs[0].var(correction=0)), rel=1e-5)
-    alike = (outputs[0] * inputs[0]).sum(dim=-1) / outputs[0].norm(dim=-1) / inputs[0].norm(dim=-1)
+    below, output = inputs[0].detach(), outputs[0].detach()
+    assert found["encoder.layers.1/output_rms"] == pytest.approx(float(output.square().mean().sqrt()), rel=1e-5)
+    assert found["encoder.layers.1/output_variance"] == pytest.approx(float(output.var(correction=0)), rel=1e-5)
+    alike = (output * below).sum(dim=-1) / output.norm(dim=-1) / below.norm(dim=-1)
     assert found["encoder.layers.1/cosine_below"] == pytest.approx(float(alike.mean()), rel=1e-5)
-    assert found["encoder.layers.1/output_largest"] == float(outputs[0].abs().max())
+    assert found["encoder.layers.1/output_largest"] == float(output.abs().max())
     assert len(found) == 5 * 4
     with probe.watching(True):  # two micro-batches: the squares add up
         engine.train_step([batch(), batch()], TOKENS, 0.0)
