@@ -1,7 +1,7 @@
 """`deepnmt diagnose`: what a model looks like from inside before training, or at a checkpoint, and if it will train.
 
-One batch of the prepared data, on whatever device there is. All measurements but one are made in fp32 and without
-dropout; the share of zeros among fp16 gradients is made on an fp16 copy.
+One batch of the prepared data, on whatever device there is. All measurements but one are made in fp32, and without
+dropout but for updates, which are training's; the share of zeros among fp16 gradients is made on an fp16 copy.
 """
 
 from __future__ import annotations

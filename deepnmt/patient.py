@@ -54,6 +54,12 @@ def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.d
 
 
 def patient_of(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint: Path | None) -> Patient:
+    """The fresh model of a recipe, or the one of a checkpoint (or run) under its own recipe, but for what a checkpoint
+    does not settle.
+
+    Raises:
+        UserError: no such checkpoint, or one whose vocabularies are of other sizes than the data's.
+    """
     source, target = data.vocabs()
     vocabs = (source.size, target.size)
     if checkpoint is None:
