@@ -79,4 +79,6 @@ def test_layout_equals_the_local_engine(
     assert len(ours) == len(PAIRS) + (0 if layout.startswith("pipeline") else len(HISTORY))
     torch.testing.assert_close(ours, local[0][: len(ours)], rtol=tolerance, atol=0)
     probed = json.loads((tmp_path / f"{layout}_probe.json").read_text())
-    assert len(probed) == 5 * 5 and probed == pytest.approx(local[1], rel=PROBED[layout], abs=0.01 * PROBED[layout])
+    # 6 of each of 3 + 2 layers; of each sub-layer 3 with LayerNorms (encoder), 2 without (decoder)
+    assert len(probed) == 6 * 5 + 3 * 2 * 3 + 2 * 3 * 2
+    assert probed == pytest.approx(local[1], rel=PROBED[layout], abs=0.01 * PROBED[layout])

@@ -12,9 +12,14 @@ import torch
 from probe_models import batch, model_of
 from tiny_run import recipe_of
 
+from deepnmt.analysis.admin_profile import SUBLAYERS
+from deepnmt.analysis.gradient_probe import gradients
+from deepnmt.analysis.probes import watching
 from deepnmt.analysis.toy_task import ToyTask
 from deepnmt.analysis.training_probe import TrainingProbe
 from deepnmt.config import Model
+from deepnmt.model.embedding import PAD
+from deepnmt.model.residual import RULES
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
 
@@ -45,13 +50,51 @@ def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
     alike = (output * below).sum(dim=-1) / output.norm(dim=-1) / below.norm(dim=-1)
     assert found["encoder.layers.1/cosine_below"] == pytest.approx(float(alike.mean()), rel=1e-5)
     assert found["encoder.layers.1/output_largest"] == float(output.abs().max())
-    assert len(found) == 5 * 4
+    assert len(found) == 6 * 4 + 3 * 2 * 2 + 3 * 2 * 3
     with probe.watching(True):  # two micro-batches: the squares add up
         engine.train_step([batch(), batch()], TOKENS, 0.0)
     twice = probe.read(2.0)
     assert twice["encoder.layers.1/gradient_norm"] == pytest.approx(float(expected.norm()) * math.sqrt(2) / 2, rel=1e-5)
     for name in ("output_rms", "output_largest"):
         assert twice[f"encoder.layers.1/{name}"] == pytest.approx(found[f"encoder.layers.1/{name}"], rel=1e-6)
+
+
+@pytest.mark.parametrize("block", ["post_ln", "b2t", "pre_ln", "admin_closed_form", "rezero", "dlcl_post"])
+def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
+    """Branches and residual sums by plain hooks; gradients by `gradients`, which looks from elsewhere."""
+    model, recipe = model_of(block), recipe_of(tmp_path)
+    with torch.no_grad():  # not what all start from: a = 0 lets no gradient through
+        for name, parameter in model.named_parameters():
+            if name.endswith("rule.a"):
+                parameter.fill_(0.5)
+    stack = recipe.model.encoder.model_copy(update={"layers": 2, "block": block})
+    shape = recipe.model.model_copy(update={"encoder": stack, "decoder": stack})
+    places = gradients(model, batch()).places
+    branches: dict[str, torch.Tensor] = {}
+    inside: dict[str, float] = {}
+    with watching(model, lambda name, tensor: branches.__setitem__(name, tensor.detach())):
+        model(*batch()[:4])
+    for name, tensor in branches.items():
+        if ".adds." in name or name.endswith(".in"):
+            layer = name.partition(".rule.")[0]
+            inside[layer] = max(inside.get(layer, 0.0), float(tensor.abs().max()))
+    engine, probe = LocalEngine(model, recipe, torch.device("cpu")), TrainingProbe(model, shape, 1)
+    with probe.watching(True):
+        engine.train_step([batch()], int((batch()[3] != PAD).sum()), 0.0)
+    found = probe.read(1.0)
+    for side, parts in SUBLAYERS.items():
+        for index, layer in ((index, f"{side}.layers.{index}") for index in range(2)):
+            assert found[f"{layer}/inside_largest"] == pytest.approx(inside[layer], rel=1e-5), layer
+            for number, part in enumerate(parts):
+                rms = float(branches[f"{layer}.rule.adds.{number}"].square().mean().sqrt())
+                assert found[f"{layer}.{part}/branch_rms"] == pytest.approx(rms, rel=1e-5)
+                assert (f"{layer}.{part}/norm_gradient" in found) == RULES[block].layer_norms
+            if side == "decoder" and block in ("post_ln", "b2t", "admin_closed_form", "dlcl_post"):
+                five = [found[f"{layer}.{part}/{kind}_gradient"] for part in parts for kind in ("branch", "norm")][:5]
+                assert five == pytest.approx(places[layer], rel=1e-4), (index, layer)
+    if not RULES[block].layer_norms:  # d loss / d F = a · d loss / d x, and the layer's x is behind its last branch
+        assert found["decoder.layers.1.ffn/branch_gradient"] == pytest.approx(
+            0.5 * found["decoder.layers.1/gradient_norm"], rel=1e-5)
 
 
 def test_it_leaves_no_trace(tmp_path: Path) -> None:
@@ -79,7 +122,7 @@ def test_processes_add_up_and_missing_layers_count_nothing(tmp_path: Path) -> No
     with probe.watching(True):
         model(*batch()[:4])
     found = probe.read(1.0, lambda sums: [2 * each for each in sums], lambda tops: [each + 100.0 for each in tops])
-    assert all((value > 100.0) == name.endswith("/output_largest") for name, value in found.items())
+    assert all((value > 100.0) == name.endswith("_largest") for name, value in found.items())
 
 
 @pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="half a minute of one core; DEEPNMT_LONG=1 runs it")
