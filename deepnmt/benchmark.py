@@ -29,7 +29,7 @@ from deepnmt.decoding.steppers import CachedStepper, RecomputingStepper
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD, sinusoids
 from deepnmt.model.transformer import Transformer
-from deepnmt.monitor import write_json
+from deepnmt.monitor import make_folder_of, write_json
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.launch import Ranks, gpus
@@ -78,16 +78,18 @@ def training_cases(cores: int, gpus: int) -> list[Case]:
     return cases
 
 
-def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | None) -> dict[str, Any]:
-    """Times training (and, with a trained run, translation); prints a table and returns what the JSON file holds.
+def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | None, output: Path) -> None:
+    """Times training (and, with a trained run, translation); prints a table and writes a JSON file.
 
     Args:
         recipe: shape, batch.tokens and prepared data.
         updates: timed ones in each round, after the same ones untimed.
         translate_run: a run whose first test set is translated, by the settings of `recipe`.
+        output: the JSON file.
 
     Raises:
-        UserError: a count below 1; no prepared data; no whole checkpoint in `translate_run`.
+        UserError: a count below 1; no prepared data; no whole checkpoint in `translate_run`; `output` cannot be
+            written.
     """
     for option, count in (("--updates", updates), ("--rounds", rounds)):
         if count < 1:
@@ -95,6 +97,7 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
     open_prepared(recipe)
     if translate_run is not None:
         find_checkpoint(translate_run)
+    make_folder_of(output)
     cores, devices = len(os.sched_getaffinity(0)), gpus()
     cases = training_cases(cores, devices)
     micro_batches = max(MICRO_BATCHES, *(case.processes for case in cases))
@@ -111,7 +114,7 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
         figures["translation_sentences_per_second"] = _translation(
             translate_run, recipe.translate, rounds, placements(cores, devices))
     _show(figures)
-    return {"machine": _machine(), "recipe": recipe.model_dump(), "updates": updates, **figures}
+    write_json(output, {"machine": _machine(), "recipe": recipe.model_dump(), "updates": updates, **figures})
 
 
 def _translation(
@@ -276,12 +279,6 @@ def _show(figures: dict[str, dict[str, list[float]]]) -> None:
             median = statistics.median(rates)
             ratio = f"  {median / best_plain:5.2f} x the best plain loop" if best_plain else ""
             print(f"  {name:<52} {median:9,.1f}  ({min(rates):,.1f} to {max(rates):,.1f}){ratio}")
-
-
-def save(figures: dict[str, Any], path: Path) -> None:
-    """Writes the figures as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, figures)
 
 
 if __name__ == "__main__":

@@ -78,8 +78,11 @@ class System:
         """The recipe with this system's blocks, initialisation, depth and warm-up.
 
         Raises:
-            UserError: they do not go with it.
+            UserError: they do not go with it, or it is for several processes.
         """
+        if recipe.parallel.ds_config is not None:
+            raise UserError(f"parallel.ds_config is {recipe.parallel.ds_config}, but runs of a study are trained by "
+                            "the plain engine, each on one process; set parallel.ds_config=null")
         tree = recipe.model_dump()
         for side, block in (("encoder", self.encoder), ("decoder", self.decoder)):
             tree["model"][side] |= {"block": block, "layers": self.layers, "init": self.init}
@@ -111,9 +114,6 @@ def run_system(system: System, recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
         UserError: no prepared data, a validation text of one sentence, or a recipe for several processes.
     """
     made = system.recipe(recipe)
-    if made.parallel.ds_config is not None:
-        raise UserError(f"parallel.ds_config is {made.parallel.ds_config}, but runs of a study are trained by the "
-                        "plain engine, each on one process; set parallel.ds_config=null")
     data = open_prepared(made)
     valid = data.split("valid").cut(made.model.max_length)
     if len(valid) < 2:

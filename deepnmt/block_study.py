@@ -31,7 +31,7 @@ from deepnmt.config import Init, Recipe
 from deepnmt.data.settings import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
-from deepnmt.monitor import make_run_folder, read_log
+from deepnmt.monitor import make_run_folder, numbered_log
 from deepnmt.parallel.launch import processes
 from deepnmt.pool import end_with_parent, submit
 
@@ -39,6 +39,8 @@ Record = dict[str, Any]
 
 HYBRIDS = ("post_ln/pre_ln", "pre_ln/post_ln")  # of the Admin paper's Table 1, and the other way round
 REFERENCE = "pre_ln"  # what is trained without sources
+# What every line has.
+_SHAPE = {"system", "settings", "parameters", "losses", "ended", "valid", "exchanged", "frequencies", "even"}
 MARGIN = 0.1  # nats that tell: below the tokens' frequencies, and above the own loss with exchanged sources
 
 
@@ -55,7 +57,7 @@ class Systems:
 
     def listed(self, recipe: Recipe) -> list[System]:
         """All of them, shallow ones first. Raises `UserError` for a block that does not exist, an impossible recipe, or
-        one with an initialisation or an earlier end of its own."""
+        one for several processes, with an initialisation or with an earlier end of its own."""
         for side, stack in (("encoder", recipe.model.encoder), ("decoder", recipe.model.decoder)):
             if stack.init != "auto":
                 raise UserError(f"model.{side}.init is {stack.init}, but a study sets it for every run; leave it at "
@@ -86,13 +88,15 @@ def study(recipe: Recipe, output: Path, wanted: Systems, count: int, max_seconds
         max_seconds: no run is begun after so many.
 
     Raises:
-        UserError: no prepared data, a block that does not exist, a folder that cannot be written.
+        UserError: no prepared data, a block that does not exist, a recipe for several processes, a folder that cannot
+            be written or holds a `runs.jsonl` of something else.
     """
-    settings = shared_settings(recipe, open_prepared(recipe))
     systems = wanted.listed(recipe)
-    make_run_folder(output)
+    settings = shared_settings(recipe, open_prepared(recipe))
+    make_run_folder(output, "--output")
     file = output / "runs.jsonl"
-    left = [system for system in systems if _find(_read(file), system, settings) is None]
+    done = _read(file)
+    left = [system for system in systems if _find(done, system, settings) is None]
     deadline = time.monotonic() + max_seconds
     with file.open("a", encoding="utf-8") as stream:
         for number, record in enumerate(_results(left, recipe, count, deadline), 1):
@@ -101,7 +105,8 @@ def study(recipe: Recipe, output: Path, wanted: Systems, count: int, max_seconds
             system = System(**record["system"])
             print(f"{number} of {len(left)}: {system.name} {_title(system.layers, system.warmup, False)}: "
                   f"{_text(record['valid'])} ({record['seconds']:.0f} s)", file=sys.stderr, flush=True)
-    found = [record for record in (_find(_read(file), system, settings) for system in systems) if record is not None]
+    done = _read(file)
+    found = [record for record in (_find(done, system, settings) for system in systems) if record is not None]
     missing = len(systems) - len(found)
     text = table(found) + (f"\n\n{missing} runs are missing; the same command goes on." if missing else "")
     (output / "blocks.md").write_text(text + "\n", encoding="utf-8")
@@ -111,13 +116,32 @@ def study(recipe: Recipe, output: Path, wanted: Systems, count: int, max_seconds
 
 
 def _read(file: Path) -> list[Record]:
-    """The lines. Older ones name no initialisation, which was auto, and tell which parameters no decay was on."""
-    records = read_log(file) if file.exists() else []
-    for record in records:
+    """The lines. Older ones name no initialisation, which was auto, and tell which parameters no decay was on.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a run of a study.
+    """
+    records = []
+    for number, record in numbered_log(file) if file.exists() else []:
+        if not _is_run(record):
+            raise UserError(f"{file}, line {number}, is not a run of a block study, which has "
+                            f"{', '.join(sorted(_SHAPE))}; set --output to a new folder, or one of compare-blocks")
+        records.append(record)
         record["system"].setdefault("init", "auto")
         if not record["settings"]["optimizer"]["weight_decay"]:
             record["settings"]["optimizer"].pop("decay_norms_and_biases", None)
     return records
+
+
+def _is_run(record: Any) -> bool:
+    """Whether a line is of a study. A verdict grid's, for one, has settings, but of another form."""
+    if not isinstance(record, dict) or not record.keys() >= _SHAPE:
+        return False
+    system, settings = record["system"], record["settings"]
+    if not isinstance(system, dict) or not isinstance(settings, dict):
+        return False
+    optimizer = settings.get("optimizer")
+    return isinstance(optimizer, dict) and "weight_decay" in optimizer
 
 
 def _find(records: Iterable[Record], system: System, settings: dict[str, Any]) -> Record | None:

@@ -32,7 +32,8 @@ def diagnose(words: list[str]) -> int:
         "diagnose",
         "Measures on one batch how layers depend on each other, how far an update moves the output, gradients,\n"
         "ranges and likeness of layers, and says whether the recipe will train. Prints a table; writes JSON, pictures\n"
-        "and one page into RUN/diagnosis. Of a run that has checkpoints the newest is taken.",
+        "and one page into RUN/diagnosis. Of a run that has checkpoints the newest is taken, into\n"
+        "RUN/diagnosis-CHECKPOINT.",
         "python tools/diagnose.py recipes/demo/admin_18l-18l.yaml model.encoder.block=post_ln",
     )
     which = parser.add_mutually_exclusive_group()
@@ -40,15 +41,24 @@ def diagnose(words: list[str]) -> int:
     which.add_argument("--fresh", action="store_true", help="of a run: the weights it began with")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/diagnosis or RUN/diagnosis-UPDATE")
     parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="target tokens looked at (default 1024)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N",
+                        help="that training will run on, for the size of an update (default 1)")
     parser.add_argument("--rule", type=Path, metavar="FILE", help="a verdict rule other than deepnmt's own")
     found, recipe = parse(parser, words)
     if found.tokens < 1:
         raise UserError(f"--tokens is {found.tokens}, must be 1 or more, for example 1024")
+    positive(found, "processes")
+    if found.fresh and not Path(found.recipe).is_dir():
+        raise UserError(f"--fresh is of a run's folder, but {found.recipe} is a recipe, whose model is always new; "
+                        "leave it out")
     profiled(found, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
     from deepnmt.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
     from deepnmt.parallel.launch import processes
 
     with processes(recipe.parallel.threads) as ranks:
+        if ranks.world > 1:
+            raise UserError(f"diagnose was started on {ranks.world} processes, but it looks at one model by itself; "
+                            "start it alone, and say with --processes how many training will run on")
         is_run = Path(found.recipe).is_dir() and not found.fresh
         checkpoint = default_checkpoint(recipe, found.checkpoint, is_run)
         if checkpoint is not None:
@@ -56,8 +66,11 @@ def diagnose(words: list[str]) -> int:
             if found.rule is not None:
                 raise UserError(f"--rule {found.rule} has no say here, since a rule knows models before training and "
                                 f"{checkpoint} is a checkpoint; leave it out, or look at a new model with --fresh")
+            if found.processes != parser.get_default("processes"):
+                raise UserError(f"--processes {found.processes} has no say here, since only a verdict asks for it, and "
+                                f"{checkpoint} is a checkpoint; leave it out, or look at a new model with --fresh")
         print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=found.output, tokens=found.tokens,
-                       rule=found.rule))
+                       rule=found.rule, processes=found.processes))
     return 0
 
 
@@ -81,6 +94,8 @@ def verdict_grid(words: list[str]) -> int:
     parser.add_argument("--rates", nargs="+", type=float, metavar="R", help="peak rates (default 1e-3 3e-3 1e-2 3e-2)")
     parser.add_argument("--sentences", nargs="+", type=int, default=[8], metavar="N", help="of a batch (default 8)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="N", help="default 1")
+    parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32"],
+                        help="default fp32")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument("--mark", choices=["source", "context"], default="source",
@@ -88,7 +103,7 @@ def verdict_grid(words: list[str]) -> int:
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
     parser.add_argument("--rule", type=Path, metavar="FILE", help="judge: a rule other than deepnmt's own")
     found = parser.parse_args(words)
-    of_action = {"run": ("blocks", "depths", "rates", "sentences", "seeds", "seconds", "threads"),
+    of_action = {"run": ("blocks", "depths", "rates", "sentences", "seeds", "precisions", "seconds", "threads"),
                  "fit": ("mark", "ship"), "judge": ("rule",)}
     for action, names in of_action.items():
         for name in names:
@@ -112,8 +127,8 @@ def verdict_grid(words: list[str]) -> int:
     if found.action == "measure":
         print(f"{measure_anew(found.runs)} runs measured again")
         return 0
-    left = make_grid(found.runs, found.blocks, found.depths, found.rates, found.sentences, found.seeds, found.seconds,
-                     found.threads)
+    left = make_grid(found.runs, found.blocks, found.depths, found.rates, found.sentences, found.seeds,
+                     found.precisions, found.seconds, found.threads)
     print(f"{left} runs left" if left else "all runs done")
     return 0
 
@@ -203,10 +218,10 @@ def benchmark(words: list[str]) -> int:
     parser.add_argument("--translate", metavar="RUN", help="a trained run whose first test set is translated")
     parser.add_argument("--output", default="runs/benchmark.json", metavar="FILE", help="JSON file")
     found, recipe = parse(parser, words)
-    from deepnmt.benchmark import benchmark, save
+    from deepnmt.benchmark import benchmark
 
     run = Path(found.translate) if found.translate else None
-    save(benchmark(recipe, found.updates, found.rounds, run), Path(found.output))
+    benchmark(recipe, found.updates, found.rounds, run, Path(found.output))
     return 0
 
 
@@ -227,12 +242,10 @@ def layouts(words: list[str]) -> int:
     batch_options(parser)
     found, recipe = parse(parser, words)
     positive(found, "updates", "micro_batches", "tokens", "vocab", "threads")
-    from deepnmt.layouts import compare_layouts, parse_layout, save_layouts
+    from deepnmt.layouts import compare_layouts, parse_layout
 
-    rows = compare_layouts(recipe, [parse_layout(text) for text in found.layouts], found.updates, found.micro_batches,
-                           found.tokens, found.vocab, found.threads)
-    if found.output:
-        save_layouts(recipe, rows, found.output)
+    compare_layouts(recipe, [parse_layout(text) for text in found.layouts], found.updates, found.micro_batches,
+                    found.tokens, found.vocab, found.threads, found.output)
     return 0
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from deepnmt.analysis.plots import draw_comparison
 from deepnmt.errors import UserError
-from deepnmt.monitor import read_log
+from deepnmt.monitor import numbered_log
 
 
 def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
     """Draws the training loss of every run against updates, and returns a table of it at about six updates.
 
     Raises:
-        UserError: a folder without a log, or without a line of training; runs without an update in common; the picture
-            cannot be written.
+        UserError: a folder without a log, without a line of training, or with a log of something else; runs without an
+            update in common; the picture cannot be written.
     """
     unique = len({run.name for run in runs}) == len(runs)
     curves = {run.name if unique else str(run): _losses(run) for run in runs}
@@ -38,7 +38,14 @@ def _losses(run: Path) -> dict[int, float]:
     log = run / "log.jsonl"
     if not log.is_file():
         raise UserError(f"{run} holds no log.jsonl; give the folder of a run that was started")
-    losses = {r["update"]: float(r["loss"]) for r in read_log(log) if r["type"] == "train"}
+    losses = {}
+    for number, record in numbered_log(log):
+        try:
+            if record["type"] == "train":
+                losses[int(record["update"])] = float(record["loss"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise UserError(f"{log}, line {number}, is not of a training's log, which has type and update, and loss "
+                            "where the type is train; give the folder of a run that deepnmt train wrote") from None
     if not losses:
         raise UserError(f"{log} has no line of training yet")
     return losses

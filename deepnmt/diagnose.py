@@ -24,7 +24,8 @@ from deepnmt.analysis.dependency import dependency
 from deepnmt.analysis.doctor_page import summary, write_page
 from deepnmt.analysis.fresh import with_depth
 from deepnmt.analysis.gradient_probe import HalfZeros, gradients, half_zeros
-from deepnmt.analysis.probes import ProbeBatch
+from deepnmt.analysis.many import Precision
+from deepnmt.analysis.probes import ProbeBatch, plain_loss
 from deepnmt.analysis.update_probe import moved
 from deepnmt.analysis.verdict import (
     SHIPPED,
@@ -47,13 +48,14 @@ from deepnmt.checkpoint import (
 from deepnmt.commit import DamagedCheckpoint, own_name
 from deepnmt.config import Recipe
 from deepnmt.data.settings import open_prepared
+from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
 from deepnmt.model.residual import Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import make_run_folder, write_json
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import check_layout
-from deepnmt.parallel.ds_config import DsConfig, shipped
+from deepnmt.parallel.ds_config import shipped
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.patient import Patient, first_batch, fresh, patient_of
 
@@ -66,7 +68,7 @@ _TRIALS = 3  # draws of noise
 
 def diagnose(
     recipe: Recipe, device: torch.device, *, checkpoint: Path | None = None, output: Path | None = None,
-    tokens: int = 1024, rule: Path | None = None,
+    tokens: int = 1024, rule: Path | None = None, processes: int = 1,
 ) -> str:
     """Examines a recipe's model before training, or a checkpoint, and writes JSON, pictures and a page.
 
@@ -76,6 +78,7 @@ def diagnose(
         tokens: target tokens of the batch, about.
         rule: a verdict rule other than the one that comes with deepnmt; where neither is, and at a checkpoint, there
             is no verdict.
+        processes: that training will run on; a verdict is told the target tokens of an update over all of them.
 
     Returns:
         The table for the terminal.
@@ -85,21 +88,25 @@ def diagnose(
     """
     wanted = checkpoint is None and (rule is not None or SHIPPED.is_file())
     known = VerdictRule.load(rule or SHIPPED) if wanted else None
+    if processes % (stages := recipe.parallel.pipeline_stages or 1) and processes > 1:
+        raise UserError(f"--processes is {processes}, must be a multiple of parallel.pipeline_stages ({stages})")
     data = open_prepared(recipe, texts=checkpoint is None)
     batch = first_batch(recipe, data, tokens, device)
     patient = patient_of(recipe, data, batch, checkpoint)
+    option = "run" if output is None else "--output"
     if output is None:
         name = f"diagnosis-{own_name(patient.checkpoint)}" if patient.checkpoint else "diagnosis"
         output = Path(recipe.run) / name
-    make_run_folder(output)
-    findings = examine(patient, known)
+    make_run_folder(output, option)
+    findings = examine(patient, known, max(1, processes // stages))
     write_json(output / "diagnosis.json", _plain(findings))
     page = write_page(findings, output)
     return f"{summary(findings)}\n{page}"
 
 
-def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
-    """All measurements, in the order of the page; fresh models get growth against depth and the rule's verdict."""
+def examine(patient: Patient, rule: VerdictRule | None, data_world: int = 1) -> dict[str, Any]:
+    """All measurements, in the order of the page; fresh models get growth against depth and the rule's verdict, which
+    is told that an update is of `data_world` processes' micro-batches."""
     recipe, model, batch = patient.recipe, patient.model, patient.batch
     found: dict[str, Any] = {"about": _about(patient)}
     _say("layer dependency and likeness of layers")
@@ -109,20 +116,20 @@ def examine(patient: Patient, rule: VerdictRule | None) -> dict[str, Any]:
     found["gradients"] = gradients(model, batch).as_dict()
     found["ranges"] = {name: each.as_dict() for name, each in ranges(model, batch).items()}
     first = half_zeros(model, batch, _loss_scale(patient), recipe.batch.accumulation)
-    half = working_scale(patient, first) if _is_fp16(recipe) else first
+    half = working_scale(patient, first) if precision_of(recipe) == "fp16" else first
     found["half"] = {"scale": half.scale, "asked": first.scale, "finite": half.finite, "shares": half.shares,
                      "shares_fp32": half.shares_fp32, "lost": half.lost}
     _say("output change")
     rate = recipe.optimizer.lr
     if patient.checkpoint is None:
         found["growth"], found["last_ffn"] = growth(patient, rate)
-        found["verdict"] = judge(patient, rule, half) if rule is not None else None
+        found["verdict"] = judge(patient, rule, half, data_world) if rule is not None else None
     else:
         found["growth"] = _growth_inside(patient)
         found["moved"] = [pair.as_dict() for pair in between_checkpoints(patient)]
     found["change"] = {"noise": random_change(model, batch, trials=_TRIALS)}
     changes, loss = change_by(model, batch, lambda: _update(patient))
-    found["change"]["update"] = {**changes, "rate": due_rate(patient), "loss_before": found["gradients"]["loss"],
+    found["change"]["update"] = {**changes, "rate": due_rate(patient), "loss_before": plain_loss(model, batch),
                                  "loss_after": loss}
     return found
 
@@ -147,14 +154,15 @@ def _loss_scale(patient: Patient) -> float:
     """The loss scale that a checkpoint's run had reached, else the recipe's own first one where its layout is fp16."""
     if patient.scale is not None:
         return patient.scale
-    return 2.0**patient.recipe.loss_scale.initial_power if _is_fp16(patient.recipe) else LOSS_SCALE
+    return 2.0**patient.recipe.loss_scale.initial_power if precision_of(patient.recipe) == "fp16" else LOSS_SCALE
 
 
-def _is_fp16(recipe: Recipe) -> bool:
-    layout: DsConfig | None = None
-    if recipe.parallel.ds_config is not None:
-        layout = check_layout(recipe, recipe.parallel.pipeline_stages or 1)
-    return layout is not None and layout.precision == "fp16"
+def precision_of(recipe: Recipe) -> Precision:
+    """What the recipe's layout computes in."""
+    if recipe.parallel.ds_config is None:
+        return "fp32"
+    layout = check_layout(recipe, recipe.parallel.pipeline_stages or 1)
+    return layout.precision if layout is not None else "fp32"
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -163,19 +171,24 @@ def _is_fp16(recipe: Recipe) -> bool:
 def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> None:
     """The first update of a fresh model, in place, but at the peak rate, and Adam's where the optimizer is RAdam, whose
     first five updates are plain momentum (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
-    adaptive = {"radam": "adam", "radamw": "adamw"}.get(recipe.optimizer.name)
-    if adaptive is not None:
-        recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": adaptive})})
-    engine = LocalEngine(model, recipe, batch[0].device)
+    engine = LocalEngine(model, _adaptive(recipe), batch[0].device)
     engine.train_step([batch], int((batch[3] != PAD).sum()), recipe.optimizer.lr)
 
 
+def _adaptive(recipe: Recipe) -> Recipe:
+    """The recipe with Adam in the place of RAdam."""
+    name = {"radam": "adam", "radamw": "adamw"}.get(recipe.optimizer.name, recipe.optimizer.name)
+    return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": name})})
+
+
 def trial(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> list[float]:
-    """Updates of a fresh model on one batch, in place, and the plain losses that `trial_features` asks for."""
-    engine = LocalEngine(model, recipe, batch[0].device)
+    """Updates of a fresh model on one batch, in place, and the plain losses that `trial_features` asks for; each with
+    dropout masks of its own, as training has, and Adam's where the optimizer is RAdam, as in `one_update`."""
+    engine = LocalEngine(model, _adaptive(recipe), batch[0].device)
     tokens = int((batch[3] != PAD).sum())
     rates = trial_rates(recipe.optimizer.lr, recipe.schedule.warmup)
-    during = [engine.train_step([batch], tokens, rate).nll / tokens for rate in rates]
+    during = [engine.train_step([(*batch[:4], batch[4] + number)], tokens, rate).nll / tokens
+              for number, rate in enumerate(rates)]
     model.eval()
     with torch.no_grad():
         after = [model(*tensors, key).nll / tokens for *tensors, key in (batch, other_sources(batch))]
@@ -275,17 +288,18 @@ def between_checkpoints(patient: Patient) -> list[Any]:
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 
-def judge(patient: Patient, rule: VerdictRule, half: HalfZeros) -> dict[str, Any]:
+def judge(patient: Patient, rule: VerdictRule, half: HalfZeros, data_world: int = 1) -> dict[str, Any]:
     """The rule's answer and, where it is no, its answers for other rates, a warm-up and other blocks.
 
-    The rule knows no precision. Where the layout is fp16, what was measured on an fp16 copy (`half`) can make it a no.
+    Where the layout is fp16, what was measured on an fp16 copy (`half`) can make it a no, too.
     """
-    values = _features(patient.recipe, patient.model, patient)
+    values = _features(patient.recipe, patient.model, patient, data_world)
     verdict = rule.judge(values)
-    fp16 = fp16_fault(patient, half) if _is_fp16(patient.recipe) else None
+    fp16 = fp16_fault(patient, half) if precision_of(patient.recipe) == "fp16" else None
     answer: dict[str, Any] = {
         "trains": verdict.trains and fp16 is None, "probability": verdict.probability, "reasons": verdict.reasons,
-        "fp16": fp16, "outside": rule.unseen(patient.recipe) + verdict.outside, "features": values,
+        "fp16": fp16, "features": values,
+        "outside": rule.unseen(patient.recipe, precision_of(patient.recipe)) + verdict.outside,
         "rule": {**rule.facts, "kind": rule.kind, "unvaried": rule.unvaried}, "instead": {},
     }
     answer["rule"].pop("fitted_points", None)  # hundreds, of no use to a reader
@@ -296,7 +310,7 @@ def judge(patient: Patient, rule: VerdictRule, half: HalfZeros) -> dict[str, Any
         for name, recipe in alternatives(patient.recipe, knows_batches=high > low).items():
             profile = patient.profile if recipe.model == patient.recipe.model else None
             model = fresh(recipe, patient.vocabs, patient.batch, profile)
-            answer["instead"][name] = rule.probability(_features(recipe, model, patient))
+            answer["instead"][name] = rule.probability(_features(recipe, model, patient, data_world))
     return answer
 
 
@@ -326,11 +340,13 @@ def _in_bf16(recipe: Recipe) -> str | None:
     return str(other) if other != layout and shipped(other).is_file() else None
 
 
-def _features(recipe: Recipe, model: Transformer, patient: Patient) -> dict[str, float]:
+def _features(recipe: Recipe, model: Transformer, patient: Patient, data_world: int) -> dict[str, float]:
     tokens = patient.tokens / len(patient.batch[0]) * (recipe.batch.tokens / patient.batch[3].size(1))
     return features(model, patient.batch, partial(one_update, model, recipe, patient.batch),
                     partial(trial, model, recipe, patient.batch), rate=recipe.optimizer.lr,
-                    warmup=recipe.schedule.warmup, tokens=max(1, round(tokens * recipe.batch.accumulation)))
+                    warmup=recipe.schedule.warmup,
+                    tokens=max(1, round(tokens * recipe.batch.accumulation * data_world)),
+                    precision=precision_of(recipe))
 
 
 def _plain(findings: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from deepnmt.analysis.layout_plots import draw_idle_time
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
-from deepnmt.monitor import write_json
+from deepnmt.monitor import make_folder_of, make_run_folder, write_json
 from deepnmt.parallel.build import check_layout, cut, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import Ranks
@@ -91,9 +91,10 @@ def _check_vocab(vocab: int) -> None:
 
 
 def compare_layouts(
-    recipe: Recipe, layouts: list[Layout], updates: int, micro_batches: int, tokens: int, vocab: int, threads: int
+    recipe: Recipe, layouts: list[Layout], updates: int, micro_batches: int, tokens: int, vocab: int, threads: int,
+    output: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Takes the same updates in each layout and prints a table.
+    """Takes the same updates in each layout, prints a table and, where `output` names a file, writes JSON into it.
 
     Args:
         updates: how many.
@@ -103,11 +104,13 @@ def compare_layouts(
         threads: of each process.
 
     Raises:
-        UserError: an impossible layout, or too small a vocabulary, said before the first one runs; a float type that
-            this machine does not compute with.
+        UserError: an impossible layout, too small a vocabulary, or an `output` that cannot be written, said before the
+            first one runs; a float type that this machine does not compute with.
     """
     _check_vocab(vocab)
     recipes = [placed(recipe, layout, micro_batches) for layout in layouts]
+    if output is not None:
+        make_folder_of(output)
     rows = []
     for layout, made in zip(layouts, recipes, strict=True):
         print(f"{layout.name} ...", file=sys.stderr, flush=True)
@@ -123,6 +126,8 @@ def compare_layouts(
             {"layout": asdict(layout), "name": layout.name, **run_workers(__name__, job, layout.processes, threads)}
         )
     _print_rows(rows, updates)
+    if output is not None:
+        write_json(output, {"recipe": recipe.model_dump(), "rows": rows})
     return rows
 
 
@@ -149,11 +154,13 @@ def measure_idle(
     Idle is what a stage does not spend in forward and backward passes, of the time until the last of them has ended in
     any stage (see `BusyClock`); the median of three updates.
 
-    Prints a table; writes `idle.json` and `idle.png` into `folder`. Raises `UserError` for an impossible layout.
+    Prints a table; writes `idle.json` and `idle.png` into `folder`. Raises `UserError` for an impossible layout, or a
+    folder that cannot be written.
     """
     layout = Layout(config, stages, stages)
     _check_vocab(vocab)
     recipes = [placed(recipe, layout, count) for count in counts]
+    make_run_folder(folder, "--output")
     rows = []
     print("micro-batches  idle, each stage    mean   formula   expected of these cuts")
     for count, made in zip(counts, recipes, strict=True):
@@ -177,7 +184,6 @@ def measure_idle(
         each = " ".join(f"{100 * idle:5.1f}%" for idle in row["idle"])
         shares = [100 * row[key] for key in ("mean", "formula", "expected")]
         print(f"{count:13}  {each:<18} {shares[0]:5.1f}%    {shares[1]:5.1f}%    {shares[2]:5.1f}%", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "idle.json", {"layout": asdict(layout), "recipe": recipe.model_dump(), "rows": rows})
     draw_idle_time(rows, stages, folder / "idle.png")
     return rows
@@ -241,12 +247,6 @@ def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[ProfileBatc
         random_batch(max(1, job["tokens"] // length), length, job["vocab"], 1000 * update + n, ranks)
         for n, length in enumerate(lengths)
     ]
-
-
-def save_layouts(recipe: Recipe, rows: list[dict[str, Any]], path: Path) -> None:
-    """Writes what `compare_layouts` found as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"recipe": recipe.model_dump(), "rows": rows})
 
 
 class BusyClock:

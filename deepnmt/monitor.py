@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +113,43 @@ class Monitor:
         self._log.flush()
 
 
-def make_run_folder(folder: Path) -> None:
-    """Makes a run folder where there is none. Raises `UserError` where it cannot be written to."""
+def make_run_folder(folder: Path, option: str = "run") -> None:
+    """Makes a run folder, or the one that another option names, where there is none.
+
+    Args:
+        option: the setting or option that the user changes to name another folder.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        _make_writable(folder)
     except OSError as error:
-        raise UserError(f"run folder {folder} cannot be written: {error.strerror or error}; set run to a folder that "
+        what = "run folder" if option == "run" else "folder"
+        raise UserError(f"{what} {folder} cannot be written: {error.strerror or error}; set {option} to a folder that "
                         "can be") from None
+
+
+def make_folder_of(file: Path, option: str = "--output") -> None:
+    """Makes the folder of a file that `option` names, ahead of the work whose outcome the file is to hold.
+
+    Raises:
+        UserError: it cannot be written to, or the file is a folder.
+    """
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _make_writable(file.parent)
+    except OSError as error:
+        raise UserError(f"file {file} cannot be written: {error.strerror or error}; set {option} to a file that can "
+                        "be") from None
+
+
+def _make_writable(folder: Path) -> None:
+    """Makes a folder where there is none. Raises `OSError` where nothing can be written into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _reopen_log(path: Path, update: int) -> Any:
@@ -140,13 +170,28 @@ def _reopen_log(path: Path, update: int) -> Any:
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The records of a `log.jsonl`; a half-written last line is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    return [record for _, record in _numbered(path)]
+
+
+def numbered_log(path: Path) -> list[tuple[int, Any]]:
+    """What the lines of a user's file of JSON lines hold, with their numbers; a half-written line is left out.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return list(_numbered(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"{path} cannot be read as lines of JSON: {reason}; mend it, or give another folder") from None
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            records.append(json.loads(line))
+            yield number, json.loads(line)
         except ValueError:
             continue
-    return records
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -44,10 +44,18 @@ class Patient:
 
 
 def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.device) -> ProbeBatch:
-    """The run's first micro-batch, cut to as many sentences as have about so many target tokens, at least two."""
+    """The run's first micro-batch, cut to as many sentences as have about so many target tokens, at least two.
+
+    Raises:
+        UserError: it has but one sentence.
+    """
     stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
     [item], _ = stream.at(Position(0, 0), 1)
     split = stream.split(0)
+    if len(item.indices) < 2:
+        raise UserError(f"batch.tokens is {recipe.batch.tokens}, so that the first micro-batch has one sentence, but "
+                        "sentences are compared with one another; give more, as in "
+                        f"batch.tokens={2 * recipe.batch.tokens}")
     reached = split.trg_lengths[item.indices].cumsum()
     count = max(2, int((reached <= tokens).sum()))
     return (*to_tensors(collate(split, item.indices[:count]), device), item.number)

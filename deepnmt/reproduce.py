@@ -74,7 +74,7 @@ def reproduce(name: str, folder: Path, small: Small) -> str:
         raise UserError(f"--width is {small.width}, must be a multiple of 4, the number of heads, for example 64")
     if small.deepest < LEAST_DEEP[name]:
         raise UserError(f"--deepest is {small.deepest}, must be {LEAST_DEEP[name]} or more for {name}")
-    make_run_folder(folder)
+    make_run_folder(folder, "--output")
     found, lines = EXPERIMENTS[name](small, folder / f"{name}.png")
     write_json(folder / f"{name}.json", {"experiment": name, "settings": vars(small), **found})
     return "\n".join([*lines, str(folder / f"{name}.png")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from deepnmt.config import Corpus
@@ -28,11 +28,13 @@ def split_tsv(
         valid, test: how many of every 1,000 target sentences.
 
     Raises:
-        UserError: see `read_pairs`; a share is out of range; a text would be empty; the folder cannot be written.
+        UserError: see `read_pairs`; a share or column is out of range; columns or endings are one; a text would be
+            empty, or take the place of `tsv`; the folder cannot be written.
     """
     if valid < 1 or test < 1 or valid + test >= 1000:
         raise UserError(f"{valid} + {test} of 1,000 sentences cannot be held out; give 1 or more for validation and "
                         "for test, below 1,000 together")
+    _check_sides(tsv, folder, columns, langs)
     corpus = Corpus(tsv=[str(tsv)], columns=list(columns))
     kept, sources = _held_out(corpus, valid, test)
     if not (kept["valid"] and kept["test"]):
@@ -54,6 +56,22 @@ def split_tsv(
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None
     return counts
+
+
+def _check_sides(tsv: Path, folder: Path, columns: tuple[int, int], langs: tuple[str, str]) -> None:
+    """Raises `UserError` where the sides are no two columns, or where their texts would overwrite each other or `tsv`,
+    which is read while they are written."""
+    if min(columns) < 1 or columns[0] == columns[1]:
+        raise UserError(f"--columns is {columns[0]} {columns[1]}, must be two different columns counted from 1, for "
+                        "example 1 2")
+    if langs[0] == langs[1] or any(not lang or "/" in lang for lang in langs):
+        raise UserError(f"--langs is {langs[0]!r} {langs[1]!r}, must be two different endings of files without a /, "
+                        "for example de en")
+    for name in ("train", "valid", "test"):
+        for lang in langs:
+            with suppress(OSError):  # one of them is not there
+                if tsv.samefile(folder / f"{name}.{lang}"):
+                    raise UserError(f"{tsv} would be overwritten by {name}.{lang} in {folder}; name another folder")
 
 
 def split_of(sentence: str, valid: int, test: int) -> str:

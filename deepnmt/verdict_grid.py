@@ -13,122 +13,65 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from deepnmt.analysis.doctor_plots import draw_grid
-from deepnmt.analysis.fresh import block_pair, fresh_model
-from deepnmt.analysis.many import train_side_by_side
-from deepnmt.analysis.probes import ProbeBatch
-from deepnmt.analysis.toy_task import ToyTask
-from deepnmt.analysis.verdict import (
-    FEATURES,
-    SHIPPED,
-    TRIAL,
-    VerdictRule,
-    other_sources,
-    still_features,
-    trial_features,
-    trial_rates,
-    update_features,
-)
+from deepnmt.analysis.fresh import block_pair
+from deepnmt.analysis.many import Precision
+from deepnmt.analysis.verdict import FEATURES, SHIPPED, VerdictRule
 from deepnmt.analysis.verdict_fit import Fitted, confusion, fit_rule, held_out
-from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
-from deepnmt.model.embedding import PAD
 from deepnmt.model.residual import RULES
-from deepnmt.model.transformer import Transformer
 from deepnmt.monitor import make_run_folder
-from deepnmt.optim import learning_rate
-from deepnmt.parallel.local import LocalEngine
-
-Mark = Literal["source", "context"]
+from deepnmt.verdict_points import (
+    INIT,
+    OPTIMIZER,
+    SCHEDULE,
+    Mark,
+    Point,
+    Settings,
+    marked,
+    measure_points,
+    point_features,
+    point_recipe,
+    run_points,
+)
 
 DEPTHS = (6, 12, 18, 36)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 _SHAPE = {"point", "settings", "features", "final"}  # of a line, among others
-_AVERAGED = 20  # updates at the end whose mean loss decides
-_OPTIMIZER, _INIT = "adam", "auto"  # of all runs
+_BEGINS = '{"point": '
 _HELD_OUT = 0.3  # of the runs, which the rule is judged on
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What all runs of a grid share: model width, heads and inner width, updates, those of a warm-up, the task."""
-
-    width: int = 32
-    heads: int = 4
-    ffn: int = 64
-    updates: int = 200
-    warmup: int = 50
-    task: ToyTask = field(default_factory=ToyTask)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the lines of the file; runs of other settings do not count as done."""
-        task = {name: getattr(self.task, name) for name in ("symbols", "successors", "shortest", "longest", "seed")}
-        return {**{k: v for k, v in asdict(self).items() if k != "task"}, "task": task}
-
-    @classmethod
-    def of(cls, said: dict[str, Any]) -> Settings:
-        """Those that `as_dict` wrote."""
-        return cls(**{**said, "task": ToyTask(**said["task"])})
-
-    @property
-    def bars(self) -> dict[Mark, float]:
-        """The mean loss of the last 20 updates, nats a target token, under which a run counts as learned.
-
-        source: less than any model can reach that does not read the source; it translates. context: less than any can
-        reach that knows how often each symbol is and nothing else; it is not stuck, but may have lost the encoder.
-        """
-        return {"source": self.task.target_only, "context": self.task.frequencies_only}
-
-
-@dataclass(frozen=True)
-class Point:
-    """One run: blocks of encoder and decoder, layers of each, peak rate, with or without warm-up, sentences of a batch,
-    seed."""
-
-    encoder: str
-    decoder: str
-    layers: int
-    rate: float
-    warmup: bool
-    sentences: int = 8
-    seed: int = 1
-
-    @property
-    def name(self) -> str:
-        """The blocks as one word: `admin`, or `post_ln/pre_ln` for a hybrid."""
-        return self.encoder if self.encoder == self.decoder else f"{self.encoder}/{self.decoder}"
-
-
 def grid(
-    blocks: Iterable[str], depths: Iterable[int], rates: Iterable[float], sentences: Iterable[int], seeds: Iterable[int]
+    blocks: Iterable[str], depths: Iterable[int], rates: Iterable[float], sentences: Iterable[int],
+    seeds: Iterable[int], precisions: Iterable[Precision] = ("fp32",),
 ) -> list[Point]:
     """All points, shuffled. `blocks` are words as in `Point.name`.
 
     Raises:
         UserError: a block that does not exist.
     """
-    points = [Point(encoder, decoder, layers, rate, warmup, size, seed) for encoder, decoder in map(block_pair, blocks)
-              for layers in depths for rate in rates for warmup in (True, False) for size in sentences
-              for seed in seeds]
+    points = [Point(encoder, decoder, layers, rate, warmup, size, seed, precision)
+              for encoder, decoder in map(block_pair, blocks) for layers in depths for rate in rates
+              for warmup in (True, False) for size in sentences for seed in seeds for precision in precisions]
     random.Random(1).shuffle(points)
     return points
 
 
 def make_grid(
     output: Path, blocks: list[str] | None, depths: list[int] | None, rates: list[float] | None, sentences: list[int],
-    seeds: list[int], max_seconds: float, threads: int,
+    seeds: list[int], precisions: list[Precision], max_seconds: float, threads: int,
 ) -> int:
     """The runs of a command line (None: all blocks, `DEPTHS`, `RATES`); returns how many are left."""
     torch.set_num_threads(threads)
-    points = grid(blocks or list(RULES), depths or DEPTHS, rates or RATES, sentences, seeds)
+    points = grid(blocks or list(RULES), depths or DEPTHS, rates or RATES, sentences, seeds, precisions)
     return run_grid(points, Settings(), output, max_seconds)
 
 
@@ -141,9 +84,9 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         splits: random ones, on which the fit is judged as well.
 
     Raises:
-        UserError: too few runs, or a file of something else.
+        UserError: too few runs, a file of something else, or one beside which nothing can be written.
     """
-    records = [_marked(record, Settings().bars[mark]) for record in read_runs(runs)]
+    records = [marked(record, Settings().bars[mark]) for record in _some_runs(runs)]
     _require_features(records, FEATURES, runs)
     fitted = fit_rule(records, _HELD_OUT, splits)
     held, others = fitted.held, fitted.splits
@@ -152,8 +95,10 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         "confusion": asdict(held), "accuracy_on_a_block_left_out": fitted.unseen,
         "accuracy_on_random_splits": {"mean": fmean(others), "least": min(others), "most": max(others)},
         "learned": sum(bool(record["learned"]) for record in records), "fit": fitted.recipe,
-        "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"], "optimizer": _OPTIMIZER,
-        "init": _INIT, "fitted_points": sorted(_digest(r) for r in records if not held_out(r, _HELD_OUT)),
+        "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"], "optimizer": OPTIMIZER,
+        "init": INIT, "schedule": SCHEDULE, "dropout": 0.0, "label_smoothing": 0.0,
+        "precisions": sorted({record["point"].get("precision", "fp32") for record in records}),
+        "fitted_points": sorted(_digest(r) for r in records if not held_out(r, _HELD_OUT)),
     }
     rule = replace(fitted.rule, facts=facts)
     rule.save(runs.with_name("verdict.json"))
@@ -168,11 +113,6 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
 def _digest(record: dict[str, Any]) -> str:
     """A short name of a run's point and settings, by which a rule knows what it was fitted on."""
     return hashlib.sha256(_key(record).encode()).hexdigest()[:12]
-
-
-def _marked(record: dict[str, Any], bar: float) -> dict[str, Any]:
-    """The record with another bar."""
-    return {**record, "bar": bar, "learned": record["final"] < bar}
 
 
 def report(rule: VerdictRule, fitted: Fitted) -> str:
@@ -194,25 +134,25 @@ def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
     Runs that it was fitted on are left out and counted.
 
     Returns:
-        Lines: the accuracy, the confusion table, and the accuracy by batch size, by depth and by blocks.
+        Lines: the accuracy, the confusion table, and the accuracy by batch size, depth, rate, precision and
+        blocks.
 
     Raises:
         UserError: no runs, none but what the rule was fitted on, a file of something else, or no such rule.
     """
-    if not (made := read_runs(runs)):
-        raise UserError(f"{runs} has 0 runs, nothing to judge; make some with tools/verdict_grid.py run {runs}")
+    made = _some_runs(runs)
     rule = VerdictRule.load(rule_file or SHIPPED)
     fresh, notes = _fresh_runs(made, rule, runs)
     _require_features(fresh, rule.names, runs)
     mark: Mark = rule.facts.get("mark", "source")
-    records = [_marked(record, Settings.of(record["settings"]).bars[mark]) for record in fresh]
+    records = [marked(record, Settings.of(record["settings"]).bars[mark]) for record in fresh]
     found = confusion(rule, records)
     lines = [*notes, f"learned: {sum(bool(r['learned']) for r in records)} of {found.total} runs",
              f"accuracy: {100 * found.accuracy:.1f} %", found.table()]
     kinds: dict[str, Callable[[Point], str]] = {
         "sentences a batch": lambda point: f"{point.sentences}",
         "layers of each stack": lambda point: f"{point.layers}", "peak rate": lambda point: f"{point.rate:g}",
-        "blocks": lambda point: point.name}
+        "precision": lambda point: point.precision, "blocks": lambda point: point.name}
     for kind, of in kinds.items():
         groups: dict[str, list[dict[str, Any]]] = {}
         for record in records:
@@ -254,12 +194,15 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
         UserError: an impossible point, or a file that cannot be written; nothing is begun then.
     """
     done = {_key(record) for record in read_runs(output)}
-    wanted = [p for p in points if _key({"point": asdict(p), "settings": settings.as_dict()}) not in done]
+    wanted = [p for p in points if _key({"point": p.as_dict(), "settings": settings.as_dict()}) not in done]
     groups: dict[tuple[object, ...], list[Point]] = {}
     for point in wanted:
         point_recipe(point, settings)
-        groups.setdefault((point.encoder, point.decoder, point.layers, point.sentences, point.seed), []).append(point)
-    make_run_folder(output.parent)
+        shared = (point.encoder, point.decoder, point.layers, point.sentences, point.seed, point.precision)
+        groups.setdefault(shared, []).append(point)
+    make_run_folder(output.parent, "RUNS")
+    if output.exists():
+        _cut_half_line(output)
     started, left = time.monotonic(), len(wanted)
     with output.open("a", encoding="utf-8") as file:
         for group in groups.values():
@@ -277,9 +220,12 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
 def measure_anew(runs: Path) -> int:
     """Measures again, in place, the runs that were made before a feature was thought of; returns how many.
 
-    Their losses stay: what is measured comes before the training and does not change it.
+    Their losses stay: what is measured comes before the training and does not change it. A feature that the point
+    alone settles is just written in.
     """
-    records = read_runs(runs)
+    records = _some_runs(runs)
+    for record in records:
+        record["features"] |= point_features(Point(**record["point"]), Settings.of(record["settings"]))
     groups: dict[str, list[int]] = {}
     for place, record in enumerate(records):
         if set(record["features"]) != set(FEATURES):
@@ -292,11 +238,24 @@ def measure_anew(runs: Path) -> int:
         for place, values in zip(places, measure_points(points, settings), strict=True):
             records[place]["features"] = values
         done += len(places)
-        half = runs.with_name(runs.name + ".part")
-        half.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-        half.replace(runs)
+        _write_runs(runs, records)
         print(f"{points[0].name} {points[0].layers}L: {done} runs measured", flush=True)
+    _write_runs(runs, records)
     return done
+
+
+def _write_runs(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    half = path.with_name(path.name + ".part")
+    half.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    half.replace(path)
+
+
+def _some_runs(runs: Path) -> list[dict[str, Any]]:
+    """`read_runs`, or `UserError` where there are none."""
+    if not (found := read_runs(runs)):
+        raise UserError(f"{runs} {'has 0 runs' if runs.exists() else 'does not exist'}; make some with "
+                        f"tools/verdict_grid.py run {runs}")
+    return found
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
@@ -315,91 +274,29 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(record, dict) or not record.keys() >= _SHAPE:
+            if not record.keys() >= _SHAPE:
+                raise KeyError
+            Point(**record["point"]), Settings.of(record["settings"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            if number == len(lines) and _is_half(line):
+                break
             raise UserError(f"{path}, line {number}, is not a run of a verdict grid, which has "
-                            f"{', '.join(sorted(_SHAPE))}; give a file that verdict-grid run wrote")
+                            f"{', '.join(sorted(_SHAPE))}; give a file that verdict-grid run wrote") from None
         records.append(record)
     return records
 
 
+def _is_half(line: str) -> bool:
+    """Whether it may be the beginning of a run's line."""
+    return line.startswith(_BEGINS[: len(line)]) and not line.endswith("}")
+
+
+def _cut_half_line(path: Path) -> None:
+    """Takes away the half line of a kill, so that what comes next stands on a line of its own."""
+    text = path.read_bytes()
+    if text and not text.endswith(b"\n"):
+        path.write_bytes(text[: text.rfind(b"\n") + 1])
+
+
 def _key(record: dict[str, Any]) -> str:
     return json.dumps([record["point"], record["settings"]], sort_keys=True)
-
-
-def run_points(points: list[Point], settings: Settings) -> list[dict[str, Any]]:
-    """The records of runs that differ in rate and warm-up only: features before training, then the updates."""
-    started = time.monotonic()
-    task, size = settings.task, points[0].sentences
-    recipes = [point_recipe(point, settings) for point in points]
-    model = _fresh(points[0], settings)
-    measured = measure_points(points, settings)
-    updates = range(1, settings.updates + 1)
-    losses = list(train_side_by_side(
-        [model] * len(points), (task.batch(update, size) for update in updates),
-        ([learning_rate(r.optimizer.lr, r.schedule, update, settings.updates) for r in recipes] for update in updates),
-        recipes[0].optimizer))
-    seconds = (time.monotonic() - started) / len(points)
-    return [_record(point, settings, values, [each[place] for each in losses], seconds)
-            for place, (point, values) in enumerate(zip(points, measured, strict=True))]
-
-
-def measure_points(points: list[Point], settings: Settings) -> list[dict[str, float]]:
-    """The features of runs that differ in rate and warm-up only."""
-    first, recipes = points[0], {point.rate: point_recipe(point, settings) for point in points}
-    model, batch = _fresh(first, settings), settings.task.batch(0, first.sentences)
-    still = still_features(model, batch)
-    update = {rate: update_features(model, batch, partial(one_update, model, recipe, batch))
-              for rate, recipe in recipes.items()}
-    rates = [[*trial_rates(point.rate, settings.warmup if point.warmup else 0), 0.0, 0.0] for point in points]
-    losses = list(train_side_by_side([model] * len(points), [batch] * (TRIAL + 1) + [other_sources(batch)],
-                                     zip(*rates, strict=True), recipes[first.rate].optimizer))
-    return [{**still, **update[point.rate], **trial_features([each[place] for each in losses], batch),
-             "rate": math.log10(point.rate), "warmup": float(point.warmup), "tokens": math.log10(tokens_of(batch))}
-            for place, point in enumerate(points)]
-
-
-def _fresh(point: Point, settings: Settings) -> Transformer:
-    vocabulary = settings.task.vocabulary
-    return fresh_model(point_recipe(point, settings).model, vocabulary, vocabulary, point.seed,
-                       [settings.task.batch(0, point.sentences)])
-
-
-def _record(point: Point, settings: Settings, values: dict[str, float], losses: list[float], seconds: float) -> Any:
-    """A line of the file; `final` is the mean loss of the last updates, 1e9 where it is not finite."""
-    final = sum(losses[-_AVERAGED:]) / len(losses[-_AVERAGED:])
-    tens = [sum(losses[i:i + 10]) / len(losses[i:i + 10]) for i in range(0, len(losses), 10)]
-    return _marked({
-        "point": asdict(point), "settings": settings.as_dict(), "features": values,
-        "losses": [round(loss, 4) if math.isfinite(loss) else 1e9 for loss in tens],
-        "final": final if math.isfinite(final) else 1e9, "seconds": round(seconds, 2),
-    }, settings.bars["source"])
-
-
-def point_recipe(point: Point, settings: Settings) -> Recipe:
-    """The recipe of a point; only its model, optimizer, schedule and training are used."""
-    corpus = {"src": "-", "trg": "-"}
-    stack = {"layers": point.layers, "init": _INIT}
-    return check_recipe({
-        "run": "-", "seed": point.seed,
-        "data": {"folder": "-", "src_lang": "src", "trg_lang": "trg", "train": corpus, "valid": corpus,
-                 "filters": {"max_tokens": 60}},
-        "batch": {"tokens": 64 * point.sentences},
-        "model": {"width": settings.width, "heads": settings.heads, "ffn": settings.ffn, "dropout": 0.0,
-                  "max_length": 64, "encoder": {**stack, "block": point.encoder},
-                  "decoder": {**stack, "block": point.decoder}},
-        "optimizer": {"name": _OPTIMIZER, "lr": point.rate},
-        "schedule": {"name": "linear", "warmup": settings.warmup if point.warmup else 0},
-        "train": {"updates": settings.updates, "label_smoothing": 0.0, "clip": 0.0},
-    }, "a point of the grid")
-
-
-def tokens_of(batch: ProbeBatch) -> int:
-    """Target tokens, eos counted."""
-    return int((batch[3] != PAD).sum())
-
-
-def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> None:
-    """One update by the recipe's optimizer, from moments of zero, at the peak rate."""
-    LocalEngine(model, recipe, batch[0].device).train_step([batch], tokens_of(batch), recipe.optimizer.lr)

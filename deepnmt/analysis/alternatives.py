@@ -19,8 +19,8 @@ def alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:
     for factor in _FACTORS:
         optimizer = recipe.optimizer.model_copy(update={"lr": recipe.optimizer.lr * factor})
         found[f"optimizer.lr={optimizer.lr:.3g}"] = recipe.model_copy(update={"optimizer": optimizer})
-    if recipe.schedule.warmup == 0:
-        end = recipe.schedule.step_update or recipe.train.updates
+    end = recipe.schedule.step_update or recipe.train.updates
+    if recipe.schedule.warmup == 0 and end > 1:
         warmup = max(1, min(recipe.train.updates // 10, end - 1))
         schedule = recipe.schedule.model_copy(update={"warmup": warmup})
         found[f"schedule.warmup={schedule.warmup}"] = recipe.model_copy(update={"schedule": schedule})

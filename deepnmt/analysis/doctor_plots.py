@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from deepnmt.analysis.activations import HALF_MAX
 from deepnmt.analysis.change import Growth
+from deepnmt.analysis.many import DTYPES
 from deepnmt.analysis.plots import COLOURS, DASHES, GREY, HEIGHT, dress, save
 
 Tree = Mapping[str, Any]
 _FLOOR = 1e-12  # the least value drawn on a logarithmic axis
 _NAMES_A_ROW = 4  # of a legend below its panel
+_BROADEST = 40  # columns of a grid's panels side by side
+
+Column = tuple[bool, int, float]  # of a grid: without warm-up, layers, rate
+Panel = dict[tuple[str, Column], list[float]]  # by block and column, what its runs ended at
+Band = list[tuple[str, Panel]]  # panels side by side, each with its title
 
 
 def panels(titles: Sequence[str], xlabel: str, ylabel: str, *, share: bool = True) -> tuple[Figure, list[Axes]]:
@@ -205,28 +212,61 @@ def draw_moved(moved: Sequence[Tree], path: Path) -> None:
 
 
 def draw_grid(records: Sequence[Tree], path: Path) -> None:
-    """The runs of a grid: a row for each block, a column for each depth and rate, with and without warm-up.
+    """The runs of a grid: a row for each block, a column for each depth and rate, with and without warm-up; a panel for
+    each precision and batch size.
 
-    The colour is the final loss as a share of the mark that a run must come under: blue below, red above.
+    The colour is the final loss as a share of the mark that a run must come under: blue below, red above; the mean over
+    seeds.
     """
-    def row(record: Tree) -> str:
-        point = record["point"]
-        return str(point["encoder"] if point["encoder"] == point["decoder"]
-                   else f"{point['encoder']} / {point['decoder']}")
-
-    def column(record: Tree) -> tuple[bool, int, float]:
-        return not record["point"]["warmup"], record["point"]["layers"], record["point"]["rate"]
-
-    rows, columns = sorted({row(r) for r in records}), sorted({column(r) for r in records})
-    table = np.full((len(rows), len(columns)), np.nan)
+    cells: dict[tuple[str, int], Panel] = {}
     for record in records:
-        table[rows.index(row(record)), columns.index(column(record))] = min(record["final"] / record["bar"], 2.0)
-    figure = Figure(figsize=(max(8.0, 0.36 * len(columns) + 3), 0.36 * len(rows) + 2.4), layout="constrained")
-    axes = figure.add_subplot()
+        point = record["point"]
+        name = str(point["encoder"] if point["encoder"] == point["decoder"]
+                   else f"{point['encoder']} / {point['decoder']}")
+        panel = cells.setdefault((point.get("precision", "fp32"), point.get("sentences", 0)), {})
+        column = (not point["warmup"], point["layers"], point["rate"])
+        panel.setdefault((name, column), []).append(min(record["final"] / record["bar"], 2.0))
+    rows = sorted({name for panel in cells.values() for name, _ in panel})
+    names = [str(name) for name in DTYPES]
+    order = sorted(cells, key=lambda kind: (names.index(kind[0]), -len(cells[kind]), kind[1]))
+    bands = _bands([(f"{precision}, {size} sentences a batch" if size else precision, cells[precision, size])
+                    for precision, size in order])
+    figure = Figure(figsize=(max(8.0, 0.36 * max(_breadth(band) for band in bands) + 3),
+                             (0.36 * len(rows) + 2.2) * len(bands) + 0.4), layout="constrained")
+    figure.suptitle(f"{len(records)} runs: blue learned, red did not ('none': no warm-up)", x=0.01, ha="left")
+    for part, band in zip(figure.subfigures(len(bands), 1, squeeze=False)[:, 0], bands, strict=True):
+        made = part.subplots(1, len(band), sharey=True, squeeze=False,
+                             width_ratios=[_breadth([panel]) for panel in band])[0]
+        for axes, (title, panel) in zip(made, band, strict=True):
+            drawn = _draw_panel(axes, title, rows, panel)
+        part.colorbar(drawn, ax=list(made), label="final loss / mark")
+    save(figure, path)
+
+
+def _breadth(band: Band) -> int:
+    """Columns of panels side by side."""
+    return sum(len({column for _, column in panel}) for _, panel in band)
+
+
+def _bands(panels: Band) -> list[Band]:
+    """The panels in rows of at most `_BROADEST` columns, or one panel."""
+    found: list[Band] = []
+    for panel in panels:
+        if found and _breadth([*found[-1], panel]) <= _BROADEST:
+            found[-1].append(panel)
+        else:
+            found.append([panel])
+    return found
+
+
+def _draw_panel(axes: Axes, title: str, rows: Sequence[str], panel: Panel) -> AxesImage:
+    columns = sorted({column for _, column in panel})
+    table = np.full((len(rows), len(columns)), np.nan)
+    for (name, column), values in panel.items():
+        table[rows.index(name), columns.index(column)] = np.mean(values)
     drawn = axes.imshow(table, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
-    figure.colorbar(drawn, ax=axes, label="final loss / mark")
     axes.set_yticks(range(len(rows)), rows)
     axes.set_xticks(range(len(columns)), [f"{layers}L {rate:g}{' none' if bare else ''}" for bare, layers, rate in
                                           columns], rotation=90, fontsize="small")
-    axes.set_title(f"{len(records)} runs: blue learned, red did not ('none': no warm-up)", loc="left")
-    save(figure, path)
+    axes.set_title(title, loc="left", fontsize="medium")
+    return drawn

@@ -161,6 +161,16 @@ def mean_loss(model: Transformer, batch: ProbeBatch) -> Tensor:
     return model(*tensors, key).loss / (batch[3] != PAD).sum()
 
 
+@torch.no_grad()
+def plain_loss(model: Transformer, batch: ProbeBatch) -> float:
+    """The loss without label smoothing in nats a target token, in evaluation mode; the model's mode stays."""
+    was_training = model.training
+    *tensors, key = batch
+    found = float(model.eval()(*tensors, key).nll / (batch[3] != PAD).sum())
+    model.train(was_training)
+    return found
+
+
 def matrices(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Every matrix of layers and embeddings among (name, tensor): stacked ones one by one.
 

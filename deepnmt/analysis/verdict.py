@@ -22,7 +22,8 @@ from deepnmt.analysis.activations import token_likeness
 from deepnmt.analysis.change import change, compare, random_change
 from deepnmt.analysis.fresh import initialisation
 from deepnmt.analysis.gradient_probe import Gradients, gradients
-from deepnmt.analysis.probes import ProbeBatch, layer_outputs, mean_loss, stack_outputs
+from deepnmt.analysis.many import Precision
+from deepnmt.analysis.probes import ProbeBatch, layer_outputs, plain_loss, stack_outputs
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.model.embedding import PAD
@@ -55,12 +56,14 @@ FEATURES: dict[str, str] = {
     "rate": "log peak learning rate",
     "warmup": "1 with a warm-up, 0 without",
     "tokens": "log target tokens of an update",
+    "bf16": "1 in bf16, 0 otherwise",
+    "fp16": "1 in fp16, 0 otherwise",
 }
 
 
 def features(
     model: Transformer, batch: ProbeBatch, update: Callable[[], None], trial: Callable[[], list[float]], *, rate: float,
-    warmup: int, tokens: int,
+    warmup: int, tokens: int, precision: Precision,
 ) -> dict[str, float]:
     """All of `FEATURES` of a model before training, on one batch; its weights are as before on return.
 
@@ -68,12 +71,19 @@ def features(
         update: takes one optimizer update at the peak rate on this batch, in place.
         trial: takes `TRIAL` updates at `trial_rates`, in place, and returns `TRIAL` + 2 plain losses, see
             `trial_features`.
-        rate, warmup, tokens: of the recipe: peak learning rate, updates of warm-up, target tokens of an update.
+        rate, warmup, tokens, precision: of the recipe: peak learning rate, updates of warm-up, target tokens of an
+            update, and what it computes in.
     """
     with kept(model):
         losses = trial()
     return {**still_features(model, batch), **update_features(model, batch, update), **trial_features(losses, batch),
-            "rate": math.log10(rate), "warmup": float(warmup > 0), "tokens": math.log10(tokens)}
+            "rate": math.log10(rate), "warmup": float(warmup > 0), "tokens": math.log10(tokens),
+            **precision_features(precision)}
+
+
+def precision_features(precision: Precision) -> dict[str, float]:
+    """What the rule is told of a precision."""
+    return {"bf16": float(precision == "bf16"), "fp16": float(precision == "fp16")}
 
 
 def still_features(model: Transformer, batch: ProbeBatch) -> dict[str, float]:
@@ -100,10 +110,7 @@ def still_features(model: Transformer, batch: ProbeBatch) -> dict[str, float]:
 
 def update_features(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> dict[str, float]:
     """Those of one update."""
-    with torch.no_grad():
-        was_training = model.training
-        loss = float(mean_loss(model.eval(), batch))
-        model.train(was_training)
+    loss = plain_loss(model, batch)
     moved, after = change_by(model, batch, update)
     return {
         "update_encoder": _log(moved["encoder"]),
@@ -160,13 +167,12 @@ def kept(model: Transformer) -> Iterator[None]:
 
 
 def change_by(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> tuple[dict[Any, float], float]:
-    """The change of both outputs by an update, and the loss after it; weights and mode are put back."""
+    """The change of both outputs by an update, and the plain loss after it; weights and mode are put back."""
     with kept(model):
         before = stack_outputs(model.eval(), batch)
         update()
         changes = {str(side): value for side, value in compare(model.eval(), batch, before).items()}
-        with torch.no_grad():
-            return changes, float(mean_loss(model, batch))
+        return changes, plain_loss(model, batch)
 
 
 def layer_changes_by(
@@ -272,8 +278,9 @@ class VerdictRule:
         """The features that were the same in all runs, and their values."""
         return {name: low for name, (low, high) in self.spans.items() if low == high}
 
-    def unseen(self, recipe: Recipe) -> list[str]:
-        """What none of the runs had of a recipe: its blocks, its optimizer, its initialisation; as sentences.
+    def unseen(self, recipe: Recipe, precision: Precision = "fp32") -> list[str]:
+        """What none of the runs had of a recipe: its blocks, initialisation, optimizer, schedule, dropout, label
+        smoothing, and precision; as sentences.
 
         Of what a rule's facts do not tell, nothing is said.
         """
@@ -291,6 +298,13 @@ class VerdictRule:
             theirs = "/".join(initialisation(stack.block, init) for stack in stacks)
             if ours != theirs:
                 found.append(f"the initialisation is {ours} (encoder/decoder), runs of these blocks have {theirs}")
+        plain = {"schedule": ("schedule.name", recipe.schedule.name),
+                 "dropout": ("model.dropout", recipe.model.dropout),
+                 "label_smoothing": ("train.label_smoothing", recipe.train.label_smoothing)}
+        found += [f"{setting} is {value}, all runs had {self.facts[fact]}" for fact, (setting, value) in plain.items()
+                  if fact in self.facts and value != self.facts[fact]]
+        if precision not in self.facts.get("precisions", [precision]):
+            found.append(f"it computes in {precision}, the runs in {', '.join(self.facts['precisions'])}")
         return found
 
     def _pulls(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -311,10 +325,14 @@ class VerdictRule:
         return node, path
 
     def save(self, path: Path) -> None:
-        """Writes JSON."""
+        """Writes JSON. Raises `UserError` where it cannot."""
         content = {"format": _FORMAT, "version": _VERSION, "kind": self.kind, "names": self.names, "body": self.body,
                    "spans": self.spans, "facts": self.facts}
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"verdict rule {path} cannot be written ({error.strerror}); put the runs where there is "
+                            "leave to write") from None
 
     @classmethod
     def load(cls, path: Path = SHIPPED) -> VerdictRule:
@@ -328,10 +346,13 @@ class VerdictRule:
             if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
                 raise KeyError
             rule = cls(**content)
+            needed = ("centre", "scale", "weights", "squares", "bias") if rule.kind == "logistic" else ()
+            if not all(name in rule.body for name in needed) or not set(rule.names) <= set(rule.spans):
+                raise KeyError
         except OSError as error:
             raise UserError(f"verdict rule {path} cannot be read ({error.strerror}); fit one with "
                             "tools/verdict_grid.py fit") from None
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(f"{path} is not a verdict rule of version {_VERSION}; fit one with tools/verdict_grid.py "
                             "fit") from None
         if unknown := [name for name in rule.names if name not in FEATURES]:

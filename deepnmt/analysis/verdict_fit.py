@@ -23,7 +23,8 @@ from deepnmt.errors import UserError
 
 _LEAST_IN_LEAF = 5
 _FOLDS = 5
-_NO_SQUARE = ("warmup",)  # 0 or 1
+_NO_SQUARE = ("warmup", "bf16", "fp16")  # 0 or 1
+_FEWEST = 40  # runs that a rule is made of
 
 Record = dict[str, Any]
 Fitter = Callable[[Sequence[Record]], VerdictRule]
@@ -62,7 +63,7 @@ class Fitted:
     Attributes:
         recipe: the entry of `FITTERS` that was chosen.
         held: on the runs held out.
-        unseen: its accuracy on each block when fitted without that block.
+        unseen: its accuracy on each block when fitted without that block, where enough others are left.
         splits: the accuracy on the part held out of each of the random splits, everything chosen anew for each.
     """
 
@@ -95,7 +96,7 @@ def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) ->
     """
     train = [record for record in records if not held_out(record, share)]
     test = [record for record in records if held_out(record, share)]
-    if len(records) < 40 or len({record["learned"] for record in train}) < 2:
+    if len(records) < _FEWEST or len({record["learned"] for record in train}) < 2:
         raise UserError(f"{len(records)} runs, of which {sum(bool(r['learned']) for r in records)} learned, are too "
                         "few or too much alike for a rule; run more of the grid with tools/verdict_grid.py run")
     recipe = choose(train)
@@ -103,6 +104,8 @@ def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) ->
     for block in sorted({_block(record) for record in records}):
         others = [record for record in records if _block(record) != block]
         own = [record for record in records if _block(record) == block]
+        if len(others) < _FEWEST or len({bool(record["learned"]) for record in others}) < 2:
+            continue  # no rule without it
         unseen[block] = confusion(FITTERS[recipe](others), own).accuracy
     rule = FITTERS[recipe](train)
     return Fitted(rule, recipe, confusion(rule, test), unseen, [_by_luck(records, share, n) for n in range(splits)])

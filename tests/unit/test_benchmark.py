@@ -9,8 +9,9 @@ import tiny_run
 import torch
 from torch import nn
 
-from deepnmt.benchmark import PlainLoop, PlainTransformer, placements
+from deepnmt.benchmark import PlainLoop, PlainTransformer, benchmark, placements
 from deepnmt.config import Model, Stack
+from deepnmt.errors import UserError
 from deepnmt.parallel.launch import Ranks
 
 
@@ -56,3 +57,14 @@ def test_the_loop_computes_on_the_device_of_its_process(tmp_path: Path) -> None:
 ])
 def test_one_process_and_as_many_as_have_a_place(cores: int, gpus: int, found: list[tuple[int, int]]) -> None:
     assert placements(cores, gpus) == found
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepnmt.benchmark.open_prepared", lambda recipe: None)
+    monkeypatch.delattr("deepnmt.benchmark.run_workers")
+    (tmp_path / "mine").write_text("mine")
+    for file in (tmp_path / "mine" / "b.json", tmp_path):
+        with pytest.raises(UserError, match=rf"^file {file} cannot be written: .*; set --output to a file that can be"):
+            benchmark(tiny_run.recipe_of(tmp_path), 1, 1, None, file)

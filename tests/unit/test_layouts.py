@@ -72,6 +72,23 @@ def test_what_cannot_be_is_said_before_anything_starts(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "output", "said"), [
+    ("layouts --layouts local", "mine/a.json", "file mine/a.json cannot be written: File exists; set --output to a f"),
+    ("layouts --layouts local", ".", "file . cannot be written: Is a directory; set --output to a file that can be"),
+    ("pipeline-idle", "mine", "folder mine cannot be written: File exists; set --output to a folder that can be"),
+])
+def test_an_output_that_cannot_be_written_is_told_before_anything_starts(
+    command: str, output: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("subprocess.Popen")
+    monkeypatch.chdir(tmp_path)
+    Path("mine").write_text("mine")
+    name, *words = command.split()
+    assert main(name, [RECIPE, *FOUR_LAYERS, *words, "--output", output]) == 2
+    assert said in capsys.readouterr().err and Path("mine").read_text() == "mine"
+
+
 def test_memory_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
     """Plain python, started by this process, which holds PyTorch."""
     lines = ["import resource, sys", "from pathlib import Path", inspect.getsource(own_peak), "print(own_peak())"]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from deepnmt.monitor import Monitor, write_text
+from deepnmt.errors import UserError
+from deepnmt.monitor import Monitor, make_folder_of, make_run_folder, write_text
 
 RECORD = {"epoch": 3, "loss": 4.25, "perplexity": 51.0, "learning_rate": 2.5e-4, "gradient_norm": 1.75,
           "loss_scale": 4096.0, "target_tokens_per_second": 1234.0, "target_tokens": 98765, "skipped_updates": 2,
@@ -79,3 +80,18 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(tmp_path: Path, mo
     with pytest.raises(KeyboardInterrupt):
         write_text(file, "run")
     assert file.read_text(encoding="utf-8") == "run: ä\n"
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_its_option(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    with pytest.raises(UserError, match=r"^run folder .*mine/x cannot be written: Not a directory; set run to a fold"):
+        make_run_folder(mine / "x")
+    with pytest.raises(UserError, match=r"^folder .*mine cannot be written: File exists; set --output to a folder"):
+        make_run_folder(mine, "--output")
+    for file, why in ((mine / "x.json", "File exists"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError, match=rf"^file {file} cannot be written: {why}; set --output to a file that can"):
+            make_folder_of(file)
+    assert mine.read_text() == "mine" and list(tmp_path.iterdir()) == [mine]
+    make_folder_of(tmp_path / "new" / "x.json")
+    assert list((tmp_path / "new").iterdir()) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.split_tsv import key, split_of, split_tsv
 
@@ -62,3 +63,28 @@ def test_too_few_sentences(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"few\.tsv has too few sentences"):
         split_tsv(tmp_path / "few.tsv", tmp_path / "text", (1, 2), ("a", "b"))
     assert not (tmp_path / "text").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("--columns 0 1", "--columns is 0 1, must be two different columns counted from 1"),
+    ("--columns 2 -1", "--columns is 2 -1, must be two different columns counted from 1"),
+    ("--columns 1 1", "--columns is 1 1, must be two different columns counted from 1"),
+    ("--langs de de", "--langs is 'de' 'de', must be two different endings of files without a /"),
+    ("--langs de ../en", "--langs is 'de' '../en', must be two different endings of files without a /"),
+])
+def test_sides_that_are_not_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    _corpus(tmp_path / "pairs.tsv.gz", 2000)
+    line = [str(tmp_path / "pairs.tsv.gz"), str(tmp_path / "text"), "--langs", "de", "en", *words.split()]
+    assert main("split", line) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "text").exists()
+
+
+def test_a_corpus_under_the_name_of_a_text_is_kept(tmp_path: Path) -> None:
+    _corpus(tmp_path / "pairs.tsv.gz", 2000)
+    kept = gzip.decompress((tmp_path / "pairs.tsv.gz").read_bytes())
+    (tmp_path / "train.de").write_bytes(kept)
+    with pytest.raises(UserError, match=r"train\.de would be overwritten by train\.de in .*; name another folder"):
+        split_tsv(tmp_path / "train.de", tmp_path, (2, 1), ("de", "en"), valid=50, test=100)
+    assert (tmp_path / "train.de").read_bytes() == kept and not (tmp_path / "train.en").exists()

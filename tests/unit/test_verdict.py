@@ -16,29 +16,20 @@ import torch
 
 from deepnmt.analysis import verdict_fit
 from deepnmt.analysis.fresh import fresh_model, with_init
-from deepnmt.analysis.many import train_side_by_side
+from deepnmt.analysis.many import _Scales, train_side_by_side
 from deepnmt.analysis.toy_task import ToyTask
-from deepnmt.analysis.verdict import FEATURES, VerdictRule, features
+from deepnmt.analysis.verdict import FEATURES, TRIAL, VerdictRule, features
 from deepnmt.analysis.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
 from deepnmt.cli import main
+from deepnmt.config import LossScale
 from deepnmt.diagnose import one_update, trial
 from deepnmt.errors import UserError
+from deepnmt.model.embedding import PAD
+from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.patient import Patient
-from deepnmt.verdict_grid import (
-    Point,
-    Settings,
-    _digest,
-    fit_grid,
-    grid,
-    judge_runs,
-    measure_anew,
-    measure_points,
-    point_recipe,
-    read_runs,
-    run_grid,
-)
+from deepnmt.verdict_grid import _digest, fit_grid, grid, judge_runs, measure_anew, read_runs, run_grid
+from deepnmt.verdict_points import PROBE, Point, Settings, measure_points, point_recipe
 
 TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
 
@@ -92,6 +83,15 @@ def test_what_no_run_had_of_a_recipe() -> None:
         "optimizer.name is sgd, all runs had adam",
         "the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these blocks have xavier/xavier"]
     assert replace(rule, facts={}).unseen(scaled) == []
+    facts = {"schedule": "linear", "dropout": 0.0, "label_smoothing": 0.0, "precisions": ["bf16", "fp32"]}
+    ours = scaled.model_copy(update={
+        "schedule": plain.schedule.model_copy(update={"name": "inverse_sqrt"}),
+        "model": plain.model.model_copy(update={"dropout": 0.1}),
+        "train": plain.train.model_copy(update={"label_smoothing": 0.2})})
+    assert replace(rule, facts=facts).unseen(ours, "fp16") == [
+        "schedule.name is inverse_sqrt, all runs had linear", "model.dropout is 0.1, all runs had 0.0",
+        "train.label_smoothing is 0.2, all runs had 0.0", "it computes in fp16, the runs in bf16, fp32"]
+    assert replace(rule, facts=facts).unseen(plain, "bf16") == []
 
 
 def test_tree_rule_by_hand() -> None:
@@ -105,7 +105,12 @@ def test_tree_rule_by_hand() -> None:
         f"{FEATURES['rate']}: -2 > -2.5", f"{FEATURES['warmup']}: 1 > 0.5"]
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", '{"format": "deepnmt-verdict", "version": 1}', None])
+HEAD = '{"format": "deepnmt-verdict", "version": 2, "kind": "logistic", "names": ["rate"], '
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", "7", '"rule"', '{"format": "deepnmt-verdict", "version": 1}',
+                                  HEAD + '"body": {}, "spans": {"rate": [0, 1]}}', HEAD + '"body": [], "spans": {}}',
+                                  None])
 def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "rule.json"
     if text is not None:
@@ -122,7 +127,8 @@ def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
         values = {name: float(torch.randn((), generator=draw)) for name in FEATURES}
         found.append({"point": {"encoder": f"b{number % 3}", "decoder": "x", "layers": 6, "rate": 1e-3 * (number + 1),
                                 "warmup": bool(number % 2)},
-                      "settings": {}, "features": values, "learned": values["rate"] + values["layers"] < 0.2,
+                      "settings": Settings().as_dict(), "features": values,
+                      "learned": values["rate"] + values["layers"] < 0.2,
                       "final": 0.1 if values["rate"] + values["layers"] < 0.2 else 9.0, "bar": 1.0})
     return found
 
@@ -202,6 +208,8 @@ def test_fit_rule_holds_out_and_refuses_too_little() -> None:
     assert fitted.recipe in verdict_fit.FITTERS and len(fitted.splits) == 2 and 0.7 < sum(fitted.splits) / 2 <= 1
     with pytest.raises(UserError, match="too few"):
         fit_rule(records[:30])
+    alone = [record for record in records_of(240) if record["point"]["encoder"] == "b1"]
+    assert fit_rule(alone, splits=1).unseen == {}  # nothing is left without the one block
     for record in records:
         record["learned"] = True
     with pytest.raises(UserError, match="too much alike"):
@@ -216,7 +224,7 @@ def test_grid_goes_on_where_it_was(tmp_path: Path) -> None:
     with file.open("a") as out:
         out.write('{"point": {"enc')  # the half line of a kill
     first = read_runs(file)
-    file.write_text(json.dumps(first[0]) + "\n")
+    assert len(first) == 1
     assert run_grid(points, TINY, file, max_seconds=-1.0) == 3 and run_grid(points, TINY, file) == 0
     records = read_runs(file)
     assert len(records) == 4 and records[0] == first[0]
@@ -224,7 +232,8 @@ def test_grid_goes_on_where_it_was(tmp_path: Path) -> None:
     assert all(math.isfinite(value) for record in records for value in record["features"].values())
     old = json.loads(json.dumps(records))
     del old[2]["features"]["trial_source"]
-    old[2]["features"]["rate"] = 9.0
+    old[2]["features"]["layers"] = 9.0
+    del old[0]["features"]["fp16"]  # the point settles it: nothing is measured
     file.write_text("".join(json.dumps(record) + "\n" for record in old))
     assert measure_anew(file) == 1 and measure_anew(file) == 0
     for again, record in zip(read_runs(file), records, strict=True):
@@ -254,16 +263,53 @@ def test_side_by_side_is_one_by_one(blocks: str) -> None:
 
 def test_the_doctor_measures_what_the_grid_measured() -> None:
     """The rule is fitted on what `measure_points` finds, side by side, and asked what `diagnose` finds, one by one."""
-    points = [Point("post_ln", "admin", 2, 3e-3, warm, 3) for warm in (True, False)]
-    batch, size = TINY.task.batch(0, 3), TINY.task.vocabulary
+    points = [Point("post_ln", "admin", 2, 3e-3, warm, 3, precision="bf16") for warm in (True, False)]
+    batch, first, size = TINY.task.batch(0, PROBE), TINY.task.batch(0, 3), TINY.task.vocabulary
     for point, found in zip(points, measure_points(points, TINY), strict=True):
         recipe = point_recipe(point, TINY)
-        model = fresh_model(recipe.model, size, size, point.seed, [batch])
-        patient = Patient(recipe, model, batch, (size, size), None)
+        model = fresh_model(recipe.model, size, size, point.seed, [first])
         asked = features(model, batch, partial(one_update, model, recipe, batch), partial(trial, model, recipe, batch),
-                         rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=patient.tokens)
+                         rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=int((first[3] != PAD).sum()),
+                         precision="bf16")
         assert asked.keys() == found.keys() == FEATURES.keys()
         assert asked == pytest.approx(found, rel=1e-3, abs=1e-3)
+
+
+def test_a_trial_trains_as_training_does() -> None:
+    """Every update of it has dropout masks of its own, and RAdam stands back for Adam."""
+    recipe = point_recipe(Point("pre_ln", "pre_ln", 1, 1e-3, True), TINY)
+    size, batch = TINY.task.vocabulary, TINY.task.batch(0, 3)
+    shape = recipe.model.model_copy(update={"dropout": 0.3})
+    still = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": 0.0}), "model": shape})
+    during = trial(Transformer(shape, size, size, 1), still, batch)[:TRIAL]
+    assert len(set(during)) == TRIAL
+    by = {name: trial(Transformer(recipe.model, size, size, 1), recipe.model_copy(
+        update={"optimizer": recipe.optimizer.model_copy(update={"name": name})}), batch) for name in ("adam", "radam")}
+    assert by["radam"] == by["adam"]
+
+
+def test_each_model_has_its_own_loss_scale() -> None:
+    """Halved by an overflow, doubled after a while without; an update with an overflow changes nothing."""
+    rule = LossScale(initial_power=20, window=2, floor=2.0**10)
+    scales = _Scales(3, rule)
+    gradient = torch.tensor([[1.0, 2.0], [math.inf, 0.0], [math.nan, 1.0]]) * 2.0**20
+    assert scales.unscale(gradient).tolist() == [True, False, False] and gradient[0].tolist() == [1.0, 2.0]
+    assert scales.scales.tolist() == [2.0**20, 2.0**19, 2.0**19]
+    assert scales.unscale(torch.ones(3, 2)).all() and scales.scales.tolist() == [2.0**21, 2.0**19, 2.0**19]
+    for _ in range(20):
+        scales.unscale(torch.full((3, 2), math.nan))
+    assert scales.scales.tolist() == [2.0**10] * 3
+    task = ToyTask()
+    recipe = point_recipe(Point("pre_ln", "pre_ln", 1, 1e-3, True), TINY)
+    models = [Transformer(recipe.model, task.vocabulary, task.vocabulary, 1) for _ in range(2)]
+    batches = [task.batch(1, 3)] * 12
+    scaled = list(train_side_by_side(models, batches, [[1e-2, 0.0]] * 12, recipe.optimizer, "fp16", rule))
+    first = [losses[0] for losses in scaled]
+    dropped = sum(a == b for a, b in pairwise(first))  # 2^20 is too much for the loss's gradient in fp16
+    plain = list(train_side_by_side(models[:1], batches, [[1e-2]] * 12, recipe.optimizer))
+    assert 0 < dropped < 8 and first[-1] < first[0] - 0.3
+    assert first[-1] == pytest.approx(plain[11 - dropped][0], abs=2e-3)
+    assert len({losses[1] for losses in scaled}) == 1  # at a rate of 0
 
 
 def test_a_run_learns_or_not_by_the_mark(tmp_path: Path) -> None:
@@ -314,7 +360,7 @@ def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
     replace(rule, facts={"fitted_points": [_digest(run) for run in (*fresh, old)]}).save(tmp_path / "rule.json")
     with pytest.raises(UserError, match=r"^the rule was fitted on all 6 runs of .*fresh.jsonl, which says nothing; m"):
         judge_runs(file, tmp_path / "rule.json")
-    replace(rule, names=["layers", "tokens"]).save(tmp_path / "rule.json")
+    replace(rule, names=["layers", "tokens"], spans={**rule.spans, "layers": [0.0, 2.0]}).save(tmp_path / "rule.json")
     lacking = "has runs without layers; add it, without training them again, with tools/verdict_grid.py measure"
     for fails in (lambda: judge_runs(file, tmp_path / "rule.json"), lambda: fit_grid(file, ship=False)):
         with pytest.raises(UserError, match="has runs without "):
@@ -324,8 +370,13 @@ def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    ("verdict-grid judge none.jsonl", "none.jsonl has 0 runs, nothing to judge; make some with tools/verdict_grid.py"),
-    ("verdict-grid judge other.jsonl", "other.jsonl, line 2, is not a run of a verdict grid"),
+    ("verdict-grid judge none.jsonl", "none.jsonl does not exist; make some with tools/verdict_grid.py run none.jsonl"),
+    ("verdict-grid fit none.jsonl", "none.jsonl does not exist; make some with tools/verdict_grid.py run none.jsonl"),
+    ("verdict-grid measure none.jsonl", "none.jsonl does not exist; make some with tools/verdict_grid.py run none"),
+    ("verdict-grid run notes.md", "notes.md, line 1, is not a run of a verdict grid, which has features, final, point"),
+    ("verdict-grid judge foreign.jsonl", "foreign.jsonl, line 1, is not a run of a verdict grid"),
+    ("verdict-grid judge empty.jsonl", "empty.jsonl has 0 runs; make some with tools/verdict_grid.py run empty.jsonl"),
+    ("verdict-grid judge other.jsonl", "other.jsonl, line 1, is not a run of a verdict grid"),
     ("reproduce corollaries --width 6", "--width is 6, must be a multiple of 4, the number of heads"),
     ("reproduce vanishing --trials 0", "--trials is 0, must be 1 or more"),
     ("reproduce last_ffn --threads 0", "--threads is 0, must be 1 or more"),
@@ -343,8 +394,8 @@ MISTAKES = [
     ("verdict-grid measure other.jsonl --rule a", "--rule is of verdict-grid judge and has no say in measure; leave"),
     ("verdict-grid run other.jsonl/runs.jsonl", "other.jsonl cannot be written"),
     ("verdict-grid run .", ". cannot be read as lines of JSON: "),
-    ("verdict-grid fit other.jsonl", "other.jsonl, line 2, is not a run of a verdict grid, which has f"),
-    ("verdict-grid measure other.jsonl", "other.jsonl, line 2, is not a run of a verdict grid"),
+    ("verdict-grid fit other.jsonl", "other.jsonl, line 1, is not a run of a verdict grid, which has f"),
+    ("verdict-grid measure other.jsonl", "other.jsonl, line 1, is not a run of a verdict grid"),
 ]
 
 
@@ -353,9 +404,14 @@ def test_mistakes(
     line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "other.jsonl").write_text('{"half\n{"update": 1, "loss": 2.0}\n')
+    (tmp_path / "other.jsonl").write_text('{"update": 1, "loss": 2.0}\n')
+    (tmp_path / "notes.md").write_text("# Notes\nof mine")
+    (tmp_path / "empty.jsonl").write_text("")
+    foreign = {"point": {"city": "Rome"}, "settings": {}, "features": {}, "final": 1.0}
+    (tmp_path / "foreign.jsonl").write_text(json.dumps(foreign) + "\n")
     command, *words = line.split()
     assert main(command, words) == 2
+    assert (tmp_path / "notes.md").read_text() == "# Notes\nof mine"
     assert said in capsys.readouterr().err and not (tmp_path / "runs.jsonl").exists()
 
 
@@ -369,7 +425,7 @@ def test_the_shipped_rule_is_the_one_of_the_shipped_runs() -> None:
     assert found.total == rule.facts["held_out_runs"] and len(records) - found.total == rule.facts["runs"]
     assert found == verdict_fit.Confusion(**rule.facts["confusion"]) and found.accuracy >= 0.9
     train = [record for record in records if not held_out(record, 0.3)]
-    assert rule.facts["fitted_points"] == sorted(map(_digest, train)) and set(rule.unvaried) == {"tokens"}
+    assert rule.facts["fitted_points"] == sorted(map(_digest, train)) and rule.unvaried == {}
     again = verdict_fit.FITTERS[rule.facts["fit"]](train)
     for record in test:
         assert again.probability(record["features"]) == pytest.approx(rule.probability(record["features"]), abs=1e-6)
