@@ -31,7 +31,7 @@ from deepnmt.config import Init, Recipe
 from deepnmt.data.settings import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
-from deepnmt.monitor import make_run_folder, numbered_log
+from deepnmt.monitor import cut_half_line, make_run_folder, numbered_log
 from deepnmt.parallel.launch import processes
 from deepnmt.pool import end_with_parent, submit
 
@@ -98,6 +98,7 @@ def study(recipe: Recipe, output: Path, wanted: Systems, count: int, max_seconds
     done = _read(file)
     left = [system for system in systems if _find(done, system, settings) is None]
     deadline = time.monotonic() + max_seconds
+    cut_half_line(file)
     with file.open("a", encoding="utf-8") as stream:
         for number, record in enumerate(_results(left, recipe, count, deadline), 1):
             stream.write(json.dumps(record) + "\n")

@@ -53,12 +53,12 @@ def diagnose(words: list[str]) -> int:
                         "leave it out")
     profiled(found, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
     from deepnmt.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
-    from deepnmt.parallel.launch import processes
+    from deepnmt.parallel.launch import place, processes
 
+    if (count := place()[1]) > 1:
+        raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
+                        "alone, and say with --processes how many training will run on")
     with processes(recipe.parallel.threads) as ranks:
-        if ranks.world > 1:
-            raise UserError(f"diagnose was started on {ranks.world} processes, but it looks at one model by itself; "
-                            "start it alone, and say with --processes how many training will run on")
         is_run = Path(found.recipe).is_dir() and not found.fresh
         checkpoint = default_checkpoint(recipe, found.checkpoint, is_run)
         if checkpoint is not None:

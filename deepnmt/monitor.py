@@ -194,6 +194,28 @@ def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
             continue
 
 
+def cut_half_line(path: Path) -> None:
+    """Takes away half a last line of JSON, which a kill left, and ends a whole one without an end, so that what comes
+    next stands by itself.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        with open(path, "a+b") as file:
+            file.seek(0)
+            text = file.read()
+            start = text.rfind(b"\n") + 1
+            try:
+                json.loads(text[start:])
+            except ValueError:
+                file.truncate(start)
+            else:
+                file.write(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; name another") from None
+
+
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON aside and renames it into place."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -27,7 +27,7 @@ from deepnmt.analysis.verdict import FEATURES, SHIPPED, VerdictRule
 from deepnmt.analysis.verdict_fit import Fitted, confusion, fit_rule, held_out
 from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
-from deepnmt.monitor import make_run_folder
+from deepnmt.monitor import cut_half_line, make_run_folder
 from deepnmt.verdict_points import (
     INIT,
     OPTIMIZER,
@@ -201,8 +201,7 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
         shared = (point.encoder, point.decoder, point.layers, point.sentences, point.seed, point.precision)
         groups.setdefault(shared, []).append(point)
     make_run_folder(output.parent, "RUNS")
-    if output.exists():
-        _cut_half_line(output)
+    cut_half_line(output)
     started, left = time.monotonic(), len(wanted)
     with output.open("a", encoding="utf-8") as file:
         for group in groups.values():
@@ -289,13 +288,6 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 def _is_half(line: str) -> bool:
     """Whether it may be the beginning of a run's line."""
     return line.startswith(_BEGINS[: len(line)]) and not line.endswith("}")
-
-
-def _cut_half_line(path: Path) -> None:
-    """Takes away the half line of a kill, so that what comes next stands on a line of its own."""
-    text = path.read_bytes()
-    if text and not text.endswith(b"\n"):
-        path.write_bytes(text[: text.rfind(b"\n") + 1])
 
 
 def _key(record: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ from deepnmt.checkpoint import load_model
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.settings import open_prepared
-from deepnmt.diagnose import _in_bf16, between_checkpoints, due_rate, growth, one_update
+from deepnmt.diagnose import _features, _in_bf16, between_checkpoints, due_rate, growth, one_update
+from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.launch import Ranks
 from deepnmt.patient import first_batch, patient_of
@@ -195,7 +196,7 @@ def test_a_run_and_its_checkpoints(
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     tags = [tag for tag in board.Tags()["scalars"] if tag.startswith("probe/")]
-    assert len(tags) == 5 * 4
+    assert len(tags) == 6 * 4 + 3 * 2 * (2 + 3)  # of four layers, and of each of their sub-layers
     points = board.Scalars("probe/decoder.layers.1/gradient_norm")
     assert [p.step for p in points] == [2, 4, 6] and all(p.value > 0 for p in points)
 
@@ -342,11 +343,57 @@ def test_papers_as_documented(tmp_path: Path) -> None:
     assert last["power"] == pytest.approx({"post_ln": 0.0, "pre_ln": -0.5}, abs=0.1)
 
 
-def test_mistakes(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rule_is_told_of_all_processes_and_of_the_precision(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepnmt.diagnose, "features", lambda *_, **told: told)
+    lines = {"fp32": [], "bf16": [f"parallel.ds_config={LAYOUTS}/zero1_bf16.json"],
+             "fp16": [f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp16.json", "parallel.pipeline_stages=2"]}
+    for precision, words in lines.items():
+        recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=3", *words])
+        data = open_prepared(recipe)
+        patient = patient_of(recipe, data, first_batch(recipe, data, 100, torch.device("cpu")), None)
+        alone, four = (_features(recipe, patient.model, patient, count) for count in (1, 4))
+        width = patient.batch[3].size(1)
+        expected = 3 * patient.tokens / len(patient.batch[0]) * recipe.batch.tokens / width
+        assert alone["tokens"] == round(expected) and four["tokens"] == round(4 * expected)
+        assert alone["precision"] == four["precision"] == precision
+
+
+def test_a_batch_of_one_sentence_is_refused(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", [])
+    data = open_prepared(recipe)
+    split = data.split("train")
+    longest = max(int(split.src_lengths.max()), int(split.trg_lengths.max()))
+    short = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"tokens": longest})})
+    said = set()
+    for seed in range(40):
+        try:
+            batch = first_batch(short.model_copy(update={"seed": seed}), data, 100, torch.device("cpu"))
+            assert len(batch[0]) >= 2
+        except UserError as error:
+            said.add(str(error))
+    assert said == {f"batch.tokens is {longest}, so that the first micro-batch has one sentence, but sentences are "
+                    f"compared with one another; give more, as in batch.tokens={2 * longest}"}
+
+
+def test_mistakes(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = str(prepared / "recipe.yaml")
     assert main("diagnose", [recipe, f"run={tmp_path}", "--checkpoint", str(tmp_path / "none")]) == 2
     assert main("diagnose", [recipe, f"run={tmp_path}", "--tokens", "0"]) == 2
     assert main("diagnose", [recipe, f"run={tmp_path}", "--rule", str(tmp_path / "none.json")]) == 2
+    assert main("diagnose", [recipe, f"run={tmp_path}", "--fresh"]) == 2
+    assert main("diagnose", [recipe, f"run={tmp_path}", "--processes", "0"]) == 2
+    staged = ["parallel.pipeline_stages=2", f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp32.json"]
+    assert main("diagnose", [recipe, f"run={tmp_path}", *staged, "--processes", "3"]) == 2
+    (tmp_path / "file").write_text("")
+    assert main("diagnose", [recipe, f"run={tmp_path}", ONE, "--output", str(tmp_path / "file")]) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main("diagnose", [recipe, f"run={tmp_path}"]) == 2
+    monkeypatch.undo()
     plain = ["model.encoder.block=b2t", "model.decoder.block=pre_ln"]
     for command, words in (("train", [*plain, "admin.tokens=99"]), ("train", [*plain, "admin={input_variance: one}"]),
                            ("diagnose", ["admin.profile=omega.json", "admin.tokens=99"])):
@@ -356,4 +403,8 @@ def test_mistakes(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "admin.input_variance=one has no say here, since model.encoder.block is b2t and " in said
     assert "admin.tokens=99 has no say here, since the profile is read from admin.profile (omega.json); leave" in said
     assert main("train", [recipe, f"run={tmp_path}/dry", *plain, "--dry-run"]) == 0  # the recipe itself may say it
+    assert f"--fresh is of a run's folder, but {recipe} is a recipe" in said and "--processes is 0, must be 1" in said
+    assert "--processes is 3, must be a multiple of parallel.pipeline_stages (2)" in said
+    assert f"folder {tmp_path}/file cannot be written: File exists; set --output to a folder that can be" in said
+    assert "diagnose was started on 2 processes, but it looks at one model by itself; start it alone, and say" in said
     assert "there is no folder" in said and "--tokens is 0" in said and "none.json cannot be read" in said
