@@ -34,7 +34,7 @@ SHIPPED = Path(__file__).with_name("verdict.json")
 TRIAL = 40  # updates on one batch
 _REASONS = 6  # of a verdict, the weightiest
 _RISE = 20  # of them at most for the warm-up
-_FORMAT, _VERSION = "deepnmt-verdict", 2
+_FORMAT, _VERSION = "deepnmt-verdict", 3
 
 # What each feature is, in words. "Change": see `change.py`; all logarithms are to base 10.
 FEATURES: dict[str, str] = {
@@ -234,10 +234,10 @@ class VerdictRule:
     """A rule that was fitted on runs.
 
     Attributes:
-        kind: logistic: probability = 1 / (1 + exp(-(bias + Σ weights · z + squares · z²))), z = (x - centre) / scale;
-            tree: nested questions.
+        kind: logistic: probability = 1 / (1 + exp(-(bias + Σ weights · z + squares · z² + by_rate · z · z_rate))), z =
+            (x - centre) / scale; tree: nested questions.
         names: the features it asks for.
-        body: logistic: centre, scale, weights, squares (lists in the order of `names`) and bias; tree: nodes of
+        body: logistic: centre, scale, weights, squares, by_rate (lists in the order of `names`), bias; tree: nodes of
             feature, threshold, low and high, and leaves of probability and runs.
         spans: by feature, its smallest and largest value among the runs; the logistic rule takes what lies outside
             for the nearest of the two, since a square knows nothing out there.
@@ -308,13 +308,14 @@ class VerdictRule:
         return found
 
     def _pulls(self, values: Mapping[str, float]) -> dict[str, float]:
-        body, found = self.body, {}
-        columns = zip(self.names, body["weights"], body["squares"], body["centre"], body["scale"], strict=True)
-        for name, weight, square, centre, scale in columns:
+        body, z = self.body, {}
+        for name, centre, scale in zip(self.names, body["centre"], body["scale"], strict=True):
             low, high = self.spans[name]
-            z = (min(max(values[name], low), high) - centre) / scale
-            found[name] = weight * z + square * z * z
-        return found
+            z[name] = (min(max(values[name], low), high) - centre) / scale
+        rate = z.get("rate", 0.0)
+        columns = zip(self.names, body["weights"], body["squares"], body["by_rate"], strict=True)
+        return {name: (weight + by_rate * rate) * z[name] + square * z[name]**2
+                for name, weight, square, by_rate in columns}
 
     def _leaf(self, values: Mapping[str, float]) -> tuple[dict[str, Any], list[str]]:
         node, path = self.body, []
@@ -346,7 +347,7 @@ class VerdictRule:
             if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
                 raise KeyError
             rule = cls(**content)
-            needed = ("centre", "scale", "weights", "squares", "bias") if rule.kind == "logistic" else ()
+            needed = ("centre", "scale", "weights", "squares", "by_rate", "bias") if rule.kind == "logistic" else ()
             if not all(name in rule.body for name in needed) or not set(rule.names) <= set(rule.spans):
                 raise KeyError
         except OSError as error:

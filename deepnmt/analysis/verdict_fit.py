@@ -1,8 +1,10 @@
-"""A rule from runs: a logistic regression on features and their squares, or a decision tree; judged on runs held out.
+"""A rule from runs: a logistic regression on features and their squares, the same with weights that depend on the
+learning rate, or a decision tree; judged on runs held out.
 
-Which of the two, how much the weights are shrunk, and how deep the tree is, is decided on the training part alone, by
-the log loss over five folds of it. Since neighbouring points of a grid are alike, the same is also done with each block
-held out in turn; and since one split is a matter of luck, with other splits.
+Which of them, how much the weights are shrunk, and how deep the tree is, is decided on the training part alone, by the
+log loss over five folds of it. Since neighbouring points of a grid are alike, the same is also done with each block
+held out in turn; and since one split is a matter of luck, with other splits. Runs that differ in precision alone mostly
+end alike, so they always stand on the same side.
 """
 
 from __future__ import annotations
@@ -83,9 +85,13 @@ def confusion(rule: VerdictRule, records: Sequence[Record]) -> Confusion:
 
 
 def held_out(record: Record, share: float) -> bool:
-    """Whether a run is held out; a function of its point alone."""
-    digest = hashlib.sha256(json.dumps(record["point"], sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:4], "big") / 2**32 < share
+    """Whether a run is held out; a function of its point alone, precision apart."""
+    return int.from_bytes(hashlib.sha256(_twins(record).encode()).digest()[:4], "big") / 2**32 < share
+
+
+def _twins(record: Record) -> str:
+    """What runs share that differ in precision alone."""
+    return json.dumps({name: value for name, value in record["point"].items() if name != "precision"}, sort_keys=True)
 
 
 def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) -> Fitted:
@@ -113,9 +119,11 @@ def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) ->
 
 def _by_luck(records: Sequence[Record], share: float, seed: int) -> float:
     """The accuracy on the part held out of a random split."""
-    order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed)).tolist()
-    cut = round(share * len(records))
-    train, test = [records[place] for place in order[cut:]], [records[place] for place in order[:cut]]
+    points = list(dict.fromkeys(map(_twins, records)))
+    order = torch.randperm(len(points), generator=torch.Generator().manual_seed(seed)).tolist()
+    held = {points[place] for place in order[:round(share * len(points))]}
+    train = [record for record in records if _twins(record) not in held]
+    test = [record for record in records if _twins(record) in held]
     return confusion(FITTERS[choose(train)](train), test).accuracy
 
 
@@ -131,9 +139,10 @@ def choose(train: Sequence[Record]) -> str:
 def folded(records: Sequence[Record], fitter: Fitter) -> float:
     """Log loss in nats a run over five folds, each judged by a rule fitted on the other four."""
     total = 0.0
+    number = {point: place for place, point in enumerate(dict.fromkeys(map(_twins, records)))}
     for fold in range(_FOLDS):
-        inside = [record for number, record in enumerate(records) if number % _FOLDS == fold]
-        rule = fitter([record for number, record in enumerate(records) if number % _FOLDS != fold])
+        inside = [record for record in records if number[_twins(record)] % _FOLDS == fold]
+        rule = fitter([record for record in records if number[_twins(record)] % _FOLDS != fold])
         for record in inside:
             probability = rule.probability(record["features"])
             right = probability if record["learned"] else 1 - probability
@@ -152,21 +161,30 @@ def _spans(records: Sequence[Record], names: Sequence[str]) -> dict[str, list[fl
     return {name: [min(found), max(found)] for name, found in values.items()}
 
 
-def fit_logistic(records: Sequence[Record], decay: float, names: Sequence[str] = tuple(FEATURES)) -> VerdictRule:
+def fit_logistic(
+    records: Sequence[Record], decay: float, names: Sequence[str] = tuple(FEATURES), by_rate: bool = False
+) -> VerdictRule:
     """Logistic regression on standardised features and their squares.
 
     Args:
         decay: half of it times the squared weights is added to the log loss summed over the runs.
+        by_rate: also on the product of each feature with the log rate, so that what a number means may depend on it.
     """
     x, y = _table(records, names)
     centre, scale = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
     z = (x - centre) / scale
     squared = [place for place, name in enumerate(names) if name not in _NO_SQUARE]
-    found, bias = _newton(torch.cat([z, z[:, squared].square()], dim=1), y, decay)
-    squares = torch.zeros(len(names), dtype=x.dtype)
-    squares[squared] = found[len(names):]
-    body = {"centre": centre.tolist(), "scale": scale.tolist(), "weights": found[: len(names)].tolist(),
-            "squares": squares.tolist(), "bias": bias}
+    crossed = [place for place, name in enumerate(names) if name != "rate"] if by_rate else []
+    products = z[:, crossed] * z[:, [list(names).index("rate")]] if crossed else z[:, :0]
+    found, bias = _newton(torch.cat([z, z[:, squared].square(), products], dim=1), y, decay)
+    weights, squares, rates = found.split([len(names), len(squared), len(crossed)])
+
+    def spread(values: Tensor, places: list[int]) -> list[float]:
+        return torch.zeros(len(names), dtype=x.dtype).index_copy(0, torch.tensor(places, dtype=torch.int64),
+                                                                 values).tolist()
+
+    body = {"centre": centre.tolist(), "scale": scale.tolist(), "weights": weights.tolist(),
+            "squares": spread(squares, squared), "by_rate": spread(rates, crossed), "bias": bias}
     return VerdictRule("logistic", list(names), body, _spans(records, names))
 
 
@@ -227,5 +245,7 @@ def _best_split(values: Tensor, y: Tensor) -> tuple[float, float] | None:
 
 FITTERS: dict[str, Fitter] = {
     **{f"logistic, decay {decay}": partial(fit_logistic, decay=decay) for decay in (0.03, 0.1, 0.3, 1.0, 3.0)},
+    **{f"logistic by rate, decay {decay}": partial(fit_logistic, decay=decay, by_rate=True)
+       for decay in (0.3, 1.0, 3.0)},
     **{f"tree, {depth} questions": partial(fit_tree, depth=depth) for depth in (2, 3, 4)},
 }

@@ -43,8 +43,9 @@ def read(folder: Path) -> dict[str, Any]:
 
 def write_rule(folder: Path, weight: float) -> str:
     """A rule that asks for the rate alone: `weight` below 0 wants it low. All its runs had one size of batch."""
-    rule = {"format": "deepnmt-verdict", "version": 2, "kind": "logistic", "names": ["rate"],
-            "body": {"centre": [-3.15], "scale": [0.3], "weights": [weight], "squares": [0.0], "bias": 0.0},
+    rule = {"format": "deepnmt-verdict", "version": 3, "kind": "logistic", "names": ["rate"],
+            "body": {"centre": [-3.15], "scale": [0.3], "weights": [weight], "squares": [0.0], "by_rate": [0.0],
+                     "bias": 0.0},
             "spans": {"rate": [-5, -3], "tokens": [1.5, 1.5]}, "facts": {}}
     (folder / "rule.json").write_text(json.dumps(rule))
     return str(folder / "rule.json")
