@@ -39,7 +39,8 @@ def diagnose(words: list[str]) -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", metavar="FOLDER", help="a checkpoint, or a run whose newest is meant")
     which.add_argument("--fresh", action="store_true", help="of a run: the weights it began with")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN/diagnosis or RUN/diagnosis-UPDATE")
+    parser.add_argument("--output", type=Path, metavar="FOLDER",
+                        help="default: RUN/diagnosis or RUN/diagnosis-CHECKPOINT")
     parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="target tokens looked at (default 1024)")
     parser.add_argument("--processes", type=int, default=1, metavar="N",
                         help="that training will run on, for the size of an update (default 1)")

@@ -34,6 +34,7 @@ from deepnmt.analysis.verdict import (
     features,
     layer_changes_by,
     other_sources,
+    precision_features,
     trial_rates,
 )
 from deepnmt.checkpoint import (
@@ -304,10 +305,10 @@ def judge(patient: Patient, rule: VerdictRule, half: HalfZeros, data_world: int 
     }
     answer["rule"].pop("fitted_points", None)  # hundreds, of no use to a reader
     if fp16 is not None and (layout := _in_bf16(patient.recipe)) is not None:
-        answer["instead"][f"parallel.ds_config={layout}"] = verdict.probability
+        answer["instead"][f"parallel.ds_config={layout}"] = rule.probability({**values, **precision_features("bf16")})
     if not verdict.trains:
-        low, high = rule.spans.get("tokens", (0.0, 0.0))
-        for name, recipe in alternatives(patient.recipe, knows_batches=high > low).items():
+        largest = rule.spans.get("tokens", (0.0, 0.0))[1]  # beyond it more is the same to the rule
+        for name, recipe in alternatives(patient.recipe, knows_batches=values["tokens"] < largest).items():
             profile = patient.profile if recipe.model == patient.recipe.model else None
             model = fresh(recipe, patient.vocabs, patient.batch, profile)
             answer["instead"][name] = rule.probability(_features(recipe, model, patient, data_world))
@@ -341,11 +342,10 @@ def _in_bf16(recipe: Recipe) -> str | None:
 
 
 def _features(recipe: Recipe, model: Transformer, patient: Patient, data_world: int) -> dict[str, float]:
-    tokens = patient.tokens / len(patient.batch[0]) * (recipe.batch.tokens / patient.batch[3].size(1))
     return features(model, patient.batch, partial(one_update, model, recipe, patient.batch),
                     partial(trial, model, recipe, patient.batch), rate=recipe.optimizer.lr,
                     warmup=recipe.schedule.warmup,
-                    tokens=max(1, round(tokens * recipe.batch.accumulation * data_world)),
+                    tokens=max(1, round(patient.micro_batch * recipe.batch.accumulation * data_world)),
                     precision=precision_of(recipe))
 
 

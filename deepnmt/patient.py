@@ -25,8 +25,8 @@ from deepnmt.profile import profile_for
 @dataclass(frozen=True)
 class Patient:
     """What is examined: a model with its recipe and a batch, and what it came from: a checkpoint with how often its run
-    had seen the training text and the loss scale that it had reached in fp16, or, of a fresh model with Admin stacks,
-    the profile."""
+    had seen the training text and the loss scale that it had reached in fp16, or, of a fresh model, the mean target
+    tokens of its run's micro-batches and, with Admin stacks, the profile."""
 
     recipe: Recipe
     model: Transformer
@@ -36,6 +36,7 @@ class Patient:
     profile: AdminProfile | None = None
     passes: float = 0.0
     scale: float | None = None
+    micro_batch: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -72,7 +73,9 @@ def patient_of(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint
     vocabs = (source.size, target.size)
     if checkpoint is None:
         profile = profile_for(recipe, data, Ranks(0, 1, 0, 1, batch[0].device))
-        return Patient(recipe, fresh(recipe, vocabs, batch, profile), batch, vocabs, None, profile)
+        stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+        mean = float(stream.split(0).trg_lengths.sum()) / stream.epoch_size(0)
+        return Patient(recipe, fresh(recipe, vocabs, batch, profile), batch, vocabs, None, profile, micro_batch=mean)
     loaded = load_model(checkpoint)
     if (loaded.src_vocab.size, loaded.trg_vocab.size) != vocabs:
         raise UserError(f"{loaded.folder} was trained with vocabularies of {loaded.src_vocab.size} and "

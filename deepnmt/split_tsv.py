@@ -55,6 +55,9 @@ def split_tsv(
                         file.write(f"{text}\n")
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None
+    if not counts["train"]:
+        raise UserError(f"{tsv} has no pair left to train on where {valid} + {test} of 1,000 sentences are held out; "
+                        "give smaller shares")
     return counts
 
 

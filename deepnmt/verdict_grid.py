@@ -27,7 +27,7 @@ from deepnmt.analysis.verdict import FEATURES, SHIPPED, VerdictRule
 from deepnmt.analysis.verdict_fit import Fitted, confusion, fit_rule, held_out
 from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
-from deepnmt.monitor import cut_half_line, make_run_folder
+from deepnmt.monitor import cut_half_line, make_folder_of
 from deepnmt.verdict_points import (
     INIT,
     OPTIMIZER,
@@ -88,6 +88,8 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
     """
     records = [marked(record, Settings().bars[mark]) for record in _some_runs(runs)]
     _require_features(records, FEATURES, runs)
+    for name in ("verdict.json", "verdict.md", "verdict.png"):
+        make_folder_of(runs.with_name(name), "RUNS")
     fitted = fit_rule(records, _HELD_OUT, splits)
     held, others = fitted.held, fitted.splits
     facts = {
@@ -96,9 +98,10 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         "accuracy_on_random_splits": {"mean": fmean(others), "least": min(others), "most": max(others)},
         "learned": sum(bool(record["learned"]) for record in records), "fit": fitted.recipe,
         "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"], "optimizer": OPTIMIZER,
-        "init": INIT, "schedule": SCHEDULE, "dropout": 0.0, "label_smoothing": 0.0,
+        "init": INIT, "schedule": SCHEDULE, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+        "weight_decay": 0.0, "clip": 0.0, "label_smoothing": 0.0,
         "precisions": sorted({record["point"].get("precision", "fp32") for record in records}),
-        "fitted_points": sorted(_digest(r) for r in records if not held_out(r, _HELD_OUT)),
+        "fitted_points": sorted({_digest(r) for r in records if not held_out(r, _HELD_OUT)}),
     }
     rule = replace(fitted.rule, facts=facts)
     rule.save(runs.with_name("verdict.json"))
@@ -111,8 +114,10 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
 
 
 def _digest(record: dict[str, Any]) -> str:
-    """A short name of a run's point and settings, by which a rule knows what it was fitted on."""
-    return hashlib.sha256(_key(record).encode()).hexdigest()[:12]
+    """A short name of a run's point and settings, by which a rule knows what it was fitted on. Runs that differ in
+    precision alone have one: they mostly end alike."""
+    point = {name: value for name, value in record["point"].items() if name != "precision"}
+    return hashlib.sha256(_key({**record, "point": point}).encode()).hexdigest()[:12]
 
 
 def report(rule: VerdictRule, fitted: Fitted) -> str:
@@ -200,7 +205,7 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
         point_recipe(point, settings)
         shared = (point.encoder, point.decoder, point.layers, point.sentences, point.seed, point.precision)
         groups.setdefault(shared, []).append(point)
-    make_run_folder(output.parent, "RUNS")
+    make_folder_of(output, "RUNS")
     cut_half_line(output)
     started, left = time.monotonic(), len(wanted)
     with output.open("a", encoding="utf-8") as file:
@@ -223,6 +228,7 @@ def measure_anew(runs: Path) -> int:
     alone settles is just written in.
     """
     records = _some_runs(runs)
+    make_folder_of(runs, "RUNS")
     for record in records:
         record["features"] |= point_features(Point(**record["point"]), Settings.of(record["settings"]))
     groups: dict[str, list[int]] = {}
@@ -277,17 +283,20 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
                 raise KeyError
             Point(**record["point"]), Settings.of(record["settings"])
         except (ValueError, TypeError, KeyError, AttributeError):
-            if number == len(lines) and _is_half(line):
-                break
+            if number == len(lines) and line.startswith(_BEGINS[: len(line)]) and not _is_json(line):
+                break  # the half line of a kill
             raise UserError(f"{path}, line {number}, is not a run of a verdict grid, which has "
                             f"{', '.join(sorted(_SHAPE))}; give a file that verdict-grid run wrote") from None
         records.append(record)
     return records
 
 
-def _is_half(line: str) -> bool:
-    """Whether it may be the beginning of a run's line."""
-    return line.startswith(_BEGINS[: len(line)]) and not line.endswith("}")
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _key(record: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepnmt.analysis import doctor_plots as plots
 from deepnmt.analysis.change import Growth
-from deepnmt.analysis.verdict import FEATURES
+from deepnmt.analysis.verdict import plainly, told
 
 Findings = Mapping[str, Any]
 _NO_RULE = "none: no rule comes with this version; fit one with tools/verdict_grid.py and give it with --rule"
@@ -101,7 +101,7 @@ def _moved_words(moved: Sequence[Mapping[str, Any]]) -> str:
 def _verdict_words(verdict: Mapping[str, Any]) -> str:
     words = f"{'trains' if verdict['trains'] else 'does NOT train'} (probability {verdict['probability']:.2f})"
     if verdict["fp16"]:
-        words = (f"does NOT train in fp16: {verdict['fp16']} (probability in another precision "
+        words = (f"does NOT train in fp16: {verdict['fp16']} (probability by the rule alone "
                  f"{verdict['probability']:.2f})")
     return f"{words}; outside the runs the rule knows, see the page" if verdict["outside"] else words
 
@@ -132,18 +132,27 @@ def write_page(found: Findings, folder: Path) -> Path:
 
 def _verdict_box(verdict: Mapping[str, Any]) -> str:
     rule = verdict["rule"]
-    lines = [f"<b>{html.escape(_verdict_words(verdict)).capitalize()}.</b>"]
+    words = _verdict_words(verdict)
+    lines = [f"<b>{html.escape(words[0].upper() + words[1:])}.</b>"]
     if "runs" in rule:
         lines.append(f" The rule ({rule['kind']}) was fitted on {rule['runs']} runs of small models and was right on "
-                     f"{100 * rule['held_out_accuracy']:.0f} % of {rule['held_out_runs']} others.")
-    lines += [f" All its runs had the same {html.escape(FEATURES[name])} ({value:.3g}), so of that it knows nothing."
-              for name, value in rule["unvaried"].items()]
-    lines.append(_list("Numbers that decided", verdict["reasons"]))
+                     f"{100 * rule['held_out_accuracy']:.0f} % of {rule['held_out_runs']} others{_splits(rule)}.")
+    lines += [f" All its runs had the same {html.escape(plainly(name))} ({told(name, value)}), so of that it knows "
+              "nothing." for name, value in rule["unvaried"].items()]
+    lines.append(_list("What the rule weighed" if verdict["fp16"] else "Numbers that decided", verdict["reasons"]))
     lines.append(_list("Outside of what the rule was fitted on, so trust it less", verdict["outside"]))
     better = [f"{name}: probability {value:.2f}" for name, value in
               sorted(verdict["instead"].items(), key=lambda item: -item[1])]
     lines.append(_list("The same rule on recipes that differ in one thing", better))
     return f"<div class='verdict {'yes' if verdict['trains'] else 'no'}'>{''.join(lines)}</div>"
+
+
+def _splits(rule: Mapping[str, Any]) -> str:
+    """How right it is on other splits of its runs, where it tells."""
+    if (found := rule.get("accuracy_on_random_splits")) is None:
+        return ""
+    return (f" ({100 * found['mean']:.0f} % on average over other splits, "
+            f"{100 * found['least']:.0f} to {100 * found['most']:.0f} %)")
 
 
 def _list(title: str, items: Sequence[str]) -> str:

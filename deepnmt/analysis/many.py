@@ -1,9 +1,9 @@
 """Many small models of one shape trained side by side, each at its own learning rate.
 
 A small model's update is mostly the calls of its operations, hardly their arithmetic. With the parameters of K models
-stacked, one call serves all of them (`torch.func.vmap`), and nothing else changes: a model ends with the weights it
-would have alone, up to rounding. In 16 bits weights and moments are kept in fp32 and rounded for each pass, as
-DeepSpeed does it; in fp16 every model has its own loss scale.
+stacked, one call serves all of them (`torch.func.vmap`), and nothing else changes: a model takes the steps that it
+would take alone, up to rounding (which a run at the edge of divergence may amplify). In 16 bits weights and moments are
+kept in fp32 and rounded for each pass, as DeepSpeed does it; in fp16 every model has its own loss scale.
 
 `K` models, `P` parameters of one, `B` sentences, `S` source length, `T` target length.
 """

@@ -2,7 +2,8 @@
 
 Of a layer's output its size, variance, largest magnitude, gradient, and how like the layer's input it is; of each
 sub-layer its branch's size and gradient and its LayerNorm's gradient, which in a decoder layer whose norms follow the
-branches are those at the five places of Takase et al. 2023 (B2T), figures 4 and 7. Hooks stand on the modules for that
+branches are those at the five places of Takase et al. 2023 (B2T), figures 4 and 7 (but for `rezero_post_ln`, whose
+branches are multiplied by a before they join). Hooks stand on the modules for that
 one update only; all other updates run as if there were no probe.
 """
 

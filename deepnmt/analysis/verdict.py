@@ -61,6 +61,21 @@ FEATURES: dict[str, str] = {
 }
 
 
+_LOGARITHMS = ("layers", "rate", "tokens")  # which a reader knows without the log
+
+
+def plainly(name: str) -> str:
+    """What a feature is, for a reader."""
+    return FEATURES[name].removeprefix("log ") if name in _LOGARITHMS else FEATURES[name]
+
+
+def told(name: str, value: float) -> str:
+    """Its value, for a reader."""
+    if name not in _LOGARITHMS:
+        return f"{value:.3g}"
+    return f"{10**value:.2g}" if name == "rate" else f"{10**value:,.0f}"
+
+
 def features(
     model: Transformer, batch: ProbeBatch, update: Callable[[], None], trial: Callable[[], list[float]], *, rate: float,
     warmup: int, tokens: int, precision: Precision,
@@ -253,7 +268,7 @@ class VerdictRule:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def probability(self, values: Mapping[str, float]) -> float:
-        """That a model with these features trains."""
+        """Of training, for a model with these features."""
         if self.kind == "logistic":
             score = self.body["bias"] + sum(self._pulls(values).values())
             return 1 / (1 + math.exp(-min(max(score, -500.0), 500.0)))
@@ -264,12 +279,12 @@ class VerdictRule:
         probability = self.probability(values)
         if self.kind == "logistic":
             pulls = sorted(self._pulls(values).items(), key=lambda item: -abs(item[1]))
-            reasons = [f"{FEATURES[name]}: {values[name]:.3g} speaks {'for' if pull > 0 else 'against'} it "
-                       f"({pull:+.2f})" for name, pull in pulls[:_REASONS]]
+            reasons = [f"{self._told(name, values[name])} speaks {'for' if pull > 0 else 'against'} it ({pull:+.2f})"
+                       for name, pull in pulls[:_REASONS]]
         else:
             reasons = self._leaf(values)[1]
-        outside = [f"{FEATURES[name]} is {values[name]:.3g}, the runs had {low:.3g} to {high:.3g}"
-                   for name, (low, high) in self.spans.items()
+        outside = [f"{plainly(name)} is {told(name, values[name])}, the runs had {told(name, low)} to "
+                   f"{told(name, high)}" for name, (low, high) in self.spans.items()
                    if low < high and not low - 1e-9 <= values[name] <= high + 1e-9]
         return Verdict(probability >= 0.5, probability, reasons, outside)
 
@@ -280,7 +295,7 @@ class VerdictRule:
 
     def unseen(self, recipe: Recipe, precision: Precision = "fp32") -> list[str]:
         """What none of the runs had of a recipe: its blocks, initialisation, optimizer, schedule, dropout, label
-        smoothing, and precision; as sentences.
+        smoothing, weight decay, clipping, and precision; as sentences.
 
         Of what a rule's facts do not tell, nothing is said.
         """
@@ -300,12 +315,23 @@ class VerdictRule:
                 found.append(f"the initialisation is {ours} (encoder/decoder), runs of these blocks have {theirs}")
         plain = {"schedule": ("schedule.name", recipe.schedule.name),
                  "dropout": ("model.dropout", recipe.model.dropout),
+                 "attention_dropout": ("model.attention_dropout", recipe.model.attention_dropout),
+                 "activation_dropout": ("model.activation_dropout", recipe.model.activation_dropout),
+                 "weight_decay": ("optimizer.weight_decay", recipe.optimizer.weight_decay),
+                 "clip": ("train.clip", recipe.train.clip),
                  "label_smoothing": ("train.label_smoothing", recipe.train.label_smoothing)}
         found += [f"{setting} is {value}, all runs had {self.facts[fact]}" for fact, (setting, value) in plain.items()
                   if fact in self.facts and value != self.facts[fact]]
         if precision not in self.facts.get("precisions", [precision]):
             found.append(f"it computes in {precision}, the runs in {', '.join(self.facts['precisions'])}")
         return found
+
+    def _told(self, name: str, value: float) -> str:
+        """A feature and its value, and for what the rule takes one that lies outside its runs."""
+        low, high = self.spans[name]
+        held = min(max(value, low), high)
+        taken = "" if abs(held - value) < 1e-9 else f" (taken for {told(name, held)}, the nearest of its runs)"
+        return f"{plainly(name)}: {told(name, value)}{taken}"
 
     def _pulls(self, values: Mapping[str, float]) -> dict[str, float]:
         body, z = self.body, {}
@@ -332,8 +358,8 @@ class VerdictRule:
         try:
             path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"verdict rule {path} cannot be written ({error.strerror}); put the runs where there is "
-                            "leave to write") from None
+            way = "leave out --ship" if path == SHIPPED else "put the runs where there is leave to write"
+            raise UserError(f"verdict rule {path} cannot be written ({error.strerror}); {way}") from None
 
     @classmethod
     def load(cls, path: Path = SHIPPED) -> VerdictRule:

@@ -23,6 +23,7 @@ from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.checkpoint import load_model
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
+from deepnmt.data.batching import PlanStream, Position
 from deepnmt.data.settings import open_prepared
 from deepnmt.diagnose import _features, _in_bf16, between_checkpoints, due_rate, growth, one_update
 from deepnmt.errors import UserError
@@ -85,10 +86,10 @@ def test_a_verdict_of_no_tries_other_recipes(
     assert main("diagnose", [*words, fp16, "--rule", write_rule(tmp_path, -9.0)]) == 0
     verdict = read(tmp_path / "diagnosis")["verdict"]
     page = (tmp_path / "diagnosis" / "diagnosis.html").read_text()
-    assert "All its runs had the same log target tokens of an update (1.5), so of that it knows nothing." in page
+    assert "All its runs had the same target tokens of an update (32), so of that it knows nothing." in page
     assert set(shares) == {3}  # each of an update's micro-batches has that share of the scale
     assert re.search(r"^verdict +does NOT train in fp16: \d+ % of a layer's gradients are lost to fp16 at loss scale "
-                     r"8192 \(probability in another precision 0\.", capsys.readouterr().out, flags=re.MULTILINE)
+                     r"8192 \(probability by the rule alone 0\.", capsys.readouterr().out, flags=re.MULTILINE)
     assert verdict["instead"][f"parallel.ds_config={LAYOUTS}/zero1_bf16.json"] == verdict["probability"]
     assert not verdict["trains"] and verdict["probability"] < 0.5 and len(verdict["outside"]) == 1
     assert verdict["instead"]["optimizer.lr=0.0005"] > 0.9 > 0.5 > verdict["instead"]["schedule.warmup=1"]
@@ -355,9 +356,10 @@ def test_the_rule_is_told_of_all_processes_and_of_the_precision(
         data = open_prepared(recipe)
         patient = patient_of(recipe, data, first_batch(recipe, data, 100, torch.device("cpu")), None)
         alone, four = (_features(recipe, patient.model, patient, count) for count in (1, 4))
-        width = patient.batch[3].size(1)
-        expected = 3 * patient.tokens / len(patient.batch[0]) * recipe.batch.tokens / width
-        assert alone["tokens"] == round(expected) and four["tokens"] == round(4 * expected)
+        stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+        items, _ = stream.at(Position(0, 0), size := stream.epoch_size(0))
+        told = sum(int(stream.split(0).trg_lengths[item.indices].sum()) for item in items) / size
+        assert alone["tokens"] == round(3 * told) and four["tokens"] == round(4 * 3 * told)
         assert alone["precision"] == four["precision"] == precision
 
 

@@ -65,6 +65,13 @@ def test_too_few_sentences(tmp_path: Path) -> None:
     assert not (tmp_path / "text").exists()
 
 
+def test_nothing_left_to_train_on(tmp_path: Path) -> None:
+    tsv = tmp_path / "all.tsv"
+    tsv.write_text("".join(f"source {number} a\ttarget {number} b\n" for number in range(300)))
+    with pytest.raises(UserError, match=r"all\.tsv has no pair left to train on where 499 \+ 500 of 1,000 sentences are"):
+        split_tsv(tsv, tmp_path, (1, 2), ("en", "de"), 499, 500)
+
+
 @pytest.mark.parametrize(("words", "said"), [
     ("--columns 0 1", "--columns is 0 1, must be two different columns counted from 1"),
     ("--columns 2 -1", "--columns is 2 -1, must be two different columns counted from 1"),
