@@ -97,6 +97,7 @@ def verdict_grid(words: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="N", help="default 1")
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32"],
                         help="default fp32")
+    parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], help="default auto")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument("--mark", choices=["source", "context"], default="source",
@@ -104,7 +105,8 @@ def verdict_grid(words: list[str]) -> int:
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
     parser.add_argument("--rule", type=Path, metavar="FILE", help="judge: a rule other than deepnmt's own")
     found = parser.parse_args(words)
-    of_action = {"run": ("blocks", "depths", "rates", "sentences", "seeds", "precisions", "seconds", "threads"),
+    of_action = {"run": ("blocks", "depths", "rates", "sentences", "seeds", "precisions", "inits", "seconds",
+                         "threads"),
                  "fit": ("mark", "ship"), "judge": ("rule",)}
     for action, names in of_action.items():
         for name in names:
@@ -129,7 +131,7 @@ def verdict_grid(words: list[str]) -> int:
         print(f"{measure_anew(found.runs)} runs measured again")
         return 0
     left = make_grid(found.runs, found.blocks, found.depths, found.rates, found.sentences, found.seeds,
-                     found.precisions, found.seconds, found.threads)
+                     found.precisions, found.inits, found.seconds, found.threads)
     print(f"{left} runs left" if left else "all runs done")
     return 0
 

@@ -25,11 +25,11 @@ from deepnmt.analysis.fresh import block_pair
 from deepnmt.analysis.many import Precision
 from deepnmt.analysis.verdict import FEATURES, SHIPPED, VerdictRule
 from deepnmt.analysis.verdict_fit import Fitted, confusion, fit_rule, held_out
+from deepnmt.config import Init
 from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
 from deepnmt.monitor import cut_half_line, make_folder_of
 from deepnmt.verdict_points import (
-    INIT,
     OPTIMIZER,
     SCHEDULE,
     Mark,
@@ -51,27 +51,28 @@ _HELD_OUT = 0.3  # of the runs, which the rule is judged on
 
 def grid(
     blocks: Iterable[str], depths: Iterable[int], rates: Iterable[float], sentences: Iterable[int],
-    seeds: Iterable[int], precisions: Iterable[Precision] = ("fp32",),
+    seeds: Iterable[int], precisions: Iterable[Precision] = ("fp32",), inits: Iterable[Init] = ("auto",),
 ) -> list[Point]:
     """All points, shuffled. `blocks` are words as in `Point.name`.
 
     Raises:
         UserError: a block that does not exist.
     """
-    points = [Point(encoder, decoder, layers, rate, warmup, size, seed, precision)
+    points = [Point(encoder, decoder, layers, rate, warmup, size, seed, precision, init)
               for encoder, decoder in map(block_pair, blocks) for layers in depths for rate in rates
-              for warmup in (True, False) for size in sentences for seed in seeds for precision in precisions]
+              for warmup in (True, False) for size in sentences for seed in seeds for precision in precisions
+              for init in inits]
     random.Random(1).shuffle(points)
     return points
 
 
 def make_grid(
     output: Path, blocks: list[str] | None, depths: list[int] | None, rates: list[float] | None, sentences: list[int],
-    seeds: list[int], precisions: list[Precision], max_seconds: float, threads: int,
+    seeds: list[int], precisions: list[Precision], inits: list[Init], max_seconds: float, threads: int,
 ) -> int:
     """The runs of a command line (None: all blocks, `DEPTHS`, `RATES`); returns how many are left."""
     torch.set_num_threads(threads)
-    points = grid(blocks or list(RULES), depths or DEPTHS, rates or RATES, sentences, seeds, precisions)
+    points = grid(blocks or list(RULES), depths or DEPTHS, rates or RATES, sentences, seeds, precisions, inits)
     return run_grid(points, Settings(), output, max_seconds)
 
 
@@ -98,8 +99,9 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         "accuracy_on_random_splits": {"mean": fmean(others), "least": min(others), "most": max(others)},
         "learned": sum(bool(record["learned"]) for record in records), "fit": fitted.recipe,
         "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"], "optimizer": OPTIMIZER,
-        "init": INIT, "schedule": SCHEDULE, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
-        "weight_decay": 0.0, "clip": 0.0, "label_smoothing": 0.0,
+        "inits": _inits(records), "schedule": SCHEDULE,
+        "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "weight_decay": 0.0, "clip": 0.0,
+        "label_smoothing": 0.0,
         "precisions": sorted({record["point"].get("precision", "fp32") for record in records}),
         "fitted_points": sorted({_digest(r) for r in records if not held_out(r, _HELD_OUT)}),
     }
@@ -111,6 +113,14 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
     text = report(rule, fitted)
     runs.with_name("verdict.md").write_text(text + "\n", encoding="utf-8")
     return text
+
+
+def _inits(records: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
+    """The initialisations that runs of each pair of blocks had."""
+    found: dict[str, set[str]] = {}
+    for point in (Point(**record["point"]) for record in records):
+        found.setdefault(f"{point.encoder}/{point.decoder}", set()).add(point.initialisation)
+    return {blocks: sorted(inits) for blocks, inits in found.items()}
 
 
 def _digest(record: dict[str, Any]) -> str:
@@ -139,8 +149,8 @@ def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
     Runs that it was fitted on are left out and counted.
 
     Returns:
-        Lines: the accuracy, the confusion table, and the accuracy by batch size, depth, rate, precision and
-        blocks.
+        Lines: the accuracy, the confusion table, and the accuracy by batch size, depth, rate, precision,
+        initialisation and blocks.
 
     Raises:
         UserError: no runs, none but what the rule was fitted on, a file of something else, or no such rule.
@@ -157,7 +167,8 @@ def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
     kinds: dict[str, Callable[[Point], str]] = {
         "sentences a batch": lambda point: f"{point.sentences}",
         "layers of each stack": lambda point: f"{point.layers}", "peak rate": lambda point: f"{point.rate:g}",
-        "precision": lambda point: point.precision, "blocks": lambda point: point.name}
+        "precision": lambda point: point.precision, "initialisation": lambda point: point.initialisation,
+        "blocks": lambda point: point.name}
     for kind, of in kinds.items():
         groups: dict[str, list[dict[str, Any]]] = {}
         for record in records:
@@ -203,7 +214,7 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
     groups: dict[tuple[object, ...], list[Point]] = {}
     for point in wanted:
         point_recipe(point, settings)
-        shared = (point.encoder, point.decoder, point.layers, point.sentences, point.seed, point.precision)
+        shared = (point.encoder, point.decoder, point.layers, point.sentences, point.seed, point.precision, point.init)
         groups.setdefault(shared, []).append(point)
     make_folder_of(output, "RUNS")
     cut_half_line(output)
@@ -281,7 +292,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
             if not record.keys() >= _SHAPE:
                 raise KeyError
-            Point(**record["point"]), Settings.of(record["settings"])
+            Point(**record["point"]).initialisation, Settings.of(record["settings"])
         except (ValueError, TypeError, KeyError, AttributeError):
             if number == len(lines) and line.startswith(_BEGINS[: len(line)]) and not _is_json(line):
                 break  # the half line of a kill

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from deepnmt.analysis.fresh import fresh_model
+from deepnmt.analysis.fresh import fresh_model, initialisation
 from deepnmt.analysis.many import Precision, train_side_by_side
 from deepnmt.analysis.probes import ProbeBatch
 from deepnmt.analysis.toy_task import ToyTask
@@ -24,7 +24,7 @@ from deepnmt.analysis.verdict import (
     trial_rates,
     update_features,
 )
-from deepnmt.config import Recipe, check_recipe
+from deepnmt.config import Init, Recipe, check_recipe
 from deepnmt.model.embedding import PAD
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
@@ -32,7 +32,7 @@ from deepnmt.parallel.local import LocalEngine
 
 Mark = Literal["source", "context"]
 
-OPTIMIZER, INIT, SCHEDULE = "adam", "auto", "linear"  # of all runs
+OPTIMIZER, SCHEDULE = "adam", "linear"  # of all runs
 PROBE = 8  # sentences that models are measured on, whatever their runs' batches
 _AVERAGED = 20  # updates at the end whose mean loss decides
 
@@ -71,7 +71,7 @@ class Settings:
 @dataclass(frozen=True)
 class Point:
     """One run: blocks of encoder and decoder, layers of each, peak rate, with or without warm-up, sentences of a batch,
-    seed, precision."""
+    seed, precision, `init` of both stacks."""
 
     encoder: str
     decoder: str
@@ -81,15 +81,22 @@ class Point:
     sentences: int = 8
     seed: int = 1
     precision: Precision = "fp32"
+    init: Init = "auto"
 
     def as_dict(self) -> dict[str, Any]:
-        """For the lines of the file; fp32 goes without saying there."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("precision", "fp32")}
+        """For the lines of the file; fp32 and auto go without saying there."""
+        unsaid = {"precision": "fp32", "init": "auto"}
+        return {name: value for name, value in asdict(self).items() if unsaid.get(name) != value}
 
     @property
     def name(self) -> str:
         """The blocks as one word: `admin`, or `post_ln/pre_ln` for a hybrid."""
         return self.encoder if self.encoder == self.decoder else f"{self.encoder}/{self.decoder}"
+
+    @property
+    def initialisation(self) -> str:
+        """What `init` comes to in encoder and decoder, as in `xavier/depth_scaled`."""
+        return "/".join(initialisation(block, self.init) for block in (self.encoder, self.decoder))
 
 
 def run_points(points: list[Point], settings: Settings) -> list[dict[str, Any]]:
@@ -155,7 +162,7 @@ def marked(record: dict[str, Any], bar: float) -> dict[str, Any]:
 def point_recipe(point: Point, settings: Settings) -> Recipe:
     """The recipe of a point; only its model, optimizer, schedule and training are used."""
     corpus = {"src": "-", "trg": "-"}
-    stack = {"layers": point.layers, "init": INIT}
+    stack = {"layers": point.layers, "init": point.init}
     return check_recipe({
         "run": "-", "seed": point.seed,
         "data": {"folder": "-", "src_lang": "src", "trg_lang": "trg", "train": corpus, "valid": corpus,

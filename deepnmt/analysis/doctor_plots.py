@@ -213,24 +213,24 @@ def draw_moved(moved: Sequence[Tree], path: Path) -> None:
 
 def draw_grid(records: Sequence[Tree], path: Path) -> None:
     """The runs of a grid: a row for each block, a column for each depth and rate, with and without warm-up; a panel for
-    each precision and batch size.
+    each precision, batch size and initialisation.
 
     The colour is the final loss as a share of the mark that a run must come under: blue below, red above; the mean over
     seeds.
     """
-    cells: dict[tuple[str, int], Panel] = {}
+    cells: dict[tuple[str, int, str], Panel] = {}
     for record in records:
         point = record["point"]
         name = str(point["encoder"] if point["encoder"] == point["decoder"]
                    else f"{point['encoder']} / {point['decoder']}")
-        panel = cells.setdefault((point.get("precision", "fp32"), point.get("sentences", 0)), {})
+        kind = point.get("precision", "fp32"), point.get("sentences", 0), point.get("init", "auto")
+        panel = cells.setdefault(kind, {})
         column = (not point["warmup"], point["layers"], point["rate"])
         panel.setdefault((name, column), []).append(min(record["final"] / record["bar"], 2.0))
     rows = sorted({name for panel in cells.values() for name, _ in panel})
     names = [str(name) for name in DTYPES]
-    order = sorted(cells, key=lambda kind: (names.index(kind[0]), -len(cells[kind]), kind[1]))
-    bands = _bands([(f"{precision}, {size} sentences a batch" if size else precision, cells[precision, size])
-                    for precision, size in order])
+    order = sorted(cells, key=lambda kind: (names.index(kind[0]), kind[2] != "auto", -len(cells[kind]), kind[1:]))
+    bands = _bands([(_title(*kind), cells[kind]) for kind in order])
     figure = Figure(figsize=(max(8.0, 0.36 * max(_breadth(band) for band in bands) + 3),
                              (0.36 * len(rows) + 2.2) * len(bands) + 0.4), layout="constrained")
     figure.suptitle(f"{len(records)} runs: blue learned, red did not ('none': no warm-up)", x=0.01, ha="left")
@@ -241,6 +241,12 @@ def draw_grid(records: Sequence[Tree], path: Path) -> None:
             drawn = _draw_panel(axes, title, rows, panel)
         part.colorbar(drawn, ax=list(made), label="final loss / mark")
     save(figure, path)
+
+
+def _title(precision: str, size: int, init: str) -> str:
+    """Of a panel."""
+    words = [precision, f"{size} sentences a batch" if size else "", f"init: {init}" if init != "auto" else ""]
+    return ", ".join(filter(None, words))
 
 
 def _breadth(band: Band) -> int:

@@ -305,14 +305,13 @@ class VerdictRule:
         if known and blocks not in known:
             found.append(f"no run had the blocks {blocks}; fitted without one pair of its own, the rule was right on "
                          f"{100 * min(known.values()):.0f} to {100 * max(known.values()):.0f} % of that pair's runs")
-        optimizer, init = self.facts.get("optimizer"), self.facts.get("init")
+        optimizer, inits = self.facts.get("optimizer"), self.facts.get("inits", {})
         if optimizer is not None and recipe.optimizer.name != optimizer:
             found.append(f"optimizer.name is {recipe.optimizer.name}, all runs had {optimizer}")
-        if init is not None:
-            ours = "/".join(initialisation(stack.block, stack.init) for stack in stacks)
-            theirs = "/".join(initialisation(stack.block, init) for stack in stacks)
-            if ours != theirs:
-                found.append(f"the initialisation is {ours} (encoder/decoder), runs of these blocks have {theirs}")
+        ours = "/".join(initialisation(stack.block, stack.init) for stack in stacks)
+        if ours not in inits.get(blocks, [ours]):
+            found.append(f"the initialisation is {ours} (encoder/decoder), runs of these blocks have "
+                         f"{' or '.join(inits[blocks])}")
         plain = {"schedule": ("schedule.name", recipe.schedule.name),
                  "dropout": ("model.dropout", recipe.model.dropout),
                  "attention_dropout": ("model.attention_dropout", recipe.model.attention_dropout),

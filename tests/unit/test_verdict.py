@@ -32,6 +32,7 @@ from deepnmt.parallel.local import LocalEngine
 from deepnmt.verdict_grid import _digest, fit_grid, grid, judge_runs, measure_anew, read_runs, run_grid
 from deepnmt.verdict_points import PROBE, Point, Settings, measure_points, point_recipe
 
+BLOCKS = ("post_ln", "pre_ln", "b2t")
 TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
 
 
@@ -79,6 +80,7 @@ def test_what_no_run_had_of_a_recipe() -> None:
     plain = point_recipe(Point("post_ln", "pre_ln", 2, 1e-3, True), TINY)
     assert rule.unseen(plain) == []  # among the rule's pairs, by Adam, with init: auto
     assert rule.unseen(point_recipe(Point("b2t", "b2t", 2, 1e-3, True), TINY)) == []  # its auto is depth_scaled
+    rule = replace(rule, facts={**rule.facts, "inits": {"post_ln/pre_ln": ["xavier/xavier", "xavier_separate/xavier"]}})
     [said] = rule.unseen(point_recipe(Point("pre_ln", "post_ln", 2, 1e-3, True), TINY))
     assert said == ("no run had the blocks pre_ln/post_ln; fitted without one pair of its own, the rule was right on "
                     "61 to 94 % of that pair's runs")
@@ -86,7 +88,8 @@ def test_what_no_run_had_of_a_recipe() -> None:
                                       plain.optimizer.model_copy(update={"name": "sgd"})})
     assert rule.unseen(scaled) == [
         "optimizer.name is sgd, all runs had adam",
-        "the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these blocks have xavier/xavier"]
+        "the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these blocks have xavier/xavier or "
+        "xavier_separate/xavier"]
     assert replace(rule, facts={}).unseen(scaled) == []
     facts = {"schedule": "linear", "dropout": 0.0, "label_smoothing": 0.0, "clip": 0.0, "weight_decay": 0.0,
              "attention_dropout": 0.0, "activation_dropout": 0.0, "precisions": ["bf16", "fp32"]}
@@ -134,8 +137,8 @@ def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
     found = []
     for number in range(count):
         values = {name: float(torch.randn((), generator=draw)) for name in FEATURES}
-        found.append({"point": {"encoder": f"b{number % 3}", "decoder": "x", "layers": 6, "rate": 1e-3 * (number + 1),
-                                "warmup": bool(number % 2)},
+        found.append({"point": {"encoder": BLOCKS[number % 3], "decoder": "admin", "layers": 6,
+                                "rate": 1e-3 * (number + 1), "warmup": bool(number % 2)},
                       "settings": Settings().as_dict(), "features": values,
                       "learned": values["rate"] + values["layers"] < 0.2,
                       "final": 0.1 if values["rate"] + values["layers"] < 0.2 else 9.0, "bar": 1.0})
@@ -233,15 +236,15 @@ def test_best_split_against_every_cut() -> None:
 
 
 def test_fit_rule_holds_out_and_refuses_too_little() -> None:
-    records = records_of(120)
+    records = records_of(240)
     fitted = fit_rule(records, splits=2)
     held = fitted.held
-    assert held.total == sum(held_out(record, 0.3) for record in records) and 20 < held.total < 55
-    assert held.accuracy > 0.8 and set(fitted.unseen) == {"b0/x", "b1/x", "b2/x"}
+    assert held.total == sum(held_out(record, 0.3) for record in records) and 45 < held.total < 100
+    assert held.accuracy > 0.8 and set(fitted.unseen) == {f"{block}/admin" for block in BLOCKS}
     assert fitted.recipe in verdict_fit.FITTERS and len(fitted.splits) == 2 and 0.7 < sum(fitted.splits) / 2 <= 1
     with pytest.raises(UserError, match="too few"):
         fit_rule(records[:30])
-    alone = [record for record in records_of(240) if record["point"]["encoder"] == "b1"]
+    alone = [record for record in records_of(240) if record["point"]["encoder"] == BLOCKS[1]]
     assert fit_rule(alone, splits=1).unseen == {}  # nothing is left without the one block
     for record in records:
         record["learned"] = True
@@ -252,6 +255,11 @@ def test_fit_rule_holds_out_and_refuses_too_little() -> None:
 def test_grid_goes_on_where_it_was(tmp_path: Path) -> None:
     points = grid(["post_ln", "pre_ln/admin"], [1], [1e-3], [2], [1])
     assert len(points) == 4 and {p.name for p in points} == {"post_ln", "pre_ln/admin"}
+    more = grid(["post_ln", "pre_ln/admin"], [1], [1e-3], [2], [1], ["fp32", "fp16"], ["auto", "depth_scaled"])
+    assert len(more) == 16 and sum(p in points for p in more) == 4
+    assert {p.initialisation for p in more} == {"xavier/xavier", "depth_scaled/depth_scaled"}
+    scaled = point_recipe(Point("pre_ln", "admin", 4, 1e-3, True, init="depth_scaled"), TINY).model
+    assert scaled.encoder.init == scaled.decoder.init == "depth_scaled"
     file = tmp_path / "runs.jsonl"
     assert run_grid(points[:1], TINY, file) == 0
     with file.open("a") as out:
@@ -367,6 +375,7 @@ def test_fit_writes_rule_table_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "verdict.png").stat().st_size > 5000
     rule = VerdictRule.load(tmp_path / "verdict.json")
     assert rule.facts["runs"] + rule.facts["held_out_runs"] == 120
+    assert rule.facts["inits"]["b2t/admin"] == ["depth_scaled/xavier"]
 
 
 def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
