@@ -269,7 +269,7 @@ def _write_runs(path: Path, records: Iterable[dict[str, Any]]) -> None:
 def _some_runs(runs: Path) -> list[dict[str, Any]]:
     """`read_runs`, or `UserError` where there are none."""
     if not (found := read_runs(runs)):
-        raise UserError(f"{runs} {'has 0 runs' if runs.exists() else 'does not exist'}; make some with "
+        raise UserError(f"{f'{runs} has 0 runs' if runs.exists() else f'there is no file {runs}'}; make runs with "
                         f"tools/verdict_grid.py run {runs}")
     return found
 

@@ -148,7 +148,7 @@ LONG = {"reproduce": "deepnmt.reproduce.reproduce_on", "layouts": "deepnmt.layou
         "demo": "deepnmt.walkthrough.make_corpus"}
 # All that an example may want where there is no text, data or checkpoint.
 WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
-          "there is no folder", "there are 0;", "holds no whole one", "holds no log.jsonl", "0 runs,", "not here")
+          "there is no folder", "there are 0;", "holds no whole one", "holds no log.jsonl", "not here")
 
 
 def refuse(*_: object, **__: object) -> None:

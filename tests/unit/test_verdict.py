@@ -418,12 +418,12 @@ def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    ("verdict-grid judge none.jsonl", "none.jsonl does not exist; make some with tools/verdict_grid.py run none.jsonl"),
-    ("verdict-grid fit none.jsonl", "none.jsonl does not exist; make some with tools/verdict_grid.py run none.jsonl"),
-    ("verdict-grid measure none.jsonl", "none.jsonl does not exist; make some with tools/verdict_grid.py run none"),
+    ("verdict-grid judge none.jsonl", "there is no file none.jsonl; make runs with tools/verdict_grid.py run none"),
+    ("verdict-grid fit none.jsonl", "there is no file none.jsonl; make runs with tools/verdict_grid.py run none"),
+    ("verdict-grid measure none.jsonl", "there is no file none.jsonl; make runs with tools/verdict_grid.py run none"),
     ("verdict-grid run notes.md", "notes.md, line 1, is not a run of a verdict grid, which has features, final, point"),
     ("verdict-grid judge foreign.jsonl", "foreign.jsonl, line 1, is not a run of a verdict grid"),
-    ("verdict-grid judge empty.jsonl", "empty.jsonl has 0 runs; make some with tools/verdict_grid.py run empty.jsonl"),
+    ("verdict-grid judge empty.jsonl", "empty.jsonl has 0 runs; make runs with tools/verdict_grid.py run empty.jsonl"),
     ("verdict-grid judge other.jsonl", "other.jsonl, line 1, is not a run of a verdict grid"),
     ("reproduce corollaries --width 6", "--width is 6, must be a multiple of 4, the number of heads"),
     ("reproduce vanishing --trials 0", "--trials is 0, must be 1 or more"),
