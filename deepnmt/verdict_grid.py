@@ -24,7 +24,7 @@ from deepnmt.analysis.doctor_plots import draw_grid
 from deepnmt.analysis.fresh import block_pair
 from deepnmt.analysis.many import Precision
 from deepnmt.analysis.verdict import FEATURES, SHIPPED, VerdictRule
-from deepnmt.analysis.verdict_fit import Fitted, confusion, fit_rule, held_out
+from deepnmt.analysis.verdict_fit import Fitted, confusion, fit_rule, held_out, unpaired
 from deepnmt.config import Init
 from deepnmt.errors import UserError
 from deepnmt.model.residual import RULES
@@ -124,10 +124,8 @@ def _inits(records: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def _digest(record: dict[str, Any]) -> str:
-    """A short name of a run's point and settings, by which a rule knows what it was fitted on. Runs that differ in
-    precision alone have one: they mostly end alike."""
-    point = {name: value for name, value in record["point"].items() if name != "precision"}
-    return hashlib.sha256(_key({**record, "point": point}).encode()).hexdigest()[:12]
+    """A short name of a run's point, precision apart, and settings, by which a rule knows what it was fitted on."""
+    return hashlib.sha256(_key({**record, "point": unpaired(record)}).encode()).hexdigest()[:12]
 
 
 def report(rule: VerdictRule, fitted: Fitted) -> str:

@@ -91,7 +91,12 @@ def held_out(record: Record, share: float) -> bool:
 
 def _twins(record: Record) -> str:
     """What runs share that differ in precision alone."""
-    return json.dumps({name: value for name, value in record["point"].items() if name != "precision"}, sort_keys=True)
+    return json.dumps(unpaired(record), sort_keys=True)
+
+
+def unpaired(record: Record) -> dict[str, Any]:
+    """The point of a run without its precision: runs that differ in that alone mostly end alike."""
+    return {name: value for name, value in record["point"].items() if name != "precision"}
 
 
 def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) -> Fitted:
