@@ -5,29 +5,50 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from deepnmt import cli_study
-from deepnmt.cli_args import expected_model, numbers, parse, plain_parser, profiled, recipe_parser, settable
+from deepnmt.arguments import (
+    expected_model,
+    numbers,
+    parse,
+    plain_parser,
+    positive,
+    profiled,
+    recipe_parser,
+    settable,
+)
 from deepnmt.errors import UserError
+
+Command = Callable[[list[str]], int]  # the words behind it to the exit code
 
 INTERRUPTED = 130  # what a shell says of a program that SIGINT ended
 
 
 def main(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
+    """`deepnmt COMMAND ...`; see `run_command`."""
+    return run_command("deepnmt", COMMANDS, command, arguments)
+
+
+def run_command(
+    program: str, commands: Mapping[str, Command], command: str | None = None, arguments: Sequence[str] | None = None
+) -> int:
     """Runs `command`, or the one the first argument names; returns the exit code: 0, 2 for a user's mistake, 130 for
     Ctrl-C (which a training run takes as the word to save and stop), or the command's own."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [w for w in words if not w.startswith(("--local_rank", "--local-rank"))]  # launchers add it; RANK is read
     if command is None:
         if not words or words[0] in ("-h", "--help"):
-            known = "\n".join(f"  {name:<15}{run.__doc__}" for name, run in COMMANDS.items())
-            print(f"usage: deepnmt COMMAND ...\n\n{known}\n\ndeepnmt COMMAND --help says more.")
+            known = "\n".join(f"  {name:<15}{run.__doc__}" for name, run in commands.items())
+            print(f"usage: {program} COMMAND ...\n\n{known}\n\n{program} COMMAND --help says more.")
             return 0 if words else 2
         command, words = words[0], words[1:]
     try:
-        return _command(command)(words)
+        if command not in commands:
+            near = difflib.get_close_matches(command, commands, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ";"
+            raise UserError(f"there is no command {command!r}{hint} {program} --help lists what there is")
+        return commands[command](words)
     except UserError as error:
         if not (_is_later_process() if error.spoken is None else error.spoken):
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)
@@ -38,15 +59,6 @@ def main(command: str | None = None, arguments: Sequence[str] | None = None) -> 
         if not _is_later_process():
             print("deepnmt: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
-
-
-def _command(name: str) -> Callable[[list[str]], int]:
-    """Raises `UserError` where there is none of that name."""
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ";"
-        raise UserError(f"there is no command {name!r}{hint} deepnmt --help lists what there is")
-    return COMMANDS[name]
 
 
 def _is_later_process() -> bool:
@@ -63,7 +75,7 @@ def _prepare(words: list[str]) -> int:
         "python tools/prepare_data.py recipes/demo/admin_18l-18l.yaml vocab.size=2000 data.folder=data/small",
     )
     _, recipe = parse(parser, words)
-    from deepnmt.prepare import prepare
+    from deepnmt.data.prepare import prepare
 
     print(prepare(recipe))
     return 0
@@ -79,7 +91,7 @@ def _profile(words: list[str]) -> int:
     )
     _, recipe = parse(parser, words)
     from deepnmt.parallel.launch import processes
-    from deepnmt.profile import profile
+    from deepnmt.train.profile import profile
 
     with processes(recipe.parallel.threads) as ranks:
         path = profile(recipe, ranks)
@@ -101,12 +113,12 @@ def _train(words: list[str]) -> int:
     found, recipe = parse(parser, words)
     profiled(found, recipe)
     if found.dry_run:
-        from deepnmt.dry_run import describe
+        from deepnmt.train.plan import describe
 
         print(describe(recipe))
         return 0
     from deepnmt.parallel.launch import processes
-    from deepnmt.train import train
+    from deepnmt.train.trainer import train
 
     with processes(recipe.parallel.threads, group=recipe.parallel.ds_config is not None) as ranks:
         return train(recipe, ranks)
@@ -133,7 +145,7 @@ def _average(words: list[str]) -> int:
     span = numbers("--range", found.range, ":")
     if span is not None and len(span) != 2:
         raise UserError(f"--range is {found.range!r}, must be FROM:TO, for example 800:1000")
-    from deepnmt.average import average_run
+    from deepnmt.checkpoint.average_run import average_run
 
     print(average_run(recipe, last=found.last, best=found.best, updates=updates,
                       span=None if span is None else (span[0], span[1]), folders=found.checkpoints,
@@ -153,7 +165,7 @@ def _fold(words: list[str]) -> int:
     parser.add_argument("--output", metavar="FOLDER", help="where the folded model goes (default: RUN/folded)")
     found, recipe = parse(parser, words)
     settable(found, ["run"], "a trained model is folded as it is")
-    from deepnmt.fold import fold_run
+    from deepnmt.export.fold import fold_run
 
     print(fold_run(recipe, checkpoint=found.checkpoint, output=found.output))
     return 0
@@ -174,8 +186,8 @@ def _translate(words: list[str]) -> int:
     parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
     found, recipe = parse(parser, words)
     settable(found, ["run", "model", "translate", "seed", "parallel.threads"], "a trained model translates as it is")
+    from deepnmt.decode.translate import translate_files
     from deepnmt.parallel.launch import processes
-    from deepnmt.translate import translate_files
 
     with processes(recipe.parallel.threads) as ranks:
         translate_files(Path(found.checkpoint or recipe.run), found.input, found.output, recipe.translate,
@@ -208,7 +220,7 @@ def _evaluate(words: list[str]) -> int:
         settable(found, scored, "ready translations are scored")
     else:
         settable(found, [*scored, "model", "translate", "seed"], "a trained model translates as it is")
-    from deepnmt.evaluate import evaluate_run
+    from deepnmt.evaluate.evaluate import evaluate_run
     from deepnmt.parallel.launch import processes
 
     with processes(recipe.parallel.threads) as ranks:
@@ -231,7 +243,7 @@ def _demo(words: list[str]) -> int:
     parser.add_argument("--pairs", type=int, default=110_000, metavar="N",
                         help="training pairs (default 110,000); the other texts shrink with fewer than 10,000")
     found, recipe = parse(parser, words)
-    from deepnmt.walkthrough import walk
+    from deepnmt.demo.run import walk
 
     return walk(recipe, found.pairs)
 
@@ -252,13 +264,89 @@ def _split(words: list[str]) -> int:
     parser.add_argument("--valid", type=int, default=10, metavar="N", help="of 1,000 target sentences (default 10)")
     parser.add_argument("--test", type=int, default=20, metavar="N", help="of 1,000 target sentences (default 20)")
     found = parser.parse_args(words)
-    from deepnmt.split_tsv import split_tsv
+    from deepnmt.data.split_tsv import split_tsv
 
     print(split_tsv(found.tsv, found.folder, tuple(found.columns), tuple(found.langs), found.valid, found.test))
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
+def _diagnose(words: list[str]) -> int:
+    """Look into a model before training, and at its checkpoints."""
+    parser = recipe_parser(
+        "diagnose",
+        "Measures on one batch how layers depend on each other, how far an update moves the output, gradients,\n"
+        "ranges and likeness of layers, and says whether the recipe will train. Prints a table; writes JSON, pictures\n"
+        "and one page into RUN/diagnosis. Of a run that has checkpoints the newest is taken, into\n"
+        "RUN/diagnosis-CHECKPOINT.",
+        "python tools/diagnose.py recipes/demo/admin_18l-18l.yaml model.encoder.block=post_ln",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", metavar="FOLDER", help="a checkpoint, or a run whose newest is meant")
+    which.add_argument("--fresh", action="store_true", help="of a run: the weights it began with")
+    parser.add_argument("--output", type=Path, metavar="FOLDER",
+                        help="default: RUN/diagnosis or RUN/diagnosis-CHECKPOINT")
+    parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="target tokens looked at (default 1024)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N",
+                        help="that training will run on, for the size of an update (default 1)")
+    parser.add_argument("--rule", type=Path, metavar="FILE", help="a verdict rule other than deepnmt's own")
+    found, recipe = parse(parser, words)
+    if found.tokens < 1:
+        raise UserError(f"--tokens is {found.tokens}, must be 1 or more, for example 1024")
+    positive(found, "processes")
+    if found.fresh and not Path(found.recipe).is_dir():
+        raise UserError(f"--fresh is of a run's folder, but {found.recipe} is a recipe, whose model is always new; "
+                        "leave it out")
+    profiled(found, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
+    from deepnmt.doctor.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
+    from deepnmt.parallel.launch import place, processes
+
+    if (count := place()[1]) > 1:
+        raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
+                        "alone, and say with --processes how many training will run on")
+    with processes(recipe.parallel.threads) as ranks:
+        is_run = Path(found.recipe).is_dir() and not found.fresh
+        checkpoint = default_checkpoint(recipe, found.checkpoint, is_run)
+        if checkpoint is not None:
+            settable(found, AT_CHECKPOINT, f"{checkpoint} is as it was trained; --fresh looks at a new model")
+            if found.rule is not None:
+                raise UserError(f"--rule {found.rule} has no say here, since a rule knows models before training and "
+                                f"{checkpoint} is a checkpoint; leave it out, or look at a new model with --fresh")
+            if found.processes != parser.get_default("processes"):
+                raise UserError(f"--processes {found.processes} has no say here, since only a verdict asks for it, and "
+                                f"{checkpoint} is a checkpoint; leave it out, or look at a new model with --fresh")
+        print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=found.output, tokens=found.tokens,
+                       rule=found.rule, processes=found.processes))
+    return 0
+
+
+def _gpu_report(words: list[str]) -> int:
+    """Report what a GPU does with the recipes, in ten minutes."""
+    parser = plain_parser(
+        "gpu-report",
+        "Matrix products, 60L-12L updates in fp16 and bf16 with model FLOPs utilisation, and Tatoeba De-En trained by\n"
+        "the clock and scored, for eight minutes or what is left of the budget: a JSON file and a Markdown page, in\n"
+        "one call of under ten minutes. --part layouts, a call of its own, has in place of the training 300 updates\n"
+        "of 60L-12L on Tatoeba in fp16, under ZeRO-1 and as a pipeline of one stage.",
+        "python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER", help="a new folder")
+    parser.add_argument("--tsv", type=Path, metavar="FILE", help="Tatoeba's pairs, English first, plain or .gz")
+    parser.add_argument("--recipes", type=Path, default=Path("recipes/tatoeba"), metavar="FOLDER",
+                        help="of the two recipes (default recipes/tatoeba)")
+    parser.add_argument("--minutes", type=float, default=8.0, metavar="N",
+                        help="of updates in the training, less if the budget ends before (default 8)")
+    parser.add_argument("--budget", type=float, default=590.0, metavar="SECONDS", help="for everything (default 590)")
+    parser.add_argument("--part", choices=("training", "layouts"), default="training",
+                        help="what is done with the text (default training)")
+    parser.add_argument("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")
+    found = parser.parse_args(words)
+    from deepnmt.gpu_report.report import gpu_report
+
+    return gpu_report(found.output, found.recipes, found.tsv, found.minutes, found.budget, found.toy,
+                      found.part)
+
+
+COMMANDS: dict[str, Command] = {
     "prepare": _prepare,
     "profile": _profile,
     "train": _train,
@@ -266,16 +354,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "fold": _fold,
     "translate": _translate,
     "evaluate": _evaluate,
-    "compare": cli_study.compare,
-    "diagnose": cli_study.diagnose,
-    "verdict-grid": cli_study.verdict_grid,
-    "reproduce": cli_study.reproduce,
-    "compare-blocks": cli_study.compare_blocks,
-    "benchmark": cli_study.benchmark,
-    "layouts": cli_study.layouts,
-    "pipeline-idle": cli_study.pipeline_idle,
+    "diagnose": _diagnose,
     "split": _split,
-    "gpu-report": cli_study.gpu_report,
+    "gpu-report": _gpu_report,
     "demo": _demo,
 }
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from refusals import Refused
 from warm import Warm
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,8 +58,8 @@ average_last: 2
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `text/`, `data/` and `recipe.yaml`; tests give other run folders with `run=`."""
     from deepnmt.config import load_recipe
-    from deepnmt.demo import make_corpus
-    from deepnmt.prepare import prepare
+    from deepnmt.data.prepare import prepare
+    from deepnmt.demo.corpus import make_corpus
 
     folder = tmp_path_factory.mktemp("prepared")
     make_corpus(folder / "text", pairs=600, valid=20, test=20)
@@ -83,5 +85,30 @@ def tool() -> Callable[..., subprocess.CompletedProcess[str]]:
         command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT,
                               env={**os.environ, **env})
+
+    return run
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Commands take the machine's cores; here they run beside other tests."""
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], threads: None) -> Refused:
+    """Runs a command that must be refused, and returns what the user reads."""
+
+    def run(command: str, *arguments: object) -> str:
+        from deepnmt import cli
+        from studies import __main__ as studies
+
+        code = (studies if command in studies.STUDIES else cli).main(command, [str(word) for word in arguments])
+        said = capsys.readouterr()
+        assert code == 2, said.err
+        assert "deepnmt: " in said.err and "Traceback" not in said.err + said.out
+        return said.err
 
     return run

@@ -119,7 +119,7 @@ def serve() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print while they are imported
     quiet_libraries()
-    for name in ("pytest", "deepnmt.cli", "deepnmt.train", "deepnmt.parallel.pipeline",
+    for name in ("pytest", "deepnmt.cli", "deepnmt.train.trainer", "deepnmt.parallel.pipeline.engine",
                  "deepspeed.runtime.zero.muon.muon_optimizer"):  # DeepSpeed's first engine would import the last
         importlib.import_module(name)
     from deepspeed.accelerator import get_accelerator
@@ -153,5 +153,5 @@ def rank_of(job: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), *(str(TESTS / room) for room in ("distributed", "system", "unit", "parity"))]
+    sys.path[:0] = [str(ROOT), str(TESTS), *(str(room) for room in TESTS.iterdir() if room.is_dir())]
     sys.exit(serve())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deepnmt.cli import main
+from studies.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main("benchmark"))

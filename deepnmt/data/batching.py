@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deepnmt.data.dataset import Indices, Lengths, Split
-from deepnmt.data.vocab import BOS, EOS, PAD
+from deepnmt.data.prepared import Indices, Lengths, Split
 from deepnmt.errors import UserError
+from deepnmt.tokens import BOS, EOS, PAD
 
 # Target-length groups per square root of the number of micro-batches. Each group is sorted by source length, so fewer
 # groups pad the target more, and more groups the source. On captions, everyday sentences and parliament speeches, with

@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnmt.config import Filters
-from deepnmt.data.corpus import Pair
-from deepnmt.data.dataset import Tokens
 from deepnmt.data.filters import KEPT, Verdicts, judge_lengths
-from deepnmt.data.sampling import Sampler
+from deepnmt.data.pool import end_with_parent, submit
+from deepnmt.data.prepared import Tokens
+from deepnmt.data.subwords import Sampler
+from deepnmt.data.text import Pair
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.pool import end_with_parent, submit
 
 CHUNK = 2000  # pairs; another number would seed the random segmentations otherwise
 SEED = 1

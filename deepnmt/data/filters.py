@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnmt.config import Filters
-from deepnmt.data.corpus import Pair
+from deepnmt.data.text import Pair
 
 KEPT, EMPTY, IDENTICAL, DUPLICATE, TOO_LONG, RATIO = range(6)
 REASONS = {EMPTY: "empty", IDENTICAL: "identical", DUPLICATE: "duplicate", TOO_LONG: "too_long", RATIO: "ratio"}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from deepnmt.config import Corpus, Recipe
-from deepnmt.data.corpus import input_files
-from deepnmt.data.dataset import PreparedData
+from deepnmt.data.prepared import PreparedData
+from deepnmt.data.text import input_files
 from deepnmt.errors import UserError
 
 WAY_OUT = "set data.folder to a new folder, or, if no run is to go on with this one, delete it to prepare it again"

@@ -18,8 +18,8 @@ import sentencepiece
 
 from deepnmt import config
 from deepnmt.errors import UserError
+from deepnmt.tokens import BOS, EOS, PAD, UNK
 
-UNK, BOS, EOS, PAD = 0, 1, 2, 3
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt import config
+from deepnmt.model.blocks import Side
 from deepnmt.model.dropout import Dropout, seed_dropout
-from deepnmt.model.residual import Side
-
-PAD = 3  # the padding id of every vocabulary
 
 Use = Literal["src", "trg", "out"]
 

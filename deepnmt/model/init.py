@@ -26,11 +26,12 @@ import torch
 from torch import nn
 
 from deepnmt import config
+from deepnmt.model.blocks import RULES, Matrix, Place
 from deepnmt.model.dropout import stable_hash
-from deepnmt.model.embedding import PAD, TABLES
-from deepnmt.model.ffn import ShiftedLinear
+from deepnmt.model.embedding import TABLES
+from deepnmt.model.feedforward import ShiftedLinear
 from deepnmt.model.layers import Layer
-from deepnmt.model.residual import RULES, Matrix, Place
+from deepnmt.tokens import PAD
 
 # The linear maps of a layer, and the matrices stacked in each.
 _SELF_ATTENTION: dict[str, tuple[Matrix, ...]] = {"self_attn.qkv": ("q", "k", "v"), "self_attn.out": ("out",)}

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from deepnmt import config
 from deepnmt.model.attention import CrossAttention, SelfAttention
+from deepnmt.model.blocks import RULES, Place
 from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.history import Stream, newest
-from deepnmt.model.residual import RULES, Place
 
 
 class Layer(nn.Module):

@@ -18,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 from deepnmt import config
 from deepnmt.model.attention import key_mask
-from deepnmt.model.embedding import PAD, TABLES, InputLayer, Use
+from deepnmt.model.blocks import RULES, Place, Side
+from deepnmt.model.embedding import TABLES, InputLayer, Use
 from deepnmt.model.history import Stream
 from deepnmt.model.init import init_layer, init_table, table_gain
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss
-from deepnmt.model.residual import RULES, Place, Side
+from deepnmt.tokens import PAD
 
 
 def build_layer(model: config.Model, side: Side, index: int, seed: int) -> Layer:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from deepnmt.analysis.admin_profile import AdminProfile
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
-from deepnmt.model.residual import RULES
+from deepnmt.model.admin import AdminProfile
+from deepnmt.model.blocks import RULES
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.ds_config import DsConfig, load_ds_config
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.launch import Ranks
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.parallel.partition import Partition, check_stages, cost_units, partition
+from deepnmt.parallel.pipeline.partition import Partition, check_stages, cost_units, partition
+from deepnmt.parallel.settings import DsConfig, load_ds_config
+from deepnmt.ranks import Ranks
 
 
 def check_layout(recipe: Recipe, world: int) -> DsConfig | None:
@@ -81,7 +81,7 @@ def start_engine(
         settings = check_layout(recipe, ranks.world)
         assert settings is not None
         cuts = cut(recipe, *vocabs, ratio)
-        from deepnmt.parallel.pipeline import PipelineEngine
+        from deepnmt.parallel.pipeline.engine import PipelineEngine
 
         return PipelineEngine(recipe, vocabs, cuts, settings, ranks, profile)
     model = Transformer(recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from deepnmt.errors import UserError
-from deepnmt.parallel.launch import Ranks, free_port, processes
+from deepnmt.parallel.launch import free_port, processes
+from deepnmt.ranks import Ranks
 
 _GRACE = 2.0  # seconds that the others have to end by themselves, once a process has failed
 

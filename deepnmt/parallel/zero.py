@@ -21,11 +21,11 @@ from torch import nn
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import clip_gradients
-from deepnmt.parallel.ds_config import DsConfig
-from deepnmt.parallel.ds_engine import DsEngine
+from deepnmt.parallel.deepspeed import DsEngine
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 from deepnmt.parallel.launch import give_memory_back
 from deepnmt.parallel.rounded import Weights
+from deepnmt.parallel.settings import DsConfig
 
 
 class ZeroEngine(DsEngine):

@@ -1,0 +1,123 @@
+"""What the command lines share: a recipe with overrides, and checks of options. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from deepnmt.config import Admin, Model, Recipe, load_recipe, override
+from deepnmt.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose faults are said as any other: in one sentence, by one of several processes."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; {self.prog} --help lists what there is")
+
+
+def plain_parser(command: str, text: str, example: str) -> argparse.ArgumentParser:
+    """A parser that knows nothing but `--help`; commands add their own arguments."""
+    return Parser(
+        prog=f"deepnmt {command}", description=text, epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )
+
+
+def recipe_parser(command: str, text: str, example: str) -> argparse.ArgumentParser:
+    """A parser of a recipe and overrides; commands add their own options."""
+    parser = plain_parser(command, text, example)
+    parser.add_argument("recipe", help="a recipe file, or the folder of a run")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
+                        help="settings to change, for example model.encoder.layers=18 train.updates=300")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Recipe]:
+    """Options may stand between overrides. A run's folder is the run, wherever it was moved since it was trained."""
+    found = parser.parse_intermixed_args(words)
+    folder = Path(found.recipe)
+    if (folder / "manifest.json").is_file():
+        raise UserError(f"{folder} is no run and no recipe; give the folder of the run, and a single checkpoint of it "
+                        "with --checkpoint where the command has that")
+    here = [f"run={json.dumps(str(folder))}"] if folder.is_dir() else []
+    return found, load_recipe(found.recipe, [*here, *found.overrides])
+
+
+def expected_model(found: argparse.Namespace, recipe: Recipe, checkpoint: object) -> Model | None:
+    """The recipe's model, which the one that is loaded must be; None where a checkpoint is named that may hold any."""
+    named = any(words.partition("=")[0].split(".")[0] == "model" for words in found.overrides)
+    return None if checkpoint and not named else recipe.model
+
+
+def settable(found: argparse.Namespace, sections: Sequence[str], why: str) -> None:
+    """Raises `UserError` where a setting is given on the line that is none of these, and in none of these sections,
+    since it would change nothing."""
+    for words in found.overrides:
+        if not f"{words.partition('=')[0]}.".startswith(tuple(f"{section}." for section in sections)):
+            raise UserError(f"{words} has no say here, since {why}; leave it out (what has: {', '.join(sections)})")
+
+
+def given(found: argparse.Namespace) -> set[str]:
+    """The dotted names of all settings, and groups of them, that stand on the line."""
+    tree: dict[str, Any] = {}
+    for words in found.overrides:
+        override(tree, words)
+    return set(_names(tree))
+
+
+def _names(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _names(value, f"{prefix}{name}.")
+
+
+def profiled(found: argparse.Namespace, recipe: Recipe, asked: Sequence[str] = ("tokens", "input_variance")) -> None:
+    """Raises `UserError` where the line says how Admin is profiled and nothing will be.
+
+    On the line alone: a recipe may say it and have its blocks changed by overrides.
+
+    Args:
+        asked: the settings that have no other use in the command.
+    """
+    blocks = (recipe.model.encoder.block, recipe.model.decoder.block)
+    why = ""
+    if "admin" not in blocks:
+        why = f"model.encoder.block is {blocks[0]} and model.decoder.block {blocks[1]}, neither of them admin"
+    elif recipe.admin.profile is not None:
+        why = f"the profile is read from admin.profile ({recipe.admin.profile})"
+    names, usual = given(found), Admin()
+    for name, value, default in (("tokens", recipe.admin.tokens, usual.tokens),
+                                 ("input_variance", recipe.admin.input_variance, usual.input_variance)):
+        if why and name in asked and f"admin.{name}" in names and value != default:
+            raise UserError(f"admin.{name}={value} has no say here, since {why}; leave it out")
+
+
+def numbers(option: str, text: str | None, separator: str) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(n) for n in text.split(separator)]
+    except ValueError:
+        raise UserError(f"{option} is {text!r}, must be whole numbers with {separator!r} between, for example "
+                        f"800{separator}1000") from None
+
+
+def batch_options(parser: argparse.ArgumentParser) -> None:
+    """What random batches look like, and who computes on them."""
+    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of a micro-batch, a side (default 512)")
+    parser.add_argument("--vocab", type=int, default=8000, metavar="V", help="default 8000")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process (default 1)")
+
+
+def positive(found: argparse.Namespace, *names: str) -> None:
+    """Raises `UserError` for an option whose number, or one of whose numbers, is below 1."""
+    for name in names:
+        value = vars(found)[name]
+        for number in value if isinstance(value, list) else [value]:
+            if number < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {number}, must be 1 or more")

@@ -1,0 +1,370 @@
+"""Checkpoints: what a run can go on from, and what a model is loaded from. No layout of processes, nothing to unpickle.
+
+    update-00001000/
+        weights.safetensors    fp32, each parameter once, under its canonical name
+        moments.safetensors    NAME.exp_avg, NAME.exp_avg_sq (of SGD NAME.momentum_buffer); an average has none
+        state.json             TrainingState
+        recipe.yaml            every setting
+        src.spm, trg.spm       the vocabularies
+        manifest.json          sizes and SHA-256 of the others, and of itself; written last (see `commit.py`)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deepnmt import folders as commit
+from deepnmt.config import Model, Recipe, changed_settings, load_recipe
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.errors import UserError
+from deepnmt.folders import MANIFEST, CheckpointWriteError, DamagedCheckpoint
+from deepnmt.model.transformer import Transformer
+
+__all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # part of this module's seam, defined in commit.py
+
+WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
+SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
+MODEL_FILES = (WEIGHTS, STATE, RECIPE, SRC_VOCAB, TRG_VOCAB)  # what a model is loaded from; each checkpoint has them
+FILES = (*MODEL_FILES, MOMENTS)
+
+FAIL_POINTS = (
+    *commit.FAIL_POINTS,
+    *(f"{name} {step}" for name in (*FILES, MANIFEST) for step in ("written", "synced")),
+)
+
+Which = Literal["auto", "averaged", "newest", "best"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Where a run stands.
+
+    update: updates applied. epoch, micro_batch: position in the batch plan. optimizer_step: as the optimizer counts.
+    loss_scale: of fp16, or the last one of a run that has left fp16, else None. best: of the validations. extra:
+    anything JSON can hold; `validations`, if there, is a list of objects with `update` and `value`, where a lower value
+    is a better model.
+    """
+
+    update: int
+    epoch: int
+    micro_batch: int
+    optimizer_step: int
+    loss_scale: dict[str, float | int] | None
+    best: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into a checkpoint. Tensors are fp32 and whole; `moments` is None for an average; `metadata` goes into
+    the manifest."""
+
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor] | None
+    state: TrainingState
+    recipe_yaml: str
+    src_vocab: bytes
+    trg_vocab: bytes
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in fp32 and evaluation mode on the CPU, with what belongs to it; `folder` is the checkpoint taken."""
+
+    model: Transformer
+    src_vocab: Vocabulary
+    trg_vocab: Vocabulary
+    recipe: Recipe
+    state: TrainingState
+    folder: Path
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    checkpoints: Path,
+    update: int,
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Tensor],
+    state: TrainingState,
+    recipe_yaml: str,
+    src_vocab: bytes,
+    trg_vocab: bytes,
+    extra_metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes `checkpoints/update-<update>`; one process of a run calls it, with whole fp32 tensors.
+
+    What a killed save or deletion left behind is cleared up first.
+
+    Checkpoints of later updates are what the run went back from (a damaged newest one, say). They are set aside as
+    `set-aside-update-*`, so that they are neither resumed from nor counted when old ones are deleted.
+
+    Raises:
+        CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
+    """
+    target = checkpoints / f"update-{update:08d}"
+    sweep_checkpoints(checkpoints)
+    write_checkpoint(target, Contents(weights, moments, state, recipe_yaml, src_vocab, trg_vocab, extra_metadata or {}))
+    for path in list_checkpoints(checkpoints):
+        if update_of(path) > update:
+            commit.set_aside(path)
+    return target
+
+
+def sweep_checkpoints(checkpoints: Path) -> None:
+    """Clears up after a killed save or deletion: a checkpoint that was being replaced gets its name back. Raises
+    `CheckpointWriteError` where it cannot."""
+    commit.sweep(checkpoints, "update-*")
+
+
+def write_checkpoint(target: Path, contents: Contents) -> None:
+    """Writes a checkpoint folder under any name; one already there is replaced. Raises `CheckpointWriteError`."""
+    tensors = {WEIGHTS: contents.weights}
+    if contents.moments is not None:
+        tensors[MOMENTS] = contents.moments
+    plain = {
+        STATE: json.dumps(asdict(contents.state), indent=1).encode(),
+        RECIPE: contents.recipe_yaml.encode(),
+        SRC_VOCAB: contents.src_vocab,
+        TRG_VOCAB: contents.trg_vocab,
+    }
+    writers: dict[str, Callable[[Path], object]] = {}
+    writers |= {name: partial(_write_tensors, group) for name, group in tensors.items()}
+    writers |= {name: partial(_write_bytes, data) for name, data in plain.items()}
+    facts = {
+        "update": contents.state.update,
+        "parameters": sum(tensor.numel() for tensor in contents.weights.values()),
+        "tensors": {name: len(group) for name, group in tensors.items()},
+        "metadata": dict(contents.metadata),
+    }
+    commit.commit_folder(target, writers, facts)
+
+
+def _write_bytes(data: bytes, file: Path) -> None:
+    file.write_bytes(data)
+
+
+def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"{name} is {tensor.dtype}; a checkpoint holds fp32")
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(whole, file, metadata={"format": "pt"})  # other readers of safetensors ask for this entry
+
+
+# -- finding and deleting ----------------------------------------------------------------------------------------------
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The `update-*` folders in `folder`, oldest update first, whole or not; one that a kill left moved as well."""
+    there = [*folder.glob("update-*"), *commit.moved(folder, "update-*")]
+    return sorted((path for path in there if _is_update(path) and path.is_dir()), key=update_of)
+
+
+def _is_update(path: Path) -> bool:
+    return re.fullmatch(r"update-[0-9]{8,}", commit.own_name(path)) is not None
+
+
+def update_of(checkpoint: Path) -> int:
+    """The update in the name of an `update-*` folder."""
+    return int(commit.own_name(checkpoint).removeprefix("update-"))
+
+
+def _warn(damage: DamagedCheckpoint) -> None:
+    log.warning("passed over: %s", damage)
+
+
+def newest_checkpoint(folder: Path, on_skip: Callable[[DamagedCheckpoint], object] = _warn) -> Path | None:
+    """The newest checkpoint in `folder` whose manifest holds, every byte read; `on_skip` hears of each damaged one."""
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            verify(path)
+        except DamagedCheckpoint as damage:
+            on_skip(damage)
+        else:
+            return path
+    return None
+
+
+def read_scores(folder: Path) -> dict[int, float]:
+    """Update to validation value (lower is better), as far as the checkpoints in `folder` know."""
+    scores: dict[int, float] = {}
+    for path in list_checkpoints(folder):
+        try:
+            validations = load_state(path).extra.get("validations", [])
+        except DamagedCheckpoint as damage:
+            _warn(damage)
+        else:
+            scores |= {int(entry["update"]): float(entry["value"]) for entry in validations}
+    return scores
+
+
+def best_first(checkpoints: list[Path], scores: Mapping[int, float], lower_is_better: bool = True) -> list[Path]:
+    """Those with a finite score, best first; of equal scores the earlier update."""
+    scored = [path for path in checkpoints if math.isfinite(scores.get(update_of(path), math.nan))]
+    return sorted(scored, key=lambda path: scores[update_of(path)] * (1 if lower_is_better else -1))
+
+
+def prune(
+    folder: Path, keep_last: int, keep_best: int, scores: Mapping[int, float], lower_is_better: bool = True
+) -> list[Path]:
+    """Deletes all but the last `keep_last` (at least 1) checkpoints and the `keep_best` best of those with a score.
+
+    Returns:
+        The folders that are gone.
+
+    Raises:
+        CheckpointWriteError: one cannot be deleted.
+    """
+    found = list_checkpoints(folder)
+    kept = {*found[-keep_last:], *best_first(found, scores, lower_is_better)[:keep_best]}
+    gone = [path for path in found if path not in kept]
+    for path in gone:
+        commit.delete(path)
+    return gone
+
+
+def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
+    """The checkpoint meant by `folder`: itself, or one of the run it is the folder of.
+
+    Args:
+        folder: a checkpoint, or a run.
+        which: of a run. averaged; newest (that is whole); best by validation; auto: averaged if there, else newest.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = commit.where_it_stands(folder)
+    if (folder / MANIFEST).is_file():
+        return folder
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; give a checkpoint or the folder of a run")
+    averaged, checkpoints = commit.where_it_stands(folder / "averaged"), folder / "checkpoints"
+    if which == "averaged" or (which == "auto" and averaged.is_dir()):
+        if not averaged.is_dir():
+            raise UserError(f"{folder} holds no averaged/; average its checkpoints first, or take the newest")
+        return averaged
+    if which == "best":
+        scored = best_first(list_checkpoints(checkpoints), read_scores(checkpoints))
+        if not scored:
+            raise UserError(f"no checkpoint in {checkpoints} was validated; take the newest")
+        return scored[0]
+    newest = newest_checkpoint(checkpoints)
+    if newest is None:
+        raise UserError(f"{folder} is no checkpoint and holds no whole one in checkpoints/; give a checkpoint or the "
+                        "folder of a run that has saved one")
+    return newest
+
+
+# -- checking and reading ----------------------------------------------------------------------------------------------
+
+
+def verify(folder: Path) -> None:
+    """Compares every file with the manifest, byte for byte. Raises `DamagedCheckpoint` at the first fault."""
+    verify_files(folder, FILES)
+
+
+def verify_files(folder: Path, files: Collection[str]) -> dict[str, Any]:
+    """Compares these files, as far as the checkpoint has them, with its manifest, and returns that.
+
+    Raises:
+        DamagedCheckpoint: see `commit.checked_manifest`; or the manifest is that of another update than the folder's.
+    """
+    manifest = commit.checked_manifest(folder, files, known=FILES, required=MODEL_FILES)
+    if _is_update(folder) and manifest.get("update") != update_of(folder):
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} is that of update {manifest.get('update')}")
+    return manifest
+
+
+def load_state(folder: Path) -> TrainingState:
+    """Raises `DamagedCheckpoint` where state.json is missing or is none."""
+    content = commit.read_json(folder, STATE)
+    try:
+        return TrainingState(**content)
+    except TypeError as error:
+        raise DamagedCheckpoint(folder, f"{STATE} is not a training state ({error})") from None
+
+
+def load_weights(folder: Path, verify: bool = True) -> dict[str, Tensor]:
+    """Name to fp32 tensor on the CPU. Raises `DamagedCheckpoint`; without `verify` only where nothing can be read."""
+    if verify:
+        verify_files(folder, (WEIGHTS,))
+    return _read_tensors(folder, WEIGHTS)
+
+
+def load_moments(folder: Path) -> dict[str, Tensor]:
+    """NAME.exp_avg and so on, fp32 on the CPU, of a checkpoint that was verified. Raises `UserError`."""
+    if not (folder / MOMENTS).exists():
+        raise UserError(f"{folder} holds no optimizer moments (an average has none), so training cannot go on from it; "
+                        "give a checkpoint of a run")
+    return _read_tensors(folder, MOMENTS)
+
+
+def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    try:
+        return load_file(folder / name)
+    except (OSError, SafetensorError) as error:
+        raise DamagedCheckpoint(folder, f"{name} cannot be read ({error})") from None
+
+
+def first_difference(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> str | None:
+    """A clause on the first tensor, in the order of `ours`, in which `theirs` differ; None where the shapes agree."""
+    for name, shape in ours.items():
+        if name not in theirs:
+            return f"{name} {list(shape)} is missing"
+        if theirs[name] != shape:
+            return f"{name} is {list(theirs[name])} where {list(shape)} is expected"
+    return next((f"{name} {list(shape)} is one too many" for name, shape in theirs.items() if name not in ours), None)
+
+
+def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
+    """Builds the model of a checkpoint, or of a run (see `find_checkpoint`), and fills it.
+
+    Raises:
+        UserError: no checkpoint, a damaged one, or weights that are not those of its recipe (naming the first tensor).
+    """
+    checkpoint = find_checkpoint(folder, which)
+    verify_files(checkpoint, MODEL_FILES)
+    recipe = load_recipe(checkpoint / RECIPE)
+    src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
+    model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
+    parameters = dict(model.named_parameters())
+    weights = load_weights(checkpoint, verify=False)
+    if difference := first_difference(shapes_of(parameters), shapes_of(weights)):
+        raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "
+                        "checkpoint as training wrote it")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, load_state(checkpoint), checkpoint)
+
+
+def require_model(folder: Path, asked: Model | None) -> None:
+    """Raises `UserError` where a checkpoint, whole, holds another model than the one asked for; None asks for any."""
+    held = load_recipe(folder / RECIPE)
+    changes = changed_settings(held, held.model_copy(update={"model": asked or held.model}))
+    if changes:
+        raise UserError(f"{folder} holds another model than the one asked for:\n  " + "\n  ".join(changes)
+                        + "\na trained model stays what it is; take these settings back, or give another checkpoint")
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Name to shape."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,322 @@
+"""From a YAML file to a checked recipe: its text, what is changed on the command line, the environment variables in it,
+and all its faults at once, each as a sentence. Nothing here imports torch, so that `--help` and a faulty recipe answer
+at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from deepnmt.config.sections import Corpus, Recipe
+from deepnmt.errors import UserError
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Reads and checks a recipe.
+
+    Args:
+        path: a YAML file, or a run folder holding `recipe.yaml`.
+        overrides: `dotted.key=value` strings; values are read as YAML.
+
+    Raises:
+        UserError: with every fault found, one a line.
+    """
+    file = Path(path)
+    if file.is_dir():
+        if not (file / "recipe.yaml").is_file():
+            raise UserError(f"{file} holds no recipe.yaml; give a recipe or the folder of a run that was started")
+        file = file / "recipe.yaml"
+    tree = read_tree(file)
+    for word in overrides or []:
+        override(tree, word)
+    return check_recipe(tree, str(file))
+
+
+def check_recipe(tree: dict[str, Any], origin: str) -> Recipe:
+    """Checks a tree of settings; `origin` names it in the error. Raises `UserError` with every fault, one a line."""
+    tree, faults = expand(tree)
+    faults += find_faults(Recipe, tree, {Corpus: {"src": ["-"], "trg": ["-"]}})
+    if faults:
+        head = f"{origin} has {'a fault' if len(faults) == 1 else f'{len(faults)} faults'}:"
+        raise UserError("\n".join([head, *(f"  {fault}" for fault in faults)]))
+    return Recipe.model_validate(tree)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every setting written."""
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def changed_settings(old: Recipe, new: Recipe) -> list[str]:
+    """The settings that differ, as `key: old -> new`."""
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(before.keys() | after.keys())
+            if before.get(key) != after.get(key)]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key to value."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
+    return leaves
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")  # ${NAME} or ${NAME:-default}
+_DEEPEST = 50  # groups within groups; a recipe has five
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as text and yes as a boolean; here numbers are numbers, and a key given twice is a fault."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?([eE][-+]?\d+)$|^[-+]?\d[\d_]*\.\d*$|^[-+]?\.\d+([eE][-+]?\d+)?$"),
+    list("-+0123456789."),
+)
+
+
+def read_tree(file: Path) -> dict[str, Any]:
+    """The settings in a YAML file, unchecked. Raises `UserError` where it cannot be read or holds something else."""
+    try:
+        tree = _tree(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no recipe {file}; recipes/ holds those that come with deepnmt") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {file} cannot be read: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: such as the date 2026-13-01
+        raise UserError(f"recipe {file} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"recipe {file} must be a mapping of settings, not {type(tree).__name__}")
+    return tree
+
+
+def override(tree: dict[str, Any], words: str) -> None:
+    """Puts `key.key=value` into a tree; the value is read as YAML. Raises `UserError`."""
+    key, equals, text = words.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {words!r} is not of the form key.key=value, for example train.updates=300")
+    try:
+        value = _tree(text)
+    except (yaml.YAMLError, ValueError):
+        raise UserError(f"override {words!r}: {text!r} is not a YAML value") from None
+    *parents, last = key.split(".")
+    node = tree
+    for name in parents:
+        child = node.get(name)
+        if child is None:
+            child = node[name] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"override {words!r}: {name} is a value, not a group of settings")
+        node = child
+    node[last] = value
+
+
+def _tree(text: str) -> Any:
+    """YAML as lists and mappings. Raises `yaml.YAMLError` or `ValueError`, also for a tree without an end."""
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+        _check_depth(tree, _DEEPEST)
+    except RecursionError:
+        raise ValueError(f"groups stand in each other more than {_DEEPEST} deep; an alias (*name) may stand within its "
+                         "own anchor (&name)") from None
+    return tree
+
+
+def _check_depth(value: Any, left: int) -> None:
+    """Raises `RecursionError` where a tree has no end or groups are more than `left` deep."""
+    if left < 0:
+        raise RecursionError
+    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(child, left - 1)
+
+
+def expand(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Puts environment variables, `${NAME}` or `${NAME:-default}`, into strings, so that a recipe names no folder of
+    one machine.
+
+    Returns:
+        The tree, and a fault for each variable that is neither set nor has a default; it stays as it is written.
+    """
+    unset: dict[str, list[tuple[str, str]]] = {}  # variable to (setting, its value)
+    tree = _expand(tree, "", unset)
+    faults = []
+    for name, places in unset.items():
+        where, value = places[0]
+        others = f" (and {', '.join(place for place, _ in places[1:])})" if places[1:] else ""
+        faults.append(f"{where}{others}: is {value!r}, but the environment variable {name} is not set; export "
+                      f"{name}=FOLDER, or give the setting on the command line as {where}=PATH")
+    return tree, faults
+
+
+def _expand(value: Any, where: str, unset: dict[str, list[tuple[str, str]]]) -> Any:
+    if isinstance(value, dict):
+        return {k: _expand(v, f"{where}.{k}" if where else str(k), unset) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_expand(v, where, unset) for v in value]
+    if not isinstance(value, str):
+        return value
+    for name in dict.fromkeys(match[1] for match in _VARIABLE.finditer(value) if match[2] is None):
+        if name not in os.environ:
+            unset.setdefault(name, []).append((where, value))
+    return _VARIABLE.sub(_value_of, value)
+
+
+def _value_of(variable: re.Match[str]) -> str:
+    """As a shell has it: with a default, a variable that is set to nothing counts as not set."""
+    name, default = variable[1], variable[2]
+    return os.environ.get(name, variable[0]) if default is None else os.environ.get(name) or default
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+#
+# Pydantic checks how settings go together only where each of them is sound. So what is faulty is taken out or stood in
+# for, and the rest is checked again, until nothing new is found.
+
+Key = tuple[int | str, ...]
+
+
+def find_faults(root: type[BaseModel], tree: dict[str, Any], stand_ins: dict[type[BaseModel], Any]) -> list[str]:
+    """One line for each fault of a tree of settings.
+
+    Args:
+        root: the section the whole tree is checked as.
+        stand_ins: sound settings for sections that cannot do with their defaults.
+    """
+    tree = copy.deepcopy(tree)
+    lines: list[str] = []
+    mended: set[Key] = set()
+    while True:
+        try:
+            root.model_validate(tree)
+            return lines
+        except ValidationError as error:
+            faults = error.errors()
+        spoken = [each for fault in faults for each in _speak(root, fault)]
+        for key, line, settings in spoken:
+            if not settings & mended:  # else it may come of the mending
+                lines.append(f"{'.'.join(map(str, key))}: {line}" if key else line)
+        named = set().union(*(settings for _, _, settings in spoken))
+        if named <= mended:
+            return lines
+        for setting in named:
+            _mend(root, tree, setting, stand_ins)
+        mended |= named
+
+
+def _speak(root: type[BaseModel], fault: ErrorDetails) -> list[tuple[Key, str, set[Key]]]:
+    """Where a fault is, what is wrong, and the settings it speaks of; several where one check found several."""
+    path, kind = fault["loc"], fault["type"]
+    if kind == "value_error":
+        lines = str(fault["ctx"]["error"]).split("\n")
+        return [(path, line, _named_in(root, path, line)) for line in lines]
+    return [(path, _sentence(root, fault), {path})]
+
+
+def _sentence(root: type[BaseModel], fault: ErrorDetails) -> str:
+    path, kind = fault["loc"], fault["type"]
+    if kind == "missing":
+        return "missing; this setting has no default"
+    if kind == "extra_forbidden":
+        section = _section_at(root, path[:-1])
+        known = list(section.model_fields) if section else []
+        near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6)
+        if near:
+            return f"unknown setting; did you mean {'.'.join(map(str, (*path[:-1], near[0])))}?"
+        return f"unknown setting; known: {', '.join(known)}"
+    if kind == "model_type":
+        section = _section_at(root, path)
+        known = list(section.model_fields) if section else []
+        return f"is {fault['input']!r}, must be a group of settings; known: {', '.join(known)}"
+    message = re.sub(r"^(Input|List|String) should", "must", fault["msg"])
+    return f"is {fault['input']!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}"
+
+
+def _named_in(root: type[BaseModel], path: Key, line: str) -> set[Key]:
+    """The settings a sentence about a section names, by their dotted keys below it; the section itself if none."""
+    found: set[Key] = set()
+    for word in re.findall(r"\w+(?:\.\w+)*", line):
+        names = word.split(".")
+        section = _section_at(root, (*path, *names[:-1]))
+        if section is not None and names[-1] in section.model_fields:
+            found.add((*path, *names))
+    return found or {path}
+
+
+def _section_at(root: type[BaseModel], path: Key) -> type[BaseModel] | None:
+    """The section at a path, or None where there is none. A mapping of sections has one at every name."""
+    section: type[BaseModel] | None = root
+    mapped: type[BaseModel] | None = None
+    for name in path:
+        if mapped is not None:
+            section, mapped = mapped, None
+            continue
+        field = section.model_fields.get(str(name)) if section else None
+        if field is None:
+            return None
+        section = _as_section(field.annotation)
+        mapped = next((kind for kind in map(_as_section, get_args(field.annotation)) if kind), None)
+    return section
+
+
+def _as_section(kind: Any) -> type[BaseModel] | None:
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _mend(root: type[BaseModel], tree: dict[str, Any], path: Key, stand_ins: dict[type[BaseModel], Any]) -> None:
+    """Takes the setting at a path out of the tree, or puts a stand-in where it cannot be missing."""
+    for depth in range(1, len(path)):  # such a section is stood in for as a whole, and a list goes with its item
+        if _section_at(root, path[:depth]) in stand_ins or isinstance(path[depth], int):
+            path = path[:depth]
+            break
+    *parents, name = path
+    node: Any = tree
+    for parent in parents:
+        node = node.get(parent) if isinstance(node, dict) else None
+    if not isinstance(node, dict):
+        return  # mended with a section above it, or never written
+    section, around = _section_at(root, path), _section_at(root, tuple(parents))
+    field = around.model_fields.get(str(name)) if around else None
+    if section in stand_ins:
+        node[name] = copy.deepcopy(stand_ins[section])
+    elif field is not None and field.is_required():
+        node[name] = _stand_in(field.annotation, stand_ins)
+    else:
+        node.pop(name, None)
+
+
+def _stand_in(kind: Any, stand_ins: dict[type[BaseModel], Any]) -> Any:
+    """A sound value of a setting without default: a large number or a text, or a section of such."""
+    section = _as_section(kind)
+    if section is None:
+        return "-" if kind is str else 10**9
+    if section in stand_ins:
+        return copy.deepcopy(stand_ins[section])
+    required = {name: field for name, field in section.model_fields.items() if field.is_required()}
+    return {name: _stand_in(field.annotation, stand_ins) for name, field in required.items()}

@@ -1,0 +1,245 @@
+"""`deepnmt prepare`: from the texts a recipe names to its folder of token arrays.
+
+The training text is read three times as a stream (to judge the pairs, to train the vocabulary, to encode), the others
+twice. The result is a function of the texts and the settings in `data/settings.py`: neither the number of processes nor
+`recipe.seed` changes a byte, so that runs with several seeds share one folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from deepnmt.config import Corpus, Recipe
+from deepnmt.data.batching import plan_epoch, random_order
+from deepnmt.data.encoding import CHUNK, SEED, Encoding, encode_pairs
+from deepnmt.data.filters import KEPT, Verdicts, judge_texts, tally
+from deepnmt.data.prepared import PreparedData, SideWriter, sha256, variant_stem, write_manifest
+from deepnmt.data.settings import WAY_OUT, check_settings, corpora, is_here, other_texts, prepared_settings
+from deepnmt.data.text import Pair, input_files, read_pairs
+from deepnmt.data.vocab import Vocabulary, train_vocabulary
+from deepnmt.errors import UserError
+from deepnmt.tokens import UNK
+
+
+def prepare(recipe: Recipe, *, progress: bool = True) -> Path:
+    """Prepares `recipe.data` and returns its folder; a folder that is up to date is left as it is.
+
+    The work is done in `<folder>.partial` and renamed at the end, so a killed run leaves no half-made folder; the next
+    run clears what it left. Nothing that exists is overwritten.
+
+    Args:
+        progress: report steps, counts and time left on stderr.
+
+    Raises:
+        UserError: a text is faulty; `vocab.size` does not suit it; the filters leave nothing; the folder holds
+            something else, or data of other settings or texts; it cannot be written; another process is writing it.
+    """
+    report = _Report(progress)
+    folder = Path(recipe.data.folder)
+    texts = corpora(recipe)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        _check_up_to_date(recipe, texts, PreparedData.open(folder), report)
+        return folder
+    for corpus in texts.values():
+        input_files(corpus)
+    try:
+        with _written_aside(folder) as aside:
+            _build(recipe, texts, aside, report)
+    except OSError as error:
+        raise UserError(f"data.folder {folder} cannot be written: {error.strerror or error}; free space there or set "
+                        "another folder") from None
+    _report_counts(recipe, folder, report)
+    return folder
+
+
+class _Report:
+    """Lines and bars on stderr, or silence."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+
+    def line(self, text: str) -> None:
+        if self._shown:
+            print(text, file=sys.stderr, flush=True)
+
+    def bar(self, what: str, total: int | None) -> tqdm[Any]:
+        """A bar over pairs, with the time left where the total is known."""
+        return tqdm(total=total, desc=what, unit=" pairs", unit_scale=True, mininterval=0.5, disable=not self._shown)
+
+    def reading(self, what: str, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """Passes pairs on and counts them."""
+        with self.bar(what, None) as bar:
+            for pair in pairs:
+                bar.update()
+                yield pair
+
+
+def _fingerprints(corpus: Corpus) -> list[dict[str, Any]]:
+    """Name, size and hash of a corpus's files; folders are left out, for they differ between machines."""
+    return [{"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)} for file in input_files(corpus)]
+
+
+def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedData, report: _Report) -> None:
+    """Raises `UserError` where a folder is not what this recipe would prepare, naming the first difference.
+
+    Original texts may be gone from this machine: then there is nothing to compare, and the folder serves as it is.
+    """
+    for name, corpus in texts.items():
+        if name not in data.splits:
+            raise UserError(f"prepared data {data.folder} has no {name}, which the recipe names; {WAY_OUT}")
+        if not is_here(corpus):
+            report.line(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
+            continue
+        then, now = ([(f["bytes"], f["sha256"]) for f in files]
+                     for files in (data.manifest["inputs"][name], _fingerprints(corpus)))
+        if then != now:
+            raise other_texts(data, name)
+    check_settings(recipe, data)
+    data.verify()
+    report.line(f"{data.folder} is up to date")
+
+
+@contextmanager
+def _written_aside(folder: Path) -> Iterator[Path]:
+    """A new folder to fill, which becomes `folder` at the end, or vanishes if anything fails on the way."""
+    target = Path(os.path.abspath(folder))
+    partial = target.with_name(f"{target.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = partial / ".lock"
+    if any(partial.iterdir()) and not lock.exists():
+        raise UserError(f"{partial} is needed for writing {folder} aside, but holds other files; move it away")
+    with open(lock, "w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it even if this process is killed
+        except BlockingIOError:
+            raise UserError(f"another process is preparing {folder}; wait until it is done") from None
+        try:
+            shutil.rmtree(partial / "data", ignore_errors=True)
+            (partial / "data").mkdir()
+            yield partial / "data"
+            os.rename(partial / "data", target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path, report: _Report) -> None:
+    """Fills an empty folder. The short texts come first, so that a fault in them shows before the long work."""
+    inputs = {name: _fingerprints(corpus) for name, corpus in texts.items()}
+    held_out = {name: corpus for name, corpus in texts.items() if name != "train"}
+    sizes = {name: _copy_text(folder, name, report.reading(f"{name}: reading", read_pairs(corpus)))
+             for name, corpus in held_out.items()}
+    train = recipe.data.train
+    verdicts = judge_texts(report.reading("train: reading", read_pairs(train)), recipe.data.filters)
+    _require_pairs(verdicts)
+
+    report.line(f"training the vocabulary of {recipe.vocab.size} {recipe.vocab.kind} pieces"
+                f"{'' if recipe.vocab.shared else ' a side'}")
+    models = _train_models(recipe, verdicts)
+    for side, model in zip(("src", "trg"), models):
+        (folder / f"{side}.spm").write_bytes(model)
+
+    data, workers = recipe.data, recipe.data.workers or len(os.sched_getaffinity(0))
+    splits = {}
+    for name, corpus in held_out.items():
+        everything = np.full(sizes[name], KEPT, dtype=np.uint8)
+        splits[name] = _encode(folder, name, corpus, everything, Encoding(*models), workers, report)
+    job = Encoding(*models, data.filters, data.subword_variants, recipe.vocab.kind, data.subword_alpha)
+    splits["train"] = _encode(folder, "train", train, verdicts, job, workers, report)
+    vocabs = {side: {"size": vocab.size, "sha256": vocab.fingerprint}
+              for side, vocab in zip(("src", "trg"), map(Vocabulary, models))}
+    write_manifest(folder, {"settings": prepared_settings(recipe), "inputs": inputs, "vocab": vocabs,
+                            "splits": splits})
+
+
+def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> int:
+    """Keeps the text of a split, one sentence a line, and counts its pairs."""
+    count = 0
+    with (open(folder / f"{name}.src.txt", "w", encoding="utf-8", newline="\n") as src_file,
+          open(folder / f"{name}.trg.txt", "w", encoding="utf-8", newline="\n") as trg_file):
+        for src, trg in pairs:
+            src_file.write(f"{src}\n")
+            trg_file.write(f"{trg}\n")
+            count += 1
+    return count
+
+
+def _train_models(recipe: Recipe, verdicts: Verdicts) -> tuple[bytes, bytes]:
+    """The source and the target vocabulary, one and the same where they are shared."""
+    train, vocab = recipe.data.train, recipe.vocab
+    chosen = _vocabulary_sample(verdicts, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
+
+    def text(sides: tuple[int, ...]) -> Iterator[str]:
+        for pair, taken in zip(read_pairs(train), chosen, strict=True):
+            if taken:
+                yield from (pair[side] for side in sides)
+
+    if vocab.shared:
+        model = train_vocabulary(text((0, 1)), vocab)
+        return model, model
+    return train_vocabulary(text((0,)), vocab), train_vocabulary(text((1,)), vocab)
+
+
+def _vocabulary_sample(verdicts: Verdicts, most: int) -> npt.NDArray[np.bool_]:
+    """Which pairs the vocabulary is trained on: those kept, or `most` of them (at least 1) drawn at random."""
+    chosen = verdicts == KEPT
+    kept = np.flatnonzero(chosen)
+    if len(kept) > most:
+        chosen[kept[random_order(len(kept), SEED)[max(1, most):]]] = False
+    return chosen
+
+
+def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: Encoding, workers: int,
+            report: _Report) -> dict[str, Any]:
+    """Writes a split's arrays and returns its counts for the manifest. Pairs that `verdicts` leaves out are skipped."""
+    stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
+    writers = [(SideWriter(folder, f"{stem}.src"), SideWriter(folder, f"{stem}.trg")) for stem in stems]
+    kept = np.flatnonzero(verdicts == KEPT)
+    final, done, unknown = verdicts.copy(), 0, [0, 0]
+    pairs = (pair for pair, verdict in zip(read_pairs(corpus), verdicts, strict=True) if verdict == KEPT)
+    with report.bar(f"{name}: encoding", len(kept)) as bar:
+        for chunk in encode_pairs(pairs, job, min(workers, 1 + len(kept) // CHUNK)):
+            for sides, side_writers in zip(chunk.sides, writers, strict=True):
+                for pieces, writer in zip(sides, side_writers):
+                    writer.add(pieces.tokens, pieces.lengths)
+            for side, pieces in enumerate(chunk.sides[0]):
+                unknown[side] += int(np.count_nonzero(pieces.tokens == UNK))
+            final[kept[done:done + len(chunk.verdicts)]] = chunk.verdicts
+            done += len(chunk.verdicts)
+            bar.update(len(chunk.verdicts))
+    _require_pairs(final)
+    return {"read": len(final), "pairs": int(np.count_nonzero(final == KEPT)), "left_out": tally(final),
+            "src_tokens": writers[0][0].end, "trg_tokens": writers[0][1].end, "src_unknown": unknown[0],
+            "trg_unknown": unknown[1], "variants": job.variants}
+
+
+def _require_pairs(verdicts: Verdicts) -> None:
+    if not np.any(verdicts == KEPT):
+        raise UserError(f"data.filters leave out all {len(verdicts)} training pairs ({_reasons(tally(verdicts))}); "
+                        "loosen them, or give another corpus")
+
+
+def _reasons(left_out: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in left_out.items() if count) or "none"
+
+
+def _report_counts(recipe: Recipe, folder: Path, report: _Report) -> None:
+    data = PreparedData.open(folder)
+    for name, split in data.manifest["splits"].items():
+        report.line(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; left out: {_reasons(split['left_out'])}; "
+                    f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
+                    f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}")
+    train = data.split("train")
+    plan = plan_epoch(train.src_lengths, train.trg_lengths, recipe.batch.tokens, recipe.seed, 0)
+    report.line(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
+                f"{plan.waste:.1%} of the positions are padding")

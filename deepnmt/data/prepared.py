@@ -1,0 +1,264 @@
+"""A folder of prepared data: memory-mapped token arrays, two vocabularies, and a manifest that is written last.
+
+`manifest.json` holds the settings, the inputs' hashes, the vocabularies' fingerprints, counts for every split, and the
+size and hash of every other file. For a side of a split, e.g. `train.src`:
+
+    train.src.tokens        uint16, little-endian: the pieces of all sentences, without bos and eos
+    train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
+    train.v03.src.tokens    the same for sampled segmentation 3 of the training text
+    valid.src.txt           the text itself, one sentence a line; not kept for the training text
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.errors import UserError
+from deepnmt.tokens import EOS, PAD
+
+FORMAT, VERSION = "deepnmt-data", 1
+TOKEN, OFFSET = np.dtype("<u2"), np.dtype("<i8")
+
+Lengths = npt.NDArray[np.int32]
+Tokens = npt.NDArray[np.uint16]
+Indices = npt.NDArray[np.int64]
+
+
+class SideWriter:
+    """Appends sentences to the two arrays of one side. Files are open only while written: variants may be many."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self._tokens, self._offsets = folder / f"{stem}.tokens", folder / f"{stem}.offsets"
+        self.end = 0
+        self._tokens.write_bytes(b"")
+        self._offsets.write_bytes(np.zeros(1, OFFSET).tobytes())
+
+    def add(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
+        """Adds sentences of `lengths` pieces each, whose pieces stand one after the other in `tokens`."""
+        offsets = self.end + np.cumsum(lengths, dtype=OFFSET)
+        with open(self._tokens, "ab") as stream:
+            stream.write(tokens.astype(TOKEN).tobytes())
+        with open(self._offsets, "ab") as stream:
+            stream.write(offsets.astype(OFFSET).tobytes())
+        self.end += int(lengths.sum())
+
+
+def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
+    """Completes a folder: every file in it is flushed to the disk, hashed and listed, then the manifest is written."""
+    files = {}
+    for file in sorted(folder.iterdir()):
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    manifest = {"format": FORMAT, "version": VERSION, **contents, "files": files}
+    with open(folder / "manifest.json", "w", encoding="utf-8") as stream:
+        json.dump(manifest, stream, indent=1, sort_keys=True, ensure_ascii=False)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class Side:
+    """One side of a split: N sentences in memory-mapped arrays, each seen up to `limit - 1` pieces."""
+
+    def __init__(self, tokens: Tokens, offsets: Indices, limit: int | None = None) -> None:
+        self._tokens, self._offsets, self._limit = tokens, offsets, limit
+        pieces = np.diff(offsets)
+        self._pieces = pieces if limit is None else np.minimum(pieces, limit - 1)
+        self.lengths: Lengths = (self._pieces + 1).astype(np.int32)  # eos is counted
+
+    def __getitem__(self, i: int) -> Tokens:
+        start = self._offsets[i]
+        return self._tokens[start:start + self._pieces[i]]
+
+    def cut(self, limit: int) -> Side:
+        """The same side with no length above `limit`."""
+        return Side(self._tokens, self._offsets, limit)
+
+    def with_eos(self, indices: Indices) -> tuple[Indices, Indices]:
+        """The sentences `indices` [B] as pieces + eos, padded to the longest: ids [B, L] and lengths [B]."""
+        pieces = self._pieces[indices][:, None]
+        columns = np.arange(int(pieces.max()) + 1)
+        at = np.where(columns < pieces, self._offsets[indices][:, None] + columns, -1)
+        ids = np.full(at.shape, PAD, dtype=np.int64)
+        ids[at >= 0] = self._tokens[at[at >= 0]]
+        ids[columns == pieces] = EOS
+        return ids, pieces[:, 0] + 1
+
+
+class Split:
+    """The training, validation or a test text: N pairs."""
+
+    def __init__(self, folder: Path, name: str, counts: dict[str, Any], variant: int | None = None,
+                 limit: int | None = None) -> None:
+        self._folder, self._counts, self._limit = folder, counts, limit
+        self.name = name
+        self.variants: int = counts["variants"]
+        stem = name if variant is None else variant_stem(name, variant)
+        self.sources = _open_side(folder, f"{stem}.src", limit)
+        self.targets = _open_side(folder, f"{stem}.trg", limit)
+
+    def __len__(self) -> int:
+        return len(self.sources.lengths)
+
+    @property
+    def src_lengths(self) -> Lengths:
+        """int32 [N]: pieces + eos."""
+        return self.sources.lengths
+
+    @property
+    def trg_lengths(self) -> Lengths:
+        """int32 [N]: pieces + eos, which is also bos + pieces."""
+        return self.targets.lengths
+
+    @property
+    def source_per_target(self) -> float:
+        """Source tokens for each target token, eos counted."""
+        return float(self.src_lengths.mean() / self.trg_lengths.mean())
+
+    def src(self, i: int) -> Tokens:
+        """The pieces of source sentence `i`, without eos."""
+        return self.sources[i]
+
+    def trg(self, i: int) -> Tokens:
+        """The pieces of target sentence `i`, without bos and eos."""
+        return self.targets[i]
+
+    def variant(self, k: int) -> Split:
+        """The `k`-th sampled segmentation of the same sentences, `0 <= k < variants`."""
+        if not 0 <= k < self.variants:
+            raise IndexError(f"{self.name} has {self.variants} sampled segmentations, there is no number {k}")
+        return Split(self._folder, self.name, self._counts, variant=k, limit=self._limit)
+
+    def cut(self, limit: int) -> Split:
+        """The plain segmentation with every sentence cut to `limit` tokens, eos counted and kept.
+
+        Validation and test texts are stored whole, whatever their length; a loss over them needs no more than
+        `model.max_length` tokens a sentence.
+        """
+        return Split(self._folder, self.name, self._counts, limit=limit)
+
+    def src_text(self) -> list[str]:
+        """The source text as it was given, whitespace around it stripped. Not kept for the training text."""
+        return self._text("src")
+
+    def trg_text(self) -> list[str]:
+        """The target text as it was given, whitespace around it stripped. Not kept for the training text."""
+        return self._text("trg")
+
+    def _text(self, side: str) -> list[str]:
+        file = self._folder / f"{self.name}.{side}.txt"
+        return file.read_bytes().decode("utf-8").split("\n")[:-1]
+
+
+def variant_stem(split: str, k: int) -> str:
+    """How the files of a split's `k`-th sampled segmentation begin."""
+    return f"{split}.v{k:02d}"
+
+
+def _open_side(folder: Path, stem: str, limit: int | None) -> Side:
+    return Side(_map(folder / f"{stem}.tokens", TOKEN), _map(folder / f"{stem}.offsets", OFFSET), limit)
+
+
+def _map(file: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    if file.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.zeros(0, kind)
+    return np.memmap(file, dtype=kind, mode="r")
+
+
+class PreparedData:
+    """A complete folder of prepared data; `open` is the way to one."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
+
+    @classmethod
+    def open(cls, folder: str | Path) -> PreparedData:
+        """Opens a folder after comparing every file's size with the manifest; contents are compared by `verify`.
+
+        Raises:
+            UserError: the folder is missing, incomplete, or not one of this version of deepnmt.
+        """
+        folder = Path(folder)
+        data = cls(folder, _read_manifest(folder))
+        for name, entry in data.manifest["files"].items():
+            file = folder / name
+            if not file.is_file():
+                raise UserError(f"prepared data {folder} is incomplete: {name} is missing; {_AGAIN}")
+            if (size := file.stat().st_size) != entry["bytes"]:
+                raise UserError(f"prepared data {folder} is damaged: {name} has {size} bytes, its manifest says "
+                                f"{entry['bytes']}; {_AGAIN}")
+        return data
+
+    def verify(self) -> None:
+        """Reads every file and compares its hash with the manifest. Raises `UserError` at the first difference."""
+        for name, entry in self.manifest["files"].items():
+            if sha256(self.folder / name) != entry["sha256"]:
+                raise UserError(f"prepared data {self.folder} is damaged: {name} differs from its manifest; {_AGAIN}")
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 of the manifest, and so of settings, inputs and every array: equal where the data is equal."""
+        return sha256(self.folder / "manifest.json")
+
+    @property
+    def splits(self) -> list[str]:
+        """The names of all splits: train, valid and the tests as `test.<name>`."""
+        return list(self.manifest["splits"])
+
+    def split(self, name: str) -> Split:
+        """Raises `UserError` where there is no such split."""
+        if name not in self.manifest["splits"]:
+            raise UserError(f"prepared data {self.folder} has no split {name!r}; it has {', '.join(self.splits)}")
+        return Split(self.folder, name, self.manifest["splits"][name])
+
+    def vocabs(self) -> tuple[Vocabulary, Vocabulary]:
+        """The source and target vocabularies, of equal bytes where they are shared."""
+        return Vocabulary.load(self.folder / "src.spm"), Vocabulary.load(self.folder / "trg.spm")
+
+
+_AGAIN = "delete the folder and run deepnmt prepare again"
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    file = folder / "manifest.json"
+    if not folder.exists():
+        raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
+    try:
+        manifest = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{folder} holds no manifest.json, so it is not prepared data; set data.folder to a folder "
+                        "that deepnmt prepare has written") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}); {_AGAIN}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UserError(f"{file} is not a manifest of deepnmt's prepared data; set data.folder to another folder")
+    if manifest.get("version") != VERSION:
+        raise UserError(f"{folder} was prepared in format version {manifest.get('version')}, this deepnmt reads "
+                        f"{VERSION}; {_AGAIN}")
+    missing = _missing_keys(manifest, ("settings", "inputs", "vocab", "splits", "files"))
+    if missing:
+        raise UserError(f"{file} lacks {', '.join(missing)}; {_AGAIN}")
+    return manifest
+
+
+def _missing_keys(manifest: dict[str, Any], keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if not isinstance(manifest.get(key), dict)]

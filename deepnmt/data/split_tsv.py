@@ -1,0 +1,102 @@
+"""A TSV of sentence pairs into training, validation and test texts that share no sentence."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from deepnmt.config import Corpus
+from deepnmt.data.text import Pair, read_pairs
+from deepnmt.errors import UserError
+
+
+def split_tsv(
+    tsv: Path, folder: Path, columns: tuple[int, int], langs: tuple[str, str], valid: int = 10, test: int = 20
+) -> dict[str, int]:
+    """Writes `train.SRC`, `train.TRG`, `valid.SRC`, ... into `folder` and returns the number of pairs in each.
+
+    A target sentence with several sources stands in one text with all its pairs, and which one is a function of the
+    sentence alone, so that a later, larger corpus moves no sentence. Sentences that differ in case, punctuation or
+    spaces are one. Validation and test keep one pair of each target sentence. A training pair whose source stands in
+    either of them is left out, and so is a validation pair whose source stands in the test.
+
+    Args:
+        tsv: plain or .gz.
+        columns: of source and target, counted from 1.
+        langs: of source and target: the endings of the files.
+        valid, test: how many of every 1,000 target sentences.
+
+    Raises:
+        UserError: see `read_pairs`; a share or column is out of range; columns or endings are one; a text would be
+            empty, or take the place of `tsv`; the folder cannot be written.
+    """
+    if valid < 1 or test < 1 or valid + test >= 1000:
+        raise UserError(f"{valid} + {test} of 1,000 sentences cannot be held out; give 1 or more for validation and "
+                        "for test, below 1,000 together")
+    _check_sides(tsv, folder, columns, langs)
+    corpus = Corpus(tsv=[str(tsv)], columns=list(columns))
+    kept, sources = _held_out(corpus, valid, test)
+    if not (kept["valid"] and kept["test"]):
+        raise UserError(f"{tsv} has too few sentences to hold {valid} + {test} of 1,000 out; give larger shares")
+    counts = {"train": 0, **{name: len(pairs) for name, pairs in kept.items()}}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, pairs in kept.items():
+            for side, lang in enumerate(langs):
+                text = "".join(f"{pair[side]}\n" for pair in pairs)
+                (folder / f"{name}.{lang}").write_text(text, encoding="utf-8")
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(folder / f"train.{lang}", "w", encoding="utf-8")) for lang in langs]
+            for pair in read_pairs(corpus):
+                if split_of(pair[1], valid, test) == "train" and key(pair[0]) not in sources:
+                    counts["train"] += 1
+                    for file, text in zip(files, pair):
+                        file.write(f"{text}\n")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None
+    if not counts["train"]:
+        raise UserError(f"{tsv} has no pair left to train on where {valid} + {test} of 1,000 sentences are held out; "
+                        "give smaller shares")
+    return counts
+
+
+def _check_sides(tsv: Path, folder: Path, columns: tuple[int, int], langs: tuple[str, str]) -> None:
+    """Raises `UserError` where the sides are no two columns, or where their texts would overwrite each other or `tsv`,
+    which is read while they are written."""
+    if min(columns) < 1 or columns[0] == columns[1]:
+        raise UserError(f"--columns is {columns[0]} {columns[1]}, must be two different columns counted from 1, for "
+                        "example 1 2")
+    if langs[0] == langs[1] or any(not lang or "/" in lang for lang in langs):
+        raise UserError(f"--langs is {langs[0]!r} {langs[1]!r}, must be two different endings of files without a /, "
+                        "for example de en")
+    for name in ("train", "valid", "test"):
+        for lang in langs:
+            with suppress(OSError):  # one of them is not there
+                if tsv.samefile(folder / f"{name}.{lang}"):
+                    raise UserError(f"{tsv} would be overwritten by {name}.{lang} in {folder}; name another folder")
+
+
+def split_of(sentence: str, valid: int, test: int) -> str:
+    """The text that the pairs of a target sentence stand in; `valid` and `test` of every 1,000 sentences."""
+    draw = int.from_bytes(hashlib.blake2b(key(sentence).encode(), digest_size=8).digest(), "big") % 1000
+    return "test" if draw < test else "valid" if draw < test + valid else "train"
+
+
+def key(sentence: str) -> str:
+    """The sentence's letters and digits without case: what makes two sentences one. Without any, the sentence."""
+    return "".join(filter(str.isalnum, sentence.casefold())) or sentence
+
+
+def _held_out(corpus: Corpus, valid: int, test: int) -> tuple[dict[str, list[Pair]], set[str]]:
+    """The pairs of validation and test, one a target sentence, and the keys of all their sources."""
+    first: dict[str, dict[str, Pair]] = {"valid": {}, "test": {}}
+    sources: dict[str, set[str]] = {"valid": set(), "test": set()}
+    for pair in read_pairs(corpus):
+        name = split_of(pair[1], valid, test)
+        if name != "train":
+            first[name].setdefault(key(pair[1]), pair)
+            sources[name].add(key(pair[0]))
+    kept = {name: list(pairs.values()) for name, pairs in first.items()}
+    kept["valid"] = [pair for pair in kept["valid"] if key(pair[0]) not in sources["test"]]
+    return kept, sources["valid"] | sources["test"]

@@ -1,0 +1,244 @@
+"""Beam search, greedy search and sampling over anything that gives next-token logits (`steppers.Stepper`).
+
+What all of them share. A hypothesis is a sequence of tokens other than bos and pad. It ends with eos, or is cut when
+it reaches its sentence's limit without one. Its length n counts its tokens and, where it has ended, eos. Its
+log-probability is the sum of the model's log-probabilities (fp32, over the whole vocabulary) of the n tokens; its score
+is that divided by the length penalty at n (`scores.LengthPenalty`).
+
+`B` sentences, `b` of them still searched, `K` beams or samples, `N` hypotheses asked for, `M` longest limit,
+`V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepnmt.decode.next_tokens import BOS, EOS, NEVER, LengthPenalty, extensions, log_normalisers
+from deepnmt.decode.steppers import Stepper
+from deepnmt.errors import UserError
+
+# Sentences that are done leave the batch once they are this share of it.
+LEAVE = 0.125
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A finished hypothesis: its tokens without eos, and whether it `ended` with eos or was cut."""
+
+    tokens: list[int]
+    score: float
+    log_prob: float
+    ended: bool
+
+
+class _Finished:
+    """The N best finished hypotheses of each of B sentences, found so far."""
+
+    def __init__(self, sentences: int, keep: int, longest: int, device: torch.device) -> None:
+        self.scores = torch.full((sentences, keep), -torch.inf, device=device)
+        self.sums = torch.full_like(self.scores, -torch.inf)
+        self.tokens = torch.zeros(sentences, keep, longest, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(sentences, keep, dtype=torch.int64, device=device)  # of tokens, without eos
+        self.ended = torch.zeros(sentences, keep, dtype=torch.bool, device=device)
+
+    def offer(self, sentences: Tensor, sums: Tensor, tokens: Tensor, length: int, divisor: float, ended: bool) -> None:
+        """Takes in those hypotheses that are good enough; a log-probability of -inf marks what is none.
+
+        Args:
+            sentences: [b] their numbers.
+            sums: [b, K] log-probabilities.
+            tokens: [b, K, M].
+            length: of all of them, without eos.
+            divisor: the length penalty.
+            ended: whether by eos.
+        """
+        keep = self.scores.size(1)
+        scores, best = torch.cat([self.scores[sentences], sums / divisor], dim=1).topk(keep)
+        lengths = torch.full_like(sums, length, dtype=torch.int64)
+        ends = torch.full_like(sums, ended, dtype=torch.bool)
+        self.scores[sentences] = scores
+        self.sums[sentences] = torch.cat([self.sums[sentences], sums], dim=1).gather(1, best)
+        self.lengths[sentences] = torch.cat([self.lengths[sentences], lengths], dim=1).gather(1, best)
+        self.ended[sentences] = torch.cat([self.ended[sentences], ends], dim=1).gather(1, best)
+        pool = torch.cat([self.tokens[sentences], tokens], dim=1)
+        self.tokens[sentences] = pool.gather(1, best[:, :, None].expand(-1, -1, pool.size(2)))
+
+    def worst(self, sentences: Tensor) -> Tensor:
+        """The score [b] a hypothesis of these sentences [b] must beat to be taken in."""
+        return self.scores[sentences, -1]
+
+    def candidates(self) -> list[list[Candidate]]:
+        """Of each sentence its hypotheses, best first. Raises `UserError` where the model's scores are no numbers."""
+        if bool(self.scores.isnan().any()):
+            raise UserError("the model gives scores that are not numbers (NaN): its training has diverged; translate "
+                            "with an earlier checkpoint")
+        columns = (self.tokens, self.lengths, self.scores, self.sums, self.ended)
+        return [
+            [Candidate(tokens[:length], score, log_prob, ended)
+             for tokens, length, score, log_prob, ended in zip(*sentence, strict=True) if score > -torch.inf]
+            for sentence in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+
+def beam_search(
+    stepper: Stepper, limits: Tensor, beams: int, nbest: int, penalty: LengthPenalty, patience: float | None = None
+) -> list[list[Candidate]]:
+    """The best `nbest` hypotheses of each sentence that a beam of `beams` finds, best first.
+
+    From the empty hypothesis on, at each step every live hypothesis of a sentence is finished once by eos, and the
+    `beams` extensions of the highest log-probability by another token live on; at the limit these are finished as they
+    are. A sentence is done when no continuation of a live hypothesis can be among its `nbest` best: log-probabilities
+    only fall, so the score of a continuation is at most the present log-probability divided by the penalty at the
+    limit. The result is therefore that of going on to the limit, and with a beam wide enough to hold every prefix that
+    of trying every hypothesis.
+
+    With a `patience` a sentence is done as well when `patience`·K hypotheses have ended whose log-probability was, when
+    they did, among the K highest of all extensions of its live hypotheses, eos included (Kasai et al. 2022, A Call for
+    Clarity in Beam Search; 1 is the usual rule of first come, first served). That is sooner, and a better hypothesis
+    may be missed.
+
+    Args:
+        stepper: B·`beams` rows, nothing stepped yet.
+        limits: [B] most tokens of a hypothesis, eos counted; >= 1.
+        beams: K.
+        nbest: N <= K.
+        penalty: of the score.
+        patience: > 0, or None to go on until nothing can be gained.
+    """
+    device, longest = limits.device, int(limits.max())
+    finished = _Finished(len(limits), nbest, longest, device)
+    counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses ended, for `patience`
+    last_divisors = torch.tensor([penalty.divisor(limit) for limit in limits.tolist()], device=device)
+    sentences = torch.arange(len(limits), device=device)
+    order = torch.arange(beams, device=device)
+    tokens = torch.zeros(len(limits), beams, longest, dtype=torch.int64, device=device)
+    last = torch.full((len(limits) * beams,), BOS, device=device)
+    sums = torch.full((len(limits), beams), -torch.inf, device=device)
+    sums[:, 0] = 0.0  # all beams start alike, so one of them is enough
+    for length in range(1, longest + 1):
+        logits = stepper.step(last)
+        log_probs, nexts, ends = extensions(logits, min(beams, logits.size(1)))
+        divisor, ended = penalty.divisor(length), sums + ends.view_as(sums)
+        finished.offer(sentences, ended, tokens, length - 1, divisor, ended=True)
+
+        sums, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
+        parents = best // log_probs.size(1)
+        tokens = tokens.gather(1, parents[:, :, None].expand_as(tokens))
+        tokens[:, :, length - 1] = nexts.view(len(sums), -1).gather(1, best)
+
+        cut = limits[sentences] == length
+        if bool(cut.any()):
+            at_limit = sums.masked_fill(~cut[:, None], -torch.inf)
+            finished.offer(sentences, at_limit, tokens, length, divisor, ended=False)
+        done = cut | (sums[:, 0] / last_divisors[sentences] <= finished.worst(sentences))
+        if patience is not None:
+            counts[sentences] += _among_best(ended, sums)
+            done |= counts[sentences] >= patience * beams
+        stay = _staying(done)
+        if len(stay) == 0:
+            break
+        if len(stay) <= (1 - LEAVE) * len(done):
+            stepper.select(stay)
+            sentences, tokens, sums, parents = sentences[stay], tokens[stay], sums[stay], parents[stay]
+        else:
+            sums[done] = -torch.inf
+        if length > 1 and not torch.equal(parents, order.expand_as(parents)):  # at first all beams hold the same
+            stepper.reorder((torch.arange(len(parents), device=device)[:, None] * beams + parents).flatten())
+        last = tokens[:, :, length - 1].flatten()
+    return finished.candidates()
+
+
+def _among_best(ended: Tensor, live: Tensor) -> Tensor:
+    """How many of the log-probabilities `ended` [b, K] are among the K highest of these and `live` [b, K]: [b]."""
+    values, places = torch.cat([live, ended], dim=1).topk(live.size(1))
+    return ((places >= live.size(1)) & (values > -torch.inf)).sum(1)
+
+
+def _staying(done: Tensor) -> Tensor:
+    """The numbers [b'] of the sentences that are not done [b], most in their place: those from b' on fill the gaps."""
+    stay = (~done).nonzero().squeeze(1)
+    order = torch.arange(len(stay), device=done.device)
+    order[done[: len(stay)]] = stay[stay >= len(stay)]
+    return order
+
+
+class Choice(Protocol):
+    """How a hypothesis that is on its own goes on."""
+
+    def __call__(self, logits: Tensor, sentences: Tensor, step: int) -> Tensor:
+        """The next tokens [b·K] of sentences [b] at a step, from 0, given logits [b·K, V] (-inf: forbidden)."""
+
+
+def most_likely(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
+    """The choice of greedy search."""
+    return logits.argmax(1)
+
+
+class Draw:
+    """The choice of sampling: from softmax(logits / temperature), by inverting its cumulative distribution.
+
+    Args:
+        uniforms: fp32 numbers in [0, 1), one for each sentence, sample and step [B, K, M]. They alone decide, so a
+            sentence's samples do not depend on the batch it is in.
+        temperature: below 1 the likely tokens become more likely.
+    """
+
+    def __init__(self, uniforms: Tensor, temperature: float) -> None:
+        self.uniforms = uniforms
+        self.temperature = temperature
+
+    def __call__(self, logits: Tensor, sentences: Tensor, step: int) -> Tensor:
+        # In float64 an fp32 number below 1 times the total stays below the total, so the search never runs off the end.
+        mass = (logits.double() / self.temperature).softmax(1).cumsum(1)
+        points = self.uniforms[sentences, :, step].double().view(-1, 1) * mass[:, -1:]
+        return torch.searchsorted(mass, points, right=True).squeeze(1)
+
+
+def follow(
+    stepper: Stepper, limits: Tensor, count: int, choice: Choice, penalty: LengthPenalty
+) -> list[list[Candidate]]:
+    """`count` hypotheses of each sentence, each grown on its own token by token until eos or the limit; best first.
+
+    Greedy search is one hypothesis with `most_likely`, sampling is several with `Draw`. The log-probabilities are the
+    model's own, whatever the temperature.
+
+    Args:
+        stepper: B·`count` rows, nothing stepped yet.
+        limits: [B] most tokens of a hypothesis, eos counted; >= 1.
+        count: K.
+        choice: of the next token.
+        penalty: of the score.
+    """
+    device, longest = limits.device, int(limits.max())
+    finished = _Finished(len(limits), count, longest, device)
+    sentences = torch.arange(len(limits), device=device)
+    tokens = torch.zeros(len(limits), count, longest, dtype=torch.int64, device=device)
+    sums = torch.zeros(len(limits), count, device=device)  # -inf: this hypothesis is finished
+    last = torch.full((len(limits) * count,), BOS, device=device)
+    for length in range(1, longest + 1):
+        logits = stepper.step(last).float()
+        norm = log_normalisers(logits)
+        logits[:, NEVER] = -torch.inf
+        last = choice(logits, sentences, length - 1)
+        sums = sums + (logits.gather(1, last[:, None]).squeeze(1) - norm).view_as(sums)
+        nexts = last.view_as(sums)
+
+        divisor, eos = penalty.divisor(length), nexts == EOS
+        cut = (limits[sentences] == length)[:, None] & ~eos
+        finished.offer(sentences, sums.masked_fill(~eos, -torch.inf), tokens, length - 1, divisor, ended=True)
+        tokens[:, :, length - 1] = nexts
+        finished.offer(sentences, sums.masked_fill(~cut, -torch.inf), tokens, length, divisor, ended=False)
+        sums = sums.masked_fill(eos | cut, -torch.inf)
+        done = (sums == -torch.inf).all(1)
+        stay = _staying(done)
+        if len(stay) == 0:
+            break
+        if len(stay) <= (1 - LEAVE) * len(done):
+            stepper.select(stay)
+            sentences, tokens, sums, nexts = sentences[stay], tokens[stay], sums[stay], nexts[stay]
+        last = nexts.flatten()
+    return finished.candidates()

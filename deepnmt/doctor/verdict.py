@@ -1,0 +1,387 @@
+"""Will it train? Numbers measured before training, and a rule on them that was learned from runs.
+
+The rule is a small JSON file that `verdict_fit.py` makes and that comes with deepnmt: a logistic regression on a few of
+the numbers below and their squares (too little can be as bad as too much), or a small decision tree. It knows the runs
+it was fitted on and says where a model lies outside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+
+from deepnmt.config import Recipe
+from deepnmt.doctor.activations import token_likeness
+from deepnmt.doctor.change import change, compare, random_change
+from deepnmt.doctor.fresh import initialisation
+from deepnmt.doctor.gradient_probe import Gradients, gradients
+from deepnmt.doctor.many import Precision
+from deepnmt.doctor.probes import ProbeBatch, layer_outputs, plain_loss, stack_outputs
+from deepnmt.errors import UserError
+from deepnmt.model.blocks import Side
+from deepnmt.model.transformer import Transformer
+from deepnmt.tokens import PAD
+
+SHIPPED = Path(__file__).with_name("verdict.json")
+TRIAL = 40  # updates on one batch
+_REASONS = 6  # of a verdict, the weightiest
+_RISE = 20  # of them at most for the warm-up
+_FORMAT, _VERSION = "deepnmt-verdict", 3
+
+# What each feature is, in words. "Change": see `change.py`; all logarithms are to base 10.
+FEATURES: dict[str, str] = {
+    "noise_encoder": "log change of the encoder's output under 1 % noise on the matrices",
+    "noise_decoder": "log change of the decoder's output under 1 % noise on the matrices",
+    "update_encoder": "log change of the encoder's output after one real update at the peak rate",
+    "update_decoder": "log change of the decoder's output after one real update at the peak rate",
+    "update_loss": "change of the batch's loss by that update, nats a token",
+    "trial_loss": "loss at the end of 40 updates on this one batch, above the entropy of its tokens",
+    "trial_fall": "how far that loss fell over the last 15 of them, nats a token",
+    "trial_source": "what another source for every sentence adds to the loss after these 40 updates, nats a token",
+    "gradient_encoder": "log gradient norm of the encoder's lowest output over its highest",
+    "gradient_decoder": "log gradient norm of the decoder's lowest output over its highest",
+    "gradient_source": "log gradient norm of the encoder's top over the decoder's top",
+    "alike_encoder": "cosine between the encoder's outputs at different positions",
+    "alike_decoder": "cosine between the decoder's outputs at different positions",
+    "source_signal": "log change of the decoder's output when every sentence gets another source",
+    "layers": "log layers of both stacks",
+    "rate": "log peak learning rate",
+    "warmup": "1 with a warm-up, 0 without",
+    "tokens": "log target tokens of an update",
+    "bf16": "1 in bf16, 0 otherwise",
+    "fp16": "1 in fp16, 0 otherwise",
+}
+
+
+_LOGARITHMS = ("layers", "rate", "tokens")  # which a reader knows without the log
+
+
+def plainly(name: str) -> str:
+    """What a feature is, for a reader."""
+    return FEATURES[name].removeprefix("log ") if name in _LOGARITHMS else FEATURES[name]
+
+
+def told(name: str, value: float) -> str:
+    """Its value, for a reader."""
+    if name not in _LOGARITHMS:
+        return f"{value:.3g}"
+    return f"{10**value:.2g}" if name == "rate" else f"{10**value:,.0f}"
+
+
+def features(
+    model: Transformer, batch: ProbeBatch, update: Callable[[], None], trial: Callable[[], list[float]], *, rate: float,
+    warmup: int, tokens: int, precision: Precision,
+) -> dict[str, float]:
+    """All of `FEATURES` of a model before training, on one batch; its weights are as before on return.
+
+    Args:
+        update: takes one optimizer update at the peak rate on this batch, in place.
+        trial: takes `TRIAL` updates at `trial_rates`, in place, and returns `TRIAL` + 2 plain losses, see
+            `trial_features`.
+        rate, warmup, tokens, precision: of the recipe: peak learning rate, updates of warm-up, target tokens of an
+            update, and what it computes in.
+    """
+    with kept(model):
+        losses = trial()
+    return {**still_features(model, batch), **update_features(model, batch, update), **trial_features(losses, batch),
+            "rate": math.log10(rate), "warmup": float(warmup > 0), "tokens": math.log10(tokens),
+            **precision_features(precision)}
+
+
+def precision_features(precision: Precision) -> dict[str, float]:
+    """What the rule is told of a precision."""
+    return {"bf16": float(precision == "bf16"), "fp16": float(precision == "fp16")}
+
+
+def still_features(model: Transformer, batch: ProbeBatch) -> dict[str, float]:
+    """Those that no learning rate changes."""
+    was_training = model.training
+    model.eval()
+    found = gradients(model, batch)
+    noise = random_change(model, batch)
+    before = stack_outputs(model, batch)
+    signal = compare(model, other_sources(batch), before)["decoder"]
+    model.train(was_training)
+    return {
+        "noise_encoder": _log(noise["encoder"]),
+        "noise_decoder": _log(noise["decoder"]),
+        "gradient_encoder": _gradient_ratio(found, "encoder"),
+        "gradient_decoder": _gradient_ratio(found, "decoder"),
+        "gradient_source": _log(_tops(found, "encoder")[-1]) - _log(_tops(found, "decoder")[-1]),
+        "alike_encoder": token_likeness(before["encoder"]),
+        "alike_decoder": token_likeness(before["decoder"]),
+        "source_signal": _log(signal),
+        "layers": math.log10(len(model.encoder.layers) + len(model.decoder.layers)),
+    }
+
+
+def update_features(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> dict[str, float]:
+    """Those of one update."""
+    loss = plain_loss(model, batch)
+    moved, after = change_by(model, batch, update)
+    return {
+        "update_encoder": _log(moved["encoder"]),
+        "update_decoder": _log(moved["decoder"]),
+        "update_loss": min(max(after - loss, -10.0), 10.0) if math.isfinite(after) else 10.0,
+    }
+
+
+def trial_rates(rate: float, warmup: int) -> list[float]:
+    """The `TRIAL` learning rates of a trial: the peak, after the recipe's warm-up shortened to at most 20 updates."""
+    rise = min(warmup, _RISE)
+    return [rate * min(1.0, update / (rise + 1)) for update in range(1, TRIAL + 1)]
+
+
+def trial_features(losses: Sequence[float], batch: ProbeBatch) -> dict[str, float]:
+    """Those of a trial: a model that is stuck knows how often each token occurs in the batch, and no more.
+
+    Args:
+        losses: the plain loss at each of `TRIAL` updates, then after them on the batch, then on `other_sources` of it;
+            nats a target token.
+    """
+    *during, own, other = losses
+    end, middle = fmean(during[-5:]), fmean(during[-20:-15])
+    if not math.isfinite(end):
+        return {"trial_loss": 10.0, "trial_fall": -10.0, "trial_source": 0.0}
+    return {"trial_loss": _held(end - token_entropy(batch)), "trial_fall": _held(middle - end),
+            "trial_source": _held(other - own)}
+
+
+def _held(value: float) -> float:
+    """Between -10 and 10 nats; 0 where it is no number."""
+    return min(max(value, -10.0), 10.0) if not math.isnan(value) else 0.0
+
+
+def token_entropy(batch: ProbeBatch) -> float:
+    """Of the batch's target tokens by their frequencies in it, in nats."""
+    counts = batch[3][batch[3] != PAD].unique(return_counts=True)[1].double()
+    shares = counts / counts.sum()
+    return float(-(shares * shares.log()).sum())
+
+
+@contextmanager
+def kept(model: Transformer) -> Iterator[None]:
+    """Puts the model's weights and mode back at the end."""
+    was_training = model.training
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        model.train(was_training)
+
+
+def change_by(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> tuple[dict[Any, float], float]:
+    """The change of both outputs by an update, and the plain loss after it; weights and mode are put back."""
+    with kept(model):
+        before = stack_outputs(model.eval(), batch)
+        update()
+        changes = {str(side): value for side, value in compare(model.eval(), batch, before).items()}
+        return changes, plain_loss(model, batch)
+
+
+def layer_changes_by(
+    model: Transformer, batch: ProbeBatch, update: Callable[[], None]
+) -> dict[Side, list[float]]:
+    """The change of every layer's output by an update; weights and mode are put back."""
+    with kept(model):
+        before = layer_outputs(model.eval(), batch)
+        update()
+        after = layer_outputs(model.eval(), batch)
+    return {side: [change(old, new) for old, new in zip(before[side], after[side], strict=True)] for side in before}
+
+
+def other_sources(batch: ProbeBatch) -> ProbeBatch:
+    """The same targets, each with the source of the sentence before it."""
+    src, lengths, trg_in, trg_out, key = batch
+    return src.roll(1, 0), lengths.roll(1, 0), trg_in, trg_out, key
+
+
+def _log(value: float) -> float:
+    """log10, held between -8 and 6, so that a zero or an overflow stays a number."""
+    if math.isnan(value):
+        return 6.0
+    return min(max(math.log10(value), -8.0), 6.0) if value > 0 else -8.0
+
+
+def _tops(found: Gradients, side: str) -> list[float]:
+    """The gradient norms of a stack's sub-layer outputs, from the bottom."""
+    return [value for name, value in found.outputs.items() if name.startswith(f"{side}.")]
+
+
+def _gradient_ratio(found: Gradients, side: str) -> float:
+    norms = _tops(found, side)
+    return _log(norms[0]) - _log(norms[-1])
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rule says of one model.
+
+    Attributes:
+        trains: the answer.
+        probability: that it trains, by the rule.
+        reasons: the numbers that weighed most, the weightiest first, as sentences.
+        outside: features that lie outside what the rule was fitted on.
+    """
+
+    trains: bool
+    probability: float
+    reasons: list[str]
+    outside: list[str]
+
+
+@dataclass(frozen=True)
+class VerdictRule:
+    """A rule that was fitted on runs.
+
+    Attributes:
+        kind: logistic: probability = 1 / (1 + exp(-(bias + Σ weights · z + squares · z² + by_rate · z · z_rate))), z =
+            (x - centre) / scale; tree: nested questions.
+        names: the features it asks for.
+        body: logistic: centre, scale, weights, squares, by_rate (lists in the order of `names`), bias; tree: nodes of
+            feature, threshold, low and high, and leaves of probability and runs.
+        spans: by feature, its smallest and largest value among the runs; the logistic rule takes what lies outside
+            for the nearest of the two, since a square knows nothing out there.
+        facts: what it was fitted on and how well it did on runs that were held out.
+
+    A feature that was the same in all runs (its span is one value) is one the rule knows nothing of, inside or outside.
+    """
+
+    kind: Literal["logistic", "tree"]
+    names: list[str]
+    body: dict[str, Any]
+    spans: dict[str, list[float]]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def probability(self, values: Mapping[str, float]) -> float:
+        """Of training, for a model with these features."""
+        if self.kind == "logistic":
+            score = self.body["bias"] + sum(self._pulls(values).values())
+            return 1 / (1 + math.exp(-min(max(score, -500.0), 500.0)))
+        return float(self._leaf(values)[0]["probability"])
+
+    def judge(self, values: Mapping[str, float]) -> Verdict:
+        """The verdict with its reasons."""
+        probability = self.probability(values)
+        if self.kind == "logistic":
+            pulls = sorted(self._pulls(values).items(), key=lambda item: -abs(item[1]))
+            reasons = [f"{self._told(name, values[name])} speaks {'for' if pull > 0 else 'against'} it ({pull:+.2f})"
+                       for name, pull in pulls[:_REASONS]]
+        else:
+            reasons = self._leaf(values)[1]
+        outside = [f"{plainly(name)} is {told(name, values[name])}, the runs had {told(name, low)} to "
+                   f"{told(name, high)}" for name, (low, high) in self.spans.items()
+                   if low < high and not low - 1e-9 <= values[name] <= high + 1e-9]
+        return Verdict(probability >= 0.5, probability, reasons, outside)
+
+    @property
+    def unvaried(self) -> dict[str, float]:
+        """The features that were the same in all runs, and their values."""
+        return {name: low for name, (low, high) in self.spans.items() if low == high}
+
+    def unseen(self, recipe: Recipe, precision: Precision = "fp32") -> list[str]:
+        """What none of the runs had of a recipe: its blocks, initialisation, optimizer, schedule, dropout, label
+        smoothing, weight decay, clipping, and precision; as sentences.
+
+        Of what a rule's facts do not tell, nothing is said.
+        """
+        found, stacks = [], (recipe.model.encoder, recipe.model.decoder)
+        known = self.facts.get("accuracy_on_a_block_left_out", {})
+        blocks = "/".join(stack.block for stack in stacks)
+        if known and blocks not in known:
+            found.append(f"no run had the blocks {blocks}; fitted without one pair of its own, the rule was right on "
+                         f"{100 * min(known.values()):.0f} to {100 * max(known.values()):.0f} % of that pair's runs")
+        optimizer, inits = self.facts.get("optimizer"), self.facts.get("inits", {})
+        if optimizer is not None and recipe.optimizer.name != optimizer:
+            found.append(f"optimizer.name is {recipe.optimizer.name}, all runs had {optimizer}")
+        ours = "/".join(initialisation(stack.block, stack.init) for stack in stacks)
+        if ours not in inits.get(blocks, [ours]):
+            found.append(f"the initialisation is {ours} (encoder/decoder), runs of these blocks have "
+                         f"{' or '.join(inits[blocks])}")
+        plain = {"schedule": ("schedule.name", recipe.schedule.name),
+                 "dropout": ("model.dropout", recipe.model.dropout),
+                 "attention_dropout": ("model.attention_dropout", recipe.model.attention_dropout),
+                 "activation_dropout": ("model.activation_dropout", recipe.model.activation_dropout),
+                 "weight_decay": ("optimizer.weight_decay", recipe.optimizer.weight_decay),
+                 "clip": ("train.clip", recipe.train.clip),
+                 "label_smoothing": ("train.label_smoothing", recipe.train.label_smoothing)}
+        found += [f"{setting} is {value}, all runs had {self.facts[fact]}" for fact, (setting, value) in plain.items()
+                  if fact in self.facts and value != self.facts[fact]]
+        if precision not in self.facts.get("precisions", [precision]):
+            found.append(f"it computes in {precision}, the runs in {', '.join(self.facts['precisions'])}")
+        return found
+
+    def _told(self, name: str, value: float) -> str:
+        """A feature and its value, and for what the rule takes one that lies outside its runs."""
+        low, high = self.spans[name]
+        held = min(max(value, low), high)
+        taken = "" if abs(held - value) < 1e-9 else f" (taken for {told(name, held)}, the nearest of its runs)"
+        return f"{plainly(name)}: {told(name, value)}{taken}"
+
+    def _pulls(self, values: Mapping[str, float]) -> dict[str, float]:
+        body, z = self.body, {}
+        for name, centre, scale in zip(self.names, body["centre"], body["scale"], strict=True):
+            low, high = self.spans[name]
+            z[name] = (min(max(values[name], low), high) - centre) / scale
+        rate = z.get("rate", 0.0)
+        columns = zip(self.names, body["weights"], body["squares"], body["by_rate"], strict=True)
+        return {name: (weight + by_rate * rate) * z[name] + square * z[name]**2
+                for name, weight, square, by_rate in columns}
+
+    def _leaf(self, values: Mapping[str, float]) -> tuple[dict[str, Any], list[str]]:
+        node, path = self.body, []
+        while "feature" in node:
+            name, low = node["feature"], values[node["feature"]] <= node["threshold"]
+            path.append(f"{FEATURES[name]}: {values[name]:.3g} {'≤' if low else '>'} {node['threshold']:.3g}")
+            node = node["low"] if low else node["high"]
+        return node, path
+
+    def save(self, path: Path) -> None:
+        """Writes JSON. Raises `UserError` where it cannot."""
+        content = {"format": _FORMAT, "version": _VERSION, "kind": self.kind, "names": self.names, "body": self.body,
+                   "spans": self.spans, "facts": self.facts}
+        try:
+            path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            way = "leave out --ship" if path == SHIPPED else "put the runs where there is leave to write"
+            raise UserError(f"verdict rule {path} cannot be written ({error.strerror}); {way}") from None
+
+    @classmethod
+    def load(cls, path: Path = SHIPPED) -> VerdictRule:
+        """Reads a rule.
+
+        Raises:
+            UserError: there is no such file, or it is not a rule of this version.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
+                raise KeyError
+            rule = cls(**content)
+            needed = ("centre", "scale", "weights", "squares", "by_rate", "bias") if rule.kind == "logistic" else ()
+            if not all(name in rule.body for name in needed) or not set(rule.names) <= set(rule.spans):
+                raise KeyError
+        except OSError as error:
+            raise UserError(f"verdict rule {path} cannot be read ({error.strerror}); fit one with "
+                            "tools/verdict_grid.py fit") from None
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UserError(f"{path} is not a verdict rule of version {_VERSION}; fit one with tools/verdict_grid.py "
+                            "fit") from None
+        if unknown := [name for name in rule.names if name not in FEATURES]:
+            raise UserError(f"{path} asks for {', '.join(unknown)}, which is not measured; known: "
+                            f"{', '.join(FEATURES)}; fit a rule anew with tools/verdict_grid.py fit")
+        return rule

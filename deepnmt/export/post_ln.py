@@ -1,0 +1,208 @@
+"""Folding: Admin and DeepNorm stacks into plain Post-LN, with the same logits. Liu et al. 2020, Appendix C.
+
+Sub-layer i of such a stack computes LN_i(ω_i ⊙ x + F_i(x)); DeepNorm's ω_i is the number α. Written in x' = ω_i ⊙ x
+that is LN_i(x' + F_i(x' / ω_i)), so
+
+- what makes x gives x' instead: gain and bias of the norm before are multiplied by ω_i,
+- what reads x divides: the columns of query, key and value in self-attention, of query alone in cross-attention (its
+  keys and values read the encoder's output, which stays as it is), and of the first FFN matrix.
+
+Before the first sub-layer there is no norm. Its x is sqrt(D) · embedding + position: the table may also be the
+softmax's or the other stack's, and the positions are fixed. So ω_1 becomes the stack's `input_gain`, a vector of D
+numbers on that sum, and tables and tyings stay as they are; where ω_1 is 1 throughout it is left out.
+
+Computed in float64, rounded to fp32 once, which is all that the logits differ by but for the rounding of fp32
+arithmetic, which no two models share. `D` width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, load_model, write_checkpoint
+from deepnmt.config import Model, Recipe, dump_recipe
+from deepnmt.errors import UserError
+from deepnmt.folders import MANIFEST, sweep
+from deepnmt.model.blocks import DeepNorm, Place, Side
+from deepnmt.model.transformer import Transformer
+from deepnmt.tokens import PAD
+
+SIDES: tuple[Side, Side] = ("encoder", "decoder")
+FOLDABLE = ("admin", "admin_closed_form", "deepnorm")
+
+# The matrices [.., D] that read a sub-layer's x, in the order of the sub-layers.
+_READERS: dict[Side, tuple[str, ...]] = {
+    "encoder": ("self_attn.qkv.weight", "ffn.fc1.weight"),
+    "decoder": ("self_attn.qkv.weight", "cross_attn.q.weight", "ffn.fc1.weight"),
+}
+
+LARGEST_DIFFERENCE = 1e-5  # of the logits, both models computed in float64
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A folded checkpoint: its folder, the stacks that were folded, and how far its logits, computed in float64, were
+    seen to differ."""
+
+    folder: Path
+    stacks: list[str]
+    difference: float
+    largest_logit: float
+
+
+def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str, Tensor], Model]:
+    """The weights and the shapes of a Post-LN model that computes what `weights` compute under `model`.
+
+    Stacks of other blocks stay as they are.
+
+    Raises:
+        UserError: no stack can be folded, or an ω has a zero, by which nothing can be divided.
+    """
+    sides = [side for side in SIDES if _block(model, side) in FOLDABLE]
+    if not sides:
+        raise UserError(f"model.encoder.block is {model.encoder.block} and model.decoder.block {model.decoder.block}, "
+                        f"but only {', '.join(FOLDABLE)} fold into post_ln; the others are used as they are")
+    folded = dict(weights)
+    tree = model.model_dump()
+    for side in sides:
+        folded = _fold_stack(folded, model, side)
+        tree[side] |= {"block": "post_ln", "input_gain": f"{side}.input.gain" in folded}
+    return folded, Model.model_validate(tree)
+
+
+def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict[str, Tensor]:
+    folded = {name: tensor for name, tensor in weights.items() if not _is_omega(name, side)}
+    norm = ""  # before the sub-layer; none before the first
+    layers = model.encoder.layers if side == "encoder" else model.decoder.layers
+    for layer in range(layers):
+        for number, reader in enumerate(_READERS[side]):
+            omega = _omega(weights, model, side, layer, number)
+            if not bool((omega != 0).all()):
+                raise UserError(f"ω of sub-layer {number + 1} of {side}.layers.{layer} holds a zero, so its model has "
+                                "no plain post_ln form; use the checkpoint as it is")
+            matrix = f"{side}.layers.{layer}.{reader}"
+            folded[matrix] = (weights[matrix].double() / omega).float()
+            if norm:
+                for name in (f"{norm}.weight", f"{norm}.bias"):
+                    folded[name] = (weights[name].double() * omega).float()
+            else:
+                _fold_input(folded, side, omega)
+            norm = f"{side}.layers.{layer}.rule.norms.{number}"
+    return folded
+
+
+def _fold_input(folded: dict[str, Tensor], side: Side, omega: Tensor) -> None:
+    """Puts the first sub-layer's ω on the stack's input, together with a gain that is there already."""
+    name = f"{side}.input.gain"
+    gain = folded[name].double() * omega if name in folded else omega
+    if name in folded or not bool((gain == 1).all()):
+        folded[name] = gain.float()
+
+
+def _omega(weights: Mapping[str, Tensor], model: Model, side: Side, layer: int, number: int) -> Tensor:
+    """The factor [D] on x of a sub-layer, in float64."""
+    if _block(model, side) == "deepnorm":
+        place = Place(side, layer, model.encoder.layers, model.decoder.layers, model.width)
+        return torch.full((model.width,), DeepNorm.constants(place)[0], dtype=torch.float64)
+    return weights[f"{side}.layers.{layer}.rule.omegas.{number}"].double()
+
+
+def _is_omega(name: str, side: Side) -> bool:
+    return name.startswith(f"{side}.layers.") and ".rule.omegas." in name
+
+
+def _block(model: Model, side: Side) -> str:
+    return model.encoder.block if side == "encoder" else model.decoder.block
+
+
+def save_folded(source: Path, target: Path) -> Folded:
+    """Folds the model of a checkpoint or run folder, compares both on random sentences, and writes it as a checkpoint.
+
+    Like an average it has no moments. Its `recipe.yaml` says post_ln for the folded stacks; vocabularies, position and
+    scores stay.
+
+    Raises:
+        UserError: see `fold_weights` and `checkpoint.load_model`; `target` is something else than a checkpoint; the
+            logits differ too much, as with an ω close to 0. Nothing is written then.
+        CheckpointWriteError: it cannot be written.
+    """
+    if target.exists() and not (target / MANIFEST).is_file():
+        raise UserError(f"{target} is there and is no checkpoint; give another folder for the folded model")
+    loaded = load_model(source)
+    if target.exists() and target.resolve() == loaded.folder.resolve():
+        raise UserError(f"{target} is the checkpoint to be folded; give another folder for the folded model")
+    before = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
+    weights, model = fold_weights(before, loaded.recipe.model)
+    tree = loaded.recipe.model_dump()
+    tree["admin"]["profile"] = None  # which is of Admin alone, and has done its work
+    recipe = Recipe.model_validate({**tree, "model": model.model_dump()})
+    del before  # what was folded has no other owner than the model, see `_compare`
+    difference, largest = _compare(loaded, weights, recipe)
+    if not difference <= LARGEST_DIFFERENCE:
+        raise UserError(f"the folded model of {loaded.folder} would differ by {difference:.1e} in its logits, of which "
+                        f"the largest is {largest:.1f}, above {LARGEST_DIFFERENCE:g}: rounding the folded weights "
+                        "costs too much, as where an ω is too close to 0; use the checkpoint as it is")
+    extra: dict[str, Any] = {**loaded.state.extra, "folded": str(loaded.folder)}
+    state = replace(loaded.state, loss_scale=None, extra=extra)
+    sweep(target.parent, target.name)
+    write_checkpoint(target, Contents(weights, None, state, dump_recipe(recipe), loaded.src_vocab.bytes,
+                                      loaded.trg_vocab.bytes))
+    stacks = [f"{side} ({_block(loaded.recipe.model, side)})" for side in SIDES
+              if _block(loaded.recipe.model, side) in FOLDABLE]
+    return Folded(target, stacks, difference, largest)
+
+
+@torch.no_grad()
+def _compare(loaded: LoadedModel, weights: Mapping[str, Tensor], recipe: Recipe) -> tuple[float, float]:
+    """The largest difference of the logits on random sentences, and the largest logit, both as magnitudes.
+
+    In float64: in fp32 either model's own rounding is several times what the fold does. `loaded.model` is used up, to
+    have one model at a time beside the folded weights.
+    """
+    draw = torch.Generator().manual_seed(1)
+    longest = min(24, recipe.model.max_length)
+    src = torch.randint(PAD + 1, loaded.src_vocab.size, (4, longest), generator=draw)
+    trg = torch.randint(PAD + 1, loaded.trg_vocab.size, (4, longest), generator=draw)
+    lengths = torch.tensor([longest, longest, max(1, longest // 2), 1])
+
+    def logits(model: Transformer) -> Tensor:
+        _compute_in_float64(model)
+        found = model.logits(model.decode(trg, model.encode(src, lengths), lengths))
+        return torch.cat([found[..., :PAD], found[..., PAD + 1 :]], dim=-1)  # that of pad is -inf
+
+    ours = logits(loaded.model)
+    loaded.model.to("meta")  # which holds no numbers
+    other = Transformer(recipe.model, loaded.src_vocab.size, loaded.trg_vocab.size, recipe.seed).eval()
+    for name, parameter in other.named_parameters():
+        parameter.copy_(weights[name])
+    theirs = logits(other)
+    return float((ours - theirs).abs().max()), float(ours.abs().max())
+
+
+def _compute_in_float64(model: Transformer) -> None:
+    """Changes the model so, with layers of fp32 that are float64 only while they compute: all at once would be 8 more
+    bytes a parameter. The fp32 tensors stay where they are, since others in their places would leave holes between."""
+    narrow: list[Tensor] = []
+
+    def widen(layer: nn.Module, _: object) -> None:
+        narrow.extend(parameter.data for parameter in layer.parameters())
+        layer.double()
+
+    def put_back(layer: nn.Module, *_: object) -> None:
+        for parameter, tensor in zip(layer.parameters(), narrow, strict=True):
+            parameter.data = tensor
+        narrow.clear()
+
+    model.embeddings.double()
+    for stack in (model.encoder, model.decoder):
+        stack.input.double()
+        stack.norm.double()
+        for layer in stack.layers:
+            layer.register_forward_pre_hook(widen)
+            layer.register_forward_hook(put_back)

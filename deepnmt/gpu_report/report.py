@@ -1,0 +1,371 @@
+"""One call, one report: what a machine's accelerator does with the recipes, within a budget of minutes.
+
+Parts, each in processes of its own: the machine and its matrix products; updates of a 60L-12L model on random tokens in
+fp16 and bf16; Tatoeba German to English, trained by the clock, averaged, translated and scored, or 300 updates of it
+with a 60L-12L model in fp16, under ZeRO-1 and as a pipeline of one stage. A part that fails or for which too
+little time is left does not keep the others from running. Without a GPU `toy` tries all of it on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from deepnmt.config import Recipe, dump_recipe, load_recipe
+from deepnmt.data.split_tsv import split_tsv
+from deepnmt.demo.corpus import make_corpus
+from deepnmt.errors import UserError
+from deepnmt.files import read_log, write_json
+from deepnmt.gpu_report.speed import FEWEST_TOKENS, OUT_OF_MEMORY
+from deepnmt.gpu_report.tables import markdown
+from deepnmt.train.trainer import FINISHED, PREEMPTED
+
+Subject = Literal["training", "layouts"]
+TAIL = 12  # lines of a failed part's log that the report repeats
+LEAVING = 5.0  # seconds from the last update of a step rate to the end of its process
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is run. `deep` and `shallow` are overrides of the recipes, as on a command line, `updates` those of the deep
+    one where it trains on the text.
+
+    Seconds: `limits` of each part (of the training the least that is worth beginning); `later`, kept back for what
+    follows the training's end; `finish`, of them, for a training told to stop to save and end.
+    """
+
+    machine: dict[str, int]
+    step: dict[str, int]
+    deep: list[str]
+    shallow: list[str]
+    updates: list[str]
+    limits: dict[str, float]
+    later: float
+    finish: float
+
+
+FULL = Size(
+    machine={"large": 8192, "tokens": 32768, "width": 512, "inner": 2048, "vocab": 32000},
+    step={"vocab": 32000, "tokens": 32768, "length": 32, "warm_up": 4, "steps": 12},
+    deep=[], shallow=[],
+    updates=["train.updates=300", "schedule.warmup=100", "train.log_every=10", "train.validate_every=300",
+             "train.save_every=300", "train.valid_bleu=false"],
+    limits={"machine": 45, "step": 45, "prepare": 120, "updates": 220, "train": 40, "average": 20, "score": 50},
+    later=50, finish=15,
+)
+TOY = Size(
+    machine={"large": 128, "tokens": 128, "width": 16, "inner": 32, "vocab": 64},
+    step={"vocab": 64, "tokens": 64, "length": 8, "warm_up": 1, "steps": 3},
+    deep=["model.width=16", "model.heads=2", "model.ffn=32", "model.encoder.layers=5", "model.decoder.layers=1"],
+    shallow=["model.width=16", "model.heads=2", "model.ffn=32", "model.encoder.layers=2", "model.decoder.layers=2",
+             "vocab.size=300", "batch.tokens=512", "schedule.warmup=4", "train.updates=12", "train.log_every=2",
+             "train.validate_every=6", "train.save_every=6", "train.valid_sentences=8", "translate.beam=2",
+             "translate.max_extra=5", "average_last=2", "admin.tokens=512", "data.workers=1"],
+    updates=["vocab.size=300", "batch.tokens=512", "train.updates=6", "schedule.warmup=4", "train.log_every=2",
+             "train.validate_every=6", "train.save_every=6", "train.valid_bleu=false", "admin.tokens=512",
+             "data.workers=1"],
+    limits={"machine": 150, "step": 150, "prepare": 150, "updates": 150, "train": 30, "average": 100, "score": 100},
+    later=60, finish=15,
+)
+
+
+@dataclass
+class Part:
+    """A part of the report as it went; `note` says why it failed or was skipped."""
+
+    name: str
+    status: Literal["done", "failed", "skipped"] = "done"
+    seconds: float = 0.0
+    note: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Skip(Exception):  # noqa: N818 (a decision, not an error)
+    """A part is not run; the message says why."""
+
+
+def gpu_report(
+    output: Path, recipes: Path, tsv: Path | None = None, minutes: float = 8.0, budget: float = 590.0,
+    toy: bool = False, subject: Subject = "training",
+) -> int:
+    """Writes `report.json`, `report.md`, the parts' logs and the run into `output`.
+
+    Args:
+        output: a new or empty folder.
+        recipes: the folder of `de-en_60l-12l.yaml` and `de-en_6l-6l.yaml`.
+        tsv: Tatoeba's pairs, English first. None: with `toy` the demo's corpus, else nothing is trained.
+        minutes: of updates in the training; less if the budget ends before.
+        budget: seconds for everything.
+        toy: tiny models and texts.
+        subject: what the text is used for: one training with its score, or some updates in each layout.
+
+    Returns:
+        1 if a part has failed, else 0.
+
+    Raises:
+        UserError: the folder holds something; there is no such recipe or TSV; minutes or budget are not above 0.
+    """
+    if minutes <= 0 or budget <= 0:
+        raise UserError(f"minutes is {minutes:g} and budget {budget:g}; both must be above 0")
+    if tsv is not None and not tsv.is_file():
+        raise UserError(f"there is no file {tsv}; give Tatoeba's pairs as TSV, English first, plain or .gz")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"{output} exists already; name a new folder with --output")
+    report = Report(output.absolute(), recipes, tsv, minutes, budget, TOY if toy else FULL, toy, subject)
+    output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no part is left running
+    try:
+        return report.run()
+    finally:
+        report.end()
+
+
+class Report:
+    """The parts in their order, and what each has found so far."""
+
+    def __init__(self, output: Path, recipes: Path, tsv: Path | None, minutes: float, budget: float, size: Size,
+                 toy: bool, subject: Subject) -> None:
+        self.subject: Subject = subject
+        self.output, self.tsv, self.minutes, self.budget, self.size, self.toy = output, tsv, minutes, budget, size, toy
+        self.deep = {
+            layout: load_recipe(recipes / "de-en_60l-12l.yaml",
+                                [*size.deep, f"parallel.ds_config=ds_configs/{layout}.json"])
+            for layout in ("zero1_fp16", "zero1_bf16")
+        }
+        self.layouts = {
+            layout: load_recipe(recipes / "de-en_60l-12l.yaml",
+                                [*size.deep, *size.updates, *self._places(layout), f"parallel.pipeline_stages={stages}",
+                                 f"parallel.ds_config=ds_configs/{layout}.json"])
+            for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1))
+        }
+        timed = f"train.max_seconds={60.0 * self.minutes}"
+        self.shallow = load_recipe(recipes / "de-en_6l-6l.yaml", [*size.shallow, *self._places("run"), timed])
+        self.started = time.monotonic()
+        self.parts: list[Part] = []
+        self.jobs: list[Job] = []
+
+    def _places(self, run: str) -> list[str]:
+        """Overrides: where a run of this report has its folder and its texts."""
+        text = self.output / "text"
+        corpora = {name: json.dumps({"src": str(text / f"{name}.de"), "trg": str(text / f"{name}.en")})
+                   for name in ("train", "valid", "test")}
+        return [f"run={json.dumps(str(self.output / run))}", f"data.folder={json.dumps(str(self.output / 'data'))}",
+                f"data.train={corpora['train']}", f"data.valid={corpora['valid']}",
+                f"data.test={{test: {corpora['test']}}}"]
+
+    def run(self) -> int:
+        """Runs every part; the report is written anew after each. Step rates come after the preparing, which would take
+        the cores that launch their kernels, and before a training, which is content with what time is left."""
+        self._part("corpus", self._corpus)
+        preparing = self._start_preparing()  # on the CPU, beside what keeps the GPU busy
+        self._part("machine", lambda: self._measure("machine", self.size.machine, "machine"))
+        self._part("prepare", lambda: self._prepared(preparing))
+        if self.subject == "training":
+            self._step_rates()
+            self._part("train", self._train, needs="prepare")
+            self._part("average", lambda: self._command("average", "average"), needs="train")
+            self._part("score", self._score, needs="average")
+        else:
+            for layout in self.layouts:
+                self._part(f"updates {layout}", partial(self._updates, layout), needs="prepare")
+            self._step_rates()
+        print((self.output / "report.md").read_text(encoding="utf-8"))
+        return int(any(part.status == "failed" for part in self.parts))
+
+    def _step_rates(self) -> None:
+        for layout in self.deep:
+            self._part(f"60L-12L {layout}", partial(self._step, layout))
+
+    def end(self) -> None:
+        """Leaves no process behind."""
+        for job in self.jobs:
+            job.stop(0)
+
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.budget - (time.monotonic() - self.started)
+
+    def _part(self, name: str, work: Callable[[], dict[str, Any]], needs: str | None = None) -> None:
+        part, started = Part(name), time.monotonic()
+        try:
+            if needs is not None and self._named(needs).status != "done":
+                raise Skip(f"it needs {needs}, which was {self._named(needs).status}")
+            part.figures = work()
+        except Skip as reason:
+            part.status, part.note = "skipped", str(reason)
+        except Exception as error:  # whatever it is, the other parts are worth having
+            part.status, part.note = "failed", f"{type(error).__name__}: {error}"
+        part.seconds = time.monotonic() - started
+        self.parts.append(part)
+        print(f"{name}: {part.status} in {part.seconds:.0f} s{f' ({part.note})' if part.note else ''}", file=sys.stderr,
+              flush=True)
+        content = {"toy": self.toy, "seconds": time.monotonic() - self.started, "budget": self.budget,
+                   "parts": {part.name: asdict(part) for part in self.parts}}
+        write_json(self.output / "report.json", content)
+        (self.output / "report.md").write_text(markdown(content), encoding="utf-8")
+
+    def _named(self, name: str) -> Part:
+        return next(part for part in self.parts if part.name == name)
+
+    # -- the parts ---------------------------------------------------------------------------------------------------
+
+    def _corpus(self) -> dict[str, Any]:
+        """The texts that the small recipe's data is made of."""
+        text = self.output / "text"
+        if self.tsv is not None:
+            return {"name": "Tatoeba de-en", "pairs": split_tsv(self.tsv, text, (2, 1), ("de", "en"))}
+        if not self.toy:
+            raise Skip("no TSV of Tatoeba was given, so nothing is trained")
+        return {"name": "demo grammar de-en", "pairs": make_corpus(text, pairs=600, valid=20, test=20)["counts"]}
+
+    def _start_preparing(self) -> Job | None:
+        if self._named("corpus").status != "done":
+            return None
+        file = self.output / "recipe.yaml"
+        file.write_text(dump_recipe(self.shallow), encoding="utf-8")
+        return self._job("prepare", ["deepnmt", "prepare", str(file)])
+
+    def _prepared(self, job: Job | None) -> dict[str, Any]:
+        if job is None:
+            raise Skip("there is no corpus")
+        job.must_end(self._limit("prepare"))
+        return {}
+
+    def _step(self, layout: str) -> dict[str, Any]:
+        """A step rate; where memory runs out, with half the tokens, and where not one update ends in time, with the
+        fewest. A device that has time for some updates takes those, see `speed.timed_updates`."""
+        arguments: dict[str, Any] = {"recipe": self.deep[layout].model_dump(), **self.size.step}
+        while True:
+            tokens = arguments["tokens"]
+            arguments["until"] = time.monotonic() + self._limit("step") - LEAVING
+            try:
+                return self._measure("step", arguments, f"step_{layout}_{tokens}")
+            except (MemoryError, TooSlow) as reason:
+                arguments["tokens"] = FEWEST_TOKENS if isinstance(reason, TooSlow) else tokens // 2
+                if not FEWEST_TOKENS <= arguments["tokens"] < tokens:
+                    raise
+
+    def _measure(self, measure: str, arguments: dict[str, Any], name: str) -> dict[str, Any]:
+        """A function of `speed.py` in a process of its own."""
+        return self._answer("deepnmt.gpu_report.speed", {"measure": measure, **arguments}, name, self._limit(measure))
+
+    def _updates(self, layout: str) -> dict[str, Any]:
+        """Updates on the text in a layout."""
+        return self._answer("deepnmt.gpu_report.layouts", self.layouts[layout].model_dump(), f"updates_{layout}",
+                            self._limit("updates"))
+
+    def _answer(self, module: str, arguments: dict[str, Any], name: str, limit: float) -> dict[str, Any]:
+        """What a module run as a program answers to these arguments, both in files of JSON."""
+        task, answer = self.output / f"{name}_job.json", self.output / f"{name}.json"
+        write_json(task, arguments)
+        self._job(name, [module, str(task), str(answer)]).must_end(limit)
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+
+    def _train(self) -> dict[str, Any]:
+        """Training until `minutes` of updates are done or only the time of what follows is left: then it is told to
+        stop, and saves."""
+        least, later = self.size.limits["train"], self.size.later
+        if self.left() - later < least:
+            raise Skip(f"{self.left():.0f} s of the budget are left; training and what follows want "
+                       f"{least + later:.0f}")
+        job = self._job("train", ["deepnmt", "train", str(self.output / "recipe.yaml")])
+        code = job.end_within(self.left() - later, self.size.finish)
+        if code not in (FINISHED, PREEMPTED):
+            raise RuntimeError(job.failure(code))
+        run = Path(self.shallow.run)
+        status = json.loads((run / "STATUS.json").read_text(encoding="utf-8"))
+        records = read_log(run / "log.jsonl")
+        return {"settings": _settings(self.shallow), "status": status["status"], "updates": status["update"],
+                "seconds_of_updates": status["seconds"], "seconds": time.monotonic() - job.started,
+                "last": next((r for r in reversed(records) if r["type"] == "train"), None),
+                "validations": [r for r in records if r["type"] == "valid"]}
+
+    def _score(self) -> dict[str, Any]:
+        self._command("score", "evaluate")
+        scores: dict[str, Any] = json.loads((Path(self.shallow.run) / "scores.json").read_text(encoding="utf-8"))
+        return scores
+
+    def _command(self, name: str, command: str) -> dict[str, Any]:
+        """A command of deepnmt's on the trained run."""
+        self._job(name, ["deepnmt", command, self.shallow.run]).must_end(self._limit(name))
+        return {}
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _limit(self, name: str) -> float:
+        """Seconds a part may take. Raises `Skip` where the budget has less than half of them."""
+        wanted = self.size.limits[name]
+        if self.left() < wanted / 2:
+            raise Skip(f"{max(0.0, self.left()):.0f} s of the budget are left, and it may want {wanted:.0f}")
+        return min(wanted, self.left())
+
+    def _job(self, name: str, module: list[str]) -> Job:
+        job = Job(name, module, self.output / f"{name}.log")
+        self.jobs.append(job)
+        return job
+
+
+class TooSlow(RuntimeError):  # noqa: N818 (of the device, not of the program)
+    """A part had to be stopped at its limit."""
+
+
+class Job:
+    """A module as a program, in a process of its own with the packages of this one (python -m would look into the
+    current folder first), all it says in a log file."""
+
+    def __init__(self, name: str, module: list[str], log: Path) -> None:
+        self.name, self.log, self.started, self.late = name, log, time.monotonic(), False
+        start = f"import runpy, sys; sys.path[:] = {sys.path!r}; runpy.run_module({module[0]!r}, run_name='__main__')"
+        with log.open("w", encoding="utf-8") as stream:
+            self.process = subprocess.Popen([sys.executable, "-c", start, *module[1:]], stdout=stream,
+                                            stderr=subprocess.STDOUT)
+
+    def end_within(self, seconds: float, grace: float) -> int:
+        """The exit code; after `seconds` the process is told to stop, after `grace` more it is killed."""
+        try:
+            return self.process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            self.late = True
+            return self.stop(grace)
+
+    def stop(self, grace: float) -> int:
+        """Tells the process to stop and kills it after `grace` seconds, if it still runs; the exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                return self.process.wait(grace)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait()
+
+    def must_end(self, seconds: float) -> None:
+        """Waits for a good end. Raises MemoryError where the device had too little, else RuntimeError, `TooSlow` where
+        the seconds were over."""
+        code = self.end_within(seconds, 2.0)
+        if code == OUT_OF_MEMORY:
+            raise MemoryError(self.failure(code))
+        if code:
+            raise (TooSlow if self.late else RuntimeError)(self.failure(code))
+
+    def failure(self, code: int) -> str:
+        """What is known of a bad end."""
+        tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
+        return f"{self.name} ended with code {code} after {time.monotonic() - self.started:.0f} s; {self.log}:\n{tail}"
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """What a score must not be quoted without."""
+    model = recipe.model
+    return {"encoder": f"{model.encoder.layers}L {model.encoder.block}",
+            "decoder": f"{model.decoder.layers}L {model.decoder.block}", "width": model.width, "ffn": model.ffn,
+            "dropout": model.dropout, "vocab": recipe.vocab.size, "batch_tokens": recipe.batch.tokens,
+            "ds_config": recipe.parallel.ds_config, "beam": recipe.translate.beam, "average_last": recipe.average_last}

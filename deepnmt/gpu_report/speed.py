@@ -1,0 +1,225 @@
+"""How fast one device trains: matrix products, the step rate of a model on random tokens, and the share of the peak.
+
+`python -m deepnmt.gpu_report.speed JOB ANSWER` does one measurement in a process of its own: JOB is a JSON file that
+names it, with the arguments of the function of that name; ANSWER is the JSON file to write. `report.py` starts it.
+
+`B` sentences, `S` source length, `T` target length, `D` width, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepnmt.config import Model, check_recipe
+from deepnmt.files import write_json
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.build import build_engine, check_layout
+from deepnmt.parallel.engine import MicroBatch, StepStats
+from deepnmt.parallel.launch import processes
+from deepnmt.ranks import Ranks
+from deepnmt.tokens import BOS, EOS, PAD
+
+# Dense bf16 TFLOP/s, by a part of the device's name, from the maker's data sheets; the first match counts.
+NOMINAL_TFLOPS = {"H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "A100": 312.0}
+OUT_OF_MEMORY = 3  # the exit code that asks for a smaller batch
+FEWEST_TOKENS = 2048  # of a micro-batch, a side; on fewer a rate says little
+
+
+def model_flops(model: Model, vocab: int, sentences: int, source: float, target: float) -> float:
+    """Floating-point operations that training on B sentences of S source and T target tokens needs, forward and
+    backward.
+
+    A matrix product of m multiply-adds counts 2m forward and twice that backward. Multiply-adds, for inner width F:
+    an encoder layer 4D² + 2DF a source token; a decoder layer 6D² + 2DF a target token and 2D² (cross-attention's keys
+    and values) a source token; the output projection DV a target token. Attention scores and the weighted sum take
+    4·L·D operations a query that sees L keys (the causal ones T/2 on average) and 2.5 times that backward, where
+    fused kernels compute them again. Everything element-wise, padding and the optimizer count nothing.
+    """
+    d, f = model.width, model.ffn
+    n, m = model.encoder.layers, model.decoder.layers
+    by_source = n * (4 * d * d + 2 * d * f) + m * 2 * d * d
+    by_target = m * (6 * d * d + 2 * d * f) + d * vocab
+    keys_seen = n * source * source + m * target * (target / 2 + source)
+    return sentences * (6.0 * (source * by_source + target * by_target) + 3.5 * 4 * d * keys_seen)
+
+
+def machine(large: int, tokens: int, width: int, inner: int, vocab: int) -> dict[str, Any]:
+    """What the machine is, and its bf16 matrix products in TFLOP/s: one of `large`³, and those of a layer and of the
+    output projection, whose inner dimension D is small."""
+    with processes() as ranks:
+        device = ranks.device
+        shapes = {
+            "large": (large, large, large),
+            "query, key, value": (tokens, width, 3 * width),
+            "attention output": (tokens, width, width),
+            "ffn first": (tokens, width, inner),
+            "ffn second": (tokens, inner, width),
+            "output projection": (tokens // 8, width, vocab),
+        }
+        rates = {name: _product_tflops(*shape, device) for name, shape in shapes.items()}
+        return {**_facts(device), "matmul_tflops": rates, "matmul_shapes": shapes}
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    facts = {"device": platform.processor() or platform.machine(), "cores": len(os.sched_getaffinity(0)),
+             "torch": torch.__version__, "deepspeed": version("deepspeed"), "python": platform.python_version(),
+             "nominal_tflops": None}
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        nominal = next((rate for part, rate in NOMINAL_TFLOPS.items() if part in found.name), None)
+        facts |= {"device": found.name, "memory_gib": found.total_memory / 2**30, "cuda": torch.version.cuda,
+                  "nominal_tflops": nominal}
+    return facts
+
+
+def _product_tflops(rows: int, inner: int, columns: int, device: torch.device, seconds: float = 0.2) -> float:
+    """The median over five windows of TFLOP/s of a bf16 product [rows, inner] x [inner, columns]."""
+    a = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
+    b = torch.randn(inner, columns, device=device, dtype=torch.bfloat16)
+    out = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
+    once = _seconds(lambda: torch.mm(a, b, out=out), 3, device)
+    count = max(1, int(seconds / 5 / once))
+    windows = [_seconds(lambda: torch.mm(a, b, out=out), count, device) for _ in range(5)]
+    return 2.0 * rows * inner * columns / statistics.median(windows) / 1e12
+
+
+def _seconds(call: Callable[[], object], count: int, device: torch.device) -> float:
+    """Mean seconds of `count` calls after one that is not timed."""
+    call()
+    wait(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    wait(device)
+    return (time.perf_counter() - started) / count
+
+
+def wait(device: torch.device) -> None:
+    """Returns when the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: int, steps: int, until: float
+         ) -> dict[str, Any]:
+    """Whole updates (forward, backward, optimizer) of a recipe's model by its engine, one micro-batch of random tokens
+    each.
+
+    Args:
+        recipe: its settings; of them model, optimizer, loss, clipping and layout count.
+        vocab: V, of a vocabulary for both sides.
+        tokens: of a micro-batch, a side.
+        length: of every sentence, a side, eos counted.
+        warm_up, steps: updates that are not timed, and those that are.
+        until: when to have ended, by this machine's `time.monotonic`; see `timed_updates` for what gives way.
+    """
+    settings = check_recipe(recipe, "speed")
+    with processes(settings.parallel.threads, group=True) as ranks:
+        layout = check_layout(settings, ranks.world)
+        model = Transformer(settings.model, vocab, vocab, settings.seed, settings.train.label_smoothing)
+        parameters = sum(p.numel() for p in model.parameters())
+        engine = build_engine(model, settings, ranks)
+        taken: list[StepStats] = []
+
+        @cache
+        def batch_of(size: int, number: int) -> MicroBatch:
+            return random_batch(size // length, length, vocab, number, ranks)
+
+        def update(size: int, number: int) -> float:
+            batch = batch_of(size, number % 4)
+            wait(ranks.device)
+            started = time.perf_counter()
+            taken.append(engine.train_step([batch], batch[3].numel(), 1e-5))
+            wait(ranks.device)
+            return time.perf_counter() - started
+
+        tokens, seconds = timed_updates(update, tokens, warm_up, steps, until)
+        dropped = sum(not stats.applied for stats in taken[-len(seconds):])
+        cuda = ranks.device.type == "cuda"
+        result = {"precision": layout.precision if layout else "fp32", "stage": layout.stage if layout else None,
+                  "parameters": parameters, "tokens": tokens // length * length, "length": length, "vocab": vocab,
+                  "peak_memory_gib": torch.cuda.max_memory_allocated(ranks.device) / 2**30 if cuda else None,
+                  "dropped": dropped, "loss_per_token": taken[-1].loss / (tokens // length * length)}
+        engine.close()
+    return {**result, **step_figures(settings.model, vocab, tokens // length, length, seconds)}
+
+
+def timed_updates(
+    update: Callable[[int, int], float], tokens: int, warm_up: int, steps: int, until: float,
+    now: Callable[[], float] = time.monotonic,
+) -> tuple[int, list[float]]:
+    """Updates until there are enough of them, or the next one, as long as the last, would end after `until`.
+
+    Fewer than all are half of them warm-up. Where not even a second one has the time it is halved, once or more, so
+    that two have; but not to less than `FEWEST_TOKENS`, of which there is then one.
+
+    Args:
+        update: takes tokens and number of an update, and returns its seconds.
+        tokens: of an update, where there is time.
+        warm_up, steps: how many are wanted that are not timed, and that are.
+        until: by the clock `now`.
+
+    Returns:
+        The tokens of the timed updates, and the seconds of each.
+    """
+    seconds: list[float] = []
+    while len(seconds) < warm_up + steps:
+        seconds.append(update(tokens, len(seconds)))
+        left = until - now()
+        if seconds[-1] <= left:
+            continue
+        if len(seconds) > 1 or tokens // 2 < FEWEST_TOKENS:
+            break
+        expected = seconds.pop()
+        while 2 * expected > left and tokens // 2 >= FEWEST_TOKENS:
+            tokens, expected = tokens // 2, expected / 2
+    return tokens, seconds[min(warm_up, len(seconds) // 2):]
+
+
+def step_figures(model: Model, vocab: int, sentences: int, length: int, seconds: Sequence[float]) -> dict[str, Any]:
+    """Rates from the times of updates on B sentences of `length` tokens a side; the median update counts."""
+    median = statistics.median(seconds)
+    flops = model_flops(model, vocab, sentences, length, length)
+    return {"seconds_per_step": median, "fastest": min(seconds), "slowest": max(seconds), "steps": len(seconds),
+            "source_tokens_per_second": sentences * length / median,
+            "target_tokens_per_second": sentences * length / median,
+            "model_tflop_per_step": flops / 1e12, "model_tflops": flops / median / 1e12}
+
+
+def random_batch(sentences: int, length: int, vocab: int, seed: int, ranks: Ranks) -> MicroBatch:
+    """B sentences of `length` random tokens a side, eos last, without padding."""
+    draw = torch.Generator().manual_seed(seed)
+    src, trg_out = torch.randint(PAD + 1, vocab, (2, sentences, length), generator=draw)
+    src[:, -1] = trg_out[:, -1] = EOS
+    trg_in = torch.cat([torch.full((sentences, 1), BOS), trg_out[:, :-1]], dim=1)
+    lengths = torch.full((sentences,), length)
+    return (src.to(ranks.device), lengths.to(ranks.device), trg_in.to(ranks.device), trg_out.to(ranks.device), seed)
+
+
+def work(job: Path, answer: Path) -> int:
+    """Does the measurement that `job` names; the exit code is `OUT_OF_MEMORY` where the device has too little."""
+    measurements: dict[str, Callable[..., dict[str, Any]]] = {"machine": machine, "step": step}
+    arguments = json.loads(job.read_text(encoding="utf-8"))
+    try:
+        found = measurements[arguments.pop("measure")](**arguments)
+    except torch.OutOfMemoryError as error:
+        print(f"out of memory: {error}", file=sys.stderr)
+        return OUT_OF_MEMORY
+    write_json(answer, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(work(Path(sys.argv[1]), Path(sys.argv[2])))

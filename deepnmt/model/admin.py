@@ -1,0 +1,391 @@
+"""Admin's profile: ω of every sub-layer, measured layer by layer in the memory of one layer, and its files.
+
+Liu et al. 2020, Understanding the Difficulty of Training Transformers, section 4.3: one forward pass with all ω at 1,
+then ω_1 = 1 and ω_i = sqrt(Var[F_0] + Σ_{j<i} Var[F_j]) over the sub-layers of a stack. The decoder's chain starts at 1
+again. Var[F_j] is the variance of all elements of sub-layer j's output after dropout, at positions that are no padding,
+in fp32 and training mode. Var[F_0] is that of the stack's input, as the published profile has it, or 1 by choice.
+
+`B` sentences, `S` source length, `T` target length, `D` width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from deepnmt.config import Model
+from deepnmt.errors import UserError
+from deepnmt.model.attention import key_mask
+from deepnmt.model.blocks import Admin, Side
+from deepnmt.model.history import Stream, newest
+from deepnmt.model.layers import Layer
+from deepnmt.model.transformer import Transformer, build_embedding, build_layer, build_top
+from deepnmt.tokens import PAD
+
+ProfileBatch = tuple[Tensor, Tensor, Tensor, Tensor, int]  # src, src_lengths, trg_in, trg_out, dropout key
+Combine = Callable[[list[float]], list[float]]
+InputVariance = Literal["measured", "one"]
+
+SIDES: tuple[Side, Side] = ("encoder", "decoder")
+SUBLAYERS: dict[Side, tuple[str, ...]] = {
+    "encoder": ("self_attn", "ffn"),
+    "decoder": ("self_attn", "cross_attn", "ffn"),
+}
+
+_FORMAT, _VERSION = "deepnmt-admin-profile", 1
+_QUIET_SECONDS = 60.0  # between two progress lines where there is no terminal to draw a bar on
+
+
+def admin_sublayers(model: Model, side: Side) -> list[str]:
+    """The canonical names of a stack's sub-layers in order; none if its block is not Admin."""
+    stack = model.encoder if side == "encoder" else model.decoder
+    if stack.block != "admin":
+        return []
+    return [f"{side}.layers.{index}.{name}" for index in range(stack.layers) for name in SUBLAYERS[side]]
+
+
+@dataclass(frozen=True)
+class AdminProfile:
+    """ω of every sub-layer of the Admin stacks.
+
+    Attributes:
+        encoder, decoder: ω in the order of the sub-layers; empty for a stack that is not Admin.
+        provenance: what the numbers depend on, or the file they were read from.
+    """
+
+    encoder: list[float]
+    decoder: list[float]
+    provenance: dict[str, Any]
+
+    @property
+    def omega(self) -> dict[str, float]:
+        """ω by canonical name, as in `encoder.layers.3.ffn`."""
+        return {
+            f"{side}.layers.{i // len(names)}.{names[i % len(names)]}": value
+            for (side, names), values in zip(SUBLAYERS.items(), (self.encoder, self.decoder), strict=True)
+            for i, value in enumerate(values)
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON aside and renames it into place; the folder is made if need be."""
+        path = Path(path)
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "hash": _hash(self.provenance),
+            "provenance": self.provenance,
+            "omega": self.omega,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.aside")
+        aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(aside, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Model) -> AdminProfile:
+        """Reads a profile for this model: deepnmt's JSON, or text with one sub-layer a line, the encoder's first.
+
+        A line of text is either `value` or `index value`, where the index counts a stack's sub-layers from 1 (the files
+        of the authors' code). Widths, dropout and data may differ from those that were profiled; depths may not.
+
+        Raises:
+            UserError: the file cannot be read, is in none of these formats, or does not fit the model.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"admin.profile: {path} cannot be read ({error}); give a file that deepnmt profile wrote, "
+                            "or null to measure anew") from None
+        names = {side: admin_sublayers(model, side) for side in SIDES}
+        if text.lstrip().startswith("{"):
+            return cls(*_from_json(text, path, names))
+        split = len(names["encoder"])
+        values = _from_text(text, path, split, len(names["decoder"]))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return cls(values[:split], values[split:], {"file": path.name, "sha256": digest})
+
+    def apply(self, model: Transformer) -> None:
+        """Sets ω of a built model. Raises ValueError if a stack has another number of sub-layers."""
+        stacks = (model.encoder, model.decoder)
+        for side, stack, values in zip(SIDES, stacks, (self.encoder, self.decoder), strict=True):
+            if not values:
+                continue
+            size = len(SUBLAYERS[side])
+            if len(values) != size * len(stack.layers):
+                raise ValueError(f"the {side} has {size * len(stack.layers)} sub-layers, the profile {len(values)}")
+            for index, layer in enumerate(stack.layers):
+                self.apply_to_layer(side, index, layer)
+
+    def apply_to_layer(self, side: Side, index: int, layer: nn.Module) -> None:
+        """Sets ω of layer `index` (from 0) of a stack, alone; nothing where the profile has no such stack.
+
+        Raises ValueError if the profile ends before this layer.
+        """
+        size, values = len(SUBLAYERS[side]), self.encoder if side == "encoder" else self.decoder
+        if values:
+            rule = layer.get_submodule("rule")
+            assert isinstance(rule, Admin)
+            rule.set_omega(values[size * index : size * (index + 1)])
+
+
+def _hash(provenance: dict[str, Any]) -> str:
+    """One name for all a profile depends on: equal where it would be measured equal."""
+    return hashlib.sha256(json.dumps(provenance, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Flow:
+    """A micro-batch on its way up a stack.
+
+    Attributes:
+        x: [B, T, D], the input of the next layer; see `Stream`.
+        real: boolean [B, T], true where there is no padding.
+        context: what the stack's layers take between x and the dropout key.
+        key: the dropout key.
+    """
+
+    x: Stream
+    real: Tensor
+    context: tuple[Tensor | None, ...]
+    key: int
+
+
+def measure(
+    model: Model,
+    src_vocab: int,
+    trg_vocab: int,
+    seed: int,
+    micro_batches: Sequence[ProfileBatch],
+    combine: Combine = list,
+    *,
+    input_variance: InputVariance = "measured",
+    data: str = "",
+    show: bool = False,
+) -> AdminProfile:
+    """Profiles the Admin stacks of a model; a stack of another block runs only where its output is needed.
+
+    One layer's weights are held at a time, besides the activations of the local micro-batches. How the micro-batches
+    are shared among processes changes nothing but the order of float64 sums.
+
+    Args:
+        model: shapes, dropouts and blocks.
+        src_vocab, trg_vocab, seed: as of the `Transformer` that is to be trained: they fix its initial weights.
+        micro_batches: this process's share: ids src [B, S], src_lengths [B], trg_in [B, T] and trg_out [B, T] on the
+            device to run on, and the micro-batch's dropout key. A share may be empty, if not all are.
+        combine: sums a list of numbers element-wise over all processes; then every process calls `measure`.
+        input_variance: what stands for Var[F_0].
+        data: the fingerprint of the prepared data, for the provenance.
+        show: show progress and the time left on standard error.
+
+    Raises:
+        ValueError: no stack is Admin, or no process has a micro-batch.
+    """
+    counts = [len(names) + 1 if (names := admin_sublayers(model, side)) else 0 for side in SIDES]
+    if not any(counts):
+        raise ValueError("neither stack is Admin: there is nothing to profile")
+    moments, outputs = _run_encoder(model, src_vocab, seed, micro_batches, show)
+    parts = [moments] if counts[0] else []
+    if counts[1]:
+        parts.append(_run_decoder(model, trg_vocab, seed, micro_batches, outputs, show))
+    tokens = sum(int((batch[3] != PAD).sum()) for batch in micro_batches)
+    total, *sums = combine([float(tokens), float(len(micro_batches)), *torch.cat(parts).flatten().tolist()])
+    if not total:
+        raise ValueError("no process was given a micro-batch to profile")
+    encoder, decoder = torch.tensor(sums[1:], dtype=torch.float64).view(-1, 3).split(counts)
+    provenance = {
+        "model": model.model_dump(),
+        "vocabularies": [src_vocab, trg_vocab],
+        "seed": seed,
+        "input_variance": input_variance,
+        "dtype": "float32",
+        "target_tokens": int(total),
+        "micro_batches": int(sums[0]),
+        "data": data,
+    }
+    return AdminProfile(omega_of(encoder, input_variance), omega_of(decoder, input_variance), provenance)
+
+
+def omega_of(moments: Tensor, input_variance: InputVariance = "measured") -> list[float]:
+    """ω of a stack from the moments (count, sum, sum of squares; float64) of its input and of its branch outputs, one
+    row each [1 + sub-layers, 3]; of no rows none."""
+    if not len(moments):
+        return []
+    count, total, squares = moments.unbind(1)
+    variance = squares / count - (total / count) ** 2
+    if input_variance == "one":
+        variance[0] = 1.0
+    omega = variance[:-1].cumsum(0).sqrt()
+    omega[0] = 1.0
+    return omega.tolist()
+
+
+def _run_encoder(
+    model: Model, vocab: int, seed: int, batches: Sequence[ProfileBatch], show: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The moments of the encoder's input and branches, and each micro-batch's memory [B, S, D]."""
+    flows = []
+    for (src, lengths, _, _, key), x in zip(batches, _embed(model, "encoder", vocab, seed, batches), strict=True):
+        real = torch.arange(src.size(1), device=src.device) < lengths[:, None]
+        flows.append(_Flow(x, real, (key_mask(lengths, src.size(1)),), key))
+    moments = _run_stack(model, "encoder", seed, flows, show)
+    top = build_top(model, "encoder")
+    with torch.no_grad():
+        return moments, [top.to(newest(flow.x).device)(flow.x) for flow in flows]
+
+
+def _run_decoder(
+    model: Model, vocab: int, seed: int, batches: Sequence[ProfileBatch], memories: list[Tensor], show: bool
+) -> Tensor:
+    """The moments of the decoder's input and branches."""
+    embedded = _embed(model, "decoder", vocab, seed, batches)
+    flows = [
+        _Flow(x, trg_out != PAD, (memory, key_mask(lengths, memory.size(1))), key)
+        for (_, lengths, _, trg_out, key), x, memory in zip(batches, embedded, memories, strict=True)
+    ]
+    return _run_stack(model, "decoder", seed, flows, show)
+
+
+@torch.no_grad()
+def _embed(model: Model, side: Side, vocab: int, seed: int, batches: Sequence[ProfileBatch]) -> list[Tensor]:
+    """Each micro-batch's input of the stack [B, T, D]; the embedding table is let go of on return."""
+    embedding = build_embedding(model, side, vocab, seed).train()
+    embedded = []
+    for src, _, trg_in, _, key in batches:
+        ids = src if side == "encoder" else trg_in
+        embedded.append(embedding.to(ids.device)(ids, key))
+    return embedded
+
+
+def _run_stack(model: Model, side: Side, seed: int, flows: list[_Flow], show: bool) -> Tensor:
+    """Takes the flows to the top of a stack, one layer at a time; the moments of its input and of its branches
+    [1 + sub-layers, 3]."""
+    count = model.encoder.layers if side == "encoder" else model.decoder.layers
+    moments = [sum((_moments(newest(flow.x)[flow.real]) for flow in flows), torch.zeros(3, dtype=torch.float64))[None]]
+    for index in _with_progress(count, side, show):
+        layer = build_layer(model, side, index, seed).train()
+        moments.append(_run_layer(layer, flows))
+    return torch.cat(moments)
+
+
+@torch.no_grad()
+def _run_layer(layer: Layer, flows: list[_Flow]) -> Tensor:
+    """Takes each flow through the layer; the moments of its branches over all flows, float64 [branches, 3]."""
+    outputs: list[Tensor] = []
+    for add in layer.rule.adds:  # they are called one after the other, so `outputs` is in the order of the branches
+        add.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    moments = torch.zeros(len(layer.rule.adds), 3, dtype=torch.float64)
+    for flow in flows:
+        outputs.clear()
+        flow.x = layer.to(newest(flow.x).device)(flow.x, *flow.context, flow.key)
+        moments += torch.stack([_moments(output[flow.real]) for output in outputs])
+    return moments
+
+
+def _moments(values: Tensor) -> Tensor:
+    """Count, sum and sum of squares of all elements, float64 [3] on the CPU."""
+    wide = values.double()
+    return torch.stack([wide.new_tensor(wide.numel()), wide.sum(), wide.square().sum()]).cpu()
+
+
+def _with_progress(count: int, side: Side, show: bool) -> Iterator[int]:
+    """The layers' indices, with a bar where standard error is a terminal, else with a line a minute."""
+    if not show or sys.stderr.isatty():
+        yield from tqdm(range(count), desc=f"profiling the {side}", unit="layer", disable=not show)
+        return
+    started = said = time.monotonic()
+    for index in range(count):
+        yield index
+        now, done = time.monotonic(), index + 1
+        if now - said > _QUIET_SECONDS and done < count:
+            said = now
+            left = (now - started) / done * (count - done)
+            print(f"profiled {done} of {count} {side} layers, {left / 60:.1f} min left", file=sys.stderr, flush=True)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _from_json(text: str, path: Path, names: dict[Side, list[str]]) -> tuple[list[float], list[float], dict[str, Any]]:
+    """ω of both stacks and the provenance."""
+    try:
+        content = json.loads(text)
+        if content["format"] != _FORMAT or content["version"] != _VERSION:
+            raise KeyError
+        omega, provenance = dict(content["omega"]), dict(content["provenance"])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"admin.profile: {path} is JSON, but not a profile of format {_FORMAT!r}, version {_VERSION}; "
+                        "write one with deepnmt profile") from None
+    if omega.keys() != {*names["encoder"], *names["decoder"]}:
+        first, second = (sum(name.startswith(side) for name in omega) for side in SIDES)
+        raise _wrong_count(path, first, second, len(names["encoder"]), len(names["decoder"]))
+    for name, value in omega.items():
+        if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+            raise UserError(f"admin.profile: {path} has {value!r} for {name}; every ω must be a number above 0")
+    encoder, decoder = ([float(omega[name]) for name in names[side]] for side in SIDES)
+    return encoder, decoder, provenance
+
+
+def _from_text(text: str, path: Path, encoder: int, decoder: int) -> list[float]:
+    """The values of a file of lines `value` or `index value`, checked against the sub-layers of the model's stacks."""
+    lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"admin.profile: {path} is empty; it must hold {encoder + decoder} values of ω")
+    columns = len(lines[0][1])
+    if columns > 2:
+        raise UserError(f"admin.profile: {path}, line {lines[0][0]} has {columns} columns; lines must be 'value' or "
+                        "'index value'")
+    values, starts = [], []
+    previous = 0
+    for number, fields in lines:
+        where = f"admin.profile: {path}, line {number}"
+        if len(fields) != columns:
+            raise UserError(f"{where} has {len(fields)} columns, the first line {columns}; all lines must be alike")
+        values.append(_number(fields[-1], where))
+        if columns == 2:
+            index = _number(fields[0], where)
+            if index not in (1, previous + 1):
+                raise UserError(f"{where} has index {fields[0]} after {previous:g}; indices count each stack's "
+                                "sub-layers from 1")
+            if index == 1:
+                starts.append(len(values) - 1)
+            previous = int(index)
+    if len(values) != encoder + decoder:
+        raise _wrong_count(path, len(values), None, encoder, decoder)
+    if columns == 2 and starts != sorted({0, encoder} - {encoder + decoder}):
+        sizes = [end - start for start, end in zip(starts, [*starts[1:], len(values)], strict=True)]
+        raise _wrong_count(path, sizes[0], sum(sizes[1:]), encoder, decoder)
+    return values
+
+
+def _number(word: str, where: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise UserError(f"{where} has {word!r}; it must be a number above 0")
+    return value
+
+
+def _wrong_count(path: Path, first: int, second: int | None, encoder: int, decoder: int) -> UserError:
+    """`second` is None where the file does not tell the stacks apart; then `first` counts both."""
+    found = f"{first} values" if second is None else f"{first} values for the encoder and {second} for the decoder"
+    return UserError(f"admin.profile: {path} holds {found}, but the model's Admin stacks have {encoder} + {decoder} = "
+                     f"{encoder + decoder} sub-layers (2 an encoder layer, 3 a decoder layer); give a profile of this "
+                     "depth, or null to measure one")

@@ -1,0 +1,226 @@
+"""What deepnmt's two engines over DeepSpeed share: its start, the rate, the loss scale, and the way in and out of the
+weights and moments of every parameter.
+
+What is done here by hand, and why (each has a canary test):
+- the optimizer's moments exist only after a first step, so one step on zero gradients at rate 0 is taken and undone;
+- with several parameter groups DeepSpeed looks for all moments after the step of the first group alone, and never
+  again: `link_moments` makes it look once more;
+- weights and moments go in and out one parameter at a time through DeepSpeed's per-parameter calls, in fp32, and past
+  them without ZeRO, where they give nothing;
+- the fp16 loss scale is deepnmt's own (`optim.LossScaler`);
+- 16 bits without ZeRO are deepnmt's own too (`rounded.py`): DeepSpeed would not scale the loss but divide by the scale,
+  step while it initialises, and sum gradients in 16 bits. It is given fp32 there, and loss scale, clipping and the
+  check for non-finite gradients stand in the two engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch import nn
+
+from deepnmt.config import Recipe
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
+from deepnmt.parallel.engine import MicroBatch
+from deepnmt.parallel.rounded import Rounded
+from deepnmt.parallel.settings import DsConfig
+from deepnmt.parallel.tensors import cast_onto
+
+Module = TypeVar("Module", bound=nn.Module)
+
+# On a CPU DeepSpeed compiles a shared-memory all-reduce that only its inference uses: a minute with a compiler, and a
+# lock file that hangs every later start if that minute is interrupted. Not wanted.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def link_moments(optimizer: Any) -> None:
+    """Shows the per-parameter calls the moments of every group of a ZeRO-1 or 2 optimizer, which has stepped."""
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
+
+
+class DsEngine:
+    """The common half of `ZeroEngine` and `PipelineEngine`.
+
+    `engine` is DeepSpeed's, `zero` its ZeRO stage, `local` the parameters that this process computes with, under their
+    canonical names (in 16 bits without ZeRO the fp32 weights, not the copy that computes). `_start` and then
+    `_come_to_rest` belong at the end of a constructor.
+    """
+
+    def __init__(
+        self, recipe: Recipe, device: torch.device, settings: DsConfig, local: dict[str, nn.Parameter]
+    ) -> None:
+        self.recipe, self.device, self.local = recipe, device, local
+        self.zero, self.clip = settings.stage, recipe.train.clip
+        self.moments = moments_of(recipe.optimizer)
+        self.scaler: LossScaler | None = None
+        self._rounded: Rounded[Any] | None = None
+        self._applied = 0
+        self._full = torch.zeros(1, device=device)  # made now: a full device has no room for it
+        _check_device(recipe, settings)
+
+    def _computing(self, module: Module, settings: DsConfig) -> Module:
+        """`module`, or, in 16 bits without ZeRO, the copy of it that computes."""
+        if self.zero or settings.precision == "fp32":
+            return module
+        dtype = torch.float16 if settings.precision == "fp16" else torch.bfloat16
+        rounded = Rounded(module.to(self.device), dtype)
+        self._rounded = rounded
+        return rounded.module
+
+    def _start(self, module: nn.Module, settings: DsConfig) -> None:
+        """Puts `module` under DeepSpeed."""
+        tree = settings.tree
+        if self.zero == 0:  # deepnmt clips by itself, and 16 bits are its own (`rounded.py`)
+            tree = {key: value for key, value in tree.items() if key not in ("bf16", "fp16")}
+            tree["gradient_clipping"] = 0.0
+        optimizer = build_optimizer(module.parameters(), self.recipe.optimizer, fused=True)
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=tree)
+        if settings.precision == "fp16":
+            scale = self.recipe.loss_scale
+            self.scaler = LossScaler(2.0**scale.initial_power, scale.window, scale.floor)
+            if self.zero:
+                self.engine.optimizer.loss_scaler = self.scaler
+        if self._rounded:
+            refresh = self._rounded.refresh
+            optimizer.register_step_post_hook(lambda *_: refresh())
+
+    def _come_to_rest(self, initial: dict[str, torch.Tensor], update: Callable[[MicroBatch], None]) -> None:
+        """Makes the optimizer create its moments, then sets the weights `initial` and moments of zero.
+
+        Args:
+            update: takes one update on a micro-batch of nominal content, with gradients of zero.
+        """
+        token = torch.full((1, 2), 4, dtype=torch.int64, device=self.device)
+        self._set_rate(0.0)
+        update((token, torch.tensor([2], device=self.device), token, token, 0))
+        if self.zero in (1, 2):
+            link_moments(self.engine.optimizer)
+        self.engine.skipped_steps = self.engine.global_steps = 0
+        if self.scaler:
+            self.scaler.restore({"scale": self.scaler.cur_scale, "clean": 0})
+        nought = torch.zeros(())  # expanded, so that the zeros of all moments take no memory
+        zeros = {f"{name}.{moment}": nought.expand(p.shape) for name, p in initial.items() for moment in self.moments}
+        self.import_state(initial, zeros, 0)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _read(self, p: nn.Parameter) -> list[torch.Tensor]:
+        """A parameter's weight and moments, whole, in fp32."""
+        if self.zero == 0:
+            state = self._optimizer.state[p]
+            found = [p, *(state[moment] for moment in self.moments)]
+        else:
+            found = [safe_get_full_fp32_param(p), *(safe_get_full_optimizer_state(p, m) for m in self.moments)]
+        return [tensor.detach().float() for tensor in found]
+
+    def _write(self, p: nn.Parameter, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+        """Sets a parameter's weight and moments, given whole, in fp32."""
+        if self.zero == 0:
+            p.copy_(weight)
+            for moment, value in states.items():
+                self._optimizer.state[p][moment].copy_(value)
+            return
+        safe_set_full_fp32_param(p, weight)
+        for moment, value in states.items():
+            safe_set_full_optimizer_state(p, value, moment)
+
+    @torch.no_grad()
+    def import_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], step: int) -> None:
+        for name, p in self.local.items():
+            weight = weights[name].to(self.device, torch.float32)
+            self._write(p, weight, {m: moments[f"{name}.{m}"].to(self.device, torch.float32) for m in self.moments})
+        if self.zero in (1, 2):
+            self.engine.optimizer.update_lp_params()
+        if self._rounded:
+            self._rounded.refresh()
+        for state in self._optimizer.state.values():
+            if "step" in state:  # SGD counts none
+                state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
+        self._applied = step
+
+    def _room_for_whole(self, vocabs: tuple[int, int], dtype: torch.dtype) -> Transformer:
+        """A model whose weights are still to be filled in, in `dtype`, on every process. Collective.
+
+        Raises:
+            torch.OutOfMemoryError: on every process, where one has no room for it.
+        """
+        model = Transformer(self.recipe.model, *vocabs, self.recipe.seed, self.recipe.train.label_smoothing)
+        try:
+            # not the tables of positions, which training adds in fp32 as well
+            cast_onto(model, dtype, self.device)
+            if self.zero == 3:  # which holds one more weight while it is gathered, filled up to equal shares
+                torch.empty(max(p.numel() for p in model.parameters()) + dist.get_world_size(), dtype=dtype,
+                            device=self.device)
+        except torch.OutOfMemoryError:
+            self._full.fill_(1.0)
+        dist.all_reduce(self._full)  # else the others would wait for this process
+        full = self._full.item()
+        self._full.zero_()
+        if full:
+            raise torch.OutOfMemoryError("a process has no room for the whole model beside what it trains")
+        return model
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _factor(self) -> float:
+        """What the loss is to be multiplied by for fp16, where DeepSpeed does not do it."""
+        return self.scaler.cur_scale if self.scaler and not self.zero else 1.0
+
+    def _unscale(self) -> None:
+        """Divides the gradients by `_factor`."""
+        for p in self.local.values() if self._factor != 1 else ():
+            if p.grad is not None:
+                p.grad /= self._factor
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self.engine.basic_optimizer
+
+    @property
+    def optimizer_step(self) -> int:
+        counted = [float(state["step"]) for state in self._optimizer.state.values() if "step" in state]
+        return int(max(counted)) if counted else self._applied
+
+    def scaler_state(self) -> ScalerState | None:
+        return self.scaler.state() if self.scaler else None
+
+    def restore_scaler(self, state: ScalerState) -> None:
+        if self.scaler:
+            self.scaler.restore(state)
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def _check_device(recipe: Recipe, settings: DsConfig) -> None:
+    """Raises `UserError` for a float type that the device does not compute with (fp16 on most CPUs)."""
+    device = get_accelerator()
+    supported = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
+    if not supported[settings.precision]:
+        raise UserError(
+            f"parallel.ds_config is {recipe.parallel.ds_config}, which computes in {settings.precision}, but this "
+            f"machine's {device.device_name()} has no {settings.precision}; name a configuration in "
+            f"{'bf16 or fp32' if supported['bf16'] else 'fp32'}"
+        )

@@ -1,0 +1,128 @@
+"""One stage of a pipelined model: the same layers under the same names as in `Transformer`, a run of them.
+
+Between stages goes one float tensor and four of integers: (hidden, src_lengths [B], trg_in [B, T], trg_out [B, T],
+dropout_key [1]).
+The hidden states are [B, S, D] in the encoder, memory and target one behind the other, [B, S + T, D], in the decoder,
+and [B, T, D] before the output. A single float tensor is walked back once (of several DeepSpeed walks back one after
+the other, through the encoder twice), has always a gradient, and keeps its receive buffer. Masks are made anew from the
+integers.
+
+`B` sentences, `S` source length, `T` target length, `D` width, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from deepnmt.config import Model
+from deepnmt.model.attention import key_mask
+from deepnmt.model.blocks import Side
+from deepnmt.model.embedding import TABLES, InputLayer, Use
+from deepnmt.model.layers import Layer
+from deepnmt.model.loss import LossSums, label_smoothed_loss
+from deepnmt.model.transformer import build_layer, build_table, build_top, through
+from deepnmt.parallel.pipeline.partition import layer_of, unit_names
+from deepnmt.tokens import PAD
+
+Parcel = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # what goes from stage to stage
+
+
+def tables_used(model: Model, start: int, stop: int) -> list[tuple[str, Use]]:
+    """The embedding tables that the units `start` to `stop` - 1 use: name and a use of each, every table once."""
+    uses: dict[str, Use] = {"source": "src", "target": "trg", "output": "out"}
+    held: dict[str, Use] = {}
+    for unit in unit_names(model)[start:stop]:
+        if unit in uses:
+            held.setdefault(TABLES[model.tied][uses[unit]], uses[unit])
+    return list(held.items())
+
+
+class StackPart(nn.Module):
+    """The layers of one side that a stage holds, keyed by their place in the stack; named as in `transformer.Stack`."""
+
+    def __init__(self, model: Model, side: Side, seed: int, indices: list[int], starts: bool, ends: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): build_layer(model, side, index, seed) for index in indices})
+        self.input: nn.Module = InputLayer(model, side, seed) if starts else nn.Identity()
+        self.norm = build_top(model, side) if ends else nn.Identity()
+
+
+class Stage(nn.Module):
+    """The units `start` to `stop` - 1 of the model of a recipe.
+
+    Args:
+        model, src_vocab, trg_vocab, seed, label_smoothing: as for `Transformer`.
+        start, stop: places in `partition.unit_names`.
+        recompute: layers of a group whose activations are computed again in the backward pass; 0: none.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        src_vocab: int,
+        trg_vocab: int,
+        seed: int,
+        label_smoothing: float,
+        start: int,
+        stop: int,
+        recompute: int,
+    ) -> None:
+        super().__init__()
+        names = unit_names(model)
+        self.held = names[start:stop]
+        self.recompute = recompute
+        self.label_smoothing = label_smoothing
+        self.tables = TABLES[model.tied]
+        self.begins_with = self.held[0]
+        self.followed_by = names[stop] if stop < len(names) else None
+        sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
+        self.embeddings = nn.ModuleDict(
+            {name: build_table(model, use, sizes[use], seed) for name, use in tables_used(model, start, stop)}
+        )
+        places = [place for place in map(layer_of, self.held) if place]
+        indices = {side: [i for s, i in places if s == side] for side in ("encoder", "decoder")}
+        self.encoder = StackPart(
+            model, "encoder", seed, indices["encoder"], "source" in self.held, "target" in self.held
+        )
+        self.decoder = StackPart(
+            model, "decoder", seed, indices["decoder"], "target" in self.held, "output" in self.held
+        )
+
+    def forward(self, parcel: Parcel) -> Parcel | Tensor:
+        """What the stage before sent (the first stage: src ids [B, S] in its place) to what the next receives; the last
+        stage's output is the last decoder layer's, [B, T, D], normed."""
+        x, src_lengths, trg_in, trg_out, dropout_key = parcel
+        key = int(dropout_key)
+        target = trg_in.size(1)
+        memory = x  # of use only where the stage begins in the decoder
+        if self.begins_with == "source":
+            x = self.encoder.input(self.table("src")(x), key)
+        elif self.begins_with.startswith("decoder"):
+            memory, x = x.split([x.size(1) - target, target], dim=1)
+        if self.encoder.layers:
+            x = through(self.layers("encoder"), self.recompute, x, key_mask(src_lengths, x.size(1)), key)
+        if "target" in self.held:
+            memory = self.encoder.norm(x)
+            x = self.decoder.input(self.table("trg")(trg_in), key)
+        if self.decoder.layers:
+            x = through(self.layers("decoder"), self.recompute, x, memory, key_mask(src_lengths, memory.size(1)), key)
+        if self.followed_by is None:
+            return self.decoder.norm(x)
+        if self.followed_by.startswith("decoder"):
+            x = torch.cat([memory, x], dim=1)
+        return x, src_lengths, trg_in, trg_out, dropout_key
+
+    def loss(self, hidden: Tensor, trg_out: Tensor) -> LossSums:
+        """The last stage's loss of its output [B, T, D] against trg_out [B, T], as `Transformer.forward` gives it."""
+        return label_smoothed_loss(hidden, self.table("out").weight, trg_out, self.label_smoothing, PAD)
+
+    def table(self, use: Use) -> nn.Embedding:
+        """The embedding table [V, D] for `use`."""
+        return cast(nn.Embedding, self.embeddings[self.tables[use]])
+
+    def layers(self, side: Side) -> list[Layer]:
+        """The stage's layers of a side, from the bottom."""
+        return cast(list[Layer], list((self.encoder if side == "encoder" else self.decoder).layers.values()))

@@ -1,0 +1,137 @@
+"""What a recipe would do, before it does it: sizes, layout, and a memory estimate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from deepnmt.checkpoint.average import require_kept
+from deepnmt.config import Model, Recipe, Stack, dump_recipe
+from deepnmt.data.batching import PlanStream
+from deepnmt.data.settings import open_prepared
+from deepnmt.model.blocks import RULES
+from deepnmt.model.loss import loss_bytes
+from deepnmt.model.transformer import Transformer
+from deepnmt.optim import moments_of, warmup_note
+from deepnmt.parallel.build import check_layout, cut, data_ranks
+from deepnmt.parallel.launch import place
+from deepnmt.parallel.pipeline.partition import Partition
+
+# Tensors of one width kept for the backward pass, a token and layer, the FFN's inner ones apart; what autograd keeps of
+# a post-LN model is within 5 % of it (tests/train/test_dry_run.py). In 16 bits a CPU attends and norms in fp32 and keeps
+# those inputs twice as wide.
+_KEPT = {"encoder": 10, "decoder": 17}
+_KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
+_ENDS = 4  # the same, of the embeddings and the stacks' outputs together
+
+
+def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
+    """Trainable numbers of the whole model; layers of a stack are alike, so one of each is built and counted.
+
+    But layer l of a DLCL stack has l + 1 weights for the outputs below it: each layer has one more than the last.
+    """
+    def built(encoder: int, decoder: int) -> int:
+        shallow = Model.model_validate({
+            **model.model_dump(),
+            "encoder": Stack(**{**model.encoder.model_dump(), "layers": encoder}).model_dump(),
+            "decoder": Stack(**{**model.decoder.model_dump(), "layers": decoder}).model_dump(),
+        })
+        return sum(p.numel() for p in Transformer(shallow, 8, 8, 0).parameters())
+
+    one = built(1, 1)
+    layers = 0
+    for stack, second in ((model.encoder, built(2, 1) - one), (model.decoder, built(1, 2) - one)):
+        more = stack.layers - 1
+        layers += more * second + RULES[stack.block].needs_history * more * (more - 1) // 2
+    tables = {"all": (trg_vocab - 8), "decoder": (src_vocab - 8) + (trg_vocab - 8),
+              "none": (src_vocab - 8) + 2 * (trg_vocab - 8)}[model.tied]
+    return one + layers + tables * model.width
+
+
+def memory_estimate(
+    recipe: Recipe, parameters: int, vocab: int, world: int, cuts: Partition | None = None
+) -> dict[str, float]:
+    """Bytes a process holds: weights with gradients, optimizer (fp32 master and moments), activations, and the loss
+    over a target vocabulary of `vocab`.
+
+    Of a pipeline, whose stages `cuts` tells, the fullest stage: its parameters, and the activations of as many
+    micro-batches as it has in flight. With recomputation of groups of n layers, one group's activations and an input
+    for every group.
+    """
+    layout = check_layout(recipe, world)
+    world = data_ranks(recipe, world)
+    stage, precision = (layout.stage, layout.precision) if layout else (0, "fp32")
+    size = 4 if precision == "fp32" else 2
+    share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
+    kept_by_optimizer = 4 * len(moments_of(recipe.optimizer)) + (4 if layout and (stage or size == 2) else 0)
+    tokens, model = recipe.batch.tokens, recipe.model
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    each = _KEPT_ON_CPU_IN_16_BITS if device == "cpu" and size == 2 else _KEPT
+    kept = float(each["encoder"] * model.encoder.layers + each["decoder"] * model.decoder.layers)
+    inner = 1 + (model.activation == "gelu") + 2 * (model.activation_dropout > 0)  # tensors of the FFN's inner width
+    wide = inner * (model.ffn / model.width) * (model.encoder.layers + model.decoder.layers)
+    group = recipe.parallel.recompute_layers
+    if group:
+        layers = model.encoder.layers + model.decoder.layers
+        kept, wide = kept * min(1.0, group / layers) + layers / group, wide * min(1.0, group / layers)
+    if cuts is not None:
+        parameters = max(map(cuts.parameters, range(cuts.stages)))
+        in_flight = min(cuts.stages, recipe.batch.accumulation)
+        share_of_layers = in_flight * max(map(cuts.cost, range(cuts.stages)))
+        kept, wide = kept * share_of_layers, wide * share_of_layers
+    return {
+        "weights": parameters * size / share[0],
+        "gradients": parameters * 4 / share[1],
+        "optimizer": parameters * kept_by_optimizer / share[2],
+        "activations": tokens * model.width * size * (kept + wide + _ENDS),
+        "loss": loss_bytes(tokens, vocab, model.width, size, device),
+    }
+
+
+def describe(recipe: Recipe) -> str:
+    """The resolved recipe followed by its figures, for the processes that were started, or a pipeline's fewest. Uses
+    the prepared data where its folder holds anything.
+
+    Raises:
+        UserError: training would refuse the layout, or this data.
+    """
+    require_kept(recipe)
+    stages = recipe.parallel.pipeline_stages
+    world = max(place()[1], stages)
+    layout = check_layout(recipe, world)
+    chains = data_ranks(recipe, world)
+    folder = Path(recipe.data.folder)
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        sizes, epoch, ratio = (recipe.vocab.size, recipe.vocab.size), "not prepared yet", 1.0
+    else:
+        data = open_prepared(recipe)
+        source, target = data.vocabs()
+        sizes = (source.size, target.size)
+        train = data.split("train")
+        ratio = train.source_per_target
+        stream = PlanStream(train, recipe.batch.tokens, recipe.seed)
+        per_update = chains * recipe.batch.accumulation
+        epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.plan(0).waste:.1f} %)"
+    parameters = count_parameters(recipe.model, *sizes)
+    cuts = cut(recipe, *sizes, ratio) if stages else None
+    memory = memory_estimate(recipe, parameters, sizes[1], world, cuts)
+    name = "plain PyTorch, fp32" if layout is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
+    encoder, decoder = recipe.model.encoder, recipe.model.decoder
+    rows = {
+        "model": f"{encoder.layers}L-{decoder.layers}L, {encoder.block} / {decoder.block}, width {recipe.model.width}",
+        "parameters": f"{parameters:,}",
+        "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * chains:,} at most, padding included "
+        f"({chains} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",
+        "updates per epoch": epoch,
+        "memory per process": f"about {sum(memory.values()) / 2**20:,.0f} MiB + libraries ("
+        + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in memory.items()) + ")",
+        "layout": name + (f", pipeline of {stages} stages on {world} process(es)" if stages else ""),
+    }
+    if note := warmup_note(recipe):
+        rows["learning rate"] = note
+    width = max(map(len, rows))
+    lines = [f"# {k:<{width}}  {v}" for k, v in rows.items()]
+    if cuts is not None:
+        lines += [f"# {line}" for line in cuts.table(recipe.batch.accumulation).splitlines()]
+    return dump_recipe(recipe) + "\n" + "\n".join(lines)

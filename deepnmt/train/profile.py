@@ -1,0 +1,122 @@
+"""`deepnmt profile`: Admin's ω measured on the first batch of a recipe, by all processes together."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from deepnmt.config import Recipe
+from deepnmt.data.batching import MicroBatch, PlanStream, Position, collate
+from deepnmt.data.prepared import PreparedData
+from deepnmt.data.settings import open_prepared
+from deepnmt.errors import UserError
+from deepnmt.files import make_run_folder
+from deepnmt.model.admin import SIDES, AdminProfile, ProfileBatch, measure
+from deepnmt.parallel.tensors import to_tensors
+from deepnmt.plots import draw_admin_profile
+from deepnmt.ranks import Ranks
+
+
+def profile(recipe: Recipe, ranks: Ranks) -> Path:
+    """Measures ω; rank 0 writes `admin_profile.json` and `.png` into the run folder and prints a table.
+
+    Collective. Returns the path of the JSON file.
+
+    Raises:
+        UserError: neither stack is Admin, or a file holds its ω already; there is no prepared data; the run folder
+            cannot be written to.
+    """
+    if not _is_admin(recipe):
+        encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
+        raise UserError(f"model.encoder.block is {encoder} and model.decoder.block {decoder}, but only admin is "
+                        "profiled; set one of them to admin, or train without a profile")
+    if recipe.admin.profile is not None:
+        raise UserError(f"admin.profile is {recipe.admin.profile}, which training reads instead of measuring; set "
+                        "admin.profile=null to measure, or train with the file as it is")
+    data = ranks.together(partial(open_prepared, recipe))
+    ranks.together(lambda: make_run_folder(Path(recipe.run)) if ranks.first else None)
+    measured = _measure(recipe, data, ranks)
+    path = Path(recipe.run) / "admin_profile.json"
+    if ranks.first:
+        measured.save(path)
+        draw_admin_profile(measured, path.with_suffix(".png"))
+        print(table(measured), flush=True)
+    return path
+
+
+def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile | None:
+    """The ω a new run starts from: read from `admin.profile`, else measured; None if neither stack is Admin.
+
+    Collective; every rank returns the same numbers.
+    """
+    if not _is_admin(recipe):
+        return None
+    if recipe.admin.profile is not None:
+        return AdminProfile.load(recipe.admin.profile, recipe.model)
+    return _measure(recipe, data, ranks)
+
+
+def profile_on(
+    recipe: Recipe, vocabs: tuple[int, int], batches: list[ProfileBatch], ranks: Ranks, data: str = "",
+    show: bool = False,
+) -> AdminProfile | None:
+    """ω measured on this rank's `batches` and every other's; None if neither stack is Admin. Collective.
+
+    Args:
+        vocabs: source and target vocabulary sizes.
+        data: the fingerprint of the prepared data, for the provenance.
+        show: show progress and the time left on standard error.
+    """
+    if not _is_admin(recipe):
+        return None
+    return measure(recipe.model, *vocabs, recipe.seed, batches, ranks.sum,
+                   input_variance=recipe.admin.input_variance, data=data, show=show)
+
+
+def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> list[ProfileBatch]:
+    """This rank's share of the profiled batch, on its device.
+
+    The batch is the run's first micro-batches, as many as have at most `admin.tokens` target tokens together, but at
+    least one and none of the second epoch. Ranks take them in turn, so that there may be none left for the last ones.
+    """
+    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    chosen: list[MicroBatch] = []
+    tokens, position = 0, Position(0, 0)
+    while position.epoch == 0:
+        [item], position = stream.at(position, 1)
+        tokens += int(stream.split(0).trg_lengths[item.indices].sum())
+        if chosen and tokens > recipe.admin.tokens:
+            break
+        chosen.append(item)
+    return [
+        (*to_tensors(collate(stream.split(0), item.indices), ranks.device), item.number)
+        for item in chosen[ranks.rank :: ranks.world]
+    ]
+
+
+def table(profile: AdminProfile) -> str:
+    """ω at some depths of each stack, a line a stack: the first three sub-layers, some between, and the last."""
+    lines = []
+    for name, values in (("encoder", profile.encoder), ("decoder", profile.decoder)):
+        count = len(values)
+        depths = sorted({1, 2, 3, count // 4, count // 2, 3 * count // 4, count} & set(range(1, count + 1)))
+        if depths:
+            lines.append(f"{name}  " + "  ".join(f"ω_{depth} {values[depth - 1]:.3f}" for depth in depths))
+    return "\n".join(lines)
+
+
+def _is_admin(recipe: Recipe) -> bool:
+    return "admin" in (recipe.model.encoder.block, recipe.model.decoder.block)
+
+
+def _measure(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile:
+    source, target = data.vocabs()
+    if ranks.first:
+        stacks = " and ".join(f"{stack.layers} {side} layers" for side, stack in
+                              zip(SIDES, (recipe.model.encoder, recipe.model.decoder)) if stack.block == "admin")
+        print(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens", file=sys.stderr, flush=True)
+    measured = profile_on(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
+                          data.fingerprint, ranks.first)
+    assert measured is not None  # both callers have looked
+    return measured

@@ -1,0 +1,74 @@
+"""Validation during training: loss over the whole set and SacreBLEU of a greedy translation, shared among ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+
+from deepnmt.config import Recipe, Translate
+from deepnmt.data.batching import collate, plan_eval
+from deepnmt.data.prepared import PreparedData, Split
+from deepnmt.decode.translate import translate_shards
+from deepnmt.evaluate.metrics import scorers
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.tensors import to_tensors
+from deepnmt.ranks import Ranks
+
+# Micro-batches that the engine is given together. P stages idle (P - 1) / (64 + P - 1) of the time, 5 % with 4 of them;
+# what waits is integers, and two micro-batches' activations a stage.
+AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Figures of one validation. `loss`: label-smoothed, nats a target token; `perplexity`: e to the plain one."""
+
+    loss: float
+    perplexity: float
+    bleu: float | None
+    signature: str | None
+
+
+def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:
+    """Collective; every rank returns the same figures."""
+    split = data.split("valid")
+    loss, nll, tokens = ranks.sum(_losses(recipe, split.cut(recipe.model.max_length), engine, ranks))
+    bleu = signature = None
+    if recipe.train.valid_bleu:
+        bleu, signature = _bleu(recipe, data, split, engine.gather_model(), ranks)
+    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), bleu, signature)
+
+
+def _losses(recipe: Recipe, split: Split, engine: Engine, ranks: Ranks) -> list[float]:
+    """This process's share of the sums (loss, nll, target tokens) over the whole set."""
+    plan = plan_eval(split.src_lengths, split.trg_lengths, recipe.batch.tokens)
+    totals = [0.0, 0.0, 0.0]
+    rounds = math.ceil(len(plan) / engine.data_world)  # ZeRO-3 gathers weights in every forward: all make as many
+    for first in range(0, rounds, AT_ONCE):
+        turns = range(first, min(first + AT_ONCE, rounds))
+        places = [turn * engine.data_world + engine.data_rank for turn in turns]
+        batches = [collate(split, plan[place if place < len(plan) else 0]) for place in places]
+        micro_batches: list[MicroBatch] = [(*to_tensors(batch, ranks.device), 0) for batch in batches]
+        for place, batch, (loss, nll) in zip(places, batches, engine.evaluate(micro_batches), strict=True):
+            if place < len(plan):
+                totals = [totals[0] + loss, totals[1] + nll, totals[2] + batch.tokens]
+    copies = ranks.world // engine.data_world  # the stages of a pipeline count the same tokens
+    return [totals[0], totals[1], totals[2] / copies]
+
+
+def _bleu(recipe: Recipe, data: PreparedData, split: Split, model: Transformer, ranks: Ranks) -> tuple[float, str]:
+    count = recipe.train.valid_sentences or len(split)
+    sources, references = split.src_text()[:count], split.trg_text()[:count]
+    settings = Translate(method="greedy", batch_tokens=recipe.translate.batch_tokens)
+    translated = translate_shards(model, data.vocabs(), sources, settings, rank=ranks.rank, world=ranks.world,
+                                  gather=ranks.gather_bytes, warn=False)  # the same lines at every validation
+    hypotheses = [best[0].text for best in translated]
+    score = b""
+    if ranks.first:
+        metric = scorers(recipe.data.trg_lang)["bleu"]
+        value = metric.corpus_score(hypotheses, [references]).score
+        score = json.dumps([value, str(metric.get_signature())]).encode()
+    value, signature = json.loads(ranks.broadcast_bytes(score))
+    return value, signature

@@ -1,0 +1,275 @@
+"""The same updates in several layouts, side by side: losses, gradient norms, memory, seconds; and a pipeline's idle
+time.
+
+Every layout runs in processes of its own, on random batches of a recipe's shape, which are the same everywhere. An
+Admin model is profiled first, on the batches of the first update, by all processes of the layout together.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.errors import UserError
+from deepnmt.files import make_folder_of, make_run_folder, write_json
+from deepnmt.gpu_report.speed import random_batch
+from deepnmt.model.admin import ProfileBatch
+from deepnmt.parallel.build import check_layout, cut, start_engine
+from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.workers import answer_job, run_workers
+from deepnmt.ranks import Ranks
+from deepnmt.tokens import PAD
+from deepnmt.train.profile import profile_on
+from studies.layout_plots import draw_idle_time
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model runs. `config`: a name in ds_configs/, or "local"; `stages` 0: no pipeline."""
+
+    config: str
+    processes: int
+    stages: int = 0
+
+    @property
+    def name(self) -> str:
+        pipeline = f", {self.stages} stage{'' if self.stages == 1 else 's'}" if self.stages else ""
+        return f"{self.config} x {self.processes}{pipeline}"
+
+
+def parse_layout(text: str) -> Layout:
+    """`local`, `zero3_fp32:2` (configuration : processes) or `pipeline_zero1_fp32:4/2` (: processes / stages).
+
+    Raises:
+        UserError: another form.
+    """
+    found = re.fullmatch(r"(\w+)(?::([1-9]\d*)(?:/([1-9]\d*))?)?", text)
+    if not found:
+        raise UserError(
+            f"layout {text!r} is not of the form local, CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES, for example "
+            "zero3_fp32:2 or pipeline_zero1_fp32:4/2"
+        )
+    config, processes, stages = found[1], int(found[2] or 1), int(found[3] or 0)
+    if config.startswith("pipeline") and not stages:
+        stages = processes
+    return Layout(config, processes, stages)
+
+
+def placed(recipe: Recipe, layout: Layout, micro_batches: int) -> Recipe:
+    """The recipe in a layout, `micro_batches` an update over all its processes.
+
+    Raises:
+        UserError: the layout is impossible, or the micro-batches cannot be shared evenly.
+    """
+    tree = recipe.model_dump()
+    tree["parallel"]["ds_config"] = None if layout.config == "local" else f"ds_configs/{layout.config}.json"
+    tree["parallel"]["pipeline_stages"] = layout.stages
+    chains = layout.processes // (layout.stages or 1)
+    if chains and micro_batches % chains:
+        raise UserError(
+            f"{micro_batches} micro-batches an update cannot be shared among the {chains} data-parallel processes "
+            f"of {layout.name}; give a multiple of {chains}"
+        )
+    tree["batch"]["accumulation"] = max(1, micro_batches // max(1, chains))
+    made = check_recipe(tree, layout.name)
+    check_layout(made, layout.processes)
+    return made
+
+
+def _check_vocab(vocab: int) -> None:
+    if vocab <= PAD + 1:
+        raise UserError(f"--vocab is {vocab}, must be {PAD + 2} or more: the first {PAD + 1} entries are no words")
+
+
+def compare_layouts(
+    recipe: Recipe, layouts: list[Layout], updates: int, micro_batches: int, tokens: int, vocab: int, threads: int,
+    output: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Takes the same updates in each layout, prints a table and, where `output` names a file, writes JSON into it.
+
+    Args:
+        updates: how many.
+        micro_batches: of an update, over all processes.
+        tokens: of a micro-batch, a side.
+        vocab: V of a vocabulary for both sides.
+        threads: of each process.
+
+    Raises:
+        UserError: an impossible layout, too small a vocabulary, or an `output` that cannot be written, said before the
+            first one runs; a float type that this machine does not compute with.
+    """
+    _check_vocab(vocab)
+    recipes = [placed(recipe, layout, micro_batches) for layout in layouts]
+    if output is not None:
+        make_folder_of(output)
+    rows = []
+    for layout, made in zip(layouts, recipes, strict=True):
+        print(f"{layout.name} ...", file=sys.stderr, flush=True)
+        job = {
+            "recipe": made.model_dump(),
+            "updates": updates,
+            "micro_batches": micro_batches,
+            "tokens": tokens,
+            "vocab": vocab,
+            "idle": False,
+        }
+        rows.append(
+            {"layout": asdict(layout), "name": layout.name, **run_workers(__name__, job, layout.processes, threads)}
+        )
+    _print_rows(rows, updates)
+    if output is not None:
+        write_json(output, {"recipe": recipe.model_dump(), "rows": rows})
+    return rows
+
+
+def _print_rows(rows: list[dict[str, Any]], updates: int) -> None:
+    width = max(len(row["name"]) for row in rows)
+    admin = "  largest ω" if rows[0]["omega"] else ""
+    print(
+        f"{'layout':<{width}}  {'loss of each update':<{10 * updates}}  gradient norm  peak GiB a process  s an update"
+        f"{admin}"
+    )
+    for row in rows:
+        losses = " ".join(f"{loss:9.5f}" for loss in row["losses"])
+        memory = " ".join(f"{peak:.2f}" for peak in row["peak_gib"])
+        omega = f"  {max(row['omega'].values()):9.5f}" if admin else ""
+        print(f"{row['name']:<{width}}  {losses:<{10 * updates}}  {row['norms'][-1]:13.6f}  {memory:>18}"
+              f"  {row['seconds']:11.1f}{omega}")
+
+
+def measure_idle(
+    recipe: Recipe, config: str, stages: int, counts: list[int], tokens: int, vocab: int, threads: int, folder: Path
+) -> list[dict[str, Any]]:
+    """A pipeline's idle time against (P - 1) / (M + P - 1) as the micro-batches M of an update grow.
+
+    Idle is what a stage does not spend in forward and backward passes, of the time until the last of them has ended in
+    any stage (see `BusyClock`); the median of three updates.
+
+    Prints a table; writes `idle.json` and `idle.png` into `folder`. Raises `UserError` for an impossible layout, or a
+    folder that cannot be written.
+    """
+    layout = Layout(config, stages, stages)
+    _check_vocab(vocab)
+    recipes = [placed(recipe, layout, count) for count in counts]
+    make_run_folder(folder, "--output")
+    rows = []
+    print("micro-batches  idle, each stage    mean   formula   expected of these cuts")
+    for count, made in zip(counts, recipes, strict=True):
+        job = {
+            "recipe": made.model_dump(),
+            "updates": 4,
+            "micro_batches": count,
+            "tokens": tokens,
+            "vocab": vocab,
+            "idle": True,
+        }
+        found = run_workers(__name__, job, stages, threads)
+        row = {
+            "micro_batches": count,
+            "idle": found["idle"],
+            "mean": sum(found["idle"]) / stages,
+            "formula": (stages - 1) / (count + stages - 1),
+            "expected": cut(made, vocab, vocab).bubble(count),
+        }
+        rows.append(row)
+        each = " ".join(f"{100 * idle:5.1f}%" for idle in row["idle"])
+        shares = [100 * row[key] for key in ("mean", "formula", "expected")]
+        print(f"{count:13}  {each:<18} {shares[0]:5.1f}%    {shares[1]:5.1f}%    {shares[2]:5.1f}%", flush=True)
+    write_json(folder / "idle.json", {"layout": asdict(layout), "recipe": recipe.model_dump(), "rows": rows})
+    draw_idle_time(rows, stages, folder / "idle.png")
+    return rows
+
+
+def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """The updates of one layout, in each of its processes."""
+    recipe = check_recipe(job["recipe"], "layouts")
+    vocabs = (job["vocab"], job["vocab"])
+    profile = profile_on(recipe, vocabs, _batches(job, 0, ranks)[ranks.rank :: ranks.world], ranks)
+    engine = start_engine(recipe, vocabs, ranks, profile)
+    busy = BusyClock(engine) if job["idle"] else None
+    losses, norms, seconds, idle = [], [], [], []
+    for update in range(job["updates"]):
+        plan = _batches(job, update, ranks)
+        count = sum(batch[3].numel() for batch in plan)
+        ranks.barrier()
+        started = time.perf_counter()
+        stats = engine.train_step(plan[engine.data_rank :: engine.data_world], count, 1e-4)
+        ranks.barrier()
+        seconds.append(time.perf_counter() - started)
+        if busy:
+            worked, last = busy.take()
+            ends = ranks.sum([last - started if ranks.rank == rank else 0.0 for rank in range(ranks.world)])
+            idle.append(1 - worked / max(ends))
+        losses.append(ranks.sum([stats.loss])[0] / count)
+        norms.append(stats.grad_norm)
+    cuda = ranks.device.type == "cuda"
+    peak = (torch.cuda.max_memory_allocated(ranks.device) if cuda else own_peak()) / 2**30
+    waited = statistics.median(idle[1:] or idle) if idle else 0.0
+    each = [
+        ranks.sum([value if ranks.rank == rank else 0.0 for value in (peak, waited)]) for rank in range(ranks.world)
+    ]
+    engine.close()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "seconds": min(seconds),
+        "peak_gib": [peak for peak, _ in each],
+        "idle": [idle for _, idle in each],
+        "omega": profile.omega if profile else {},
+    }
+
+
+def own_peak() -> float:
+    """The most memory this process has held, in bytes.
+
+    `ru_maxrss` is the second choice: on Linux a process that another started begins with that one's peak.
+    """
+    status = Path("/proc/self/status")
+    held = status.read_text().partition("VmHWM:")[2] if status.is_file() else ""
+    if not held:  # no Linux, or one whose kernel does not tell (gVisor)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 1024 * int(held.split()[0])
+
+
+def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[ProfileBatch]:
+    """All micro-batches of an update, of five lengths in turn."""
+    lengths = [min(24, job["tokens"]) + n % 5 for n in range(job["micro_batches"])]
+    return [
+        random_batch(max(1, job["tokens"] // length), length, job["vocab"], 1000 * update + n, ranks)
+        for n, length in enumerate(lengths)
+    ]
+
+
+class BusyClock:
+    """When a pipeline's stage computes: seconds in forward and backward passes, and the time at which the last ended.
+
+    The formula (P - 1) / (M + P - 1) speaks of these passes alone, from the beginning of the first to the end of the
+    last in any stage. What comes after, the sums of gradients among processes and the optimizer's step, which all
+    stages take together, is neither work nor waiting here.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.seconds = self.last = 0.0
+        engine.time_instructions(self.add)  # type: ignore[attr-defined]
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.last = time.perf_counter()
+
+    def take(self) -> tuple[float, float]:
+        """The seconds that have come together since the last call, and when the last pass ended (perf_counter)."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds, self.last
+
+
+if __name__ == "__main__":
+    answer_job(work)

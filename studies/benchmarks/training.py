@@ -1,0 +1,287 @@
+"""Speed, measured: training tokens/s of each layout against a plain loop, translation with and without the cache.
+
+Every figure comes from processes of its own. Layouts take turns, round after round, so that what else the machine does
+falls on all of them alike; the median of the rounds is given, with the range.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from deepnmt.checkpoint.checkpoint import find_checkpoint, load_model
+from deepnmt.config import Model, Recipe, Translate, check_recipe
+from deepnmt.data.batching import PlanStream, Position, collate
+from deepnmt.data.prepared import PreparedData
+from deepnmt.data.settings import open_prepared
+from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
+from deepnmt.decode.translate import cast, translate_shards
+from deepnmt.errors import UserError
+from deepnmt.files import make_folder_of, write_json
+from deepnmt.model.embedding import sinusoids
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.engine import MicroBatch
+from deepnmt.parallel.launch import gpus
+from deepnmt.parallel.tensors import to_tensors
+from deepnmt.parallel.workers import answer_job, run_workers
+from deepnmt.ranks import Ranks
+from deepnmt.tokens import PAD
+
+# How the test set is translated: whether the cache is used, and what the recipe's `translate` settings are changed to.
+TRANSLATIONS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "cached": (True, {}),
+    "cached, patience 1": (True, {"patience": 1.0}),
+    "cached, bf16": (True, {"precision": "bf16"}),
+    "cached, patience 1, bf16": (True, {"patience": 1.0, "precision": "bf16"}),
+    "no cache": (False, {}),
+}
+MICRO_BATCHES = 2  # at least, of every update, in every layout: two processes take one each, one process takes both
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to time. `engine`: "torch" for the plain loop, "local", or the name of a DeepSpeed configuration."""
+
+    name: str
+    engine: str
+    processes: int
+    threads: int
+
+
+def placements(cores: int, gpus: int) -> list[tuple[int, int]]:
+    """Processes, and threads of each: one on all cores, and one a core; on a machine with GPUs one, and one a GPU."""
+    many = (gpus, max(1, cores // gpus)) if gpus else (cores, 1)
+    return list(dict.fromkeys([(1, cores), many]))
+
+
+def training_cases(cores: int, gpus: int) -> list[Case]:
+    """The plain loop and deepnmt in each of the `placements`."""
+    cases = []
+    for count, threads in placements(cores, gpus):
+        where = f"{count} process{'es' if count > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
+        cases.append(Case(f"torch.nn.Transformer fp32, {where}", "torch", count, threads))
+        if count == 1:
+            cases.append(Case(f"deepnmt local fp32, {where}", "local", count, threads))
+        else:
+            cases.append(Case(f"deepnmt ZeRO-1 fp32, {where}", "zero1_fp32", count, threads))
+        cases.append(Case(f"deepnmt ZeRO-1 bf16, {where}", "zero1_bf16", count, threads))
+    return cases
+
+
+def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | None, output: Path) -> None:
+    """Times training (and, with a trained run, translation); prints a table and writes a JSON file.
+
+    Args:
+        recipe: shape, batch.tokens and prepared data.
+        updates: timed ones in each round, after the same ones untimed.
+        translate_run: a run whose first test set is translated, by the settings of `recipe`.
+        output: the JSON file.
+
+    Raises:
+        UserError: a count below 1; no prepared data; no whole checkpoint in `translate_run`; `output` cannot be
+            written.
+    """
+    for option, count in (("--updates", updates), ("--rounds", rounds)):
+        if count < 1:
+            raise UserError(f"{option} is {count}, must be 1 or more")
+    open_prepared(recipe)
+    if translate_run is not None:
+        find_checkpoint(translate_run)
+    make_folder_of(output)
+    cores, devices = len(os.sched_getaffinity(0)), gpus()
+    cases = training_cases(cores, devices)
+    micro_batches = max(MICRO_BATCHES, *(case.processes for case in cases))
+    results: dict[str, list[float]] = {case.name: [] for case in cases}
+    for number in range(rounds):
+        for case in cases:
+            job = {"job": "train", "engine": case.engine, "updates": updates, "micro_batches": micro_batches,
+                   "recipe": recipe.model_dump(), "threads": case.threads}
+            results[case.name].append(_timed(job, case.processes))
+            print(f"round {number + 1}/{rounds}  {case.name:<52} {results[case.name][-1]:9,.0f} target tokens/s",
+                  file=sys.stderr, flush=True)
+    figures = {"training_target_tokens_per_second": results}
+    if translate_run is not None:
+        figures["translation_sentences_per_second"] = _translation(
+            translate_run, recipe.translate, rounds, placements(cores, devices))
+    _show(figures)
+    write_json(output, {"machine": _machine(), "recipe": recipe.model_dump(), "updates": updates, **figures})
+
+
+def _translation(
+    run: Path, settings: Translate, rounds: int, places: list[tuple[int, int]]
+) -> dict[str, list[float]]:
+    results: dict[str, list[float]] = {}
+    ways = {way: (cache, changes) for way, (cache, changes) in TRANSLATIONS.items()
+            if settings.method == "beam" or "patience" not in changes}
+    for _ in range(rounds):
+        for way, (cache, changes) in ways.items():
+            for count, threads in places:
+                name = f"{way}, {count} x {threads} threads"
+                job = {"job": "translate", "run": str(run), "cache": cache, "threads": threads,
+                       "settings": settings.model_copy(update=changes).model_dump()}
+                results.setdefault(name, []).append(_timed(job, count))
+                print(f"{name:<62} {results[name][-1]:9,.1f} sentences/s", file=sys.stderr, flush=True)
+    return results
+
+
+def _timed(job: dict[str, Any], count: int) -> float:
+    """The rate of a job on `count` fresh processes."""
+    return float(run_workers("studies.benchmarks.training", job, count, job["threads"]))
+
+
+def _work(job: dict[str, Any], ranks: Ranks) -> float:
+    return _train_rate(job, ranks) if job["job"] == "train" else _translate_rate(job, ranks)
+
+
+def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
+    """Target tokens a second of the whole update loop, collating included.
+
+    Every batch is met twice, and the second time counts: oneDNN compiles 16-bit products for each new shape, of which a
+    run meets few after its first epoch.
+    """
+    tree = job["recipe"]
+    own = job["engine"] not in ("torch", "local")
+    tree["parallel"]["ds_config"] = f"ds_configs/{job['engine']}.json" if own else None
+    tree["batch"]["accumulation"] = job["micro_batches"] // ranks.world
+    recipe = check_recipe(tree, "benchmark")
+    data = open_prepared(recipe)
+    source, target = data.vocabs()
+    step: Callable[[list[MicroBatch], int], object]
+    if job["engine"] == "torch":
+        step = PlainLoop(recipe, target.size, ranks).step
+    else:
+        model = Transformer(recipe.model, source.size, target.size, recipe.seed, recipe.train.label_smoothing)
+        engine = build_engine(model, recipe, ranks)
+        step = lambda batches, tokens: engine.train_step(batches, tokens, 1e-4)  # noqa: E731
+    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    total, started = 0, 0.0
+    for update in range(2 * job["updates"]):
+        if update % job["updates"] == 0:
+            ranks.barrier()
+            started, total, position = time.perf_counter(), 0, Position(0, 0)
+        planned, position = stream.at(position, job["micro_batches"])
+        tokens = sum(int(stream.split(b.epoch).trg_lengths[b.indices].sum()) for b in planned)
+        mine = [(*to_tensors(collate(stream.split(b.epoch), b.indices), ranks.device), b.number)
+                for b in planned[ranks.rank :: ranks.world]]
+        step(mine, tokens)
+        total += tokens
+    ranks.barrier()
+    return total / (time.perf_counter() - started)
+
+
+def _translate_rate(job: dict[str, Any], ranks: Ranks) -> float:
+    loaded = load_model(Path(job["run"]))
+    data = PreparedData.open(loaded.recipe.data.folder)
+    names = [name for name in data.splits if name.startswith("test.")]
+    if not names:
+        raise UserError(f"{loaded.recipe.data.folder} has no test set to translate; name one in data.test")
+    lines = data.split(names[0]).src_text()
+    stepper = CachedStepper if job["cache"] else RecomputingStepper
+    vocabs = (loaded.src_vocab, loaded.trg_vocab)
+    settings = Translate.model_validate(job["settings"])
+    model = cast(loaded.model, settings.precision).to(ranks.device)
+
+    def run(texts: list[str]) -> None:
+        for _ in translate_shards(model, vocabs, texts, settings, rank=ranks.rank,
+                                  world=ranks.world, gather=ranks.gather_bytes, stepper=stepper):
+            pass
+
+    run(lines[:20])
+    ranks.barrier()
+    started = time.perf_counter()
+    run(lines)
+    ranks.barrier()
+    return len(lines) / (time.perf_counter() - started)
+
+
+class PlainLoop:
+    """What a good programmer writes in an hour: `torch.nn.Transformer`, Adam, DistributedDataParallel, fp32."""
+
+    def __init__(self, recipe: Recipe, vocab: int, ranks: Ranks) -> None:
+        self.smoothing, self.ranks = recipe.train.label_smoothing, ranks
+        module = PlainTransformer(recipe.model, vocab).to(ranks.device)
+        self.module = DistributedDataParallel(module) if ranks.world > 1 else module
+        self.optimizer = torch.optim.Adam(module.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9)
+
+    def step(self, batches: list[MicroBatch], tokens: int) -> None:
+        """One update; gradients of the sum over all processes, divided by the update's target tokens."""
+        self.module.train()
+        for src, lengths, trg_in, trg_out, _ in batches:
+            logits = self.module(src, lengths, trg_in)
+            loss = F.cross_entropy(logits.flatten(0, 1), trg_out.flatten(), ignore_index=PAD, reduction="sum",
+                                   label_smoothing=self.smoothing)
+            (loss * self.ranks.world / tokens).backward()
+        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class PlainTransformer(nn.Module):
+    """`torch.nn.Transformer` between one tied embedding and its transpose."""
+
+    positions: torch.Tensor
+
+    def __init__(self, model: Model, vocab: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, model.width, padding_idx=PAD)
+        nn.init.normal_(self.embedding.weight, std=model.width**-0.5)
+        self.register_buffer("positions", sinusoids(model.max_length, model.width))
+        self.dropout = nn.Dropout(model.dropout)
+        self.transformer = nn.Transformer(
+            model.width, model.heads, model.encoder.layers, model.decoder.layers, model.ffn, model.dropout,
+            batch_first=True, norm_first=model.encoder.block == "pre_ln")
+        _drop_as(model, self.transformer)
+
+    def forward(self, src: torch.Tensor, lengths: torch.Tensor, trg_in: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V]."""
+        padding = torch.arange(src.size(1), device=src.device)[None, :] >= lengths[:, None]
+        causal = nn.Transformer.generate_square_subsequent_mask(trg_in.size(1), device=src.device)
+        hidden = self.transformer(self._input(src), self._input(trg_in), tgt_mask=causal, src_key_padding_mask=padding,
+                                  memory_key_padding_mask=padding, tgt_is_causal=True)
+        return F.linear(hidden, self.embedding.weight)
+
+    def _input(self, ids: torch.Tensor) -> torch.Tensor:
+        scale = self.embedding.embedding_dim**0.5
+        return self.dropout(self.embedding(ids) * scale + self.positions[: ids.size(1)])
+
+
+def _drop_as(model: Model, transformer: nn.Transformer) -> None:
+    """Gives attention weights and the FFN's inside rates of their own: PyTorch drops both as much as branch outputs."""
+    for layer in (*transformer.encoder.layers, *transformer.decoder.layers):
+        layer.dropout.p = model.activation_dropout
+        for attention in (child for child in layer.children() if isinstance(child, nn.MultiheadAttention)):
+            attention.dropout = model.attention_dropout
+
+
+def _machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+    model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "avx512_bf16": "avx512_bf16" in info,
+            "amx_bf16": "amx_bf16" in info, "gpus": [torch.cuda.get_device_name(n) for n in range(gpus())],
+            "torch": torch.__version__, "load": os.getloadavg()[0]}
+
+
+def _show(figures: dict[str, dict[str, list[float]]]) -> None:
+    for title, results in figures.items():
+        best_plain = max((statistics.median(v) for k, v in results.items() if k.startswith("torch")), default=None)
+        print(f"\n{title.replace('_', ' ')}")
+        for name, rates in results.items():
+            median = statistics.median(rates)
+            ratio = f"  {median / best_plain:5.2f} x the best plain loop" if best_plain else ""
+            print(f"  {name:<52} {median:9,.1f}  ({min(rates):,.1f} to {max(rates):,.1f}){ratio}")
+
+
+if __name__ == "__main__":
+    answer_job(_work)

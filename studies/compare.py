@@ -1,0 +1,51 @@
+"""Several runs beside each other: their training losses in one picture and one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepnmt.errors import UserError
+from deepnmt.files import numbered_log
+from deepnmt.plots import draw_comparison
+
+
+def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
+    """Draws the training loss of every run against updates, and returns a table of it at about six updates.
+
+    Raises:
+        UserError: a folder without a log, without a line of training, or with a log of something else; runs without an
+            update in common; the picture cannot be written.
+    """
+    unique = len({run.name for run in runs}) == len(runs)
+    curves = {run.name if unique else str(run): _losses(run) for run in runs}
+    shared = sorted(set.intersection(*(set(points) for points in curves.values())))
+    if not shared:
+        raise UserError("the runs were never logged at the same update; train them with one train.log_every")
+    try:
+        draw_comparison({name: list(points.items()) for name, points in curves.items()}, picture, title,
+                        "training loss (label-smoothed, nats a token)")
+    except OSError as error:
+        raise UserError(f"picture {picture} cannot be written: {error.strerror or error}; name another file") from None
+    chosen = sorted({shared[round(i * (len(shared) - 1) / 5)] for i in range(6)})
+    wide = max(map(len, curves))
+    lines = [f"{'update':<{wide}}" + "".join(f"{update:>9}" for update in chosen)]
+    lines += [f"{name:<{wide}}" + "".join(f"{points[update]:9.3f}" for update in chosen)
+              for name, points in curves.items()]
+    return "\n".join([*lines, str(picture)])
+
+
+def _losses(run: Path) -> dict[int, float]:
+    log = run / "log.jsonl"
+    if not log.is_file():
+        raise UserError(f"{run} holds no log.jsonl; give the folder of a run that was started")
+    losses = {}
+    for number, record in numbered_log(log):
+        try:
+            if record["type"] == "train":
+                losses[int(record["update"])] = float(record["loss"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise UserError(f"{log}, line {number}, is not of a training's log, which has type and update, and loss "
+                            "where the type is train; give the folder of a run that deepnmt train wrote") from None
+    if not losses:
+        raise UserError(f"{log} has no line of training yet")
+    return losses

@@ -1,0 +1,218 @@
+"""The papers' analyses in small: measurements on models at their beginning, written as JSON and a picture.
+
+All run on random tokens: what they look at, initial weights and one batch, needs no language.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from deepnmt.config import Model
+from deepnmt.doctor.change import Growth, fit_line, random_change
+from deepnmt.doctor.fresh import fresh_model
+from deepnmt.doctor.gradient_probe import Gradients, gradients
+from deepnmt.doctor.plots import draw_growth, draw_lines
+from deepnmt.doctor.probes import ProbeBatch
+from deepnmt.errors import UserError
+from deepnmt.files import make_run_folder, write_json
+from deepnmt.model.admin import SIDES
+from deepnmt.model.transformer import Transformer
+from deepnmt.tokens import BOS, EOS, PAD
+
+_VOCAB = 1000
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)
+_PRE_LN_PAPER = (2, 4, 6, 8, 10, 12, 14, 18, 24, 36)
+
+
+@dataclass(frozen=True)
+class Small:
+    """How small: width (4 heads, inner width twice it), sentences of 20 tokens in the batch, seeds, depth."""
+
+    width: int = 64
+    sentences: int = 16
+    trials: int = 5
+    deepest: int = 100
+
+    def model(
+        self, block: str, layers: tuple[int, int], seed: int, init: str = "auto"
+    ) -> tuple[Transformer, ProbeBatch]:
+        """A fresh model of one block without dropout, and its batch."""
+        shape = Model.model_validate({
+            "width": self.width, "heads": 4, "ffn": 2 * self.width, "dropout": 0.0, "max_length": 32,
+            "encoder": {"block": block, "layers": layers[0], "init": init},
+            "decoder": {"block": block, "layers": layers[1], "init": init}})
+        batch = self.batch(seed)
+        return fresh_model(shape, _VOCAB, _VOCAB, seed, [batch]), batch
+
+    def batch(self, seed: int) -> ProbeBatch:
+        """Sentences of 19 random symbols and eos on both sides."""
+        draw = torch.Generator().manual_seed(seed)
+        src, trg = (torch.randint(PAD + 1, _VOCAB, (self.sentences, 20), generator=draw) for _ in range(2))
+        src[:, -1] = trg[:, -1] = EOS
+        trg_in = torch.cat([torch.full((self.sentences, 1), BOS), trg[:, :-1]], dim=1)
+        return src, torch.full((self.sentences,), 20), trg_in, trg, seed
+
+
+def reproduce(name: str, folder: Path, small: Small) -> str:
+    """Does one experiment, writes `folder/NAME.json` and `.png`, and returns what it found in lines.
+
+    Raises:
+        UserError: no experiment of that name, a width that heads or positions do not divide, too few depths, or a
+            folder that cannot be written.
+    """
+    if name not in EXPERIMENTS:
+        raise UserError(f"there is no experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
+    if small.width % 4:
+        raise UserError(f"--width is {small.width}, must be a multiple of 4, the number of heads, for example 64")
+    if small.deepest < LEAST_DEEP[name]:
+        raise UserError(f"--deepest is {small.deepest}, must be {LEAST_DEEP[name]} or more for {name}")
+    make_run_folder(folder, "--output")
+    found, lines = EXPERIMENTS[name](small, folder / f"{name}.png")
+    write_json(folder / f"{name}.json", {"experiment": name, "settings": vars(small), **found})
+    return "\n".join([*lines, str(folder / f"{name}.png")])
+
+
+def reproduce_on(name: str, folder: Path, small: Small, threads: int) -> str:
+    """`reproduce` with so many threads."""
+    torch.set_num_threads(threads)
+    return reproduce(name, folder, small)
+
+
+# -- corollaries 1 and 2 of the Admin paper ----------------------------------------------------------------------------
+
+
+def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Output change of encoders of 1 to 100 layers under noise of 1 % (Admin, corollaries 1 and 2, figure 4 left).
+
+    The median over models of different seeds: in deep Post-LN models a few seeds lie far above the others.
+    """
+    depths = [depth for depth in _DEPTHS if depth <= small.deepest]
+    growths: dict[str, Growth] = {}
+    spread: dict[str, list[list[float]]] = {}
+    for block in ("post_ln", "pre_ln", "admin"):
+        changes = []
+        spread[block] = []
+        for depth in depths:
+            found = [random_change(*small.model(block, (depth, 1), seed), trials=1)["encoder"]
+                     for seed in range(1, small.trials + 1)]
+            changes.append(median(found))
+            spread[block].append(found)
+            _say(f"{block} {depth}L: {changes[-1]:.3g} ({min(found):.3g} to {max(found):.3g})")
+        growths[block] = Growth.of(depths, changes)
+    draw_growth({"encoders under 1 % noise on their matrices": growths}, picture, "Output change against depth")
+    lines = [f"{block}: R² to N {growth.linear.r2:.3f}, to log N {growth.logarithmic.r2:.3f}; change "
+             f"{growth.changes[0]:.2g} at {depths[0]}L, {growth.changes[-1]:.2g} at {depths[-1]}L"
+             for block, growth in growths.items()]
+    return {"growth": {block: growth.as_dict() for block, growth in growths.items()}, "by_seed": spread}, lines
+
+
+# -- gradients vanish in Post-LN decoders ------------------------------------------------------------------------------
+
+
+def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Gradients of sub-layers' outputs at 18L-18L, medians over seeds (Admin, figure 3; B2T, figures 3 and 4)."""
+    layers = min(18, small.deepest)
+    norms: dict[str, list[Gradients]] = {}
+    for name in ("post_ln", "pre_ln", "b2t, xavier", "b2t, depth_scaled", "admin"):
+        block, _, init = name.partition(", ")
+        norms[name] = [gradients(*small.model(block, (layers, layers), seed, init or "auto"))
+                       for seed in range(1, small.trials + 1)]
+        _say(f"{name}: {small.trials} seeds")
+    panels: dict[str, dict[str, Sequence[float]]] = {
+        side: {block: _medians(found, side, part) for block, found in norms.items()}
+        for side, part in (("encoder", "ffn"), ("decoder", "ffn"))}
+    panels["Post-LN decoder, by sub-layer"] = {part: _medians(norms["post_ln"], "decoder", part)
+                                               for part in ("self_attn", "cross_attn", "ffn")}
+    draw_lines(panels, picture, title=f"Gradient of every layer's output, {layers}L-{layers}L", xlabel="layer",
+               ylabel="gradient norm")
+    lines = []
+    ratios = {block: {side: median(_bottom_over_top(each, side) for each in found) for side in SIDES}
+              for block, found in norms.items()}
+    for block, ratio in ratios.items():
+        lines.append(f"{block}: lowest over highest layer's gradient, encoder {ratio['encoder']:.3g}, decoder "
+                     f"{ratio['decoder']:.3g}")
+    by_seed = [way_down(found) for found in norms["post_ln"]]
+    factors = {name: median(each[name] for each in by_seed) for name in by_seed[0]}
+    lines.append("Post-LN decoder, what the gradient is multiplied by on the way down, geometric mean over layers:")
+    lines += [f"  {name} {factor:.3f} ({min(each[name] for each in by_seed):.3f} to "
+              f"{max(each[name] for each in by_seed):.3f})" for name, factor in factors.items()]
+    return {"gradients": {block: [each.as_dict() for each in found] for block, found in norms.items()},
+            "lowest_over_highest": ratios, "factors": factors}, lines
+
+
+def way_down(found: Gradients) -> dict[str, float]:
+    """What the gradient is multiplied by on its way down a Post-LN decoder, geometric means over the layers.
+
+    First over whole sub-layers, from one's output to that of the one below (Admin, figure 3), then over the six steps
+    of a layer, three norms and three residual sums (B2T, figure 4, whose places (1) to (5) are the inner ones).
+    """
+    chains = []  # by layer, from its output down: the output, places (5) to (1), and the output of the layer below
+    tops = _tops(found, "decoder", "ffn")
+    for index, places in enumerate(found.places.values()):
+        chains.append([tops[index], *reversed(places), *tops[index - 1 : index]])  # the lowest has none below
+    pairs = {
+        "output of the FFN to that of cross-attention": (0, 2),
+        "output of cross-attention to that of self-attention": (2, 4),
+        "output of self-attention to that of the FFN below": (4, 6),
+        "norm after the FFN": (0, 1), "FFN": (1, 2), "norm after cross-attention": (2, 3), "cross-attention": (3, 4),
+        "norm after self-attention": (4, 5), "self-attention": (5, 6),
+    }
+    return {name: math.exp(fmean(math.log(chain[low] / chain[high]) for chain in chains if low < len(chain)))
+            for name, (high, low) in pairs.items()}
+
+
+def _bottom_over_top(found: Gradients, side: str) -> float:
+    tops = _tops(found, side, "ffn")
+    return tops[0] / tops[-1]
+
+
+def _tops(found: Gradients, side: str, part: str) -> list[float]:
+    """Of the sub-layers of one kind, from the bottom."""
+    return [value for name, value in found.outputs.items() if name.startswith(f"{side}.") and name.endswith(part)]
+
+
+def _medians(found: Sequence[Gradients], side: str, part: str) -> list[float]:
+    """`_tops`, medians over the seeds."""
+    return [median(values) for values in zip(*(_tops(each, side, part) for each in found), strict=True)]
+
+
+# -- the last FFN's gradient, Pre-LN paper -----------------------------------------------------------------------------
+
+
+def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Gradient norm of the decoder's last fc2 against depth (Xiong et al. 2020, theorem 1 and figure 3 c, d)."""
+    depths = [depth for depth in _PRE_LN_PAPER if depth <= small.deepest]
+    norms: dict[str, list[float]] = {}
+    for block in ("post_ln", "pre_ln"):
+        norms[block] = []
+        for depth in depths:
+            values = []
+            for seed in range(1, small.trials + 1):
+                model, batch = small.model(block, (depth, depth), seed)
+                values.append(gradients(model, batch).last_ffn)
+            norms[block].append(fmean(values))
+            _say(f"{block} {depth}L-{depth}L: {norms[block][-1]:.4g}")
+    draw_lines({"decoder's last fc2": norms}, picture, title="Gradient of the last FFN against depth", xs=depths,
+               xlabel="layers L", ylabel="gradient norm")
+    slopes = {block: fit_line([math.log(n) for n in depths], [math.log(v) for v in values])
+              for block, values in norms.items()}
+    lines = [f"{block}: {values[0]:.3g} at {depths[0]}L, {values[-1]:.3g} at {depths[-1]}L, about "
+             f"L^{slopes[block].slope:.2f} (R² {slopes[block].r2:.2f})" for block, values in norms.items()]
+    return {"depths": depths, "norms": norms, "power": {block: fit.slope for block, fit in slopes.items()}}, lines
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+Experiment = Callable[[Small, Path], tuple[dict[str, Any], list[str]]]
+EXPERIMENTS: dict[str, Experiment] = {"corollaries": corollaries, "vanishing": vanishing, "last_ffn": last_ffn}
+LEAST_DEEP = {"corollaries": 3, "vanishing": 2, "last_ffn": 6}  # a line is fitted to three depths or more

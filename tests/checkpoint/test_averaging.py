@@ -1,0 +1,304 @@
+"""Averages: which checkpoints, their exact mean, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_run
+import torch
+from safetensors.torch import save_file
+
+from deepnmt import config
+from deepnmt.checkpoint import average as averaging
+from deepnmt.checkpoint.average import (
+    average_weights,
+    best,
+    between,
+    last,
+    listed,
+    require_kept,
+    save_average,
+    warn_if_outdated,
+)
+from deepnmt.checkpoint.average_run import average_run
+from deepnmt.checkpoint.checkpoint import (
+    WEIGHTS,
+    Contents,
+    load_model,
+    load_moments,
+    load_state,
+    load_weights,
+    require_model,
+    update_of,
+    verify,
+    write_checkpoint,
+)
+from deepnmt.errors import UserError
+from deepnmt.train.plan import describe
+
+VALIDATIONS = [{"update": 10, "value": 3.0}, {"update": 20, "value": 1.0}, {"update": 30, "value": 2.0}]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of updates 10, 20, 30 and 40, written once; 40 was not validated."""
+    folder = tmp_path_factory.mktemp("saved")
+    for update in (10, 20, 30, 40):
+        tiny_run.write(tiny_run.recipe_of(folder), update, validations=VALIDATIONS)
+    return folder
+
+
+@pytest.fixture
+def recipe(saved: Path, tmp_path: Path) -> config.Recipe:
+    """Of a copy of that run."""
+    shutil.copytree(saved, tmp_path / "run")
+    return tiny_run.recipe_of(tmp_path / "run")
+
+
+def _checkpoints(recipe: config.Recipe) -> Path:
+    return Path(recipe.run) / "checkpoints"
+
+
+def _updates(folder: Path) -> list[int]:
+    return load_state(folder).extra["averaged_updates"]
+
+
+def test_the_average_is_the_mean_rounded_once(recipe: config.Recipe) -> None:
+    folders = last(_checkpoints(recipe), 3)
+    averaged = average_weights(folders)
+    weights = [tiny_run.weights_of(recipe, update) for update in (20, 30, 40)]
+    assert averaged.keys() == weights[0].keys()
+    for name, tensor in averaged.items():
+        exact = torch.stack([group[name].detach().double() for group in weights]).sum(0) / 3
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, exact.to(torch.float32))
+
+
+def test_files_are_opened_anew_for_each_group_of_tensors(
+    recipe: config.Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = last(_checkpoints(recipe), 2)
+    whole = average_weights(folders)
+    monkeypatch.setattr(averaging, "MAPPED_VALUES", 100)
+    parts = average_weights(folders)
+    assert list(parts) == list(whole) and all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from deepnmt.checkpoint import average as averaging
+
+def kilobytes(name):  # getrusage would count the process that started this one
+    return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
+
+averaging.MAPPED_VALUES = 100_000
+small, *folders = map(Path, sys.argv[1:])
+averaging.average_weights([small, small])  # the libraries' own memory does not count
+before = kilobytes("VmRSS")
+averaging.average_weights(folders)
+print(1024 * (kilobytes("VmHWM") - before))
+"""
+
+
+def test_memory_is_that_of_one_model(tmp_path: Path) -> None:
+    """Six checkpoints of 64 MB; their files are one, but each is read, and counted, by itself."""
+    weights = {f"layer{number}": torch.full((100_000,), float(number)) for number in range(160)}
+    save_file(weights, tmp_path / WEIGHTS)
+    small, *folders = [tmp_path / f"update-{number}" for number in range(7)]
+    small.mkdir()
+    save_file({"layer0": torch.ones(1000)}, small / WEIGHTS)
+    for folder in folders:
+        folder.mkdir()
+        (folder / WEIGHTS).symlink_to(tmp_path / WEIGHTS)
+    done = subprocess.run([sys.executable, "-c", MEMORY, *map(str, [small, *folders])], capture_output=True,
+                          text=True, check=True, cwd=Path(averaging.__file__).parents[2])
+    assert 64e6 < int(done.stdout) < 1.5 * 64e6
+
+
+def test_float32_alone_would_lose_the_mean(tmp_path: Path) -> None:
+    for number, value in enumerate((2.0**24, 1.0, 1.0)):
+        contents = Contents({"w": torch.tensor([value])}, None, tiny_run.state_of(number), "", b"", b"")
+        write_checkpoint(tmp_path / str(number), contents)
+    mean = average_weights([tmp_path / str(number) for number in range(3)])["w"]
+    assert mean.item() == torch.tensor((2**24 + 2) / 3, dtype=torch.float32).item()
+    summed = torch.tensor([2.0**24, 1.0, 1.0])
+    assert mean.item() != ((summed[0] + summed[1] + summed[2]) / 3).item()
+
+
+def test_an_average_of_one_is_that_one(recipe: config.Recipe) -> None:
+    folder = _checkpoints(recipe) / "update-00000010"
+    averaged, weights = average_weights([folder]), load_weights(folder)
+    assert all(torch.equal(averaged[name], weights[name]) for name in weights)
+
+
+def test_an_average_is_a_checkpoint_without_moments(recipe: config.Recipe) -> None:
+    folder = average_run(recipe, updates=[30, 10])
+    assert folder == Path(recipe.run) / "averaged"
+    verify(folder)
+    loaded = load_model(Path(recipe.run))
+    assert loaded.folder == folder and loaded.recipe.model == recipe.model and loaded.src_vocab.bytes == tiny_run.VOCAB
+    assert loaded.state.update == 30 and _updates(folder) == [30, 10]
+    expected = average_weights(listed(_checkpoints(recipe), [10, 30]))
+    assert all(torch.equal(p, expected[name]) for name, p in loaded.model.named_parameters())
+    with pytest.raises(UserError, match="holds no optimizer moments"):
+        load_moments(folder)
+    again = average_run(recipe, last=1)
+    assert again == folder and _updates(again) == [40]
+    assert sorted(path.name for path in Path(recipe.run).iterdir()) == ["averaged", "checkpoints"]
+
+
+def test_each_way_of_choosing(recipe: config.Recipe, tmp_path: Path) -> None:
+    checkpoints = _checkpoints(recipe)
+    assert [update_of(path) for path in last(checkpoints, 2)] == [30, 40]
+    assert [update_of(path) for path in best(checkpoints, 2)] == [20, 30]
+    assert [update_of(path) for path in listed(checkpoints, [40, 10])] == [40, 10]
+    assert [update_of(path) for path in between(checkpoints, 15, 30)] == [20, 30]
+    assert _updates(average_run(recipe)) == [10, 20, 30, 40]
+    assert _updates(average_run(recipe.model_copy(update={"average_last": 3}))) == [20, 30, 40]
+    assert _updates(average_run(recipe, best=2)) == [20, 30]
+    assert _updates(average_run(recipe, span=(10, 20))) == [10, 20]
+    chosen: list[str | Path] = [checkpoints / "update-00000040", str(checkpoints / "update-00000020")]
+    assert _updates(average_run(recipe, folders=chosen, output=str(tmp_path / "mean"))) == [40, 20]
+    verify(tmp_path / "mean")
+
+
+def test_an_old_best_is_none_of_the_last(recipe: config.Recipe) -> None:
+    """Two were kept, and 10 for its validation; then the run went on and kept more."""
+    few, more = (recipe.model_copy(update={"train": config.Train(updates=90, keep_last=n), "average_last": n})
+                 for n in (2, 5))
+    checkpoints = _checkpoints(recipe)
+    shutil.rmtree(checkpoints / "update-00000020")
+    tiny_run.write(few, 30)
+    tiny_run.write(few, 40)
+    tiny_run.write(more, 50)
+    assert [update_of(path) for path in last(checkpoints, 3)] == [30, 40, 50]
+    with pytest.raises(UserError, match=r"^the last 4 checkpoints in .* but train.keep_last kept 3; .* Ask for 3"):
+        last(checkpoints, 4)
+    assert _updates(average_run(more)) == [30, 40, 50]
+
+
+def test_more_to_average_than_is_kept(recipe: config.Recipe) -> None:
+    """Is refused before training; of a run that was trained so, everything can be read."""
+    asked = recipe.model_copy(update={"train": config.Train(updates=90, keep_last=2), "average_last": 5})
+    sentence = r"^average_last \(5\) must not be above train.keep_last \(2\), .* set average_last=2, or keep more"
+    with pytest.raises(UserError, match=sentence):
+        require_kept(asked)
+    with pytest.raises(UserError, match=sentence):
+        describe(asked)
+    shutil.rmtree(asked.run)
+    tiny_run.write(asked, 40)
+    assert load_model(Path(asked.run)).recipe.average_last == 5
+    require_model(_checkpoints(asked) / "update-00000040", asked.model)
+    assert _updates(average_run(asked)) == [40]
+
+
+def test_an_average_that_the_run_has_left_behind_is_told(
+    recipe: config.Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = average_run(recipe, best=1)  # of update 20, though there is 40
+    for checkpoint in (folder, _checkpoints(recipe) / "update-00000010"):
+        warn_if_outdated(checkpoint)
+    assert caplog.messages == []
+    newest = tiny_run.write(recipe, 50)
+    warn_if_outdated(folder)
+    assert caplog.messages == [f"{folder} was averaged before {newest} was saved; average again to take that in, or "
+                               "name it with --checkpoint"]
+    average_run(recipe, last=1)
+    newest = tiny_run.write(recipe, 45)  # 50 was damaged, and is set aside
+    warn_if_outdated(folder)
+    shutil.rmtree(newest)  # 40 is the newest, and was there
+    warn_if_outdated(folder)
+    assert [said.partition(" was averaged before ")[2].partition(";")[0] for said in caplog.messages[1:]] == [
+        f"{newest} was saved"]
+
+
+def test_an_average_of_another_runs_checkpoints_is_told_of_its_own(
+    recipe: config.Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tiny_run.recipe_of(tmp_path / "other")
+    tiny_run.write(other, 15)
+    average_run(other, folders=[_checkpoints(recipe) / "update-00000040"])
+    warn_if_outdated(tmp_path / "other" / "averaged")
+    assert caplog.messages == []
+    newest = tiny_run.write(other, 35)
+    warn_if_outdated(tmp_path / "other" / "averaged")
+    assert [f"was averaged before {newest} was saved" in said for said in caplog.messages] == [True]
+
+
+def test_of_an_older_average_only_what_it_holds_is_known(
+    recipe: config.Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    for update, said in ((20, 1), (40, 1)):
+        folder = average_run(recipe, updates=[update])
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        del state["extra"]["updates_beside"]
+        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        warn_if_outdated(folder)
+        assert len(caplog.messages) == said
+    assert caplog.messages == [f"{folder} does not hold the newest checkpoint, {_checkpoints(recipe)}/update-00000040; "
+                               "average again to take that in, or name it with --checkpoint"]
+
+
+def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:
+    checkpoints = _checkpoints(recipe)
+    for count in (5, 0, -1):
+        with pytest.raises(UserError, match=rf"^{count} checkpoints in .* were asked for, but there are \d"):
+            last(checkpoints, count)
+    with pytest.raises(UserError, match=r"^4 validated checkpoints in .* but there are 3"):
+        best(checkpoints, 4)
+    with pytest.raises(UserError, match=r"no checkpoint of update 25 in .* there are 10, 20, 30, 40"):
+        listed(checkpoints, [10, 25])
+    with pytest.raises(UserError, match="name one twice"):
+        listed(checkpoints, [10, 10])
+    with pytest.raises(UserError, match="from 41 to 90"):
+        between(checkpoints, 41, 90)
+    with pytest.raises(UserError, match="in one way only"):
+        average_run(recipe, last=1, best=1)
+    with pytest.raises(UserError, match=r"there is no checkpoint in .*; train first"):
+        average_run(recipe.model_copy(update={"run": recipe.run + "-other"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"ffn": 20}, r"decoder\.layers\.0\.ffn\.fc1\.bias is \[20\] where \[16\] is expected"),
+        ({"tied": "none"}, r"embeddings\.shared\.weight \[40, 8\] is missing"),
+        ({"heads": 4}, r"model\.heads is 4 where 2 is expected"),
+        ({"activation": "gelu"}, r"model\.activation is gelu where relu is expected"),
+    ],
+)
+def test_another_model_is_refused_by_what_differs(
+    recipe: config.Recipe, tmp_path: Path, change: dict[str, int | str], difference: str
+) -> None:
+    other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other", model=change), 50)
+    with pytest.raises(UserError, match=rf"{other} is another model than .*update-00000010: {difference}"):
+        average_run(recipe, folders=[_checkpoints(recipe) / "update-00000010", other])
+    assert not (Path(recipe.run) / "averaged").exists()
+
+
+def test_another_vocabulary_is_refused(recipe: config.Recipe, tmp_path: Path) -> None:
+    other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other"), 50, vocab=tiny_run.OTHER_VOCAB)
+    with pytest.raises(UserError, match=r"the vocabulary src\.spm is another"):
+        save_average([_checkpoints(recipe) / "update-00000010", other], tmp_path / "mean")
+
+
+def test_a_damaged_checkpoint_is_not_averaged(recipe: config.Recipe) -> None:
+    file = _checkpoints(recipe) / "update-00000040" / "weights.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\x80\x7f")
+    with pytest.raises(UserError, match=r"update-00000040 is damaged: weights\.safetensors has another SHA-256"):
+        average_run(recipe, last=2)
+
+
+def test_a_folder_of_something_else_is_not_replaced(recipe: config.Recipe, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("1")
+    with pytest.raises(UserError, match="thesis is there and is no checkpoint"):
+        average_run(recipe, last=1, output=tmp_path / "thesis")
+    assert (tmp_path / "thesis" / "chapter").read_text() == "1"
+
+

@@ -1,0 +1,468 @@
+"""Checkpoints: round trips, kills at every step of a save, damage of every kind, retention, loading a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_run
+import torch
+from safetensors.torch import load_file, save_file
+
+from deepnmt import folders as commit
+from deepnmt.checkpoint import checkpoint
+from deepnmt.checkpoint.checkpoint import (
+    FAIL_POINTS,
+    FILES,
+    CheckpointWriteError,
+    DamagedCheckpoint,
+    find_checkpoint,
+    list_checkpoints,
+    load_model,
+    load_moments,
+    load_state,
+    load_weights,
+    newest_checkpoint,
+    prune,
+    read_scores,
+    update_of,
+    verify,
+)
+from deepnmt.config import dump_recipe, load_recipe
+from deepnmt.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of updates 10 to 40, written once: syncing is slow on a busy disk."""
+    folder = tmp_path_factory.mktemp("saved")
+    for update in (10, 20, 30, 40):
+        tiny_run.write(tiny_run.recipe_of(folder), update)
+    return folder / "checkpoints"
+
+
+def _copy(saved: Path, run: Path, *updates: int) -> Path:
+    for update in updates:
+        name = f"update-{update:08d}"
+        shutil.copytree(saved / name, run / "checkpoints" / name)
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A run folder with checkpoints of updates 10 and 20."""
+    return _copy(saved, tmp_path, 10, 20)
+
+
+def _in_child(work: Callable[[], object], fail_point: str = "") -> int:
+    """Runs `work` in a forked process; returns its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # those of OpenMP are not forked, and would be waited for
+            os.environ["DEEPNMT_FAIL_POINT"] = fail_point
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _damages(checkpoint: Path) -> str:
+    with pytest.raises(DamagedCheckpoint) as caught:
+        verify(checkpoint)
+    assert str(checkpoint) in str(caught.value) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# -- round trip --------------------------------------------------------------------------------------------------------
+
+
+def test_everything_comes_back(run: Path) -> None:
+    recipe = tiny_run.recipe_of(run)
+    folder = tiny_run.write(recipe, 30, validations=[{"update": 30, "value": 1.5}])
+    assert folder == run / "checkpoints" / "update-00000030"
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "manifest.json"])
+    verify(folder)
+    weights = tiny_run.weights_of(recipe, 30)
+    assert _same(load_weights(folder), weights)
+    moments = load_moments(folder)
+    assert len(moments) == 2 * len(weights)
+    assert all(torch.equal(moments[f"{name}.exp_avg_sq"], weight * 0.25) for name, weight in weights.items())
+    assert load_state(folder) == tiny_run.state_of(30, validations=[{"update": 30, "value": 1.5}])
+    assert load_recipe(folder / "recipe.yaml") == recipe
+    assert (folder / "src.spm").read_bytes() == tiny_run.VOCAB == (folder / "trg.spm").read_bytes()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    data = (folder / "weights.safetensors").read_bytes()
+    assert manifest["files"]["weights.safetensors"] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert manifest["parameters"] == sum(weight.numel() for weight in weights.values())
+
+
+def test_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
+    recipe = tiny_run.recipe_of(tmp_path)
+    first = {path.name: path.read_bytes() for path in tiny_run.write(recipe, 10).iterdir()}
+    assert {path.name: path.read_bytes() for path in tiny_run.write(recipe, 10).iterdir()} == first
+
+
+def test_only_fp32_is_stored(tmp_path: Path) -> None:
+    contents = checkpoint.Contents({"w": torch.ones(2, dtype=torch.bfloat16)}, None, tiny_run.state_of(1), "", b"", b"")
+    with pytest.raises(ValueError, match=r"w is torch\.bfloat16"):
+        checkpoint.write_checkpoint(tmp_path / "one", contents)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_views_of_one_buffer_are_stored_apart(tmp_path: Path) -> None:
+    flat = torch.arange(12.0)
+    weights = {"a": flat[:4], "b": flat[4:].view(2, 4).t()}
+    contents = checkpoint.Contents(weights, None, tiny_run.state_of(1), "", b"", b"")
+    checkpoint.write_checkpoint(tmp_path / "one", contents)
+    assert _same(load_weights(tmp_path / "one"), weights)
+
+
+# -- kills and faults of the file system -------------------------------------------------------------------------------
+
+
+def _eventful_save(run: Path) -> None:
+    """A save that passes every fail point: it has a predecessor, a newer one to set aside, and older ones to prune."""
+    tiny_run.write(tiny_run.recipe_of(run), 30)
+    prune(run / "checkpoints", 1, 0, {})
+
+
+@pytest.fixture
+def eventful(saved: Path, tmp_path: Path) -> Path:
+    """10 and 20 are whole; 30 and 40 damaged."""
+    checkpoints = _copy(saved, tmp_path, 10, 20, 30, 40) / "checkpoints"
+    (checkpoints / "update-00000030" / "weights.safetensors").write_bytes(b"{")
+    (checkpoints / "update-00000040" / "manifest.json").write_bytes(b"{")
+    return tmp_path
+
+
+def test_the_list_of_fail_points_is_complete(eventful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+    monkeypatch.setattr(commit, "fail_point", passed.append)
+    _eventful_save(eventful)
+    assert set(passed) == set(FAIL_POINTS)
+
+
+@pytest.mark.parametrize("point", FAIL_POINTS)
+def test_killed_at_any_step_a_whole_checkpoint_is_taken(eventful: Path, point: str) -> None:
+    checkpoints = eventful / "checkpoints"
+    status = _in_child(lambda: _eventful_save(eventful), point)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    after = {"renamed", "parent synced", "set aside", "trashed"}
+    skipped: list[DamagedCheckpoint] = []
+    newest = newest_checkpoint(checkpoints, skipped.append)
+    assert newest is not None and update_of(newest) == (30 if point in after else 20)
+    assert _same(load_weights(newest), tiny_run.weights_of(tiny_run.recipe_of(eventful), update_of(newest)))
+    assert all("update-00000040" in str(why) or "update-00000030" in str(why) for why in skipped)
+    _eventful_save(eventful)  # the run that goes on
+    assert [update_of(path) for path in list_checkpoints(checkpoints)] == [30]
+    assert not list(checkpoints.glob(".*"))
+
+
+def _only(folder: Path) -> str:
+    """The name and the text of the one folder of a parent."""
+    (path,) = folder.iterdir()
+    commit.checked_manifest(path, ["text"], ["text"], ["text"])
+    return f"{path.name}: {(path / 'text').read_text()}"
+
+
+def _commit(target: Path, text: str) -> None:
+    commit.commit_folder(target, {"text": lambda file: file.write_text(text)}, {})
+
+
+def test_killed_at_any_step_a_replaced_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are whole, and there is no other: what is left after the sweep is one or the other."""
+    points: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "fail_point", points.append)
+        _commit(tmp_path / "update-1", "old")
+        _commit(tmp_path / "update-1", "old")
+    assert "predecessor moved" in points and len(set(points)) == 9
+    for point in sorted(set(points)):
+        status = _in_child(lambda: _commit(tmp_path / "update-1", "new"), point)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        commit.sweep(tmp_path, "update-*")
+        assert _only(tmp_path) == f"update-1: {'new' if point in ('renamed', 'parent synced') else 'old'}", point
+        if point in ("renamed", "parent synced"):
+            _commit(tmp_path / "update-1", "old")
+
+
+def test_a_folder_whose_successor_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _commit(tmp_path / "update-1", "old")
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name.startswith(".tmp-"):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointWriteError, match="Input/output error"):
+        _commit(tmp_path / "update-1", "new")
+    assert _only(tmp_path) == "update-1: old"
+
+
+def test_what_a_kill_left_moved_is_read_from_there(run: Path) -> None:
+    """Both the average and the one checkpoint of a run, by those who only read."""
+    checkpoints = run / "checkpoints"
+    shutil.copytree(checkpoints / "update-00000010", run / "averaged")
+    shutil.rmtree(checkpoints / "update-00000010")
+    for target in (run / "averaged", checkpoints / "update-00000020"):
+        _in_child(lambda folder=target: _commit(folder, "new"), "predecessor moved")  # type: ignore[misc]
+        assert not target.exists()
+    (average,), (newest,) = run.glob(".before-averaged-*"), checkpoints.glob(".before-update-00000020-*")
+    assert find_checkpoint(run) == find_checkpoint(run / "averaged") == find_checkpoint(run, "averaged") == average
+    assert find_checkpoint(run, "newest") == find_checkpoint(checkpoints / "update-00000020") == newest
+    assert list_checkpoints(checkpoints) == [newest] and update_of(newest) == 20
+    assert _same(load_weights(newest), tiny_run.weights_of(tiny_run.recipe_of(run), 20))
+    (checkpoints / "update-00000020").mkdir()
+    assert list_checkpoints(checkpoints) == [checkpoints / "update-00000020"], "the successor came"
+
+
+def test_what_cannot_be_put_back_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / ".before-update-00000010-0badc0de"
+    left.mkdir()
+
+    def refused(path: Path, target: Path) -> Path:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    said = rf"{left} is what a kill left of update-00000010 and .*: Read-only file system; give write permission"
+    with pytest.raises(CheckpointWriteError, match=said):
+        commit.sweep(tmp_path, "update-*")
+    assert left.is_dir()
+
+
+def test_killed_at_random_times_a_whole_checkpoint_is_taken(run: Path) -> None:
+    state, chance = tiny_run.state_of(30), random.Random(5)
+    weights = {f"w{i}": torch.full((50_000,), float(i)) for i in range(10)}
+    contents = checkpoint.Contents(weights, weights, state, "", b"", b"")
+    target = run / "checkpoints" / "update-00000030"
+    started = time.monotonic()
+    checkpoint.write_checkpoint(target, contents)
+    duration = time.monotonic() - started
+    finished = 0
+    for _ in range(20):
+        shutil.rmtree(target, ignore_errors=True)
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)
+            checkpoint.write_checkpoint(target, contents)
+            os._exit(0)
+        time.sleep(chance.uniform(0, 1.2 * duration))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        newest = newest_checkpoint(run / "checkpoints")
+        assert newest is not None and newest == (target if target.exists() else run / "checkpoints" / "update-00000020")
+        finished += target.exists()
+    assert finished < 20
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(run: Path) -> None:
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+
+    def save() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            tiny_run.write(tiny_run.recipe_of(run), 30)
+        except CheckpointWriteError as error:
+            os._exit(42 if "update-00000030 cannot be written: " in str(error) else 1)
+
+    assert os.waitstatus_to_exitcode(_in_child(save)) == 42
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointWriteError, match=r"update-00000010 cannot be written: (File exists|Not a directory)"):
+        tiny_run.write(tiny_run.recipe_of(tmp_path), 10)
+
+
+def test_a_save_sets_aside_what_the_run_went_back_from(run: Path) -> None:
+    tiny_run.write(tiny_run.recipe_of(run), 15)
+    assert [update_of(path) for path in list_checkpoints(run / "checkpoints")] == [10, 15]
+    (aside,) = (run / "checkpoints").glob("set-aside-update-00000020-*")
+    verify(aside)
+
+
+def test_sweep_touches_only_its_own(tmp_path: Path) -> None:
+    for name in (".tmp-update-00000010-0badc0de", ".trash-update-00000020-0badc0de", ".trash-mine", "update-00000010",
+                 ".before-update-00000010-0badc0de", ".before-mean-0badc0de"):
+        (tmp_path / name).mkdir()
+    commit.sweep(tmp_path, "update-*")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".before-mean-0badc0de", ".trash-mine",
+                                                                "update-00000010"]
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_missing_cut_or_linked_file_is_named(run: Path, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    folder = run / "checkpoints" / "update-00000020"
+    file, elsewhere = folder / name, tmp_path_factory.mktemp("elsewhere") / name
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    assert name in _damages(folder)
+    file.rename(elsewhere)
+    assert name in _damages(folder)
+    elsewhere.write_bytes(data)
+    file.symlink_to(elsewhere)
+    assert name in _damages(folder)
+    assert newest_checkpoint(run / "checkpoints", lambda why: None) == run / "checkpoints" / "update-00000010"
+
+
+def test_every_random_flip_of_a_bit_is_found(run: Path) -> None:
+    folder, chance = run / "checkpoints" / "update-00000020", random.Random(1)
+    for name in (*FILES, "manifest.json"):
+        data = (folder / name).read_bytes()
+        for _ in range(60):
+            flipped = bytearray(data)
+            flipped[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+            (folder / name).write_bytes(flipped)
+            assert name in _damages(folder) or "format" in _damages(folder)
+        (folder / name).write_bytes(data)
+    verify(folder)
+
+
+def _forge(folder: Path, **changes: object) -> None:
+    """Changes a manifest and gives it the hash of its new content."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    del manifest["sha256"]
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_manifest_leads_nowhere_else(run: Path) -> None:
+    folder = run / "checkpoints" / "update-00000020"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    for name in ("../update-00000010/weights.safetensors", "/etc/hostname", "more.json"):
+        _forge(folder, files=files | {name: files["state.json"]})
+        assert f"names {name!r}" in _damages(folder)
+    _forge(folder, files={name: entry for name, entry in files.items() if name != "weights.safetensors"})
+    assert "does not name weights.safetensors" in _damages(folder)
+    nothing: tuple[object, ...] = ([], {"weights.safetensors": 3})
+    for entries in nothing:
+        _forge(folder, files=entries)
+        assert "lists no files" in _damages(folder)
+    _forge(folder, files=files, format=2)
+    assert "its format is 2, this deepnmt reads 1" in _damages(folder)
+    for content in ("[]", "[" * 100_000, "\xff", ""):
+        (folder / "manifest.json").write_bytes(content.encode("latin-1"))
+        assert "manifest.json" in _damages(folder)
+
+
+def test_a_copy_under_another_update_is_refused(run: Path) -> None:
+    checkpoints = run / "checkpoints"
+    shutil.copytree(checkpoints / "update-00000010", checkpoints / "update-00000050")
+    assert "that of update 10" in _damages(checkpoints / "update-00000050")
+    assert newest_checkpoint(checkpoints, lambda why: None) == checkpoints / "update-00000020"
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "none") is None
+    assert "holds no manifest.json" in _damages(tmp_path)
+
+
+def test_damage_is_found_by_the_readers_too(run: Path) -> None:
+    folder = run / "checkpoints" / "update-00000020"
+    (folder / "weights.safetensors").write_bytes(b"\x08" + bytes(7) + b"[1, 2]  ")
+    with pytest.raises(DamagedCheckpoint, match=r"weights\.safetensors has \d+ bytes"):
+        load_weights(folder)
+    with pytest.raises(DamagedCheckpoint, match=r"weights\.safetensors cannot be read"):
+        load_weights(folder, verify=False)
+    (folder / "state.json").write_text('{"update": 3}')
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json is not a training state"):
+        load_state(folder)
+
+
+# -- retention ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_best", "lower", "kept"),
+    [(1, 0, True, [6]), (2, 1, True, [2, 5, 6]), (1, 2, True, [2, 3, 6]), (1, 2, False, [4, 5, 6]),
+     (9, 9, True, [1, 2, 3, 4, 5, 6])],
+)
+def test_prune_keeps_the_last_and_the_best(
+    tmp_path: Path, keep_last: int, keep_best: int, lower: bool, kept: list[int]
+) -> None:
+    for update in range(1, 7):
+        (tmp_path / f"update-{update:08d}").mkdir()
+    scores = {1: float("nan"), 2: 1.0, 3: 1.0, 4: 3.0, 5: 2.0, 99: 0.0}  # 1 diverged, 6 not validated, 99 is gone
+    gone = prune(tmp_path, keep_last, keep_best, scores, lower)
+    assert [update_of(path) for path in list_checkpoints(tmp_path)] == kept
+    assert {update_of(path) for path in gone} == set(range(1, 7)) - set(kept)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_scores_are_read_from_whatever_checkpoint_knows_them(run: Path) -> None:
+    recipe = tiny_run.recipe_of(run)
+    tiny_run.write(recipe, 30, validations=[{"update": 10, "value": 3.0}, {"update": 30, "value": 2.0}])
+    (tiny_run.write(recipe, 40) / "state.json").unlink()
+    assert read_scores(run / "checkpoints") == {10: 3.0, 30: 2.0}
+
+
+# -- finding and loading a model ---------------------------------------------------------------------------------------
+
+
+def test_which_checkpoint_of_a_run(run: Path) -> None:
+    with pytest.raises(UserError, match=r"no checkpoint in .* was validated"):
+        find_checkpoint(run, "best")
+    with pytest.raises(UserError, match="holds no averaged/"):
+        find_checkpoint(run, "averaged")
+    recipe = tiny_run.recipe_of(run)
+    tiny_run.write(recipe, 30, validations=[{"update": 10, "value": 3.0}, {"update": 20, "value": 2.0}])
+    checkpoints = run / "checkpoints"
+    assert find_checkpoint(run) == find_checkpoint(run, "newest") == checkpoints / "update-00000030"
+    assert find_checkpoint(run, "best") == checkpoints / "update-00000020"
+    shutil.copytree(checkpoints / "update-00000010", run / "averaged")
+    assert find_checkpoint(run) == find_checkpoint(run, "averaged") == run / "averaged"
+    assert find_checkpoint(run, "newest") == checkpoints / "update-00000030"
+    assert find_checkpoint(checkpoints / "update-00000010", "best") == checkpoints / "update-00000010"
+
+
+def test_a_model_is_loaded_as_it_was(run: Path) -> None:
+    recipe = tiny_run.recipe_of(run)
+    loaded = load_model(run)
+    assert _same(dict(loaded.model.named_parameters()), tiny_run.weights_of(recipe, 20))
+    assert not loaded.model.training
+    assert (loaded.recipe.model, loaded.state.update, loaded.folder.name) == (recipe.model, 20, "update-00000020")
+    assert loaded.src_vocab.bytes == loaded.trg_vocab.bytes == tiny_run.VOCAB
+
+
+def test_weights_of_another_model_are_refused_by_name(run: Path) -> None:
+    wide = tiny_run.recipe_of(run, model={"ffn": 20})
+    folder = checkpoint.save_checkpoint(
+        run / "checkpoints", 30, tiny_run.weights_of(tiny_run.recipe_of(run)), {}, tiny_run.state_of(30),
+        dump_recipe(wide), tiny_run.VOCAB, tiny_run.VOCAB)
+    with pytest.raises(UserError, match=r"encoder\.layers\.0\.ffn\.fc1\.weight is \[16, 8\] where \[20, 8\] is"):
+        load_model(folder)
+
+
+def test_a_model_is_not_loaded_from_damaged_or_missing_files(run: Path) -> None:
+    file = run / "checkpoints" / "update-00000020" / "weights.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(DamagedCheckpoint, match=r"weights\.safetensors has another SHA-256"):
+        load_model(file.parent)
+    assert load_model(run).state.update == 10
+    with pytest.raises(UserError, match="there is no folder"):
+        load_model(run / "nowhere")
+    with pytest.raises(UserError, match="is no checkpoint and holds no whole one"):
+        load_model(run / "checkpoints")

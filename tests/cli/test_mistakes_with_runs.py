@@ -1,0 +1,360 @@
+"""Mistakes with what a run left: going on with it, averaging, translating, scoring. What a user's mistake gets: one
+sentence, exit code 2, no traceback, and nothing written or lost."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from refusals import Refused, Tool, contents, truncate
+
+from deepnmt.checkpoint.checkpoint import load_model, save_checkpoint
+from deepnmt.cli import main
+from deepnmt.config import dump_recipe
+from deepnmt.errors import UserError
+from deepnmt.ranks import Ranks
+from deepnmt.train import resume
+from deepnmt.train.resume import only_trainer
+
+FIRST, NEWEST = "update-00000003", "update-00000006"
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: Path, tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of updates 3 and 6."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    done = tool("train", prepared / "recipe.yaml", f"run={run}", "train.updates=6", "train.valid_bleu=false",
+                "train.validate_every=6")
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to be spoiled."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_missing_checkpoints(prepared: Path, trained: Path, refused: Refused, tmp_path: Path) -> None:
+    recipe, source, output = prepared / "recipe.yaml", tmp_path / "in", tmp_path / "out"
+    source.write_text("a dog\n")
+    files = ("--input", source, "--output", output)
+    assert f"there is no folder {tmp_path}/none" in refused("translate", recipe, f"run={tmp_path}/none", *files)
+    found = refused("translate", recipe, f"run={tmp_path}", *files)
+    assert f"{tmp_path} is no checkpoint and holds no whole one" in found
+    assert "there is no folder" in refused("evaluate", trained, "--checkpoint", tmp_path / "none")
+    assert "give the folder of the run" in refused("translate", trained / "checkpoints" / NEWEST)
+    found = refused("average", recipe, f"run={tmp_path}")
+    assert f"there is no checkpoint in {tmp_path}/checkpoints; train first" in found
+    assert "9 checkpoints in" in refused("average", trained, "--last", 9)
+    assert "there are 2; ask for a number from 1 to that" in refused("average", trained, "--last", 0)
+    assert "there is no checkpoint of update 4" in refused("average", trained, "--updates", "3,4")
+    found = refused("average", trained, "model.heads=4")
+    assert f"{FIRST} holds another model than the one asked for:\n  model.heads: 2 -> 4" in found
+    assert "--range is '3', must be FROM:TO" in refused("average", trained, "--range", "3")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in"]
+    assert not (trained / "averaged").exists()
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "src.spm", "recipe.yaml", "state.json", "manifest.json"])
+def test_truncated_checkpoints(run: Path, refused: Refused, tmp_path: Path, file: str) -> None:
+    checkpoint, source = run / "checkpoints" / NEWEST, tmp_path / "in"
+    source.write_text("a dog\n")
+    truncate(checkpoint / file)
+    before = contents(run)
+    output = tmp_path / "out"
+    for found in (refused("translate", run, "--checkpoint", checkpoint, "--input", source, "--output", output),
+                  refused("evaluate", run, "--checkpoint", checkpoint), refused("average", run, "--last", 2)):
+        assert f"checkpoint {checkpoint} is damaged: {file}" in found and "copy it anew" in found
+    assert contents(run) == before and not output.exists()
+
+
+def test_foreign_checkpoints(run: Path, refused: Refused, tmp_path: Path) -> None:
+    foreign = Path(shutil.copytree(run / "checkpoints" / NEWEST, tmp_path / "foreign"))
+    (foreign / "manifest.json").write_text('{"format": 9}')
+    assert "its format is 9" in refused("translate", run, "--checkpoint", foreign, "--input", foreign / "state.json")
+    assert "its format is 9" in refused("average", run, "--checkpoints", foreign)
+    (foreign / "manifest.json").unlink()
+    found = refused("translate", run, "--checkpoint", foreign, "--input", run / "log.jsonl")
+    assert f"{foreign} is no checkpoint" in found
+    assert f"{foreign} is damaged: it holds no manifest.json" in refused("average", run, "--checkpoints", foreign)
+    before = contents(foreign)
+    assert "is there and is no checkpoint" in refused("average", run, "--output", foreign)
+    assert contents(foreign) == before
+
+
+def test_weights_of_another_model(run: Path, refused: Refused, tmp_path: Path) -> None:
+    ours = load_model(run / "checkpoints" / NEWEST)
+    weights = {name: tensor.detach() for name, tensor in ours.model.named_parameters()}
+    weights["encoder.layers.0.ffn.fc1.weight"] = torch.zeros(64, 16)
+    other = save_checkpoint(tmp_path, 6, weights, {}, ours.state, dump_recipe(ours.recipe), ours.src_vocab.bytes,
+                            ours.trg_vocab.bytes)
+    clause = "encoder.layers.0.ffn.fc1.weight is [64, 16] where [32, 16] is expected"
+    found = refused("average", run, "--checkpoints", ours.folder, other)
+    assert f"{other} is another model than {ours.folder}" in found and clause in found
+    found = refused("translate", run, "--checkpoint", other, "--input", run / "log.jsonl", "--output", tmp_path / "out")
+    assert f"{other} does not hold the model of its recipe.yaml" in found and clause in found
+    assert not (run / "averaged").exists() and not (tmp_path / "out").exists()
+
+
+# -- going on with a run -----------------------------------------------------------------------------------------------
+
+
+def put_average(run: Path) -> str:
+    assert main("average", [str(run), f"--output={run}/mean"]) == 0
+    shutil.rmtree(run / "checkpoints" / NEWEST)
+    (run / "mean").rename(run / "checkpoints" / NEWEST)
+    return f"{NEWEST} is an average, which training cannot go on from"
+
+
+def put_unknown(run: Path) -> str:
+    for name in (FIRST, NEWEST):
+        shutil.rmtree(run / "checkpoints" / name)
+        (run / "checkpoints" / name).mkdir()
+        (run / "checkpoints" / name / "mine.txt").write_text("mine")
+    return "holds no checkpoint that is whole, so the run cannot go on"
+
+
+def cut_all(run: Path) -> str:
+    for name in (FIRST, NEWEST):
+        truncate(run / "checkpoints" / name / "moments.safetensors")
+    return "holds no checkpoint that is whole, so the run cannot go on"
+
+
+@pytest.mark.parametrize("spoil", [put_average, put_unknown, cut_all])
+def test_runs_that_cannot_go_on(prepared: Path, run: Path, refused: Refused, spoil: Callable[[Path], str]) -> None:
+    said, before = spoil(run), contents(run)
+    assert said in refused("train", prepared / "recipe.yaml", f"run={run}", "train.updates=9")
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (("model.width=32",), "model.width: 16 -> 32"),
+    (("model.encoder.block=b2t", "seed=8"), "model.encoder.block: admin -> b2t\n  seed: 7 -> 8"),
+    (("admin.tokens=256", "train.best_by=bleu"), "admin.tokens: 512 -> 256\n  train.best_by: loss -> bleu"),
+])
+def test_another_run_in_its_place(prepared: Path, run: Path, refused: Refused, change: tuple[str], said: str) -> None:
+    with (run / "log.jsonl").open("a") as log:  # of an attempt that went further and was killed
+        log.write('{"type": "train", "update": 8, "loss": 1.0}\n')
+    before = contents(run)
+    found = refused("train", prepared / "recipe.yaml", f"run={run}", *change)
+    assert said in found and "train into another folder with run=FOLDER" in found
+    assert contents(run) == before
+
+
+def test_run_of_other_text(prepared: Path, run: Path, refused: Refused, tmp_path: Path) -> None:
+    other = f"data.train={{src: {prepared}/text/train.en, trg: {prepared}/text/train.de}}"
+    folder, valid = f"data.folder={tmp_path}/data", f"data.valid={{src: {prepared}/text/test.en, trg: " \
+        f"{prepared}/text/test.de}}"
+    assert main("prepare", [str(prepared / "recipe.yaml"), folder, other, valid]) == 0
+    before = contents(run)
+    found = refused("train", prepared / "recipe.yaml", f"run={run}", folder, valid)
+    assert f"{tmp_path}/data was prepared anew from other text since" in found
+    assert contents(run) == before
+
+
+def test_a_run_that_another_process_trains(
+    prepared: Path, run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "LOCK_WAIT", 0.2)
+    here, ready = Ranks(0, 1, 0, 1, torch.device("cpu")), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with only_trainer(run, here):
+            os.write(ready[1], b"!")
+            signal.pause()
+    os.read(ready[0], 1)
+    writing = run / "checkpoints" / ".tmp-update-00000009-0badc0de"
+    writing.mkdir()
+    (writing / "weights.safetensors").write_text("half")
+    before = contents(run)
+    other = f"another process (process {pid} on {socket.gethostname()}) is training in {run}; "
+    try:
+        found = refused("train", prepared / "recipe.yaml", f"run={run}", "train.updates=9")
+        assert f"{other}waiting 0.2 s for its end" in found and f"{other}wait until it has ended" in found
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for end in ready:
+            os.close(end)
+    assert contents(run) == before
+    # with that process its lock is gone, and what it was writing is of no use
+    with only_trainer(run, here), pytest.raises(UserError, match="another process"), only_trainer(run, here):
+        pass
+    with only_trainer(run, here):
+        assert not writing.exists()
+    with pytest.raises(UserError, match="what the first said"), only_trainer(run, Told(1, 2, 1, 2, here.device)):
+        pass
+
+
+def test_a_run_that_another_process_is_leaving(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Told to stop, it saves first; who starts the run again meanwhile waits for that."""
+    here, ready = Ranks(0, 1, 0, 1, torch.device("cpu")), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with only_trainer(tmp_path, here):
+            os.write(ready[1], b"!")
+            time.sleep(0.3)
+        os._exit(0)
+    os.read(ready[0], 1)
+    with only_trainer(tmp_path, here):
+        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    os.waitpid(pid, 0)
+    for end in ready:
+        os.close(end)
+    assert f"process {pid} on" in capfd.readouterr().err
+
+
+def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open to whoever may write to the folder; one that is not is no reason to train beside its holder. A file system
+    that has no locks is."""
+    here = Ranks(0, 1, 0, 1, torch.device("cpu"))
+    tmp_path.chmod(0o2775)
+    with only_trainer(tmp_path, here):
+        assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o664
+
+    def fails(number: int) -> Callable[..., None]:
+        def flock(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+        return flock
+
+    for number in (errno.EACCES, errno.EIO):
+        monkeypatch.setattr(resume.fcntl, "flock", fails(number))
+        said = rf"\.lock cannot be locked: {os.strerror(number)}; if nobody trains there, delete it"
+        with pytest.raises(UserError, match=said), only_trainer(tmp_path, here):
+            pass
+    for number in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+        monkeypatch.setattr(resume.fcntl, "flock", fails(number))
+        with only_trainer(tmp_path, here):
+            pass
+
+
+def test_a_run_whose_checkpoint_cannot_be_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one it has: nothing is begun anew."""
+    (tmp_path / "checkpoints" / ".before-update-00000009-0badc0de").mkdir(parents=True)
+
+    def refused(path: Path, target: Path) -> Path:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(UserError, match="a kill left of update-00000009"), \
+            only_trainer(tmp_path, Ranks(0, 1, 0, 1, torch.device("cpu"))):
+        pass
+
+
+class Told(Ranks):
+    """Another process than the first."""
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        assert data == b""
+        return b"what the first said"
+
+
+def test_run_folder_that_is_a_file(prepared: Path, refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for command in ("train", "profile"):
+        for path in (tmp_path / "file", tmp_path / "file" / "run"):
+            assert f"run folder {path} cannot be written" in refused(command, prepared / "recipe.yaml", f"run={path}")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_run_that_was_moved_is_still_a_run(run: Path, tmp_path: Path, threads: None) -> None:
+    (tmp_path / "in").write_text("a dog\n\n")
+    text = (run / "recipe.yaml").read_text().splitlines()
+    (run / "recipe.yaml").write_text("\n".join(["run: runs/where-it-was-trained", *text[1:]]))
+    assert main("translate", [str(run), "--input", f"{tmp_path}/in", "--output", f"{tmp_path}/out"]) == 0
+    assert len((tmp_path / "out").read_text().splitlines()) == 2
+
+
+# -- translating, scoring and the rest ---------------------------------------------------------------------------------
+
+
+def test_translation_files(trained: Path, refused: Refused, tool: Tool, tmp_path: Path) -> None:
+    done = tool("translate", trained, "--input", tmp_path / "none", "--output", tmp_path / "out")
+    assert done.returncode == 2 and f"there is no input file {tmp_path}/none" in done.stderr
+    assert "Traceback" not in done.stderr
+    source = tmp_path / "in"
+    source.write_bytes(b"a dog\n\xff\n")
+    found = refused("translate", trained, "--input", source, "--output", tmp_path / "out")
+    assert f"{source}, line 2: not valid UTF-8" in found
+    (tmp_path / "in.gz").write_bytes(gzip.compress(b"a dog\n" * 9)[:-9])
+    found = refused("translate", trained, "--input", tmp_path / "in.gz", "--output", tmp_path / "out")
+    assert f"{tmp_path}/in.gz" in found
+    assert "is the input file itself" in refused("translate", trained, "--input", source, "--output", source)
+    assert f"output {tmp_path} is a folder" in refused("translate", trained, "--input", source, "--output", tmp_path)
+    assert "cannot be written" in refused("translate", trained, "--input", source, "--output", tmp_path / "no" / "out")
+    assert "nbest (9) cannot exceed beam (2)" in refused("translate", trained, "--input", source, "translate.nbest=9")
+    for named in ((), ("--checkpoint", trained / "checkpoints" / NEWEST)):
+        found = refused("translate", trained, "--input", source, "model.encoder.block=b2t", *named)
+        assert f"{NEWEST} holds another model than the one asked for:\n  model.encoder.block: admin -> b2t" in found
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "in.gz"]
+    assert source.read_bytes() == b"a dog\n\xff\n"
+
+
+def test_scoring(prepared: Path, trained: Path, refused: Refused, tmp_path: Path) -> None:
+    short, whole = tmp_path / "short", prepared / "text" / "test.de"
+    short.write_text("ein Hund\n" * 19)
+    scores = ("--output", tmp_path / "scores.json")
+    found = refused("evaluate", trained, "--hypotheses", f"ours={short}", *scores)
+    assert "ours on held_out has 19 lines, but the reference has 20; give one translation a line" in found
+    found = refused("evaluate", trained, "--test", f"mine={short},{whole}", "--hypotheses", f"a={whole}", *scores)
+    assert "mine has 19 source lines and 20 reference lines" in found
+    assert "near it are held_out" in refused("evaluate", trained, "--test", "held-out", *scores)
+    assert "none cannot be read" in refused("evaluate", trained, "--hypotheses", f"a={tmp_path}/none", *scores)
+    assert "not of the form SYSTEM=FILE" in refused("evaluate", trained, "--hypotheses", short, *scores)
+    assert "model.encoder.layers: 2 -> 3" in refused("evaluate", trained, "model.encoder.layers=3", *scores)
+    found = refused("evaluate", trained, "--hypotheses", f"a={whole}", "--checkpoint", trained, *scores)
+    assert f"so the checkpoint {trained} would not be used" in found
+    found = refused("evaluate", trained, "--hypotheses", f"a={whole}", "--output", short / "x.json")
+    assert f"scores cannot be written to {short}/x.json" in found
+    assert [file.name for file in tmp_path.iterdir()] == ["short"] and not (trained / "scores.json").exists()
+
+
+def test_settings_that_have_no_say(trained: Path, refused: Refused, tmp_path: Path) -> None:
+    """Nothing would be done otherwise for them, so they are not taken."""
+    source = ("--input", trained / "log.jsonl", "--output", tmp_path / "out")
+    ready = ("--hypotheses", f"a={trained}/log.jsonl", "--output", tmp_path / "out")
+    for command, words, setting in (
+            ("average", (), "train.updates=7"), ("average", ("--last", 1), "average_last=2"),
+            ("translate", source, "batch.tokens=99"), ("translate", source, "parallel.ds_config=null"),
+            ("evaluate", (), "data.folder=x"), ("evaluate", ready, "translate.beam=1"), ("evaluate", ready, "seed=3")):
+        assert f"{setting} has no say here, since " in refused(command, trained, *words, setting)
+    assert list(tmp_path.iterdir()) == [] and not (trained / "averaged").exists()
+
+
+def test_profile_of_another_model(prepared: Path, trained: Path, refused: Refused, tmp_path: Path) -> None:
+    recipe, here = prepared / "recipe.yaml", f"run={tmp_path}/run"
+    found = refused("train", recipe, here, "model.encoder.layers=3", f"admin.profile={trained}/admin_profile.json")
+    assert f"{trained}/admin_profile.json" in found
+    assert "admin.profile: " in refused("train", recipe, here, f"admin.profile={tmp_path}/none.json")
+    blocks = ("model.encoder.block=post_ln", "model.decoder.block=pre_ln")
+    assert "only admin is profiled" in refused("profile", recipe, here, *blocks)
+    found = refused("profile", recipe, here, f"admin.profile={trained}/admin_profile.json")
+    assert f"admin.profile is {trained}/admin_profile.json, which training reads instead of measuring" in found
+
+
+def test_comparing_timing_and_demo(prepared: Path, trained: Path, refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    picture = tmp_path / "file" / "x.png"
+    assert f"picture {picture} cannot be written" in refused("compare", trained, "--output", picture)
+    recipe = prepared / "recipe.yaml"
+    assert "--rounds is 0, must be 1 or more" in refused("benchmark", recipe, "--rounds", 0)
+    assert "there is no prepared data" in refused("benchmark", recipe, f"data.folder={tmp_path}/none")
+    assert "there is no folder" in refused("benchmark", recipe, "--translate", tmp_path / "none")
+    assert "data.train names others" in refused("demo", recipe, "data.train={tsv: x.tsv}")
+    assert "--pairs is 5, must be 10 or more" in refused("demo", recipe, "--pairs", 5)
+    mine = f"data.train={{src: {tmp_path}/train.en, trg: {tmp_path}/train.de}}"
+    assert f"{tmp_path} holds something else than a demo corpus" in refused("demo", recipe, mine)
+    assert contents(tmp_path) == {"file": b"mine"}

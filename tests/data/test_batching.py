@@ -1,0 +1,161 @@
+"""The batch plan: every sentence once, within the budget, little padding, the same everywhere; batches by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepnmt.data.batching import PlanStream, Position, collate, plan_epoch, plan_eval, random_order
+from deepnmt.data.prepared import PreparedData, SideWriter, Split, variant_stem, write_manifest
+from deepnmt.errors import UserError
+
+
+def _lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.RandomState(seed)
+    src = np.clip(random.lognormal(2.7, 0.5, count), 2, 80).astype(np.int32)
+    return src, np.clip(src * random.lognormal(0, 0.2, count), 2, 80).astype(np.int32)
+
+
+def _split(folder: Path, variants: int = 0) -> Split:
+    """Random sentences; every variant has other lengths."""
+    for number, stem in enumerate(["train", *(variant_stem("train", k) for k in range(variants))]):
+        for side, lengths in zip(("src", "trg"), _lengths(300, seed=number)):
+            tokens = np.random.RandomState(number).randint(4, 65000, int(lengths.sum() - 300)).astype(np.uint16)
+            SideWriter(folder, f"{stem}.{side}").add(tokens, lengths - 1)
+    write_manifest(folder, {"settings": {}, "inputs": {}, "vocab": {}, "splits": {"train": {"variants": variants}}})
+    return PreparedData.open(folder).split("train")
+
+
+def test_random_order_is_a_fixed_permutation() -> None:
+    assert sorted(random_order(1000, 3, 4)) == list(range(1000))
+    assert random_order(8, 1, 2).tolist() == [5, 6, 3, 2, 1, 0, 4, 7]  # this must never change: runs resume by it
+    assert not np.array_equal(random_order(1000, 3, 4), random_order(1000, 4, 3))
+
+
+@pytest.mark.parametrize("tokens", [80, 400, 4096, 10**7])
+def test_every_sentence_once_within_the_budget_and_waste_exact(tokens: int) -> None:
+    src, trg = _lengths(3000)
+    plan = plan_epoch(src, trg, tokens, seed=1, epoch=0)
+    assert sorted(plan.order.tolist()) == list(range(3000))
+    assert plan.starts[0] == 0 and plan.starts[-1] == 3000 and (np.diff(plan.starts) > 0).all()
+    padded = 0
+    for batch in (plan[m] for m in range(len(plan))):
+        sides = len(batch) * int(src[batch].max()), len(batch) * int(trg[batch].max())
+        assert max(sides) <= tokens
+        padded += sum(sides)
+    assert plan.waste == pytest.approx(1 - (int(src.sum()) + int(trg.sum())) / padded, abs=1e-12)
+    with pytest.raises(IndexError):
+        plan[len(plan)]
+
+
+def test_waste_is_low_on_lengths_like_those_of_text() -> None:
+    src, trg = _lengths(30000)
+    assert plan_epoch(src, trg, 4096, 1, 0).waste < 0.08
+    shuffled = random_order(30000, 9)
+    sizes = np.full(300, 100)
+    naive = sum(int((sizes * side[shuffled].reshape(300, 100).max(axis=1)).sum()) for side in (src, trg))
+    assert 1 - (int(src.sum()) + int(trg.sum())) / naive > 0.5  # what the same text wastes unsorted
+
+
+def test_plan_is_a_function_of_seed_and_epoch() -> None:
+    src, trg = _lengths(3000)
+    plans = {key: plan_epoch(src, trg, 512, *key) for key in ((1, 0), (1, 1), (2, 0))}
+    again = plan_epoch(src, trg, 512, 1, 0)
+    assert np.array_equal(again.order, plans[1, 0].order) and np.array_equal(again.starts, plans[1, 0].starts)
+    batches = {key: {tuple(sorted(plan[m])) for m in range(len(plan))} for key, plan in plans.items()}
+    assert len(batches[1, 0] & batches[1, 1]) < 5 and len(batches[1, 0] & batches[2, 0]) < 5
+
+
+def test_micro_batches_come_in_random_order() -> None:
+    src, trg = _lengths(3000)
+    plan = plan_epoch(src, trg, 512, 1, 0)
+    longest = [int(trg[plan[m]].max()) for m in range(len(plan))]
+    assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.3
+
+
+def test_full_batches_hold_all_that_fits() -> None:
+    same = np.full(100, 10, dtype=np.int32)
+    plan = plan_epoch(same, same, 73, 1, 0)
+    assert sorted(np.diff(plan.starts).tolist()) == [2, *[7] * 14] and plan.waste == 0.0
+
+
+def test_sentence_over_the_budget_is_refused_in_training_and_alone_in_evaluation() -> None:
+    src, trg = np.array([3, 50, 4], dtype=np.int32), np.array([3, 3, 4], dtype=np.int32)
+    with pytest.raises(UserError, match=r"batch.tokens is 20, but a training sentence has 50 tokens"):
+        plan_epoch(src, trg, 20, 1, 0)
+    plan = plan_eval(src, trg, 20)
+    assert [plan[m].tolist() for m in range(len(plan))] == [[2], [1], [0]]
+    assert len(plan_eval(src[:0], trg[:0], 20)) == 0
+
+
+def test_evaluation_plan_is_sorted_and_complete() -> None:
+    src, trg = _lengths(500)
+    plan = plan_eval(src, trg, 300)
+    assert sorted(plan.order.tolist()) == list(range(500))
+    assert (np.diff(trg[plan.order]) <= 0).all()
+    assert all(len(plan[m]) * max(src[plan[m]].max(), trg[plan[m]].max()) <= 300 for m in range(len(plan)))
+
+
+def test_stream_gives_the_same_whatever_the_steps(tmp_path: Path) -> None:
+    split = _split(tmp_path, variants=3)
+    one, batches = PlanStream(split, 200, seed=1), []
+    position = Position(0, 0)
+    total = sum(one.epoch_size(epoch) for epoch in range(4))
+    for _ in range(total):
+        found, position = one.at(position, 1)
+        batches += found
+    assert position == Position(4, 0)
+    other = PlanStream(split, 200, seed=1)
+    whole, after = other.at(Position(0, 0), total)
+    assert after == position and [b.number for b in whole] == [b.number for b in batches]
+    assert all(np.array_equal(a.indices, b.indices) and a.epoch == b.epoch for a, b in zip(whole, batches))
+    assert len({b.number for b in whole}) == total
+    place = one.epoch_size(0) - 3
+    resumed, after = PlanStream(split, 200, seed=1).at(Position(0, place), 7)
+    assert [b.number for b in resumed] == [b.number for b in whole[place:place + 7]] and after == Position(1, 4)
+    assert resumed[0].number == place and resumed[3].number == 2**32
+
+
+def test_stream_turns_through_the_variants(tmp_path: Path) -> None:
+    split = _split(tmp_path, variants=2)
+    stream = PlanStream(split, 200, seed=1)
+    for epoch in (0, 1, 2, 5):
+        expected = split.variant(epoch % 2)
+        assert np.array_equal(stream.split(epoch).src_lengths, expected.src_lengths)
+        plan = plan_epoch(expected.src_lengths, expected.trg_lengths, 200, 1, epoch)
+        assert np.array_equal(stream.plan(epoch).order, plan.order)
+    assert stream.epoch_size(0) != stream.epoch_size(1)
+
+
+def test_stream_refuses_a_position_of_other_data(tmp_path: Path) -> None:
+    stream = PlanStream(_split(tmp_path), 200, seed=1)
+    size = stream.epoch_size(0)
+    assert stream.at(Position(0, size), 1)[0][0].epoch == 1
+    with pytest.raises(UserError, match=f"micro-batch {size + 1} of epoch 0, which now has {size}"):
+        stream.at(Position(0, size + 1), 1)
+
+
+def test_collate_by_hand(tmp_path: Path) -> None:
+    for side, tokens, lengths in (("src", [5, 6, 7], [2, 1]), ("trg", [8, 9, 10, 11], [1, 3])):
+        SideWriter(tmp_path, f"train.{side}").add(np.array(tokens, dtype=np.uint16), np.array(lengths))
+    write_manifest(tmp_path, {"settings": {}, "inputs": {}, "vocab": {}, "splits": {"train": {"variants": 0}}})
+    batch = collate(PreparedData.open(tmp_path).split("train"), [0, 1])
+    assert batch.src.tolist() == [[5, 6, 2], [7, 2, 3]] and batch.src_lengths.tolist() == [3, 2]
+    assert batch.trg_in.tolist() == [[1, 8, 3, 3], [1, 9, 10, 11]]
+    assert batch.trg_out.tolist() == [[8, 2, 3, 3], [9, 10, 11, 2]]
+    assert batch.tokens == 6 and batch.src.dtype == batch.trg_in.dtype == np.int64
+
+
+def test_collate_gives_every_sentence_back(tmp_path: Path) -> None:
+    split = _split(tmp_path)
+    rows = random_order(300, 1)[:40]
+    batch = collate(split, rows)
+    for row, i in enumerate(rows):
+        src, trg = split.src(i).tolist(), split.trg(i).tolist()
+        assert batch.src[row, : batch.src_lengths[row]].tolist() == [*src, 2]
+        assert batch.trg_in[row, : len(trg) + 1].tolist() == [1, *trg]
+        assert batch.trg_out[row, : len(trg) + 1].tolist() == [*trg, 2]
+        assert (batch.trg_in[row, len(trg) + 1:] == 3).all() and (batch.trg_out[row, len(trg) + 1:] == 3).all()
+    assert batch.tokens == int(split.trg_lengths[rows].sum())

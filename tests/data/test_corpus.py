@@ -1,0 +1,101 @@
+"""Readers: what they yield, and that every fault names its file and place."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepnmt.config import Corpus, Filters
+from deepnmt.data.filters import judge_lengths, judge_texts, tally
+from deepnmt.data.text import read_pairs
+from deepnmt.errors import UserError
+
+
+def _aligned(folder: Path, src: bytes, trg: bytes) -> Corpus:
+    (folder / "a.x").write_bytes(src)
+    (folder / "a.y").write_bytes(trg)
+    return Corpus(src=[str(folder / "a.x")], trg=[str(folder / "a.y")])
+
+
+def _fault(corpus: Corpus) -> str:
+    with pytest.raises(UserError) as error:
+        list(read_pairs(corpus))
+    return str(error.value)
+
+
+def test_aligned_lines_are_stripped_and_only_newlines_end_them(tmp_path: Path) -> None:
+    src = "\ufeff one \r\ntwo\u2028more\x85still\n\nlast".encode()
+    assert list(read_pairs(_aligned(tmp_path, src, b"1\n2\n3\n4\n"))) == [
+        ("one", "1"), ("two\u2028more\x85still", "2"), ("", "3"), ("last", "4")]
+
+
+def test_gz_and_plain_files_follow_one_another(tmp_path: Path) -> None:
+    first = _aligned(tmp_path, b"a\nb\n", b"A\nB\n")
+    for side in "xy":
+        (tmp_path / f"b.{side}.gz").write_bytes(gzip.compress(f"{side}1\n{side}2\n".encode()))
+    both = Corpus(src=[*first.src, str(tmp_path / "b.x.gz")], trg=[*first.trg, str(tmp_path / "b.y.gz")])
+    assert list(read_pairs(both)) == [("a", "A"), ("b", "B"), ("x1", "y1"), ("x2", "y2")]
+
+
+def test_tsv_columns_count_from_one(tmp_path: Path) -> None:
+    file = tmp_path / "c.tsv"
+    file.write_text("one\teins\tignored\ntwo\tzwei\n", encoding="utf-8")
+    assert list(read_pairs(Corpus(tsv=[str(file)], columns=[2, 1]))) == [("eins", "one"), ("zwei", "two")]
+
+
+@pytest.mark.parametrize(("src", "trg", "counts"), [
+    (b"a\nb\nc\n", b"1\n", ("a.x has 3 lines", "a.y has 1")),
+    (b"a\n", b"1\n2\n3\n4\n", ("a.x has 1 lines", "a.y has 4")),
+    (b"", b"1\n2\n", ("a.x has 0 lines", "a.y has 2")),
+])
+def test_misaligned_files_name_both_counts(tmp_path: Path, src: bytes, trg: bytes, counts: tuple[str, str]) -> None:
+    message = _fault(_aligned(tmp_path, src, trg))
+    assert all(count in message for count in counts)
+
+
+def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
+    assert "a.y, line 3: not valid UTF-8" in _fault(_aligned(tmp_path, b"a\nb\nc\n", b"1\n2\nx\xff\n"))
+
+
+@pytest.mark.parametrize(("damage", "words"), [
+    (lambda whole: whole[: len(whole) // 2], "is cut off after line"),
+    (lambda whole: whole[:20] + bytes(60) + whole[80:], "not a sound .gz file"),
+    (lambda whole: b"plain text\n", "not a sound .gz file"),
+])
+def test_damaged_gz(tmp_path: Path, damage, words: str) -> None:
+    lines = "".join(f"{number * 7919 % 1000003}\n" for number in range(20000)).encode()
+    for side in "xy":
+        (tmp_path / f"d.{side}.gz").write_bytes(gzip.compress(lines))
+    bad = tmp_path / "d.y.gz"
+    bad.write_bytes(damage(bad.read_bytes()))
+    message = _fault(Corpus(src=[str(tmp_path / "d.x.gz")], trg=[str(bad)]))
+    assert "d.y.gz" in message and words in message
+
+
+def test_missing_file_folder_short_row_and_empty_corpus(tmp_path: Path) -> None:
+    assert f"there is no text file {tmp_path / 'none'}" in _fault(Corpus(tsv=[str(tmp_path / "none")]))
+    assert "is not a file" in _fault(Corpus(tsv=[str(tmp_path)]))
+    short = tmp_path / "s.tsv"
+    short.write_text("a\tb\nalone\n", encoding="utf-8")
+    assert "s.tsv, line 2: 1 column, but 'columns' is [1, 2]" in _fault(Corpus(tsv=[str(short)]))
+    assert "the corpus has 0 lines" in _fault(_aligned(tmp_path, b"", b""))
+
+
+def test_texts_are_judged_and_the_first_of_duplicates_is_kept() -> None:
+    pairs = [("a", "b"), ("", "b"), ("a", ""), ("c", "c"), ("a", "b"), ("a", "d"), ("ab", ""), ("a", "b")]
+    counts = {"empty": 3, "identical": 1, "duplicate": 2, "too_long": 0, "ratio": 0}
+    verdicts = judge_texts(pairs, Filters())
+    assert tally(verdicts) == counts
+    assert np.flatnonzero(verdicts == 0).tolist() == [0, 5]
+    lenient = judge_texts(pairs, Filters(drop_duplicates=False, drop_identical=False))
+    assert tally(lenient) == {**counts, "identical": 0, "duplicate": 0}
+
+
+def test_lengths_are_judged_at_their_bounds() -> None:
+    src = np.array([10, 11, 3, 7, 1, 0, 5])
+    trg = np.array([10, 1, 1, 1, 2, 4, 11])
+    verdicts = judge_lengths(src, trg, Filters(max_tokens=10, max_ratio=3.0))
+    assert verdicts.tolist() == [0, 4, 0, 5, 0, 1, 4]

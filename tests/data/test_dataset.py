@@ -1,0 +1,111 @@
+"""The prepared folder: arrays come back as written, and every damage is seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepnmt.data.prepared import PreparedData, SideWriter, variant_stem, write_manifest
+from deepnmt.errors import UserError
+
+SRC = [[5, 6, 7], [], [65000], [4, 4, 4, 4, 4]]
+TRG = [[9], [8, 8], [], [10, 11, 12]]
+SAMPLED = [[5, 6, 6, 7], [], [65000], [4]]
+
+
+def _write(folder: Path, stem: str, sentences: list[list[int]]) -> None:
+    writer = SideWriter(folder, stem)
+    for part in (sentences[:3], sentences[3:]):
+        flat = np.array([token for sentence in part for token in sentence], dtype=np.uint16)
+        writer.add(flat, np.array([len(sentence) for sentence in part]))
+    assert writer.end == sum(map(len, sentences))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for stem, src in (("train", SRC), (variant_stem("train", 0), SAMPLED), ("valid", SRC)):
+        _write(tmp_path, f"{stem}.src", src)
+        _write(tmp_path, f"{stem}.trg", TRG)
+    for side in ("src", "trg"):
+        (tmp_path / f"valid.{side}.txt").write_bytes("a\r b\u2028c\n\nd\ne\n".encode())
+    splits = {"train": {"variants": 1}, "valid": {"variants": 0}}
+    write_manifest(tmp_path, {"settings": {}, "inputs": {}, "vocab": {}, "splits": splits})
+    return tmp_path
+
+
+def _fault(folder: Path) -> str:
+    with pytest.raises(UserError) as error:
+        PreparedData.open(folder)
+    return str(error.value)
+
+
+def test_arrays_come_back(folder: Path) -> None:
+    data = PreparedData.open(folder)
+    split = data.split("train")
+    assert len(split) == 4 and data.splits == ["train", "valid"]
+    assert [split.src(i).tolist() for i in range(4)] == SRC
+    assert [split.trg(i).tolist() for i in range(4)] == TRG
+    assert split.src_lengths.tolist() == [4, 1, 2, 6] and split.src_lengths.dtype == np.int32
+    assert split.trg_lengths.tolist() == [2, 3, 1, 4]
+    assert split.src(0).dtype == np.uint16 and isinstance(split.src(0).base, np.memmap)
+    variant = split.variant(0)
+    assert [variant.src(i).tolist() for i in range(4)] == SAMPLED
+    with pytest.raises(IndexError):
+        split.variant(1)
+    with pytest.raises(UserError, match=r"has no split 'test.a'; it has train, valid"):
+        data.split("test.a")
+
+
+def test_rows_are_padded_behind_eos(folder: Path) -> None:
+    ids, lengths = PreparedData.open(folder).split("train").sources.with_eos(np.array([2, 0, 1]))
+    assert ids.tolist() == [[65000, 2, 3, 3], [5, 6, 7, 2], [2, 3, 3, 3]] and lengths.tolist() == [2, 4, 1]
+
+
+def test_cut_keeps_eos_and_leaves_short_sentences(folder: Path) -> None:
+    split = PreparedData.open(folder).split("valid").cut(3)
+    assert split.src_lengths.tolist() == [3, 1, 2, 3] and split.trg_lengths.tolist() == [2, 3, 1, 3]
+    assert split.src(3).tolist() == [4, 4] and split.trg(3).tolist() == [10, 11]
+    assert split.sources.with_eos(np.array([0]))[0].tolist() == [[5, 6, 2]]
+
+
+def test_text_keeps_its_lines(folder: Path) -> None:
+    assert PreparedData.open(folder).split("valid").trg_text() == ["a\r b\u2028c", "", "d", "e"]
+
+
+def test_missing_foreign_and_incomplete_folders(folder: Path, tmp_path: Path) -> None:
+    assert "there is no prepared data" in _fault(tmp_path / "none")
+    (tmp_path / "other").mkdir()
+    assert "holds no manifest.json" in _fault(tmp_path / "other")
+    assert "holds no manifest.json" in _fault(folder / "train.src.tokens")
+    (folder / "valid.src.txt").unlink()
+    assert "incomplete: valid.src.txt is missing" in _fault(folder)
+
+
+@pytest.mark.parametrize(("contents", "words"), [
+    ("{", "cannot be read"), ("[1]", "is not a manifest"), ('{"format": "another"}', "is not a manifest"),
+    ('{"format": "deepnmt-data", "version": 99}', "format version 99"),
+    ('{"format": "deepnmt-data", "version": 1, "files": {}}', "lacks settings, inputs, vocab, splits"),
+])
+def test_wrong_manifests(folder: Path, contents: str, words: str) -> None:
+    (folder / "manifest.json").write_text(contents)
+    assert words in _fault(folder)
+
+
+def test_truncation_is_seen_by_open_and_a_changed_byte_by_verify(folder: Path) -> None:
+    data = PreparedData.open(folder)
+    data.verify()
+    before = data.fingerprint
+    tokens = folder / "train.trg.tokens"
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole[:-2])
+    assert f"train.trg.tokens has {len(whole) - 2} bytes, its manifest says {len(whole)}" in _fault(folder)
+    tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    with pytest.raises(UserError, match=r"train.trg.tokens differs"):
+        PreparedData.open(folder).verify()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["settings"]["x"] = 1
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert data.fingerprint != before

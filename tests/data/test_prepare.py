@@ -1,0 +1,218 @@
+"""prepare: the whole job on made-up text, its bytes, its faults, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.data import encoding
+from deepnmt.data.prepare import prepare
+from deepnmt.data.prepared import PreparedData
+from deepnmt.errors import UserError
+
+SYLLABLES = ("ba", "ko", "ten", "lis", "mur", "a", "ei", "st")
+
+
+def _line(number: int, words: int) -> str:
+    generator = random.Random(number)
+    return " ".join("".join(generator.choices(SYLLABLES, k=3)) for _ in range(words))
+
+
+def _write(folder: Path, name: str, pairs: list[tuple[str, str]]) -> dict[str, str]:
+    for side, lines in zip(("src", "trg"), zip(*pairs)):
+        (folder / f"{name}.{side}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return {side: str(folder / f"{name}.{side}") for side in ("src", "trg")}
+
+
+def _tree(folder: Path, train: int = 600) -> dict[str, Any]:
+    """A recipe over three texts; the training text holds one pair for every reason to leave one out."""
+    good = [(_line(n, 3 + n % 5), _line(n + 7, 3 + n % 4).upper().lower()) for n in range(train)]
+    bad = [("", "a"), ("a", ""), ("ba ko", "ba ko"), good[0], (_line(1, 60), _line(2, 50)), ("ba", _line(3, 10))]
+    held_out = [(_line(n, 4), _line(n, 5)) for n in range(900, 930)]
+    return {
+        "run": str(folder / "run"), "train": {"updates": 10}, "schedule": {"warmup": 1},
+        "vocab": {"size": 80}, "batch": {"tokens": 200},
+        "data": {"folder": str(folder / "data"), "src_lang": "x", "trg_lang": "y", "workers": 1,
+                 "train": _write(folder, "train", good + bad), "valid": _write(folder, "valid", [("", "a"), *held_out]),
+                 "test": {"one": _write(folder, "one", held_out)},
+                 "filters": {"max_tokens": 60, "max_ratio": 6.0}, "subword_variants": 2, "subword_alpha": 0.2},
+    }
+
+
+def _recipe(tree: dict[str, Any]) -> Recipe:
+    return check_recipe(tree, "recipe")
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_whole_folder(tmp_path: Path) -> None:
+    recipe = _recipe(_tree(tmp_path))
+    data = PreparedData.open(prepare(recipe, progress=False))
+    data.verify()
+    counts = data.manifest["splits"]["train"]
+    assert counts["read"] == 606 and counts["pairs"] == 600
+    assert counts["left_out"] == {"empty": 2, "identical": 1, "duplicate": 1, "too_long": 1, "ratio": 1}
+    assert sorted(data.splits) == ["test.one", "train", "valid"]
+    src, trg = data.vocabs()
+    assert src.bytes == trg.bytes and src.size == 80
+
+    train, texts = data.split("train"), (tmp_path / "train.src").read_text(encoding="utf-8").split("\n")
+    assert len(train) == 600 and [src.decode(train.src(i).tolist()) for i in range(600)] == texts[:600]
+    assert int(train.src_lengths.sum()) == counts["src_tokens"] + 600
+    for k in range(2):
+        variant = train.variant(k)
+        assert [src.decode(variant.src(i).tolist()) for i in range(600)] == texts[:600]
+        assert variant.src_lengths.sum() > 1.05 * train.src_lengths.sum() and variant.src_lengths.max() <= 61
+    assert not np.array_equal(train.variant(0).src_lengths, train.variant(1).src_lengths)
+
+    valid = data.split("valid")  # nothing is left out of it, and its lines stay aligned
+    assert len(valid) == 31 and valid.src_lengths[0] == 1
+    assert valid.src_text() == (tmp_path / "valid.src").read_text(encoding="utf-8").split("\n")[:-1]
+    assert [trg.decode(valid.trg(i).tolist()) for i in range(31)] == valid.trg_text()
+    assert not (tmp_path / "data.partial").exists()
+
+
+def test_same_bytes_whatever_the_processes_seed_and_place(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    trees = [_tree(folder, train=2 * encoding.CHUNK + 50) for folder in folders]
+    trees[1]["seed"] = 77
+    trees[1]["data"]["workers"] = 2
+    first, second = (_contents(prepare(_recipe(tree), progress=False)) for tree in trees)
+    assert first == second
+    assert json.loads(first["manifest.json"])["splits"]["train"]["pairs"] > 2 * encoding.CHUNK
+    assert not multiprocessing.active_children()
+
+
+def test_separate_vocabularies_and_unigram(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    tree["vocab"] = {"size": 60, "kind": "unigram", "shared": False, "max_sentences": 100}
+    tree["model"] = {"tied": "decoder"}
+    data = PreparedData.open(prepare(_recipe(tree), progress=False))
+    src, trg = data.vocabs()
+    assert src.fingerprint != trg.fingerprint and src.size == trg.size == 60
+    assert data.manifest["vocab"]["trg"] == {"size": 60, "sha256": trg.fingerprint}
+
+
+def test_up_to_date_folder_is_left_alone_and_survives_its_texts(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = _recipe(_tree(tmp_path))
+    folder = prepare(recipe)
+    assert "left out: duplicate 1, empty 2, identical 1, ratio 1, too_long 1" in capsys.readouterr().err
+    before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert prepare(recipe) == folder
+    assert "is up to date" in capsys.readouterr().err
+    (tmp_path / "train.src").unlink()
+    prepare(recipe)
+    assert "train: the texts are not on this machine" in capsys.readouterr().err
+    assert before == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda tree: tree["vocab"].update(size=70), "was made with vocab.size 80, the recipe says 70"),
+    (lambda tree: tree["data"]["filters"].update(max_ratio=3.0), "data.filters.max_ratio 6.0, the recipe says 3.0"),
+    (lambda tree: tree["data"].update(subword_variants=0), "data.subword_variants 2, the recipe says 0"),
+    (lambda tree: tree["data"]["test"].update(two=tree["data"]["valid"]), "has no test.two"),
+    (lambda tree: Path(tree["data"]["valid"]["trg"]).write_text("x\n" * 31), "texts than the recipe's data.valid"),
+])
+def test_folder_of_another_recipe_is_refused_and_kept(tmp_path: Path, change: Any, words: str) -> None:
+    tree = _tree(tmp_path)
+    before = _contents(prepare(_recipe(tree), progress=False))
+    change(tree)
+    with pytest.raises(UserError, match=words):
+        prepare(_recipe(tree), progress=False)
+    assert _contents(tmp_path / "data") == before
+
+
+def test_foreign_folders_are_never_touched(tmp_path: Path) -> None:
+    recipe = _recipe(_tree(tmp_path))
+    for name, words in (("data", "holds no manifest.json"), ("data.partial", "holds other files; move it away")):
+        note = tmp_path / name / "note.txt"
+        note.parent.mkdir()
+        note.write_text("mine")
+        with pytest.raises(UserError, match=words):
+            prepare(recipe, progress=False)
+        assert note.read_text() == "mine"
+        note.unlink()
+    (tmp_path / "data.partial").rmdir()
+    prepare(recipe, progress=False)  # data is empty now, and so may be filled
+
+
+def test_faults_leave_nothing(tmp_path: Path) -> None:
+    for change, words in (({"vocab": {"size": 9000}}, "vocab.size is 9000, but the training text gives at most"),
+                          ({"data": {"filters": {"max_tokens": 1}}}, "data.filters leave out all 606 training pairs"),
+                          ({"data": {"test": {"a/b": None}}}, "data.test.a/b: a test's name"),
+                          ({"data": {"valid": {"src": str(tmp_path / "none")}}}, "there is no text file")):
+        tree = _tree(tmp_path)
+        for section, values in change.items():
+            for key, value in values.items():
+                tree[section][key] = value if not isinstance(value, dict) else {**tree[section][key], **value}
+        if "a/b" in tree["data"]["test"]:
+            tree["data"]["test"] = {"a/b": tree["data"]["valid"]}
+        with pytest.raises(UserError, match=words):
+            prepare(_recipe(tree), progress=False)
+        assert not (tmp_path / "data").exists() and not (tmp_path / "data.partial").exists()
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    recipe = _recipe(_tree(tmp_path))
+    (tmp_path / "data.partial").mkdir()
+    with open(tmp_path / "data.partial" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is preparing"):
+            prepare(recipe, progress=False)
+    prepare(recipe, progress=False)
+
+
+def test_killed_run_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
+    tree = _tree(tmp_path, train=7 * encoding.CHUNK)
+    tree["data"]["workers"] = 2
+    tree["data"]["subword_variants"] = 10
+    (tmp_path / "recipe.json").write_text(json.dumps(tree))
+    script = tmp_path / "job.py"
+    script.write_text("import json, sys\nfrom deepnmt.config import check_recipe\n"
+                      "from deepnmt.data.prepare import prepare\n"
+                      "if __name__ == '__main__':\n"
+                      "    prepare(check_recipe(json.load(open(sys.argv[1])), 'recipe'), progress=False)\n")
+    job = subprocess.Popen([sys.executable, str(script), str(tmp_path / "recipe.json")], start_new_session=True,
+                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    written = tmp_path / "data.partial" / "data" / "train.v09.trg.tokens"
+    _wait(lambda: written.exists() and written.stat().st_size > 0)
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    assert not (tmp_path / "data").exists() and written.exists()
+    _wait(lambda: not _alive(job.pid))  # its workers see that it is gone
+    tree["data"]["subword_variants"] = 0
+    prepare(_recipe(tree), progress=False)
+    assert not (tmp_path / "data.partial").exists() and not (tmp_path / "data" / written.name).exists()
+
+
+def _wait(condition: Any) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

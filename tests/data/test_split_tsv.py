@@ -1,0 +1,97 @@
+"""A split that tests on nothing it has trained on."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from deepnmt.cli import main
+from deepnmt.data.split_tsv import key, split_of, split_tsv
+from deepnmt.errors import UserError
+
+
+def _corpus(file: Path, sentences: int) -> None:
+    """Each English sentence twice, spelled differently, and every German one of ten with two English ones."""
+    lines = []
+    for n in range(sentences):
+        source = n // 10 if n % 10 < 2 else 1000 + n
+        lines += [f"Word {n} is here.\tWort {source} da.", f"word {n} IS here!\tHier, {n}."]
+    with gzip.open(file, "wt", encoding="utf-8") as stream:
+        stream.write("".join(f"{line}\n" for line in lines))
+
+
+def _read(folder: Path) -> dict[str, list[tuple[str, str]]]:
+    def lines(name: str) -> list[str]:
+        return (folder / name).read_text(encoding="utf-8").splitlines()
+
+    return {name: list(zip(lines(f"{name}.de"), lines(f"{name}.en"), strict=True))
+            for name in ("train", "valid", "test")}
+
+
+def test_nothing_is_shared(tmp_path: Path) -> None:
+    _corpus(tmp_path / "pairs.tsv.gz", 2000)
+    counts = split_tsv(tmp_path / "pairs.tsv.gz", tmp_path / "text", (2, 1), ("de", "en"), valid=50, test=100)
+    found = _read(tmp_path / "text")
+    assert counts == {name: len(pairs) for name, pairs in found.items()}
+    for side in (0, 1):
+        kinds = {name: {key(pair[side]) for pair in pairs} for name, pairs in found.items()}
+        assert not kinds["train"] & kinds["valid"] and not kinds["train"] & kinds["test"]
+        assert not kinds["valid"] & kinds["test"]
+    for name, share in (("valid", 50), ("test", 100)):
+        assert len({key(trg) for _, trg in found[name]}) == len(found[name])  # one pair a sentence
+        assert abs(len(found[name]) - 2 * share) < 5 * (2 * share) ** 0.5  # five standard deviations of 2,000 draws
+    assert 3200 < len(found["train"]) < 3600
+
+
+def test_the_text_of_a_sentence_depends_on_it_alone() -> None:
+    assert key("Ja, Tom!") == key("ja tom") and key("...") == "..."
+    assert split_of("Go on.", 100, 200) == split_of("go on", 100, 200)
+    places = [split_of(f"sentence {n}", 100, 200) for n in range(3000)]
+    assert abs(places.count("test") - 600) < 110 and abs(places.count("valid") - 300) < 85
+
+
+@pytest.mark.parametrize(("valid", "test"), [(0, 20), (10, 0), (500, 500)])
+def test_shares_out_of_range(tmp_path: Path, valid: int, test: int) -> None:
+    with pytest.raises(UserError, match=rf"{valid} \+ {test} of 1,000"):
+        split_tsv(tmp_path / "none", tmp_path / "text", (1, 2), ("a", "b"), valid, test)
+
+
+def test_too_few_sentences(tmp_path: Path) -> None:
+    (tmp_path / "few.tsv").write_text("a\tb\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"few\.tsv has too few sentences"):
+        split_tsv(tmp_path / "few.tsv", tmp_path / "text", (1, 2), ("a", "b"))
+    assert not (tmp_path / "text").exists()
+
+
+def test_nothing_left_to_train_on(tmp_path: Path) -> None:
+    tsv = tmp_path / "all.tsv"
+    tsv.write_text("".join(f"source {number} a\ttarget {number} b\n" for number in range(40)))
+    with pytest.raises(UserError, match=r"all\.tsv has no pair left to train on where 499 \+ 500 of 1,000 sent"):
+        split_tsv(tsv, tmp_path, (1, 2), ("en", "de"), 499, 500)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("--columns 0 1", "--columns is 0 1, must be two different columns counted from 1"),
+    ("--columns 2 -1", "--columns is 2 -1, must be two different columns counted from 1"),
+    ("--columns 1 1", "--columns is 1 1, must be two different columns counted from 1"),
+    ("--langs de de", "--langs is 'de' 'de', must be two different endings of files without a /"),
+    ("--langs de ../en", "--langs is 'de' '../en', must be two different endings of files without a /"),
+])
+def test_sides_that_are_not_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    _corpus(tmp_path / "pairs.tsv.gz", 2000)
+    line = [str(tmp_path / "pairs.tsv.gz"), str(tmp_path / "text"), "--langs", "de", "en", *words.split()]
+    assert main("split", line) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "text").exists()
+
+
+def test_a_corpus_under_the_name_of_a_text_is_kept(tmp_path: Path) -> None:
+    _corpus(tmp_path / "pairs.tsv.gz", 2000)
+    kept = gzip.decompress((tmp_path / "pairs.tsv.gz").read_bytes())
+    (tmp_path / "train.de").write_bytes(kept)
+    with pytest.raises(UserError, match=r"train\.de would be overwritten by train\.de in .*; name another folder"):
+        split_tsv(tmp_path / "train.de", tmp_path, (2, 1), ("de", "en"), valid=50, test=100)
+    assert (tmp_path / "train.de").read_bytes() == kept and not (tmp_path / "train.en").exists()

@@ -1,0 +1,83 @@
+"""Vocabularies: ids, determinism, round trips, faults."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from deepnmt import config
+from deepnmt.data.vocab import Vocabulary, train_vocabulary
+from deepnmt.errors import UserError
+from deepnmt.tokens import PAD, UNK
+
+ONSETS, RHYMES = ("b", "d", "kl", "m", "st", "tr"), ("an", "ei", "o", "urt")
+WORDS = [a + b + c for a, b, c in itertools.product(ONSETS, RHYMES, ("", "a", "en"))]
+LINES = [" ".join(WORDS[(i * step) % len(WORDS)] for step in (1, 7, 11, 5)) for i in range(1, 300)]
+
+KINDS = pytest.mark.parametrize("kind", ["bpe", "unigram"])
+
+
+def _train(kind: str, size: int = 60, byte_fallback: bool = False) -> Vocabulary:
+    settings = config.Vocab.model_validate({"kind": kind, "size": size, "byte_fallback": byte_fallback})
+    return Vocabulary(train_vocabulary(LINES, settings))
+
+
+@KINDS
+def test_round_trip_size_and_same_bytes(kind: str) -> None:
+    vocab, again = _train(kind), _train(kind)
+    assert vocab.bytes == again.bytes and vocab.fingerprint == again.fingerprint
+    assert vocab.size == 60
+    assert [vocab.decode(vocab.encode(line)) for line in LINES] == LINES
+    assert vocab.encode_batch(LINES) == [vocab.encode(line) for line in LINES]
+
+
+def test_text_never_becomes_a_special_piece_and_special_pieces_have_no_text() -> None:
+    vocab = _train("bpe")
+    assert not {1, 2, PAD} & set(vocab.encode("<s> ban </s> <pad>"))
+    plain = vocab.encode(LINES[0])
+    assert vocab.decode([1, *plain, 2, PAD, PAD]) == LINES[0]
+    assert vocab.encode("") == [] == vocab.encode("  ")
+
+
+def test_only_whitespace_is_normalised() -> None:
+    vocab = _train("bpe", size=330, byte_fallback=True)
+    text = "„ban“ … ½ \ufb01"
+    assert vocab.decode(vocab.encode(text)) == text  # NFKC would give three dots, 1/2 and fi
+    assert vocab.encode(" ban   bei ") == vocab.encode("ban bei")
+
+
+def test_byte_fallback_leaves_nothing_unknown() -> None:
+    assert UNK in _train("bpe").encode("ban 猫")
+    vocab = _train("bpe", size=330, byte_fallback=True)
+    assert UNK not in vocab.encode("ban 猫") and vocab.decode(vocab.encode("ban 猫")) == "ban 猫"
+
+
+@KINDS
+def test_size_faults_name_a_size_that_works(kind: str) -> None:
+    with pytest.raises(UserError, match=r"vocab.size is 5000, but the training text gives at most (\d+)") as error:
+        _train(kind, 5000)
+    largest = int(re.findall(r"at most (\d+)", str(error.value))[0])
+    assert _train(kind, largest).size == largest
+    with pytest.raises(UserError, match=r"vocab.size is 8, but the training text has characters for") as error:
+        _train(kind, 8)
+    smallest = int(re.findall(r"to (\d+) or more", str(error.value))[0])
+    assert _train(kind, smallest).size == smallest
+
+
+@KINDS
+@pytest.mark.parametrize("line", ["ban bei " * 600, "\u2581 \u2581", " "])
+def test_a_text_without_a_line_to_learn_from(kind: str, line: str) -> None:
+    settings = config.Vocab.model_validate({"kind": kind, "size": 20})
+    with pytest.raises(UserError, match="nothing to learn a vocabulary from: every line is over 4,192 bytes"):
+        train_vocabulary([line] * 3, settings)
+
+
+def test_what_is_not_a_vocabulary_of_ours_is_refused(tmp_path) -> None:
+    with pytest.raises(UserError, match="not a SentencePiece model"):
+        Vocabulary(b"no model")
+    with pytest.raises(UserError, match=r"unk, bos, eos, pad at"):
+        Vocabulary(b"")
+    with pytest.raises(UserError, match=r"none\.spm cannot be read"):
+        Vocabulary.load(tmp_path / "none.spm")

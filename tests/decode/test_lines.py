@@ -1,0 +1,108 @@
+"""What translation reads and writes."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from deepnmt.decode.lines import Hypothesis, one_line, progressing, read_lines, record, writing
+from deepnmt.errors import UserError
+
+TEXT = "\ufeffein Haus\r\n\n  zwei\u2028Häuser \u0085\rx\nletzte"
+LINES = ["ein Haus", "", "  zwei\u2028Häuser \u0085\rx", "letzte"]
+BEST = [Hypothesis("ein Haus", -0.25, -0.75, 2, True), Hypothesis('"das"', -1.5, -3.0, 1, False)]
+
+
+def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, packed = tmp_path / "text", tmp_path / "text.gz"
+    plain.write_bytes(TEXT.encode())
+    packed.write_bytes(gzip.compress(TEXT.encode()))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode()), encoding="latin-1"))
+    assert list(read_lines(plain)) == list(read_lines(packed)) == list(read_lines(None)) == LINES
+
+
+def test_an_empty_file_has_no_lines(tmp_path: Path) -> None:
+    (tmp_path / "text").touch()
+    assert list(read_lines(tmp_path / "text")) == []
+
+
+@pytest.mark.parametrize(("name", "data", "message"), [
+    ("text", "a\nb\nä\n".encode("latin-1"), "line 3: not valid UTF-8"),
+    ("text.gz", gzip.compress("a\nä".encode("latin-1")), "line 2: not valid UTF-8"),
+    ("text.gz", gzip.compress(b"a\n" * 999)[:-9], "not a sound .gz file"),
+    ("text.gz", b"plain text\n", "not a sound .gz file"),
+], ids=["plain", "packed", "cut", "not packed"])  # a .gz holds the time: two workers would not name it alike
+def test_damaged_input_is_named(name: str, data: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=message) as fault:
+        list(read_lines(tmp_path / name))
+    assert str(tmp_path / name) in str(fault.value)
+
+
+def test_missing_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="absent cannot be read: No such file"):
+        list(read_lines(tmp_path / "absent"))
+
+
+def test_records() -> None:
+    assert record(7, BEST, "text") == "ein Haus\n"
+    assert record(7, BEST, "tsv") == '7\t1\t-0.250000\tein Haus\n7\t2\t-1.500000\t"das"\n'
+    line = record(7, BEST, "jsonl")
+    assert line.endswith("\n")
+    assert json.loads(line) == {"line": 7, "hypotheses": [
+        {"text": "ein Haus", "score": -0.25, "log_prob": -0.75, "tokens": 2, "ended": True},
+        {"text": '"das"', "score": -1.5, "log_prob": -3.0, "tokens": 1, "ended": False},
+    ]}
+
+
+def test_one_line() -> None:
+    assert one_line("a\nb\r\nc\u2028d\u0085e\x0cf\tg\u00a0h") == "a b c d e f g\u00a0h"
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "out.de"
+    with writing(target) as out:
+        out.write("Häuser\n")
+        assert not target.exists()
+    assert target.read_bytes() == "Häuser\n".encode()
+    with pytest.raises(RuntimeError, match="killed"), writing(target) as out:
+        out.write("half\n")
+        raise RuntimeError("killed")
+    assert target.read_bytes() == "Häuser\n".encode()
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_standard_output_is_utf8_and_stays_open(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    with writing(None) as out:
+        out.write("Häuser\n")
+    print("more", flush=True)
+    assert capfdbinary.readouterr().out == "Häuser\nmore\n".encode()
+
+
+def test_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"output .*absent/out\.de cannot be written: No such file"), \
+            writing(tmp_path / "absent" / "out.de"):
+        pass
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out.part").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="no space is left"), writing(tmp_path / "out") as out:
+        out.write("x\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_in_a_log_is_rare_and_plain(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with progressing() as progress:
+        progress.at(10)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr("deepnmt.decode.lines.PLAIN_SECONDS", 0.0)
+        progress.at(1234)
+    assert capsys.readouterr().err == "1,234 lines translated in 0 s\n"

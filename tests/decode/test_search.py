@@ -1,0 +1,297 @@
+"""Search over a language model that is a table: a random distribution for every prefix."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deepnmt.decode.next_tokens import BLOCK, ROWS, LengthPenalty, best_entries, extensions, log_normalisers
+from deepnmt.decode.search import Candidate, Draw, _staying, beam_search, follow, most_likely
+from deepnmt.errors import UserError
+
+BOS, EOS, PAD = 1, 2, 3
+VOCAB = 7  # unk and three words besides bos, eos and pad
+WORDS = [0, 4, 5, 6]
+PENALTIES = [LengthPenalty("none", 1.0), LengthPenalty("average", 1.0), LengthPenalty("average", 0.5),
+             LengthPenalty("gnmt", 0.7)]
+
+
+def table_logits(sentence: int, prefix: tuple[int, ...]) -> Tensor:
+    """fp32 logits [VOCAB] after `prefix`, which begins with bos; that of pad is -inf as in the model."""
+    generator = np.random.default_rng((sentence, *prefix))
+    logits = torch.from_numpy(2.5 * generator.standard_normal(VOCAB)).float()
+    logits[PAD] = -torch.inf
+    return logits
+
+
+class TableStepper:
+    """A stepper of the table; it refuses rows that leave their sentence."""
+
+    def __init__(
+        self, sentences: int, beams: int, logits: Callable[[int, tuple[int, ...]], Tensor] = table_logits
+    ) -> None:
+        self.beams = beams
+        self.logits = logits
+        self.rows: list[tuple[int, tuple[int, ...]]] = [(s, ()) for s in range(sentences) for _ in range(beams)]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self.rows = [(s, (*prefix, t)) for (s, prefix), t in zip(self.rows, tokens.tolist(), strict=True)]
+        return torch.stack([self.logits(*row) for row in self.rows])
+
+    def reorder(self, rows: Tensor) -> None:
+        moved = [self.rows[r] for r in rows.tolist()]
+        assert [s for s, _ in moved] == [s for s, _ in self.rows]
+        self.rows = moved
+
+    def select(self, sentences: Tensor) -> None:
+        self.rows = [self.rows[s * self.beams + k] for s in sentences.tolist() for k in range(self.beams)]
+
+
+def log_prob(sentence: int, tokens: tuple[int, ...]) -> float:
+    """Of tokens, eos included where it is there, in fp64."""
+    given = [(BOS, *tokens[:i]) for i in range(len(tokens))]
+    return sum(float(table_logits(sentence, g).double().log_softmax(0)[t]) for g, t in zip(given, tokens, strict=True))
+
+
+def every_hypothesis(sentence: int, limit: int, penalty: LengthPenalty) -> list[tuple[float, list[int], bool]]:
+    """All hypotheses up to `limit` as (score, tokens without eos, ended), best first."""
+    found = []
+    for length in range(limit + 1):
+        for words in itertools.product(WORDS, repeat=length):
+            ended = length < limit
+            counted = (*words, EOS) if ended else words
+            score = log_prob(sentence, counted) / penalty.divisor(len(counted))
+            found.append((score, list(words), ended))
+    return sorted(found, reverse=True)
+
+
+def patient_beam(sentence: int, limit: int, beams: int, penalty: LengthPenalty) -> list[tuple[float, list[int], bool]]:
+    """Beam search as its definition reads, in plain Python, always going on to the limit; best first."""
+    live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    finished = []
+    for length in range(1, limit + 1):
+        grown = []
+        for total, words in live:
+            log_probs = table_logits(sentence, (BOS, *words)).double().log_softmax(0)
+            finished.append(((total + float(log_probs[EOS])) / penalty.divisor(length), list(words), True))
+            grown += [(total + float(log_probs[w]), (*words, w)) for w in WORDS]
+        live = sorted(grown, reverse=True)[:beams]
+    finished += [(total / penalty.divisor(limit), list(words), False) for total, words in live]
+    return sorted(finished, reverse=True)
+
+
+def first_come(
+    sentence: int, limit: int, beams: int, penalty: LengthPenalty, patience: float
+) -> tuple[list[tuple[float, list[int], bool]], int]:
+    """Beam search that is done when patience·K hypotheses have ended among the K best; best first, and its steps."""
+    live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    finished, count, length = [], 0.0, 0
+    while length < limit and count < patience * beams:
+        length += 1
+        grown, ended = [], []
+        for total, words in live:
+            log_probs = table_logits(sentence, (BOS, *words)).double().log_softmax(0)
+            ended.append((total + float(log_probs[EOS]), words))
+            grown += [(total + float(log_probs[w]), (*words, w)) for w in WORDS]
+        finished += [(total / penalty.divisor(length), list(words), True) for total, words in ended]
+        live = sorted(grown, reverse=True)[:beams]
+        count += sum(entry in ended for entry in sorted(live + ended, reverse=True)[:beams])
+    if length == limit:
+        finished += [(total / penalty.divisor(limit), list(words), False) for total, words in live]
+    return sorted(finished, reverse=True), length
+
+
+def assert_same(found: list[Candidate], expected: list[tuple[float, list[int], bool]]) -> None:
+    assert [(c.tokens, c.ended) for c in found] == [(tokens, ended) for _, tokens, ended in expected]
+    assert [c.score for c in found] == pytest.approx([score for score, _, _ in expected], abs=1e-5)
+
+
+def test_length_penalties_by_hand() -> None:
+    assert LengthPenalty("none", 2.0).divisor(9) == 1.0
+    assert LengthPenalty("average", 0.5).divisor(9) == 3.0
+    assert LengthPenalty("average", 1.0).divisor(7) == 7.0
+    assert LengthPenalty("gnmt", 1.0).divisor(7) == 2.0
+    assert LengthPenalty("gnmt", 0.6).divisor(10) == pytest.approx(math.exp(0.6 * math.log(2.5)))
+    assert LengthPenalty("average", 0.0).divisor(5) == LengthPenalty("gnmt", 0.0).divisor(5) == 1.0
+
+
+@pytest.mark.parametrize("vocab", [5, 40, 8 * BLOCK, 20 * BLOCK, 20 * BLOCK + 1, 33 * BLOCK - 1, 1000])
+def test_best_entries_is_topk(vocab: int) -> None:
+    logits = torch.randn(50, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[:, [0, vocab - 2]] = -torch.inf
+    values, columns = best_entries(logits, 5)
+    expected = logits.topk(5)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(columns, expected.indices)
+
+
+def test_extensions_are_fp32_log_probabilities_of_a_half_precision_model() -> None:
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = logits.double().log_softmax(1)
+    values, tokens, ends = extensions(logits, 3)
+    assert values.dtype == ends.dtype == torch.float32
+    torch.testing.assert_close(ends.double(), expected[:, EOS], atol=1e-6, rtol=0)
+    torch.testing.assert_close(values.double(), expected.gather(1, tokens), atol=1e-6, rtol=0)
+    expected[:, [BOS, EOS, PAD]] = -torch.inf
+    torch.testing.assert_close(values.double(), expected.topk(3).values, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, ROWS, 2 * ROWS + 5])
+def test_rows_are_the_same_alone_and_in_groups(rows: int) -> None:
+    """Logits of hundreds, as a model may give whose softmax is sharp: their exponentials do not fit fp32."""
+    logits = 150 * torch.randn(rows, 300, generator=torch.Generator().manual_seed(rows))
+    logits[:, PAD] = -torch.inf
+    logits[0, EOS] = 1000.0
+    expected = logits.double().log_softmax(1)
+    norms = logits.double().logsumexp(1)
+    torch.testing.assert_close(log_normalisers(logits).double(), norms, atol=0, rtol=1e-6)
+    values, tokens, ends = extensions(logits, 4)
+    torch.testing.assert_close(ends.double(), expected[:, EOS], atol=1e-3, rtol=1e-6)
+    torch.testing.assert_close(values.double(), expected.gather(1, tokens), atol=1e-3, rtol=1e-6)
+    expected[:, [BOS, EOS, PAD]] = -torch.inf
+    assert torch.equal(tokens, expected.topk(4).indices)
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+def test_a_wide_beam_is_exhaustive_search(penalty: LengthPenalty) -> None:
+    limits = [4, 1, 3, 2, 4]
+    found = beam_search(TableStepper(5, 4**4), torch.tensor(limits), 4**4, 20, penalty)
+    for sentence, limit in enumerate(limits):
+        assert_same(found[sentence], every_hypothesis(sentence, limit, penalty)[:20])
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+@pytest.mark.parametrize(("beams", "nbest"), [(1, 1), (2, 1), (3, 3), (5, 2)])
+def test_stopping_early_changes_nothing(beams: int, nbest: int, penalty: LengthPenalty) -> None:
+    limits = [9, 4, 1, 7, 9, 12, 2, 9]
+    found = beam_search(TableStepper(len(limits), beams), torch.tensor(limits), beams, nbest, penalty)
+    for sentence, limit in enumerate(limits):
+        assert_same(found[sentence], patient_beam(sentence, limit, beams, penalty)[:nbest])
+
+
+@pytest.mark.parametrize("patience", [0.2, 1.0, 2.5])
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+@pytest.mark.parametrize(("beams", "nbest"), [(1, 1), (3, 3), (5, 2)])
+def test_patience(beams: int, nbest: int, penalty: LengthPenalty, patience: float) -> None:
+    limits = [9, 4, 1, 7, 9, 12, 2, 9]
+    stepper = TableStepper(len(limits), beams)
+    found = beam_search(stepper, torch.tensor(limits), beams, nbest, penalty, patience)
+    expected = [first_come(sentence, limit, beams, penalty, patience) for sentence, limit in enumerate(limits)]
+    for ours, (theirs, _) in zip(found, expected, strict=True):
+        assert_same(ours, theirs[:nbest])
+    assert {len(prefix) for _, prefix in stepper.rows} <= set(range(1, max(steps for _, steps in expected) + 1))
+
+
+def test_patience_ends_what_would_go_on() -> None:
+    """"4" may end or go on, and then surely has seven words more: log(1/2) is less a token there."""
+
+    def late(sentence: int, prefix: tuple[int, ...]) -> Tensor:
+        logits = torch.full((VOCAB,), -30.0)
+        logits[EOS if len(prefix) == 9 else 4] = 0.0
+        if len(prefix) == 2:
+            logits[EOS] = 0.1
+        return logits
+
+    limits, penalty = torch.tensor([30]), LengthPenalty("average", 1.0)
+    assert beam_search(TableStepper(1, 1, late), limits, 1, 1, penalty, 1.0)[0][0].tokens == [4]
+    assert beam_search(TableStepper(1, 1, late), limits, 1, 1, penalty)[0][0].tokens == [4] * 8
+
+
+@pytest.mark.parametrize("done", ["", "0", "1", "01", "10", "0010110", "1110001", "1111111", "0000"])
+def test_those_that_stay_keep_their_place_or_fill_a_gap(done: str) -> None:
+    flags = torch.tensor([flag == "1" for flag in done], dtype=torch.bool)
+    order = _staying(flags).tolist()
+    assert sorted(order) == [i for i, flag in enumerate(done) if flag == "0"]
+    assert all(order[i] == i for i in range(len(order)) if done[i] == "0")
+
+
+def test_search_stops_as_soon_as_nothing_can_improve() -> None:
+    """After "4" the model is sure that the sentence ends: two steps are enough, whatever the limit."""
+
+    def sure(sentence: int, prefix: tuple[int, ...]) -> Tensor:
+        logits = torch.full((VOCAB,), -20.0)
+        logits[4 if prefix == (BOS,) else EOS] = 0.0
+        return logits
+
+    stepper = TableStepper(3, 2, sure)
+    found = beam_search(stepper, torch.tensor([50, 50, 50]), 2, 1, LengthPenalty("none", 1.0))
+    assert [c[0].tokens for c in found] == [[4]] * 3
+    assert {len(prefix) for _, prefix in stepper.rows} == {2}
+
+
+def test_a_hypothesis_at_the_limit_is_cut_and_says_so() -> None:
+    def endless(sentence: int, prefix: tuple[int, ...]) -> Tensor:
+        logits = torch.full((VOCAB,), -30.0)
+        logits[5] = 0.0
+        return logits
+
+    limits, penalty = torch.tensor([6]), LengthPenalty("average", 1.0)
+    for found in (beam_search(TableStepper(1, 2, endless), limits, 2, 1, penalty),
+                  follow(TableStepper(1, 1, endless), limits, 1, most_likely, penalty)):
+        assert found[0][0].tokens == [5] * 6
+        assert not found[0][0].ended
+
+
+def test_greedy_follows_the_likeliest_token() -> None:
+    limits, penalty = [8, 3, 8, 1, 20], LengthPenalty("gnmt", 0.6)
+    found = follow(TableStepper(len(limits), 1), torch.tensor(limits), 1, most_likely, penalty)
+    for sentence, limit in enumerate(limits):
+        tokens: tuple[int, ...] = ()
+        while len(tokens) < limit and EOS not in tokens:
+            logits = table_logits(sentence, (BOS, *tokens))
+            logits[BOS] = -torch.inf
+            tokens = (*tokens, int(logits.argmax()))
+        score = log_prob(sentence, tokens) / penalty.divisor(len(tokens))
+        assert_same(found[sentence], [(score, [t for t in tokens if t != EOS], EOS in tokens)])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_samples_have_the_models_distribution(temperature: float) -> None:
+    """20,000 draws of a first token: each frequency within 4 standard deviations of its probability."""
+    draws = 20_000
+    logits = table_logits(3, (BOS,))
+    logits[BOS] = -torch.inf
+    probabilities = (logits.double() / temperature).softmax(0)
+    uniforms = torch.from_numpy(np.random.default_rng(5).random((1, draws, 1), dtype=np.float32))
+    tokens = Draw(uniforms, temperature)(logits.expand(draws, -1), torch.tensor([0]), 0)
+    frequencies = tokens.bincount(minlength=VOCAB) / draws
+    spread = (probabilities * (1 - probabilities) / draws).sqrt()
+    assert bool(((frequencies - probabilities).abs() <= 4 * spread).all())
+    assert frequencies[BOS] == frequencies[PAD] == 0
+
+
+def test_the_extreme_uniforms_draw_tokens_that_may_be_drawn() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]])
+    below_one = float(np.nextafter(np.float32(1), np.float32(0)))
+    for uniform, token in ((0.0, 1), (below_one, 2)):
+        assert Draw(torch.full((1, 1, 1), uniform), 1.0)(logits, torch.tensor([0]), 0).item() == token
+
+
+def test_samples_are_scored_by_the_model_and_sorted() -> None:
+    limits, penalty, count = [6, 2, 9], LengthPenalty("average", 1.0), 8
+    uniforms = torch.from_numpy(np.random.default_rng(1).random((3, count, 9), dtype=np.float32))
+    found = follow(TableStepper(3, count), torch.tensor(limits), count, Draw(uniforms, 0.8), penalty)
+    for sentence, limit in enumerate(limits):
+        assert len(found[sentence]) == count
+        assert [c.score for c in found[sentence]] == sorted((c.score for c in found[sentence]), reverse=True)
+        for candidate in found[sentence]:
+            counted = (*candidate.tokens, EOS) if candidate.ended else tuple(candidate.tokens)
+            assert len(counted) == limit if not candidate.ended else len(counted) <= limit
+            assert candidate.log_prob == pytest.approx(log_prob(sentence, counted), abs=1e-5)
+            assert candidate.score == pytest.approx(candidate.log_prob / len(counted), abs=1e-6)
+
+
+def test_scores_that_are_no_numbers_are_refused() -> None:
+    def broken(sentence: int, prefix: tuple[int, ...]) -> Tensor:
+        return torch.full((VOCAB,), torch.nan)
+
+    with pytest.raises(UserError, match="diverged"):
+        beam_search(TableStepper(2, 3, broken), torch.tensor([4, 4]), 3, 1, LengthPenalty("none", 1.0))
+    with pytest.raises(UserError, match="diverged"):
+        follow(TableStepper(2, 1, broken), torch.tensor([4, 4]), 1, most_likely, LengthPenalty("none", 1.0))

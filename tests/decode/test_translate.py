@@ -1,0 +1,172 @@
+"""The translation job over a saved model: files in, files out, one or several processes."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepnmt import config
+from deepnmt.checkpoint.checkpoint import LoadedModel, TrainingState, load_model, save_checkpoint
+from deepnmt.data.vocab import train_vocabulary
+from deepnmt.decode import translate
+from deepnmt.decode.lines import Hypothesis
+from deepnmt.decode.steppers import RecomputingStepper
+from deepnmt.decode.translate import translate_files, translate_lines, translate_shards
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+
+SENTENCES = ["the small dog sees a red house", "a cat runs to the old tree", "two birds sing in the green garden"]
+LINES = ["a dog sees the tree", "", "two cats", "the old red house is in the garden", " \t ", "birds", "a", "sing sing"]
+SETTINGS = config.Translate(beam=3, max_ratio=1.0, max_extra=4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model of one layer a side, with a vocabulary of 45 pieces."""
+    vocab = train_vocabulary(SENTENCES * 3, config.Vocab(size=45))
+    corpus, stack = config.Corpus(src="train.en", trg="train.de"), config.Stack(layers=1)
+    recipe = config.Recipe(
+        run="run", data=config.Data(folder="data", src_lang="en", trg_lang="de", train=corpus, valid=corpus),
+        model=config.Model(width=16, heads=2, ffn=16, max_length=300, encoder=stack, decoder=stack),
+        train=config.Train(updates=1),
+    )
+    weights = dict(Transformer(recipe.model, 45, 45, seed=2).named_parameters())
+    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, weights, {}, TrainingState(1, 0, 1, 1, None, {}),
+                           config.dump_recipe(recipe), vocab, vocab)
+
+
+@pytest.fixture
+def loaded(checkpoint: Path) -> LoadedModel:
+    return load_model(checkpoint)
+
+
+def expected(loaded: LoadedModel, settings: config.Translate = SETTINGS) -> list[list[Hypothesis]]:
+    return translate_lines(loaded.model, (loaded.src_vocab, loaded.trg_vocab), LINES, settings)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "in.en"
+    file.write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    return file
+
+
+def test_as_many_lines_out_as_in_and_in_order(
+    checkpoint: Path, loaded: LoadedModel, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = translate_files(checkpoint, str(source), str(tmp_path / "out"), SETTINGS)
+    out = (tmp_path / "out").read_text(encoding="utf-8").split("\n")
+    assert out == [best[0].text for best in expected(loaded)] + [""]
+    assert [bool(line) for line in out[:-1]] == [bool(line.strip()) for line in LINES]
+    assert report.lines == len(LINES)
+    assert "8 lines in " in capsys.readouterr().err
+
+
+def test_gz_and_standard_streams_give_the_same(
+    checkpoint: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = source.read_bytes()
+    packed = tmp_path / "in.gz"
+    packed.write_bytes(gzip.compress(data))
+    for name in (source, packed):
+        translate_files(checkpoint, str(name), str(tmp_path / "out"), SETTINGS)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        capsys.readouterr()
+        translate_files(checkpoint, "-", "-", SETTINGS)
+        assert capsys.readouterr().out.encode() == (tmp_path / "out").read_bytes()
+
+
+def test_nbest_lists(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"nbest": 3})
+    best = expected(loaded, settings)
+    assert [len(hypotheses) for hypotheses in best] == [3, 1, 3, 3, 1, 3, 3, 3]
+    translate_files(checkpoint, str(source), str(tmp_path / "out.tsv"), settings, form="tsv")
+    rows = [line.split("\t") for line in (tmp_path / "out.tsv").read_text(encoding="utf-8").splitlines()]
+    flat = [(n, r, h) for n, hs in enumerate(best, start=1) for r, h in enumerate(hs, start=1)]
+    assert [(int(n), int(r), text) for n, r, _, text in rows] == [(n, r, h.text) for n, r, h in flat]
+    assert [float(score) for _, _, score, _ in rows] == pytest.approx([h.score for _, _, h in flat], abs=1e-5)
+    translate_files(checkpoint, str(source), str(tmp_path / "out.jsonl"), settings, form="jsonl")
+    objects = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [o["line"] for o in objects] == list(range(1, 9))
+    assert [[h["text"] for h in o["hypotheses"]] for o in objects] == [[h.text for h in hs] for hs in best]
+
+
+def test_an_empty_file_gives_an_empty_file(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").touch()
+    assert translate_files(checkpoint, str(tmp_path / "in"), str(tmp_path / "out"), SETTINGS).lines == 0
+    assert (tmp_path / "out").read_bytes() == b""
+
+
+def test_the_reference_decoder_gives_the_same_file(checkpoint: Path, source: Path, tmp_path: Path) -> None:
+    translate_files(checkpoint, str(source), str(tmp_path / "cached"), SETTINGS)
+    translate_files(checkpoint, str(source), str(tmp_path / "plain"), SETTINGS, stepper=RecomputingStepper)
+    assert (tmp_path / "cached").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_bf16_weights_and_fp32_positions(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_path: Path) -> None:
+    """Translating with translate.precision is translating with such weights."""
+    settings = SETTINGS.model_copy(update={"precision": "bf16"})
+    model = translate.cast(loaded.model, "bf16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    translate_files(checkpoint, str(source), str(tmp_path / "out"), settings)
+    best = expected(loaded)
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "".join(h[0].text + "\n" for h in best)
+    assert [h[0].score for h in best] != [h[0].score for h in expected(load_model(checkpoint))]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 100])
+@pytest.mark.parametrize("method", ["beam", "sample"])
+def test_processes_share_the_lines(
+    chunk: int, method: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes played one after the other, each handing its bytes over chunk by chunk."""
+    monkeypatch.setattr(translate, "CHUNK", chunk)
+    settings = SETTINGS.model_copy(update={"method": method})
+    sent: list[list[bytes]] = [[], []]
+    seen: list[int] = []
+
+    def run(rank: int, gather: translate.Gather) -> Iterator[list[Hypothesis]]:
+        return translate_shards(loaded.model, (loaded.src_vocab, loaded.trg_vocab), LINES, settings, rank=rank, world=3,
+                                gather=gather, progress=seen.append)
+
+    for rank in (1, 2):
+        assert list(run(rank, sent[rank - 1].append)) == []
+    rounds = iter(range(len(LINES)))
+
+    def collect(data: bytes) -> list[bytes]:
+        turn = next(rounds)
+        return [data, sent[0][turn], sent[1][turn]]
+
+    seen.clear()
+    together = list(run(0, collect))
+    for ours, alone in zip(together, expected(loaded, settings), strict=True):
+        assert [h.text for h in ours] == [h.text for h in alone]
+        assert [h.score for h in ours] == pytest.approx([h.score for h in alone], abs=1e-5)
+    assert seen == sorted(seen)
+    assert seen[-1] == len(LINES)
+
+
+def test_what_cannot_be_done_is_said_before_the_model_is_loaded(source: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "no model"
+    with pytest.raises(UserError, match=r"there is no input file .*absent"):
+        translate_files(nowhere, str(tmp_path / "absent"), "-", SETTINGS)
+    with pytest.raises(UserError, match="is the input file itself"):
+        translate_files(nowhere, str(source), str(source), SETTINGS)
+    with pytest.raises(UserError, match=r"translate\.nbest is 2, but the format text holds one"):
+        translate_files(nowhere, str(source), "-", SETTINGS.model_copy(update={"nbest": 2}))
+    with pytest.raises(UserError, match="standard input reaches one process only, but 2 were launched"):
+        translate_files(nowhere, "-", "-", SETTINGS, world=2)
+
+
+def test_bad_text_leaves_no_output(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"a dog\n\xff\n")
+    with pytest.raises(UserError, match="line 2: not valid UTF-8"):
+        translate_files(checkpoint, str(tmp_path / "in"), str(tmp_path / "out"), SETTINGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

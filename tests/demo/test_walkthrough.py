@@ -1,0 +1,80 @@
+"""When the demo takes what it finds for its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_run
+
+from deepnmt import config
+from deepnmt.checkpoint.average_run import average_run
+from deepnmt.demo import run as walkthrough
+from deepnmt.demo.run import is_scored, require_same
+from deepnmt.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_only_the_scores_of_this_average_are_reused(tmp_path: Path) -> None:
+    corpus = config.Corpus(src=["test.en"], trg=["test.de"])
+    recipe = tiny_run.recipe_of(tmp_path / "run", {"test": corpus})
+    for update in (10, 20):
+        tiny_run.write(recipe, update)
+    average_run(recipe)
+    due = {"sets": {"test": {}}, "averaged_updates": [10, 20], "translate": recipe.translate.model_dump()}
+    file = tmp_path / "run" / "scores.json"
+    assert not is_scored(recipe, file)
+    others = ({"sets": {"other": {}}}, {"sets": {"test": {}, "other": {}}}, {"averaged_updates": []},
+              {"averaged_updates": [10]}, {"translate": config.Translate(beam=9).model_dump()})
+    for change in others:
+        file.write_text(json.dumps({**due, **change}))
+        assert not is_scored(recipe, file), change
+    file.write_text(json.dumps({"systems": {"x": {}, "y": {}}, "comparisons": []}))
+    assert not is_scored(recipe, file)
+    file.write_text(json.dumps(due))
+    assert is_scored(recipe, file)
+    tiny_run.write(recipe, 30)
+    assert not is_scored(recipe, file)
+
+
+def test_a_finished_run_of_other_settings_is_not_reused(tmp_path: Path) -> None:
+    trained = tiny_run.recipe_of(tmp_path / "run")
+    free = {"run": "moved", "average_last": 2, "translate": config.Translate(beam=9),
+            "parallel": trained.parallel.model_copy(update={"threads": 3})}
+    require_same(trained, trained.model_copy(update=free))
+    other = tiny_run.recipe_of(tmp_path / "run", model={"heads": 4})
+    other = other.model_copy(update={**free, "seed": 2, "train": config.Train(updates=7)})
+    with pytest.raises(UserError) as fault:
+        require_same(trained, other)
+    head, *changes, way_out = str(fault.value).splitlines()
+    assert head == "moved is finished, but was trained with other settings:"
+    assert changes == ["  model.heads: 2 -> 4", "  seed: 1 -> 2", "  train.updates: 10 -> 7"]
+    assert "make demo-clean" in way_out and "run=FOLDER" in way_out
+
+
+def test_training_is_launched_from_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it lies, and whatever lies in the current folder."""
+    calls: list[list[str]] = []
+
+    def launched(command: list[str], **_: Any) -> SimpleNamespace:
+        calls.append(command)
+        return SimpleNamespace(returncode=0)
+
+    recipe = tiny_run.recipe_of(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", launched)
+        walkthrough._train(recipe, 2)
+    main, *words = calls[0][-3:]
+    assert main == str(ROOT / "deepnmt" / "__main__.py") and words == ["train", f"{tmp_path}/run/demo.yaml"]
+    (tmp_path / "deepnmt").mkdir()
+    (tmp_path / "deepnmt" / "__init__.py").write_text("raise SystemExit(3)")
+    done = subprocess.run([sys.executable, main, "train", "--help"], cwd=tmp_path, capture_output=True, text=True,
+                          check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0 and "Trains a recipe" in done.stdout, done.stderr

@@ -1,0 +1,413 @@
+"""The doctor through its command line: a recipe before training, a run's checkpoint, and the papers in small."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepnmt.doctor.diagnose
+import deepnmt.doctor.patient
+from deepnmt.checkpoint.checkpoint import load_model
+from deepnmt.cli import main
+from deepnmt.config import Recipe, load_recipe
+from deepnmt.data.batching import PlanStream, Position
+from deepnmt.data.settings import open_prepared
+from deepnmt.doctor.change import random_change
+from deepnmt.doctor.diagnose import _features, _in_bf16, between_checkpoints, due_rate, growth, one_update
+from deepnmt.doctor.gradient_probe import Gradients, HalfZeros
+from deepnmt.doctor.patient import first_batch, patient_of
+from deepnmt.doctor.probes import ProbeBatch
+from deepnmt.doctor.variants import alternatives
+from deepnmt.errors import UserError
+from deepnmt.model.admin import AdminProfile
+from deepnmt.model.transformer import Transformer
+from deepnmt.ranks import Ranks
+from deepnmt.train.profile import profile_for
+from studies.papers import LEAST_DEEP, Small, reproduce, way_down
+
+ONE = "parallel.threads=1"
+LAYOUTS = Path(__file__).parents[2] / "ds_configs"
+PICTURES = {"dependency", "change", "gradients", "matrices", "places", "likeness", "ranges", "half"}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "diagnosis.json").read_text()))
+
+
+def write_rule(folder: Path, weight: float) -> str:
+    """A rule that asks for the rate alone: `weight` below 0 wants it low. All its runs had one size of batch."""
+    rule = {"format": "deepnmt-verdict", "version": 3, "kind": "logistic", "names": ["rate"],
+            "body": {"centre": [-3.15], "scale": [0.3], "weights": [weight], "squares": [0.0], "by_rate": [0.0],
+                     "bias": 0.0},
+            "spans": {"rate": [-5, -3], "tokens": [1.5, 1.5]}, "facts": {}}
+    (folder / "rule.json").write_text(json.dumps(rule))
+    return str(folder / "rule.json")
+
+
+def test_a_recipe_before_training(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "--tokens", "100", ONE]
+    assert main("diagnose", [*words, "--rule", write_rule(tmp_path, -5.0)]) == 0
+    said, folder = capsys.readouterr().out, tmp_path / "diagnosis"
+    assert re.search(r"^verdict +(trains|does NOT train) \(probability 0\.\d\d\)", said, flags=re.MULTILINE)
+    found = read(folder)
+    assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"last_ffn"}
+    page = (folder / "diagnosis.html").read_text()
+    assert page.count("data:image/png;base64,") == 9 and "http" not in page.replace("http-equiv", "")
+    assert len(found["dependency"]["decoder"]) == 3 * 2 + 1 and len(found["likeness"]["encoder"]) == 2
+    assert found["growth"].keys() == {"1 % noise on the matrices", "one update at the peak rate 0.005"}
+    assert found["last_ffn"]["depths"] == [1, 2] and all(math.isfinite(n) for n in found["last_ffn"]["norms"])
+    assert found["change"]["update"]["loss_after"] != found["change"]["update"]["loss_before"]
+    assert found["about"]["sentences"] >= 2 and found["about"]["target tokens"] <= 100
+    assert set(found["verdict"]["instead"]) == set() or not found["verdict"]["trains"]
+
+
+def test_a_verdict_of_no_tries_other_recipes(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepnmt.doctor.diagnose, "LOST", -1.0)  # fp16 fails, whatever it loses
+    measured, shares = deepnmt.doctor.diagnose.half_zeros, []
+
+    def keep(model: Transformer, batch: ProbeBatch, scale: float, accumulation: int = 1) -> HalfZeros:
+        shares.append(accumulation)
+        return measured(model, batch, scale, accumulation)
+
+    monkeypatch.setattr(deepnmt.doctor.diagnose, "half_zeros", keep)
+    words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "schedule.warmup=0", "batch.accumulation=3", ONE,
+             "--tokens", "60"]
+    fp16 = f"parallel.ds_config={LAYOUTS}/zero1_fp16.json"
+    assert main("diagnose", [*words, fp16, "--rule", write_rule(tmp_path, -9.0)]) == 0
+    verdict = read(tmp_path / "diagnosis")["verdict"]
+    page = (tmp_path / "diagnosis" / "diagnosis.html").read_text()
+    assert "All its runs had the same target tokens of an update (32), so of that it knows nothing." in page
+    assert set(shares) == {3}  # each of an update's micro-batches has that share of the scale
+    assert re.search(r"^verdict +does NOT train in fp16: \d+ % of a layer's gradients are lost to fp16 at loss scale "
+                     r"8192 \(probability by the rule alone 0\.", capsys.readouterr().out, flags=re.MULTILINE)
+    assert verdict["instead"][f"parallel.ds_config={LAYOUTS}/zero1_bf16.json"] == verdict["probability"]
+    assert not verdict["trains"] and verdict["probability"] < 0.5 and len(verdict["outside"]) == 1
+    assert verdict["instead"]["optimizer.lr=0.0005"] > 0.9 > 0.5 > verdict["instead"]["schedule.warmup=1"]
+    assert {"model.encoder.block=pre_ln model.decoder.block=pre_ln",
+            "model.encoder.init=depth_scaled model.decoder.init=depth_scaled"} <= verdict["instead"].keys()
+
+
+def test_larger_batches_and_initialisations_are_tried_where_they_differ(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=2", "model.encoder.block=b2t",
+                                                    "model.decoder.init=depth_scaled"])
+    assert alternatives(recipe, True)["batch.accumulation=8"].batch.accumulation == 8
+    assert not any("accumulation" in name or "init" in name for name in alternatives(recipe, False))
+
+
+def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=post_ln", "model.decoder.block=pre_ln"])
+    found = alternatives(recipe, False)
+    tried = found["model.encoder.block=pre_ln model.decoder.block=pre_ln"].model
+    assert (tried.encoder.block, tried.decoder.block) == ("pre_ln", "pre_ln")
+    rates = {name: each.optimizer.lr for name, each in found.items() if name.startswith("optimizer.lr=")}
+    assert rates == {f"optimizer.lr={name}": pytest.approx(rate, rel=1e-9) for name, rate in (
+        ("0.0005", 5e-4), ("0.00167", 5e-3 / 3), ("0.015", 1.5e-2), ("0.05", 5e-2))}
+    plain = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=pre_ln", "model.decoder.block=pre_ln"])
+    assert "model.encoder.block=pre_ln model.decoder.block=pre_ln" not in alternatives(plain, False)
+
+
+@pytest.mark.parametrize("overrides", [
+    ("schedule.name=step", "schedule.warmup=0", "schedule.step_update=2", "train.updates=100"),
+    ("model.encoder.block=admin", "model.decoder.block=post_ln", "admin.profile=omegas.json")])
+def test_what_is_offered_can_be_said_on_the_line(overrides: tuple[str, ...], prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", [*overrides])
+    for line, offered in alternatives(recipe, True).items():
+        told = load_recipe(prepared / "recipe.yaml", [*overrides, *line.split()])
+        assert told.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
+        assert (told.model, told.schedule, told.batch, told.admin) == (
+            offered.model, offered.schedule, offered.batch, offered.admin), line
+
+
+def test_a_layout_in_bf16_is_named_only_where_there_is_one(prepared: Path, tmp_path: Path) -> None:
+    def of(layout: Path) -> str | None:
+        return _in_bf16(load_recipe(prepared / "recipe.yaml", [f"parallel.ds_config={layout}"]))
+
+    assert of(LAYOUTS / "zero2_fp16.json") == str(LAYOUTS / "zero2_bf16.json")
+    assert of(Path("ds_configs/zero2_fp16.json")) == "ds_configs/zero2_bf16.json"  # that comes with deepnmt
+    folder = tmp_path / "my_fp16"
+    folder.mkdir()
+    assert of(folder / "zero2_fp16.json") is None and of(folder / "half.json") is None
+    (folder / "zero2_bf16.json").write_text("{}")
+    assert of(folder / "zero2_fp16.json") == str(folder / "zero2_bf16.json")
+
+
+def test_the_model_starts_from_the_profile_that_the_run_would(prepared: Path, tmp_path: Path) -> None:
+    odd = AdminProfile([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5, 5.5, 6.5], {})
+    odd.save(tmp_path / "odd.json")
+    ours = load_recipe(prepared / "recipe.yaml", [f"admin.profile={tmp_path}/odd.json"])
+    data = open_prepared(ours)
+    looked_at = first_batch(ours, data, 60, torch.device("cpu"))
+
+    def omegas(recipe: Recipe) -> list[float]:
+        model = patient_of(recipe, data, looked_at, None).model
+        return [float(tensor.detach()[0]) for name, tensor in model.named_parameters() if ".omegas." in name]
+
+    assert omegas(ours) == [*odd.encoder, *odd.decoder]
+    measured = load_recipe(prepared / "recipe.yaml")
+    begun = profile_for(measured, data, Ranks(0, 1, 0, 1, torch.device("cpu")))  # on admin.tokens, not on the batch
+    assert begun is not None and omegas(measured) == pytest.approx([*begun.encoder, *begun.decoder])
+
+
+def test_a_run_and_its_checkpoints(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    stepped = ["schedule.name=step", "schedule.warmup=0", "schedule.step_epoch=2", "batch.tokens=2048",
+               "batch.accumulation=4"]
+    assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "train.updates=6", "train.valid_bleu=false",
+                          "train.probe_every=2", ONE, *stepped]) == 0
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in log if line["type"] == "train"]
+    recipe, begun = load_recipe(run), run / "checkpoints" / "update-00000003"
+    data = open_prepared(recipe)
+    patient = patient_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), begun)
+    assert len(rates) == 6 and patient.passes > 1 and patient.passes % 1 > 0
+    assert due_rate(patient) == pytest.approx(rates[3], rel=1e-6) != pytest.approx(0.1 * rates[0], rel=1e-2)
+    assert main("diagnose", [str(run), "--tokens", "60", ONE]) == 0
+    said = capsys.readouterr().out
+    folder = run / "diagnosis-update-00000006"
+    found = read(folder)
+    assert "verdict" not in found and "verdict" not in said
+    assert main("diagnose", [str(run), "optimizer.lr=1e-3", ONE]) == 2
+    assert "optimizer.lr=1e-3 has no say here, since " in capsys.readouterr().err
+    assert main("diagnose", [str(run), "--rule", str(tmp_path / "none.json"), ONE]) == 2
+    assert f"--rule {tmp_path}/none.json has no say here, since a rule knows models before" in capsys.readouterr().err
+    assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"moved"}
+    assert (found["moved"][0]["update"], found["moved"][-1]["until"]) == (3, 6)
+    assert max(found["moved"][0]["updates"].values()) == 1.0
+    noise, update = found["growth"].values()
+    assert all(min(each[side]["changes"]) > 0 for each in (noise, update) for side in ("encoder", "decoder"))
+    assert [growth["depths"] for growth in (*noise.values(), *update.values())] == [[1, 2]] * 4
+    assert f"one update at rate {found['change']['update']['rate']:g}, layer by layer" in found["growth"]
+    assert found["about"]["checkpoint"].endswith("update-00000006")
+    monkeypatch.setattr(deepnmt.doctor.diagnose, "SHIPPED", tmp_path / "none.json")
+    assert main("diagnose", [str(run), "--fresh", "--tokens", "60", ONE]) == 0
+    assert read(run / "diagnosis")["verdict"] is None and "no rule comes with this version" in capsys.readouterr().out
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    tags = [tag for tag in board.Tags()["scalars"] if tag.startswith("probe/")]
+    assert len(tags) == 6 * 4 + 3 * 2 * (2 + 3)  # of four layers, and of each of their sub-layers
+    points = board.Scalars("probe/decoder.layers.1/gradient_norm")
+    assert [p.step for p in points] == [2, 4, 6] and all(p.value > 0 for p in points)
+
+
+def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.layers=6", "model.decoder.layers=2"])
+    data = open_prepared(recipe)
+    patient = patient_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
+    found, last = growth(patient, 1e-3)
+    for sides in found.values():
+        assert sides["encoder"].depths == [1, 2, 3, 4, 6] and sides["decoder"].depths == [1, 2]
+        assert len(sides["encoder"].changes) == 5 and len(sides["decoder"].changes) == 2
+    assert last["depths"] == [1.0, 2.0] and len(last["norms"]) == 2
+    whole = random_change(patient.model, patient.batch)
+    assert found["1 % noise on the matrices"]["decoder"].changes[-1] == pytest.approx(whole["decoder"], rel=1e-5)
+
+
+def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
+    """RAdam's own first updates are plain momentum, which says nothing of how its later ones are scaled."""
+    weights = []
+    for name in ("adam", "radam"):
+        recipe = load_recipe(prepared / "recipe.yaml", [f"optimizer.name={name}"])
+        data = open_prepared(recipe)
+        patient = patient_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
+        one_update(patient.model, recipe, patient.batch)
+        weights.append(patient.model.state_dict())
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = str(prepared / "recipe.yaml")
+    assert main("train", [recipe, f"run={tmp_path}", "train.updates=6", "train.save_every=2", "train.keep_last=3",
+                          "train.validate_every=6", "train.valid_bleu=false", "average_last=1", ONE]) == 0
+    (tmp_path / "checkpoints" / "update-00000004" / "weights.safetensors").write_bytes(b"torn")
+    run = load_recipe(tmp_path)
+    data = open_prepared(run)
+    newest = tmp_path / "checkpoints" / "update-00000006"
+    loaded = load_model(newest)
+    reached = replace(loaded, state=replace(loaded.state, loss_scale={"scale": 512.0, "clean": 3}))
+    monkeypatch.setattr(deepnmt.doctor.patient, "load_model", lambda _folder: reached)
+    patient = patient_of(run, data, first_batch(run, data, 60, torch.device("cpu")), newest)
+    assert [(pair.update, pair.until) for pair in between_checkpoints(patient)] == [(2, 6)]
+    assert "update-00000004 is damaged" in capsys.readouterr().err
+    assert deepnmt.doctor.diagnose._loss_scale(patient) == 512.0
+    other = load_recipe(tmp_path, ["loss_scale.initial_power=4"])  # said on the line, so it counts
+    assert patient_of(other, data, patient.batch, newest).scale is None
+
+
+def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
+    """An average and a folded model, which have no moments, the latter no checkpoints beside it either; and a run
+    without moments, without norms, with layers that take all below."""
+    short = ["train.updates=4", "train.save_every=2", "train.validate_every=4", "train.valid_bleu=false", ONE]
+    admin, mixed = tmp_path / "admin", tmp_path / "mixed"
+    recipe = str(prepared / "recipe.yaml")
+    assert main("train", [recipe, f"run={admin}", *short]) == 0
+    assert main("average", [str(admin), "--last", "2"]) == 0 and main("fold", [str(admin)]) == 0
+    assert main("train", [recipe, f"run={mixed}", *short, "optimizer.name=sgd", "optimizer.lr=0.1",
+                          "model.encoder.block=fixup", "model.decoder.block=dlcl"]) == 0
+
+    def look(folder: Path, run: Path) -> dict[str, Any]:
+        recipe = load_recipe(run)
+        data = open_prepared(recipe)
+        patient = patient_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), folder)
+        found = deepnmt.doctor.diagnose.examine(patient, None)
+        assert folder.name in deepnmt.doctor.diagnose.summary(found) and "verdict" not in found
+        change = found["change"]["update"]
+        assert math.isfinite(change["loss_after"]) and change["loss_after"] != change["loss_before"]
+        return found
+
+    averaged, folded = look(admin / "averaged", admin), look(admin / "folded", admin)
+    assert averaged["change"]["update"]["rate"] == 5e-3  # no moments: one update of a new optimizer, at the peak
+    assert [(pair["update"], pair["until"]) for pair in averaged["moved"]] == [(2, 4)] and folded["moved"] == []
+    assert averaged["about"]["encoder"] == "2 layers, admin" and folded["about"]["encoder"] == "2 layers, post_ln"
+    assert folded["gradients"]["loss"] == pytest.approx(averaged["gradients"]["loss"], rel=1e-5)
+    found = look(mixed / "checkpoints" / "update-00000004", mixed)
+    assert found["change"]["update"]["rate"] == pytest.approx(0.1 * (4 / 5) ** 0.5)  # what is due at update 5
+    assert [(pair["update"], pair["until"]) for pair in found["moved"]] == [(2, 4)]
+    assert min(found["moved"][0]["updates"].values()) > 0 and len(found["dependency"]["decoder"]) == 3 * 2 + 1
+    assert found["gradients"]["places"] == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_finds_what_a_cpu_finds(prepared: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path}"])
+    found = []
+    for name in ("cpu", "cuda"):
+        deepnmt.doctor.diagnose.diagnose(recipe, torch.device(name), output=tmp_path / name, tokens=60)
+        found.append(read(tmp_path / name))
+    cpu, gpu = found
+    assert cpu["about"]["device"] == "cpu" and gpu["about"]["device"].startswith("cuda")
+    for key in ("outputs", "matrices"):
+        assert gpu["gradients"][key] == pytest.approx(cpu["gradients"][key], rel=1e-3, abs=1e-5)
+    for side in ("encoder", "decoder"):
+        for kind in ("dependency", "likeness"):
+            for ours, theirs in zip(gpu[kind][side], cpu[kind][side], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    assert gpu["change"]["noise"] == pytest.approx(cpu["change"]["noise"], rel=1e-2)
+    assert gpu["verdict"]["probability"] == pytest.approx(cpu["verdict"]["probability"], abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["corollaries", "vanishing", "last_ffn"])
+def test_papers_in_small(name: str, tmp_path: Path) -> None:
+    text = reproduce(name, tmp_path, Small(width=8, sentences=2, trials=2, deepest=LEAST_DEEP[name]))
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert (tmp_path / f"{name}.png").stat().st_size > 5000 and "post_ln" in text
+    if name == "corollaries":
+        assert found["growth"]["pre_ln"]["depths"] == [1, 2, 3]
+    elif name == "vanishing":
+        first = found["gradients"]["post_ln"][0]
+        assert len(first["places"]) == 2 and len(found["gradients"]["post_ln"]) == 2
+        factors = found["factors"]
+        steps = ["norm after the FFN", "FFN", "norm after cross-attention", "cross-attention",
+                 "norm after self-attention", "self-attention"]
+        assert list(factors)[3:] == steps
+        outputs = {name: value for name, value in first["outputs"].items() if name.startswith("decoder.")}
+        seed = way_down(Gradients(0.0, outputs, {}, first["places"]))
+        for place, name in enumerate(list(factors)[:2]):  # a sub-layer's factor is its norm's times its sum's
+            assert seed[name] == pytest.approx(seed[steps[2 * place]] * seed[steps[2 * place + 1]])
+        below, above = outputs["decoder.layers.0.ffn"], outputs["decoder.layers.1.self_attn"]
+        assert seed["output of self-attention to that of the FFN below"] == pytest.approx(below / above)
+        assert seed["self-attention"] == pytest.approx(below / first["places"]["decoder.layers.1"][0])
+    else:
+        assert found["depths"] == [2, 4, 6] and found["norms"]["pre_ln"][0] > 0
+        assert math.isfinite(found["power"]["pre_ln"])
+
+
+@pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="two minutes of one core; DEEPNMT_LONG=1 runs it")
+def test_papers_as_documented(tmp_path: Path) -> None:
+    """The commands of docs/results.md, and what the papers say comes of them."""
+    for words in ("corollaries --width 128 --sentences 4 --trials 9", "vanishing", "last_ffn"):
+        assert main("reproduce", [*words.split(), "--output", str(tmp_path)]) == 0
+    grown, vanished, last = (json.loads((tmp_path / f"{name}.json").read_text())
+                             for name in ("corollaries", "vanishing", "last_ffn"))
+    law = {block: growth["linear" if block == "post_ln" else "logarithmic"]["r2"]
+           for block, growth in grown["growth"].items()}
+    assert law.keys() == {"post_ln", "pre_ln", "admin"} and min(law.values()) >= 0.95
+    ratios = vanished["lowest_over_highest"]
+    assert ratios["post_ln"]["decoder"] < 0.1 < min(r["decoder"] for block, r in ratios.items() if block != "post_ln")
+    assert min(ratio["encoder"] for ratio in ratios.values()) > 0.9
+    over_sublayers = list(vanished["factors"].values())[:3]
+    assert over_sublayers == pytest.approx([1.0, 0.82, 1.0], abs=0.03)
+    assert last["power"] == pytest.approx({"post_ln": 0.0, "pre_ln": -0.5}, abs=0.1)
+
+
+def test_the_rule_is_told_of_all_processes_and_of_the_precision(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepnmt.doctor.diagnose, "features", lambda *_, **told: told)
+    lines = {"fp32": [], "bf16": [f"parallel.ds_config={LAYOUTS}/zero1_bf16.json"],
+             "fp16": [f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp16.json", "parallel.pipeline_stages=2"]}
+    for precision, words in lines.items():
+        recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=3", *words])
+        data = open_prepared(recipe)
+        patient = patient_of(recipe, data, first_batch(recipe, data, 100, torch.device("cpu")), None)
+        alone, four = (_features(recipe, patient.model, patient, count) for count in (1, 4))
+        stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+        items, _ = stream.at(Position(0, 0), size := stream.epoch_size(0))
+        told = sum(int(stream.split(0).trg_lengths[item.indices].sum()) for item in items) / size
+        assert alone["tokens"] == round(3 * told) and four["tokens"] == round(4 * 3 * told)
+        assert alone["precision"] == four["precision"] == precision
+
+
+def test_a_batch_of_one_sentence_is_refused(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", [])
+    data = open_prepared(recipe)
+    split = data.split("train")
+    longest = max(int(split.src_lengths.max()), int(split.trg_lengths.max()))
+    short = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"tokens": longest})})
+    said = set()
+    for seed in range(40):
+        try:
+            batch = first_batch(short.model_copy(update={"seed": seed}), data, 100, torch.device("cpu"))
+            assert len(batch[0]) >= 2
+        except UserError as error:
+            said.add(str(error))
+    assert said == {f"batch.tokens is {longest}, so that the first micro-batch has one sentence, but sentences are "
+                    f"compared with one another; give more, as in batch.tokens={2 * longest}"}
+
+
+def test_mistakes(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = str(prepared / "recipe.yaml")
+    assert main("diagnose", [recipe, f"run={tmp_path}", "--checkpoint", str(tmp_path / "none")]) == 2
+    assert main("diagnose", [recipe, f"run={tmp_path}", "--tokens", "0"]) == 2
+    assert main("diagnose", [recipe, f"run={tmp_path}", "--rule", str(tmp_path / "none.json")]) == 2
+    assert main("diagnose", [recipe, f"run={tmp_path}", "--fresh"]) == 2
+    assert main("diagnose", [recipe, f"run={tmp_path}", "--processes", "0"]) == 2
+    staged = ["parallel.pipeline_stages=2", f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp32.json"]
+    assert main("diagnose", [recipe, f"run={tmp_path}", *staged, "--processes", "3"]) == 2
+    (tmp_path / "file").write_text("")
+    assert main("diagnose", [recipe, f"run={tmp_path}", ONE, "--output", str(tmp_path / "file")]) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main("diagnose", [recipe, f"run={tmp_path}"]) == 2
+    monkeypatch.undo()
+    plain = ["model.encoder.block=b2t", "model.decoder.block=pre_ln"]
+    for command, words in (("train", [*plain, "admin.tokens=99"]), ("train", [*plain, "admin={input_variance: one}"]),
+                           ("diagnose", ["admin.profile=omega.json", "admin.tokens=99"])):
+        assert main(command, [recipe, f"run={tmp_path}", *words]) == 2
+    said = capsys.readouterr().err
+    assert "admin.tokens=99 has no say here, since model.encoder.block is b2t and model.decoder.block pre_ln, n" in said
+    assert "admin.input_variance=one has no say here, since model.encoder.block is b2t and " in said
+    assert "admin.tokens=99 has no say here, since the profile is read from admin.profile (omega.json); leave" in said
+    assert main("train", [recipe, f"run={tmp_path}/dry", *plain, "--dry-run"]) == 0  # the recipe itself may say it
+    assert f"--fresh is of a run's folder, but {recipe} is a recipe" in said and "--processes is 0, must be 1" in said
+    assert "--processes is 3, must be a multiple of parallel.pipeline_stages (2)" in said
+    assert f"folder {tmp_path}/file cannot be written: File exists; set --output to a folder that can be" in said
+    assert "diagnose was started on 2 processes, but it looks at one model by itself; start it alone, and say" in said
+    assert "there is no folder" in said and "--tokens is 0" in said and "none.json cannot be read" in said

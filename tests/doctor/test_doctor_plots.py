@@ -1,0 +1,25 @@
+"""What the doctor's pictures promise of their axes and names."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from deepnmt.doctor.plots import _counted, _decades
+
+
+def test_a_logarithmic_axis_spans_a_decade_around_its_values() -> None:
+    for values, widened in (([0.5, 0.6], True), ([1e-4, 3.0], False)):
+        axes = Figure().add_subplot()
+        axes.plot(values)
+        axes.set_yscale("log")
+        before = axes.get_ylim()
+        _decades(axes)
+        low, high = axes.get_ylim()
+        assert low < min(values) < max(values) < high and high / low >= 10 - 1e-9
+        assert ((low, high) != before) == widened
+        assert abs(low * high / (before[0] * before[1]) - 1) < 1e-6  # its middle stays
+
+
+def test_layers_are_counted_from_1() -> None:
+    assert [_counted(name) for name in ("encoder.layers.0", "decoder.layers.11", "embeddings")] == [
+        "encoder 1", "decoder 12", "embeddings"]

@@ -1,0 +1,152 @@
+"""The first non-finite tensor is named: broken on purpose at known places of the model, forward and backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+
+from deepnmt import config
+from deepnmt.doctor.nonfinite import Batch, NonFinite, first_non_finite
+from deepnmt.model.transformer import Transformer
+from deepnmt.train import divergence
+from deepnmt.train.divergence import LIMIT, Drops, Seen, _advice, _where
+
+STACK = config.Stack(block="post_ln", layers=2)
+SETTINGS = config.Model(width=8, heads=2, ffn=12, max_length=16, encoder=STACK, decoder=STACK)
+
+
+def model_of() -> Transformer:
+    return Transformer(SETTINGS, 20, 20, seed=1, label_smoothing=0.1)
+
+
+def batch_of(key: int = 5) -> Batch:
+    ids = torch.randint(4, 20, (2, 6), generator=torch.Generator().manual_seed(key))
+    return ids, torch.tensor([6, 4]), ids, ids, key
+
+
+def test_a_finite_model_is_left_as_it_was() -> None:
+    model = model_of().eval()
+    assert first_non_finite(model, [batch_of(), batch_of(6)], 1e3) is None
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", [
+    "encoder.layers.0.self_attn.qkv", "encoder.layers.1.rule.adds.1", "encoder.layers.1.rule.norms.0",
+    "decoder.input", "decoder.layers.0.cross_attn.kv", "decoder.layers.1.ffn", "embeddings.shared",
+])
+def test_output(name: str) -> None:
+    model = model_of()
+    model.get_submodule(name).register_forward_hook(lambda module, inputs, output: output * float("inf"))
+    found = first_non_finite(model, [batch_of()])
+    assert found is not None and (found.what, found.name) == ("output", name)
+    assert 0 < found.largest < 100 or name == "embeddings.shared"  # the first of all
+
+
+def test_what_arises_between_modules_is_the_next_ones_input() -> None:
+    model = model_of()
+    with torch.no_grad():  # each branch is finite, their sum is not
+        model.encoder.layers[1].ffn.fc2.bias.fill_(3e38)
+        model.encoder.layers[1].rule.norms[0].bias.fill_(3e38)
+        model.encoder.layers[1].ffn.fc1.weight.zero_()
+    found = first_non_finite(model, [batch_of()])
+    largest = pytest.approx(3e38 / 0.9, rel=1e-3)  # after dropout
+    assert found == NonFinite("input", "encoder.layers.1.rule.norms.1", largest)
+    assert str(found) == "the input of encoder.layers.1.rule.norms.1"
+
+
+@pytest.mark.parametrize("name", ["decoder.layers.1.ffn.fc1", "decoder.layers.0.rule.adds.1", "encoder.layers.0"])
+def test_gradient_of_an_output(name: str) -> None:
+    def poison(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * float("nan"))
+
+    model = model_of()
+    model.get_submodule(name).register_forward_hook(poison)
+    found = first_non_finite(model, [batch_of()])
+    assert found is not None and (found.what, found.name) == ("gradient of the output", name)
+
+
+def test_gradient_of_a_parameter() -> None:
+    model = model_of()
+    hook = model.get_parameter("encoder.layers.1.rule.norms.1.weight").register_hook(lambda g: g * float("inf"))
+    found = first_non_finite(model, [batch_of()])
+    assert found is not None and str(found) == "the gradient of encoder.layers.1.rule.norms.1.weight"
+    hook.remove()
+    assert first_non_finite(model, [batch_of()]) is None
+
+
+def test_weight_and_loss() -> None:
+    model = model_of()
+    with torch.no_grad():
+        model.get_parameter("decoder.layers.0.ffn.fc2.bias")[3] = float("nan")
+    assert str(first_non_finite(model, [batch_of()])) == "the weight of decoder.layers.0.ffn.fc2.bias"
+    model = model_of()
+    with torch.no_grad():  # logits beyond fp32, from finite numbers
+        model.get_parameter("embeddings.shared.weight")[7] = 1e38
+        model.get_parameter("decoder.layers.1.rule.norms.2.bias").fill_(10.0)
+    ids = torch.full((2, 6), 5)
+    found = first_non_finite(model, [(ids, torch.tensor([6, 4]), ids, torch.full((2, 6), 7), 5)])
+    assert found is not None and found.what == "loss" and str(found) == "the loss"
+
+
+def test_sixteen_bits_break_where_fp32_does_not() -> None:
+    model = model_of().half()
+    with torch.no_grad():  # 70,000 is past fp16
+        model.get_parameter("encoder.layers.1.ffn.fc1.bias").fill_(35000.0)
+        model.get_parameter("encoder.layers.1.ffn.fc2.weight").fill_(1.0)
+    found = first_non_finite(model, [batch_of()])
+    assert str(found) == "the output of encoder.layers.1.ffn.fc2"
+    assert first_non_finite(model.float(), [batch_of()]) is None
+    large = first_non_finite(model_of().half(), [batch_of()], factor=1e6)
+    assert large is not None and large.what.startswith("gradient")
+
+
+def test_only_drops_at_one_scale_count() -> None:
+    drops = Drops()
+    scales = [2.0**k for k in range(10, -6, -1)]
+    assert not any(drops.add(scale) for scale in scales), "a falling scale may still help"
+    assert [drops.add(scales[-1]) for _ in range(LIMIT - 1)] == [False] * (LIMIT - 2) + [True]
+    drops.clear()
+    assert not any(drops.add(1.0) for _ in range(LIMIT - 1)) and drops.add(1.0)
+
+
+def test_words() -> None:
+    run = config.Recipe.model_validate({
+        "run": "r", "data": {"folder": "d", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"},
+                             "valid": {"tsv": "x"}}, "train": {"updates": 1}})
+    narrow, wide = Seen("fp16", "the output of X", 6e4), Seen("fp16", "the output of X", 6e4, "the input of Y")
+    assert "16 bits are too narrow" in _where(narrow)
+    assert _advice(narrow, run).startswith("Try a bf16 or fp32 ds_config")
+    assert "first the input of Y" in _where(wide) and "optimizer.lr (now 0.0005)" in _advice(wide, run)
+    assert "each micro-batch of the last update is finite" in _where(Seen("bf16"))
+    assert "no memory left" in _where(Seen("bf16", room=False))
+
+
+@pytest.mark.parametrize("crowded", ["gather_model", "take_over"])
+def test_no_memory_to_look(crowded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process gets a whole model where one has no room for it, so each knows by itself; later one may be alone."""
+    recipe, asked = tiny_run.recipe_of(tmp_path), []
+
+    def full(*_: object) -> Transformer:
+        raise torch.OutOfMemoryError
+
+    class Ranks:
+        def gather_bytes(self, data: bytes) -> list[bytes]:
+            asked.append(data)
+            return [data]
+
+    module = Transformer(recipe.model, 40, 40, 1).bfloat16()
+    engine: Any = SimpleNamespace(module=module, gather_model=lambda: module)
+    if crowded == "take_over":
+        monkeypatch.setattr(divergence, crowded, full)
+    else:
+        engine.gather_model = full
+    ranks: Any = Ranks()
+    said = str(divergence.diverged(recipe, (40, 40), engine, ranks, [], 1.0, 1.0))
+    assert "so the run ends.\n  There was no memory left" in said and "No checkpoint was written yet" in said
+    assert len(asked) == (crowded == "take_over")

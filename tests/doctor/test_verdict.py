@@ -1,0 +1,479 @@
+"""The verdict: its toy task, its grid of runs, the fits, and the rule as a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepnmt.cli import main
+from deepnmt.config import LossScale
+from deepnmt.doctor.diagnose import one_update, trial
+from deepnmt.doctor.fresh import fresh_model, with_init
+from deepnmt.doctor.many import _Scales, train_side_by_side
+from deepnmt.doctor.verdict import FEATURES, TRIAL, VerdictRule, features
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+from deepnmt.optim import learning_rate
+from deepnmt.parallel.local import LocalEngine
+from deepnmt.tokens import PAD
+from studies import verdict_fit
+from studies.toy_task import ToyTask
+from studies.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
+from studies.verdict_grid import _digest, fit_grid, grid, judge_runs, measure_anew, read_runs, run_grid
+from studies.verdict_points import PROBE, Point, Settings, measure_points, point_recipe
+
+BLOCKS = ("post_ln", "pre_ln", "b2t")
+TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
+
+
+def test_toy_task_is_a_permuted_walk() -> None:
+    task = ToyTask(symbols=6, successors=2, shortest=3, longest=5, seed=4)
+    src, lengths, trg_in, trg_out, key = task.batch(7, 200)
+    assert all(torch.equal(a, b) for a, b in zip(task.batch(7, 200)[:4], (src, lengths, trg_in, trg_out), strict=True))
+    assert not torch.equal(task.batch(8, 200)[0][:, :3], src[:, :3]) and key == 7
+    pairs, follows = set(), set()
+    rows = zip(src.tolist(), lengths.tolist(), trg_in.tolist(), trg_out.tolist(), strict=True)
+    for row, length, inputs, outputs in rows:
+        walk, said = row[: length - 1], outputs[: length - 1]
+        assert row[length - 1:] == outputs[length - 1:] == [2] + [3] * (6 - length) and 4 <= length <= 6
+        assert inputs[:length] == [1, *said] and set(inputs[length:]) <= {3}
+        pairs |= set(zip(walk, said, strict=True))
+        follows |= set(pairwise(walk))
+    assert len(pairs) == 6 and len({target for _, target in pairs}) == 6  # a permutation
+    assert len(follows) == 6 * 2
+    assert task.vocabulary == 10 and task.frequencies_only == pytest.approx(math.log(6) * 4 / 5)
+    assert task.target_only == pytest.approx((math.log(6) + 3 * math.log(2)) / 5)
+
+
+def test_logistic_rule_by_hand(tmp_path: Path) -> None:
+    body = {"centre": [1.0, 0.0], "scale": [2.0, 1.0], "weights": [3.0, -1.0], "squares": [0.0, 0.25],
+            "by_rate": [0.0, 0.5], "bias": 0.5}
+    rule = VerdictRule("logistic", ["rate", "layers"], body, {"rate": [-4.0, -2.0], "layers": [0.0, 2.0]}, {"runs": 9})
+    values = {"rate": -3.0, "layers": 1.5}
+    rate = (-3.0 - 1) / 2
+    expected = 1 / (1 + math.exp(-(3.0 * rate - 1.5 + 0.25 * 1.5**2 + 0.5 * 1.5 * rate + 0.5)))
+    assert rule.probability(values) == pytest.approx(expected)
+    verdict = rule.judge({"rate": -1.0, "layers": 1.5})
+    assert not verdict.trains and verdict.reasons[0].startswith(
+        "peak learning rate: 0.1 (taken for 0.01, the nearest of its runs) speaks against it (-")
+    assert verdict.outside == ["peak learning rate is 0.1, the runs had 0.0001 to 0.01"]
+    assert verdict.reasons[1].startswith("layers of both stacks: 32 speaks against it (-")
+    assert verdict.probability == rule.probability({"rate": -2.0, "layers": 1.5})  # held inside the spans
+    rule.save(tmp_path / "rule.json")
+    assert VerdictRule.load(tmp_path / "rule.json") == rule
+    fixed = replace(rule, spans={**rule.spans, "rate": [-2.0, -2.0]})
+    assert fixed.judge({"rate": -1.0, "layers": 1.5}).outside == [] and fixed.unvaried == {"rate": -2.0}
+
+
+def test_what_no_run_had_of_a_recipe() -> None:
+    rule = VerdictRule.load()
+    plain = point_recipe(Point("post_ln", "pre_ln", 2, 1e-3, True), TINY)
+    assert rule.unseen(plain) == []  # among the rule's pairs, by Adam, with init: auto
+    assert rule.unseen(point_recipe(Point("b2t", "b2t", 2, 1e-3, True), TINY)) == []  # its auto is depth_scaled
+    rule = replace(rule, facts={**rule.facts, "inits": {"post_ln/pre_ln": ["xavier/xavier", "xavier_separate/xavier"]}})
+    [said] = rule.unseen(point_recipe(Point("pre_ln", "post_ln", 2, 1e-3, True), TINY))
+    assert said == ("no run had the blocks pre_ln/post_ln; fitted without one pair of its own, the rule was right on "
+                    "61 to 94 % of that pair's runs")
+    scaled = plain.model_copy(update={"model": with_init(plain.model, "depth_scaled"), "optimizer":
+                                      plain.optimizer.model_copy(update={"name": "sgd"})})
+    assert rule.unseen(scaled) == [
+        "optimizer.name is sgd, all runs had adam",
+        "the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these blocks have xavier/xavier or "
+        "xavier_separate/xavier"]
+    assert replace(rule, facts={}).unseen(scaled) == []
+    facts = {"schedule": "linear", "dropout": 0.0, "label_smoothing": 0.0, "clip": 0.0, "weight_decay": 0.0,
+             "attention_dropout": 0.0, "activation_dropout": 0.0, "precisions": ["bf16", "fp32"]}
+    ours = scaled.model_copy(update={
+        "schedule": plain.schedule.model_copy(update={"name": "inverse_sqrt"}),
+        "model": plain.model.model_copy(update={"dropout": 0.1, "attention_dropout": 0.3, "activation_dropout": 0.4}),
+        "optimizer": plain.optimizer.model_copy(update={"weight_decay": 0.01}),
+        "train": plain.train.model_copy(update={"label_smoothing": 0.2, "clip": 1.0})})
+    assert replace(rule, facts=facts).unseen(ours, "fp16") == [
+        "schedule.name is inverse_sqrt, all runs had linear", "model.dropout is 0.1, all runs had 0.0",
+        "model.attention_dropout is 0.3, all runs had 0.0", "model.activation_dropout is 0.4, all runs had 0.0",
+        "optimizer.weight_decay is 0.01, all runs had 0.0", "train.clip is 1.0, all runs had 0.0",
+        "train.label_smoothing is 0.2, all runs had 0.0", "it computes in fp16, the runs in bf16, fp32"]
+    assert replace(rule, facts=facts).unseen(plain, "bf16") == []
+
+
+def test_tree_rule_by_hand() -> None:
+    body = {"feature": "rate", "threshold": -2.5, "low": {"probability": 0.9, "runs": 5},
+            "high": {"feature": "warmup", "threshold": 0.5, "low": {"probability": 0.1, "runs": 6},
+                     "high": {"probability": 0.6, "runs": 7}}}
+    rule = VerdictRule("tree", ["rate", "warmup"], body, {"rate": [-4, -2]})
+    said = [rule.probability({"rate": r, "warmup": w}) for r, w in ((-3, 0), (-2, 0), (-2, 1), (-2.5, 0))]
+    assert said == [0.9, 0.1, 0.6, 0.9]
+    assert rule.judge({"rate": -2, "warmup": 1}).reasons == [
+        f"{FEATURES['rate']}: -2 > -2.5", f"{FEATURES['warmup']}: 1 > 0.5"]
+
+
+HEAD = '{"format": "deepnmt-verdict", "version": 3, "kind": "logistic", "names": ["rate"], '
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", "7", '"rule"', '{"format": "deepnmt-verdict", "version": 1}',
+                                  HEAD + '"body": {}, "spans": {"rate": [0, 1]}}', HEAD + '"body": [], "spans": {}}',
+                                  None])
+def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "rule.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match="verdict_grid"):
+        VerdictRule.load(path)
+
+
+def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Runs that learn exactly where rate + layers is low; every other feature is noise."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for number in range(count):
+        values = {name: float(torch.randn((), generator=draw)) for name in FEATURES}
+        found.append({"point": {"encoder": BLOCKS[number % 3], "decoder": "admin", "layers": 6,
+                                "rate": 1e-3 * (number + 1), "warmup": bool(number % 2)},
+                      "settings": Settings().as_dict(), "features": values,
+                      "learned": values["rate"] + values["layers"] < 0.2,
+                      "final": 0.1 if values["rate"] + values["layers"] < 0.2 else 9.0, "bar": 1.0})
+    return found
+
+
+def test_logistic_finds_what_decides() -> None:
+    records = records_of(300)
+    rule = fit_logistic(records, 0.3, ["rate", "layers", "noise_encoder"])
+    rate, layers, noise = rule.body["weights"]
+    assert rate < -1 and layers < -1 and abs(noise) < 0.3 * abs(rate)
+    assert confusion(rule, records_of(300, seed=9)).accuracy > 0.93
+    again = fit_logistic(records, 30.0, ["rate", "layers", "noise_encoder"])
+    assert abs(again.body["weights"][0]) < 0.5 * abs(rate)
+
+
+def test_logistic_against_pytorchs_loss() -> None:
+    """The gradient of the summed log loss + decay / 2 · |weights|² is zero at the weights found."""
+    records = records_of(80)
+    rule = fit_logistic(records, 0.7, ["rate", "warmup"])
+    body = {name: torch.tensor(rule.body[name], dtype=torch.float64) for name in ("weights", "squares", "bias")}
+    for tensor in body.values():
+        tensor.requires_grad_()
+    x = torch.tensor([[record["features"][name] for name in rule.names] for record in records], dtype=torch.float64)
+    z = (x - x.mean(0)) / x.std(0, correction=0)
+    score = z @ body["weights"] + z.square() @ body["squares"] + body["bias"]
+    y = torch.tensor([float(record["learned"]) for record in records], dtype=torch.float64)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(score, y, reduction="sum")
+    (loss + 0.35 * (body["weights"].square().sum() + body["squares"].square().sum())).backward()
+    assert body["weights"].grad is not None and body["squares"].grad is not None and body["bias"].grad is not None
+    assert body["weights"].grad.abs().max() < 1e-4 and abs(float(body["squares"].grad[0])) < 1e-4
+    assert abs(float(body["bias"].grad)) < 1e-4 and float(body["squares"][1].detach()) == 0.0
+    for record, expected in zip(records, score.sigmoid().tolist(), strict=True):
+        assert rule.probability(record["features"]) == pytest.approx(expected)
+
+
+def test_logistic_finds_a_middle() -> None:
+    records = records_of(300)
+    for record in records:
+        record["learned"] = abs(record["features"]["rate"]) < 0.7
+    rule = fit_logistic(records, 0.3, ["rate", "layers"])
+    assert rule.body["squares"][0] < -2 and abs(rule.body["squares"][1]) < 0.5
+    assert confusion(rule, records).accuracy > 0.95
+
+
+def test_what_a_number_means_may_depend_on_the_rate() -> None:
+    records = records_of(300)
+    for record in records:
+        record["learned"] = record["features"]["rate"] * record["features"]["layers"] > 0
+    rule, flat = (fit_logistic(records, 0.3, ["rate", "layers"], by_rate=by_rate) for by_rate in (True, False))
+    assert rule.body["by_rate"][0] == 0.0 and rule.body["by_rate"][1] > 3 and flat.body["by_rate"] == [0.0, 0.0]
+    assert confusion(rule, records).accuracy > 0.95 > 0.7 > confusion(flat, records).accuracy
+
+
+def test_runs_that_differ_in_precision_alone_stand_on_one_side() -> None:
+    records = records_of(60)
+    twins = [{**record, "point": {**record["point"], "precision": "bf16"}} for record in records]
+    sides = [held_out(record, 0.3) for record in records]
+    assert sides == [held_out(record, 0.3) for record in twins] and len(set(sides)) == 2
+    judged = []
+
+    def keep(train: Sequence[dict[str, Any]]) -> VerdictRule:
+        judged.append({json.dumps(record["point"]["rate"]) for record in train})
+        return fit_logistic(train, 1.0, ["rate"])
+
+    verdict_fit.folded([*records, *twins], keep)
+    assert len(judged) == 5 and all(len(rates) == 48 for rates in judged)  # of 60, each with its twin or not at all
+
+
+def test_tree_cuts_where_gini_says() -> None:
+    records = records_of(60)
+    for record in records:
+        record["learned"] = record["features"]["rate"] > 0.3
+    rule = fit_tree(records, 3, ["layers", "rate"])
+    below = max(r["features"]["rate"] for r in records if not r["learned"])
+    above = min(r["features"]["rate"] for r in records if r["learned"])
+    assert rule.body["feature"] == "rate" and rule.body["threshold"] == pytest.approx((below + above) / 2)
+    assert confusion(rule, records).accuracy == 1.0
+    assert rule.body["low"] == {"probability": pytest.approx(1 / (rule.body["low"]["runs"] + 2)),
+                                "runs": rule.body["low"]["runs"]}
+    assert verdict_fit.choose(records).startswith("tree")
+
+
+def test_best_split_against_every_cut() -> None:
+    draw = torch.Generator().manual_seed(2)
+    values = torch.randn(30, generator=draw, dtype=torch.float64)
+    y = (torch.rand(30, generator=draw) < 0.5).double()
+    def impurity(part: torch.Tensor) -> float:
+        return float(len(part) * part.mean() * (1 - part.mean()))
+    ordered = values.sort().values
+    cuts = [float((ordered[i] + ordered[i + 1]) / 2) for i in range(4, 25)]
+    expected = min(cuts, key=lambda cut: impurity(y[values <= cut]) + impurity(y[values > cut]))
+    found = verdict_fit._best_split(values, y)
+    assert found is not None and found[1] == pytest.approx(expected)
+
+
+def test_fit_rule_holds_out_and_refuses_too_little() -> None:
+    records = records_of(240)
+    fitted = fit_rule(records, splits=2)
+    held = fitted.held
+    assert held.total == sum(held_out(record, 0.3) for record in records) and 45 < held.total < 100
+    assert held.accuracy > 0.8 and set(fitted.unseen) == {f"{block}/admin" for block in BLOCKS}
+    assert fitted.recipe in verdict_fit.FITTERS and len(fitted.splits) == 2 and 0.7 < sum(fitted.splits) / 2 <= 1
+    with pytest.raises(UserError, match="too few"):
+        fit_rule(records[:30])
+    alone = [record for record in records_of(240) if record["point"]["encoder"] == BLOCKS[1]]
+    assert fit_rule(alone, splits=1).unseen == {}  # nothing is left without the one block
+    for record in records:
+        record["learned"] = True
+    with pytest.raises(UserError, match="too much alike"):
+        fit_rule(records)
+
+
+def test_grid_goes_on_where_it_was(tmp_path: Path) -> None:
+    points = grid(["post_ln", "pre_ln/admin"], [1], [1e-3], [2], [1])
+    assert len(points) == 4 and {p.name for p in points} == {"post_ln", "pre_ln/admin"}
+    more = grid(["post_ln", "pre_ln/admin"], [1], [1e-3], [2], [1], ["fp32", "fp16"], ["auto", "depth_scaled"])
+    assert len(more) == 16 and sum(p in points for p in more) == 4
+    assert {p.initialisation for p in more} == {"xavier/xavier", "depth_scaled/depth_scaled"}
+    scaled = point_recipe(Point("pre_ln", "admin", 4, 1e-3, True, init="depth_scaled"), TINY).model
+    assert scaled.encoder.init == scaled.decoder.init == "depth_scaled"
+    file = tmp_path / "runs.jsonl"
+    assert run_grid(points[:1], TINY, file) == 0
+    with file.open("a") as out:
+        out.write('{"point": {"enc')  # the half line of a kill
+    first = read_runs(file)
+    assert len(first) == 1
+    whole = file.read_text().splitlines()[0]
+    for cut in (whole[:1], whole[:30], whole[:whole.index("}") + 1], whole[:-1]):
+        (tmp_path / "cut.jsonl").write_text(f"{whole}\n{cut}")
+        assert read_runs(tmp_path / "cut.jsonl") == first
+    assert run_grid(points, TINY, file, max_seconds=-1.0) == 3 and run_grid(points, TINY, file) == 0
+    records = read_runs(file)
+    assert len(records) == 4 and records[0] == first[0]
+    assert set(records[1]["features"]) == set(FEATURES) and len(records[1]["losses"]) == 1
+    assert all(math.isfinite(value) for record in records for value in record["features"].values())
+    old = json.loads(json.dumps(records))
+    del old[2]["features"]["trial_source"]
+    old[2]["features"]["layers"] = 9.0
+    del old[0]["features"]["fp16"]  # the point settles it: nothing is measured
+    file.write_text("".join(json.dumps(record) + "\n" for record in old))
+    assert measure_anew(file) == 1 and measure_anew(file) == 0
+    for again, record in zip(read_runs(file), records, strict=True):
+        assert again["features"] == pytest.approx(record["features"], rel=1e-4, abs=1e-4)
+        assert again["losses"] == record["losses"]
+    with pytest.raises(UserError, match="no block 'nonsense'"):
+        grid(["nonsense"], [1], [1e-3], [2], [1])
+
+
+@pytest.mark.parametrize("blocks", ["pre_ln", "post_ln/dlcl", "admin", "fixup"])
+def test_side_by_side_is_one_by_one(blocks: str) -> None:
+    encoder, _, decoder = blocks.partition("/")
+    task = ToyTask()
+    points = [Point(encoder, decoder or encoder, 2, rate, warm) for rate, warm in ((1e-3, True), (1e-2, False))]
+    recipes = [point_recipe(point, TINY) for point in points]
+    models = [fresh_model(r.model, task.vocabulary, task.vocabulary, 1, [task.batch(0, 3)]) for r in recipes]
+    rates = [[learning_rate(r.optimizer.lr, r.schedule, update, 4) for r in recipes] for update in range(1, 5)]
+    together = list(train_side_by_side(models, (task.batch(u, 3) for u in range(4)), rates, recipes[0].optimizer))
+    for place, (model, recipe) in enumerate(zip(models, recipes, strict=True)):
+        engine = LocalEngine(model, recipe, torch.device("cpu"))
+        for update in range(4):
+            batch = task.batch(update, 3)
+            tokens = int((batch[3] != 3).sum())
+            alone = engine.train_step([batch], tokens, rates[update][place]).nll / tokens
+            assert together[update][place] == pytest.approx(alone, rel=2e-4)
+
+
+def test_the_doctor_measures_what_the_grid_measured() -> None:
+    """The rule is fitted on what `measure_points` finds, side by side, and asked what `diagnose` finds, one by one."""
+    points = [Point("post_ln", "admin", 2, 3e-3, warm, 3, precision="bf16") for warm in (True, False)]
+    batch, first, size = TINY.task.batch(0, PROBE), TINY.task.batch(0, 3), TINY.task.vocabulary
+    for point, found in zip(points, measure_points(points, TINY), strict=True):
+        recipe = point_recipe(point, TINY)
+        model = fresh_model(recipe.model, size, size, point.seed, [first])
+        asked = features(model, batch, partial(one_update, model, recipe, batch), partial(trial, model, recipe, batch),
+                         rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=int((first[3] != PAD).sum()),
+                         precision="bf16")
+        assert asked.keys() == found.keys() == FEATURES.keys()
+        assert asked == pytest.approx(found, rel=1e-3, abs=1e-3)
+
+
+def test_a_trial_trains_as_training_does() -> None:
+    """Every update of it has dropout masks of its own, and RAdam stands back for Adam."""
+    recipe = point_recipe(Point("pre_ln", "pre_ln", 1, 1e-3, True), TINY)
+    size, batch = TINY.task.vocabulary, TINY.task.batch(0, 3)
+    shape = recipe.model.model_copy(update={"dropout": 0.3})
+    still = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": 0.0}), "model": shape})
+    during = trial(Transformer(shape, size, size, 1), still, batch)[:TRIAL]
+    assert len(set(during)) == TRIAL
+    by = {name: trial(Transformer(recipe.model, size, size, 1), recipe.model_copy(
+        update={"optimizer": recipe.optimizer.model_copy(update={"name": name})}), batch) for name in ("adam", "radam")}
+    assert by["radam"] == by["adam"]
+
+
+def test_each_model_has_its_own_loss_scale() -> None:
+    """Halved by an overflow, doubled after a while without; an update with an overflow changes nothing."""
+    rule = LossScale(initial_power=20, window=2, floor=2.0**10)
+    scales = _Scales(3, rule)
+    gradient = torch.tensor([[1.0, 2.0], [math.inf, 0.0], [math.nan, 1.0]]) * 2.0**20
+    assert scales.unscale(gradient).tolist() == [True, False, False] and gradient[0].tolist() == [1.0, 2.0]
+    assert scales.scales.tolist() == [2.0**20, 2.0**19, 2.0**19]
+    assert scales.unscale(torch.ones(3, 2)).all() and scales.scales.tolist() == [2.0**21, 2.0**19, 2.0**19]
+    for _ in range(20):
+        scales.unscale(torch.full((3, 2), math.nan))
+    assert scales.scales.tolist() == [2.0**10] * 3
+    task = ToyTask()
+    recipe = point_recipe(Point("pre_ln", "pre_ln", 1, 1e-3, True), TINY)
+    models = [Transformer(recipe.model, task.vocabulary, task.vocabulary, 1) for _ in range(2)]
+    batches = [task.batch(1, 3)] * 12
+    scaled = list(train_side_by_side(models, batches, [[1e-2, 0.0]] * 12, recipe.optimizer, "fp16", rule))
+    first = [losses[0] for losses in scaled]
+    dropped = sum(a == b for a, b in pairwise(first))  # 2^20 is too much for the loss's gradient in fp16
+    plain = list(train_side_by_side(models[:1], batches, [[1e-2]] * 12, recipe.optimizer))
+    assert 0 < dropped < 8 and first[-1] < first[0] - 0.3
+    assert first[-1] == pytest.approx(plain[11 - dropped][0], abs=2e-3)
+    assert len({losses[1] for losses in scaled}) == 1  # at a rate of 0
+
+
+def test_a_run_learns_or_not_by_the_mark(tmp_path: Path) -> None:
+    task = ToyTask(symbols=4, successors=1, shortest=3, longest=3)
+    easy = Settings(width=16, heads=2, ffn=16, updates=120, warmup=5, task=task)
+    assert run_grid([Point("pre_ln", "pre_ln", 1, 1e-2, True, 16), Point("pre_ln", "pre_ln", 1, 1e-7, True, 16)], easy,
+                    tmp_path / "runs.jsonl") == 0
+    learned, stuck = read_runs(tmp_path / "runs.jsonl")
+    assert learned["learned"] and learned["final"] < learned["bar"] < stuck["final"] and not stuck["learned"]
+    assert easy.bars == pytest.approx({"source": math.log(4) / 4, "context": math.log(4) * 3 / 4})
+
+
+def test_fit_writes_rule_table_and_picture(tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records_of(120)))
+    text = fit_grid(file, ship=False, splits=1)
+    assert "held out" in text and (tmp_path / "verdict.md").read_text().strip() == text
+    assert (tmp_path / "verdict.png").stat().st_size > 5000
+    rule = VerdictRule.load(tmp_path / "verdict.json")
+    assert rule.facts["runs"] + rule.facts["held_out_runs"] == 120
+    assert rule.facts["inits"]["b2t/admin"] == ["depth_scaled/xavier"]
+
+
+def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
+    """Two sizes of batch, three runs that learned; the rule says yes to all of 8 sentences and to none of 2. A sixth
+    run, which it was fitted on, does not count."""
+    file, settings = tmp_path / "fresh.jsonl", Settings().as_dict()
+    bar, low, high = Settings().bars["source"], 1.0, 2.0
+    ended = [(8, low, bar - 0.1), (8, low, bar + 0.1), (8, low, bar - 0.2), (2, high, bar + 0.3), (2, high, bar - 0.3),
+             (2, low, bar - 0.1)]
+    file.write_text("".join(json.dumps({
+        "point": {"encoder": "admin", "decoder": "admin", "layers": 6, "rate": 1e-3, "warmup": True,
+                  "sentences": sentences, "seed": seed},
+        "settings": settings, "features": {"tokens": tokens}, "final": final, "learned": None,
+    }) + "\n" for seed, (sentences, tokens, final) in enumerate(ended)))
+    body = {"feature": "tokens", "threshold": 1.5, "low": {"probability": 0.9, "runs": 5},
+            "high": {"probability": 0.1, "runs": 5}}
+    *fresh, old = read_runs(file)
+    twin = {**old, "point": {**old["point"], "precision": "bf16"}}
+    assert _digest(twin) == _digest(old) != _digest(fresh[0])  # one with other precision is no other point
+    rule = VerdictRule("tree", ["tokens"], body, {"tokens": [0.0, 2.0]}, {"mark": "source"})
+    rule.save(tmp_path / "rule.json")
+    assert judge_runs(file, tmp_path / "rule.json").startswith("the rule does not tell what it was fitted on; some of ")
+    rule = replace(rule, facts={**rule.facts, "fitted_points": [_digest(old)]})
+    rule.save(tmp_path / "rule.json")
+    text = judge_runs(file, tmp_path / "rule.json")
+    assert text.startswith("left out: 1 runs that the rule was fitted on\nlearned: 3 of 5 runs\naccuracy: 60.0 %\n")
+    assert re.search(r"learned +2 +1\ndid not +1 +1\n", text)
+    assert re.search(r"by sentences a batch:\n  8 +66\.7 % of 3\n  2 +50\.0 % of 2\nby layers", text)
+    assert re.search(r"by blocks:\n  admin +60\.0 % of 5$", text)
+    replace(rule, facts={"fitted_points": [_digest(run) for run in (*fresh, old)]}).save(tmp_path / "rule.json")
+    with pytest.raises(UserError, match=r"^the rule was fitted on all 6 runs of .*fresh.jsonl, which says nothing; m"):
+        judge_runs(file, tmp_path / "rule.json")
+    replace(rule, names=["layers", "tokens"], spans={**rule.spans, "layers": [0.0, 2.0]}).save(tmp_path / "rule.json")
+    lacking = "has runs without layers; add it, without training them again, with tools/verdict_grid.py measure"
+    for fails in (lambda: judge_runs(file, tmp_path / "rule.json"), lambda: fit_grid(file, ship=False)):
+        with pytest.raises(UserError, match="has runs without "):
+            fails()
+    with pytest.raises(UserError, match=lacking):
+        judge_runs(file, tmp_path / "rule.json")
+
+
+MISTAKES = [
+    ("verdict-grid judge none.jsonl", "there is no file none.jsonl; make runs with tools/verdict_grid.py run none"),
+    ("verdict-grid fit none.jsonl", "there is no file none.jsonl; make runs with tools/verdict_grid.py run none"),
+    ("verdict-grid measure none.jsonl", "there is no file none.jsonl; make runs with tools/verdict_grid.py run none"),
+    ("verdict-grid run notes.md", "notes.md, line 1, is not a run of a verdict grid, which has features, final, point"),
+    ("verdict-grid judge foreign.jsonl", "foreign.jsonl, line 1, is not a run of a verdict grid"),
+    ("verdict-grid judge empty.jsonl", "empty.jsonl has 0 runs; make runs with tools/verdict_grid.py run empty.jsonl"),
+    ("verdict-grid judge other.jsonl", "other.jsonl, line 1, is not a run of a verdict grid"),
+    ("reproduce corollaries --width 6", "--width is 6, must be a multiple of 4, the number of heads"),
+    ("reproduce vanishing --trials 0", "--trials is 0, must be 1 or more"),
+    ("reproduce last_ffn --threads 0", "--threads is 0, must be 1 or more"),
+    ("reproduce last_ffn --deepest 1", "--deepest is 1, must be 6 or more for last_ffn"),
+    ("reproduce vanishing --deepest 1", "--deepest is 1, must be 2 or more for vanishing"),
+    ("verdict-grid run runs.jsonl --threads 0", "--threads is 0, must be 1 or more"),
+    ("verdict-grid run runs.jsonl --depths 6 0", "--depths has 0, but all must be above 0"),
+    ("verdict-grid run runs.jsonl --rates 1e-3 0", "--rates has 0.0, but all must be above 0"),
+    ("verdict-grid run runs.jsonl --rates 1e-3 nan", "--rates has nan, but all must be above 0 and finite"),
+    ("verdict-grid run runs.jsonl --seeds 1 -1", "--seeds has -1, but all must be 0 or more"),
+    ("verdict-grid run runs.jsonl --seeds 2147483648", "a point of the grid has a fault:\n  seed: is 2147483648, must"),
+    ("verdict-grid run runs.jsonl --mark context", "--mark is of verdict-grid fit and has no say in run; leave it out"),
+    ("verdict-grid fit other.jsonl --seeds 2", "--seeds is of verdict-grid run and has no say in fit; leave it out"),
+    ("verdict-grid judge other.jsonl --ship", "--ship is of verdict-grid fit and has no say in judge; leave it out"),
+    ("verdict-grid measure other.jsonl --rule a", "--rule is of verdict-grid judge and has no say in measure; leave"),
+    ("verdict-grid run other.jsonl/runs.jsonl", "file other.jsonl/runs.jsonl cannot be written: "),
+    ("verdict-grid run .", ". cannot be read as lines of JSON: "),
+    ("verdict-grid fit other.jsonl", "other.jsonl, line 1, is not a run of a verdict grid, which has f"),
+    ("verdict-grid measure other.jsonl", "other.jsonl, line 1, is not a run of a verdict grid"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_mistakes(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.jsonl").write_text('{"update": 1, "loss": 2.0}\n')
+    (tmp_path / "notes.md").write_text("# Notes\nof mine")
+    (tmp_path / "empty.jsonl").write_text("")
+    foreign = {"point": {"city": "Rome"}, "settings": {}, "features": {}, "final": 1.0}
+    (tmp_path / "foreign.jsonl").write_text(json.dumps(foreign) + "\n")
+    command, *words = line.split()
+    assert main(command, words) == 2
+    assert (tmp_path / "notes.md").read_text() == "# Notes\nof mine"
+    assert said in capsys.readouterr().err and not (tmp_path / "runs.jsonl").exists()
+
+
+def test_the_shipped_rule_is_the_one_of_the_shipped_runs() -> None:
+    rule = VerdictRule.load()
+    assert set(rule.names) <= set(FEATURES) and set(rule.spans) == set(rule.names)
+    records = read_runs(Path(__file__).parents[2] / "docs" / "verdict_runs.jsonl")
+    assert all(set(record["features"]) == set(FEATURES) for record in records)
+    test = [record for record in records if held_out(record, 0.3)]
+    found = confusion(rule, test)
+    assert found.total == rule.facts["held_out_runs"] and len(records) - found.total == rule.facts["runs"]
+    assert found == verdict_fit.Confusion(**rule.facts["confusion"]) and found.accuracy >= 0.9
+    train = [record for record in records if not held_out(record, 0.3)]
+    assert rule.facts["fitted_points"] == sorted(set(map(_digest, train))) and rule.unvaried == {}
+    again = verdict_fit.FITTERS[rule.facts["fit"]](train)
+    for record in test:
+        assert again.probability(record["features"]) == pytest.approx(rule.probability(record["features"]), abs=1e-6)

@@ -1,0 +1,358 @@
+"""Evaluation: scores against hand-computed ones, tables, comparisons, test sets, the job end to end."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sacrebleu
+import tiny_run
+
+from deepnmt import config
+from deepnmt.arguments import expected_model
+from deepnmt.checkpoint.average_run import average_run
+from deepnmt.checkpoint.checkpoint import load_model
+from deepnmt.decode.translate import translate_files, translate_lines
+from deepnmt.errors import UserError
+from deepnmt.evaluate.evaluate import evaluate_run, find_sets, read_systems, scores_file
+from deepnmt.evaluate.metrics import EvaluationSet, compare, score_lines, score_systems
+from deepnmt.export.fold import fold_run
+
+VERSION = sacrebleu.__version__
+SIGNATURES = {
+    "bleu": f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{VERSION}",
+    "chrf": f"nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:{VERSION}",
+    "ter": f"nrefs:1|case:lc|tok:tercom|norm:no|punct:yes|asian:no|version:{VERSION}",
+}
+SOURCES = ["the small dog sees a red house", "a cat runs to the old tree", "two birds sing in the green garden"]
+TARGETS = ["der kleine Hund sieht ein rotes Haus", "eine Katze läuft zum alten Baum", "zwei Vögel singen im Garten"]
+
+
+def _write(file: Path, lines: list[str]) -> str:
+    data = "".join(f"{line}\n" for line in lines).encode()
+    file.write_bytes(gzip.compress(data) if file.suffix == ".gz" else data)
+    return str(file)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> config.Recipe:
+    """With the test sets "first" (all three lines) and "second" (two, as TSV with the target first)."""
+    test = {
+        "first": config.Corpus(src=[_write(tmp_path / "a.en.gz", SOURCES)], trg=[_write(tmp_path / "a.de", TARGETS)]),
+        "second": config.Corpus(tsv=[_write(tmp_path / "b.tsv", [f"{t}\t{s}" for s, t in zip(SOURCES[:2], TARGETS)])],
+                                columns=[2, 1]),
+    }
+    return tiny_run.recipe_of(tmp_path / "run", test)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_computed_by_hand() -> None:
+    scores = score_lines(["a b c d e"], [["a b c d f"]], "de")
+    assert scores.values["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-9)
+    assert scores.values["ter"] == pytest.approx(100 * 1 / 5, abs=1e-9)
+    shared = [4 / 5, 3 / 4, 2 / 3, 1 / 2, 0 / 1]  # of the 1- to 5-grams of 5 letters; there is no 6-gram
+    assert scores.values["chrf"] == pytest.approx(100 * sum(shared) / 5, abs=1e-9)
+    assert scores.signatures == SIGNATURES and scores.sentences == 1
+
+
+def test_a_perfect_translation_and_the_wrong_case() -> None:
+    assert score_lines(TARGETS, [TARGETS], "de").values == pytest.approx({"bleu": 100, "chrf": 100, "ter": 0}, abs=1e-9)
+    assert score_lines([t.lower() for t in TARGETS], [TARGETS], "de").values["bleu"] < 60
+
+
+def test_any_of_several_references_will_do() -> None:
+    scores = score_lines(TARGETS, [["nichts"] * 3, TARGETS], "de")
+    assert scores.values["bleu"] == pytest.approx(100) and scores.signatures["bleu"].startswith("nrefs:2|")
+
+
+def test_the_target_language_chooses_the_tokenizer() -> None:
+    assert "|tok:zh|" in score_lines(["你好"], [["你好"]], "zh").signatures["bleu"]
+
+
+def test_faulty_numbers_of_lines() -> None:
+    with pytest.raises(UserError, match="mine has 2 lines, but the reference has 3"):
+        score_lines(TARGETS[:2], [TARGETS], "de", "mine")
+    with pytest.raises(UserError, match="mine has no lines"):
+        score_lines([], [[]], "de", "mine")
+    with pytest.raises(UserError, match="test set t has 3 source lines and 2 reference lines"):
+        EvaluationSet("t", SOURCES, [TARGETS, TARGETS[:2]])
+    with pytest.raises(UserError, match="test set t has no lines"):
+        EvaluationSet("t", [], [[]])
+
+
+# -- tables and comparisons --------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_a_row_a_system_a_column_a_set_and_the_average() -> None:
+    sets = [EvaluationSet("one", SOURCES, [TARGETS]), EvaluationSet("newstest2014", SOURCES[:1], [["a b c d f"]])]
+    report = score_systems({"18L-18L": [TARGETS, ["a b c d e"]]}, sets, "de")
+    blocks = report.table().split("\n\n")
+    assert blocks[0] == (
+        "BLEU        one  newstest2014  average\n"
+        "18L-18L  100.00         66.87    83.44\n"
+        f"BLEU|{SIGNATURES['bleu']}"
+    )
+    assert [block.split()[0] for block in blocks] == ["BLEU", "chrF2", "TER"]
+    assert report.average("18L-18L", "ter") == pytest.approx(10)
+    assert "average" not in score_systems({"s": [TARGETS]}, sets[:1], "de").table()
+
+
+def _texts(lines: int) -> tuple[EvaluationSet, list[str], list[str]]:
+    """A test set; a good system, wrong in a word of each third line; a bad one, wrong in a word of each line."""
+    reference = [f"{TARGETS[i % 3]} {i}" for i in range(lines)]
+    good = [line.replace(" ", " falsch ", 1) if i % 3 == 0 else line for i, line in enumerate(reference)]
+    bad = [line.replace(" ", " falsch ", 1) for line in reference]
+    return EvaluationSet("t", list(reference), [reference]), good, bad
+
+
+def test_paired_bootstrap_tells_better_from_equal() -> None:
+    test, good, bad = _texts(60)
+    report = score_systems({"bad": [bad], "good": [good], "again": [bad]}, [test], "de")
+    found = {(c.metric, c.system): c for c in report.comparisons}
+    assert len(found) == len(report.comparisons) == 6 and {c.baseline for c in report.comparisons} == {"bad"}
+    for metric, sign in (("bleu", 1), ("chrf", 1), ("ter", -1)):
+        better, same = found[metric, "good"], found[metric, "again"]
+        values = {system: report.scores[system]["t"].values[metric] for system in ("good", "bad")}
+        assert better.difference == pytest.approx(values["good"] - values["bad"], abs=1e-9)
+        assert better.difference * sign > 1 and better.p_value < 0.01
+        assert abs(better.mean - values["good"]) < better.interval
+        assert (same.difference, same.p_value) == (0.0, 1.0)
+    assert "|bs:1000|seed:12345|" in found["bleu", "good"].signature
+    assert report.table().count("*") == 4  # one in the heading, one a metric
+
+
+def test_a_difference_in_one_line_of_many_is_chance() -> None:
+    test, good, _ = _texts(60)
+    (bleu, *_) = compare({"a": good, "b": [good[0].replace("Hund", "Hut"), *good[1:]]}, test, "de")
+    assert bleu.difference < 0 and bleu.p_value > 0.05
+
+
+# -- test sets ---------------------------------------------------------------------------------------------------------
+
+
+def test_test_sets_by_name_and_by_files(recipe: config.Recipe, tmp_path: Path) -> None:
+    assert find_sets(recipe, None) == [
+        EvaluationSet("first", SOURCES, [TARGETS]), EvaluationSet("second", SOURCES[:2], [TARGETS[:2]])]
+    files = f"mine={tmp_path / 'a.en.gz'},{tmp_path / 'a.de'}"
+    assert find_sets(recipe, [files, "second"])[0] == EvaluationSet("mine", SOURCES, [TARGETS])
+    short = _write(tmp_path / "short", TARGETS[:2])
+    empty = _write(tmp_path / "empty", [])
+    for spec, fault in (
+        ("frist", "there is no test set 'frist'; near it are first; give a name of data.test \\(first, second\\)"),
+        ("wmt14/ful", "near it are wmt14/full"),
+        ("multi30k/2016=x", "not of the form NAME=SRC,REF"),
+        (f"m={tmp_path / 'none'},{short}", "none cannot be read: No such file"),
+        (f"m={tmp_path / 'a.en.gz'},{short}", "test set m has 3 source lines and 2 reference lines"),
+        (f"m={empty},{empty}", "test set m has no lines"),
+    ):
+        with pytest.raises(UserError, match=fault):
+            find_sets(recipe, [spec])
+    with pytest.raises(UserError, match="share a name"):
+        find_sets(recipe, ["first", "first"])
+    with pytest.raises(UserError, match=r"no data\.test"):
+        find_sets(tiny_run.recipe_of(tmp_path), None)
+    german = recipe.model_copy(update={"data": recipe.data.model_copy(update={"src_lang": "deu"})})
+    with pytest.raises(UserError, match=r"SacreBLEU's multi30k/2017 has no deu-de .*; it has en-de, en-fr"):
+        find_sets(german, ["multi30k/2017"])
+
+
+_SACREBLEU_SETS = """
+import sys
+import tiny_run
+from pathlib import Path
+from deepnmt.errors import UserError
+from deepnmt.evaluate.evaluate import find_sets
+recipe = tiny_run.recipe_of(Path("run"))
+(found,) = find_sets(recipe, ["wmt14/full"])
+assert (found.name, found.sources, found.references) == ("wmt14/full", ["a b", "c"], [["d", "e f"]]), found
+try:
+    find_sets(recipe, ["multi30k/2016"])
+except UserError as error:
+    print(error)
+"""
+
+
+def test_sacrebleus_own_sets_from_its_folder_and_without_a_network(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "wmt14" / "full"
+    folder.mkdir(parents=True)
+    for kind in ("src", "ref", "docid", "genre", "origlang"):
+        _write(folder / f"wmt14_full.en-de.{kind}", {"src": ["a b", "c"], "ref": ["d", "e f"]}.get(kind, ["x", "x"]))
+    refused = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https")}
+    paths = os.pathsep.join([str(Path(tiny_run.__file__).parent), str(Path(config.__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", _SACREBLEU_SETS], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
+        env={**os.environ, **refused, "no_proxy": "", "SACREBLEU": str(tmp_path / "cache"), "PYTHONPATH": paths},
+    )
+    assert done.stdout.startswith(f"SacreBLEU's multi30k/2016 is not in {tmp_path / 'cache'} and cannot be downloaded")
+    assert "sacrebleu --download multi30k/2016 -l en-de" in done.stdout and done.stdout.count("\n") == 1
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_runs_model_is_translated_and_scored(recipe: config.Recipe, tmp_path: Path) -> None:
+    tiny_run.write(recipe, 10)
+    settings = config.Translate(beam=2, max_ratio=1.0, max_extra=3, nbest=2)
+    recipe = recipe.model_copy(update={"translate": settings})
+    table = evaluate_run(recipe)
+    written = json.loads((tmp_path / "run" / "scores.json").read_text())
+    loaded = load_model(Path(recipe.run))
+    vocabs = (loaded.src_vocab, loaded.trg_vocab)
+    for name, count in (("first", 3), ("second", 2)):
+        lines = [best[0].text for best in translate_lines(loaded.model, vocabs, SOURCES[:count], settings)]
+        assert written["sets"][name] == score_lines(lines, [TARGETS[:count]], "de").as_json()
+    assert written["average"]["chrf"] == (written["sets"]["first"]["chrf"] + written["sets"]["second"]["chrf"]) / 2
+    assert (written["system"], written["update"], written["averaged_updates"]) == ("run", 10, [])
+    assert written["checkpoint"].endswith("update-00000010") and written["translate"] == settings.model_dump()
+    assert "bleu" not in written and table.startswith("BLEU")
+
+
+def test_the_runs_own_scores_stay_whatever_else_is_scored(
+    recipe: config.Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, checkpoint = Path(recipe.run), tiny_run.write(recipe, 10)
+    recipe = recipe.model_copy(update={"translate": config.Translate(beam=1, max_ratio=1.0, max_extra=3)})
+    (run / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
+    evaluate_run(recipe)
+    own = (run / "scores.json").read_bytes()
+    assert capsys.readouterr().err.splitlines()[:1] == [f"scoring the model of {checkpoint}"]
+    good = _write(tmp_path / "good.de", TARGETS)
+    mine = f"mine/1={tmp_path}/a.en.gz,{good}"
+    evaluate_run(recipe, tests=["first", mine])
+    evaluate_run(recipe, checkpoint=checkpoint)
+    evaluate_run(config.load_recipe(run, ["translate.max_extra=2"]))
+    evaluate_run(recipe, ["first"], [f"a={good}", f"b={good}"])
+    assert f"scores are in {run}/scores-a-b-first.json" in capsys.readouterr().err
+    assert {file.name for file in run.glob("*.json*")} == {
+        "scores.json", "scores-first-mine_1_814f71.json", "scores-update-00000010.json", "scores-max_extra_2.json",
+        "scores-a-b-first.json"}
+    assert (run / "scores.json").read_bytes() == own
+
+
+def test_other_scores_have_other_names(recipe: config.Recipe, tmp_path: Path) -> None:
+    run = Path(recipe.run)
+    for folder in (run, tmp_path / "other"):
+        (folder / "checkpoints").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
+    lines, less = _write(tmp_path / "c.en", SOURCES[:2]), _write(tmp_path / "less.de", TARGETS[:2])
+
+    def name(*overrides: str, tests: list[str] | None = None, **given: Any) -> str:
+        asked = config.load_recipe(run, list(overrides))
+        file = scores_file(asked, find_sets(asked, tests), tests, **given)
+        assert file.parent == run
+        return file.name
+
+    other = [f"data.test.first.src=[{lines}]", f"data.test.first.trg=[{less}]"]
+    assert name() == name(checkpoint=run) == name("run=" + str(run)) == "scores.json"
+    assert name("translate.beam=1", "seed=7") == "scores-seed_7-beam_1.json"
+    assert name("translate.beam=1", hypotheses=["a b=x,y"]) == "scores-a_b.json"  # no search
+    assert name("data.trg_lang=fr", hypotheses=["a=x,y"]) == "scores-a-trg_lang_fr.json"
+    assert name(*other) == "scores-first_5e5bf1-second.json"
+    assert name(*other, tests=["second"]) == "scores-second.json"
+    assert name(*other, tests=["first"]) == name(tests=[f"first={lines},{less}"]) == "scores-first_5e5bf1.json"
+    assert name(tests=["first"]) == "scores-first.json"
+    assert name(f"data.test.v.src=[{lines}]", f"data.test.v.trg=[{less}]") == "scores-first-second-v_5e5bf1.json"
+    for checkpoint, found in (("run/checkpoints/update-00000024", "update-00000024"), ("run/averaged", "averaged"),
+                              ("other/checkpoints/update-00000024", "other-update-00000024"), ("other", "other"),
+                              ("other/averaged", "other-averaged"), ("run/../other/mean", "other-mean")):
+        assert name(checkpoint=tmp_path / checkpoint) == f"scores-{found}.json"
+
+
+def test_all_that_take_the_average_tell_that_it_is_outdated(
+    recipe: config.Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = recipe.model_copy(update={"translate": config.Translate(beam=1, max_ratio=1.0, max_extra=3)})
+    tiny_run.write(recipe, 10)
+    folder, newest = average_run(recipe), tiny_run.write(recipe, 20)
+    source, out = str(tmp_path / "a.en.gz"), str(tmp_path / "out")
+    translate_files(Path(recipe.run), source, out, recipe.translate, rank=1, world=2, gather=lambda _: None)
+    assert caplog.messages == []
+    translate_files(Path(recipe.run), source, out, recipe.translate)
+    evaluate_run(recipe)
+    with pytest.raises(UserError, match="b2t"):  # which does not fold
+        fold_run(recipe)
+    assert len(caplog.messages) == 3
+    assert all(said.startswith(f"{folder} was averaged") and str(newest) in said for said in caplog.messages)
+
+
+def test_ready_translations_are_scored_and_compared(recipe: config.Recipe, tmp_path: Path) -> None:
+    good, bad = _write(tmp_path / "good.de", TARGETS), _write(tmp_path / "bad.de", [t[::-1] for t in TARGETS])
+    evaluate_run(recipe, tests=["first"], hypotheses=[f"good={good}"], output=tmp_path / "new" / "one.json")
+    one = json.loads((tmp_path / "new" / "one.json").read_text())
+    assert (one["system"], one["bleu"], one["ter"]) == ("good", pytest.approx(100), 0)
+    assert one["bleu_signature"] == SIGNATURES["bleu"] and one["chrf_signature"] == SIGNATURES["chrf"]
+    assert one["sets"]["first"]["sentences"] == 3
+
+    table = evaluate_run(recipe, ["first"], [f"bad={bad}", f"good={good}"], output=tmp_path / "two.json")
+    two = json.loads((tmp_path / "two.json").read_text())
+    assert list(two["systems"]) == ["bad", "good"] and two["systems"]["good"]["bleu"] == pytest.approx(100)
+    assert [c["metric"] for c in two["comparisons"]] == ["bleu", "chrf", "ter"]
+    assert "first: BLEU of good is +" in table
+
+
+def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
+    good, short = _write(tmp_path / "good.de", TARGETS), _write(tmp_path / "short.de", TARGETS[:1])
+    sets = find_sets(recipe, None)
+    with pytest.raises(UserError, match="not of the form SYSTEM=FILE"):
+        read_systems([good], sets)
+    with pytest.raises(UserError, match=r"system s has 1 files for 2 test sets \(first, second\)"):
+        read_systems([f"s={good}"], sets)
+    with pytest.raises(UserError, match="system s is given twice"):
+        read_systems([f"s={good},{good}"] * 2, sets)
+    with pytest.raises(UserError, match="s on second has 3 lines, but the reference has 2"):
+        evaluate_run(recipe, hypotheses=[f"s={good},{good}"])
+    with pytest.raises(UserError, match="s on first has 1 lines, but the reference has 3"):
+        evaluate_run(recipe, ["first"], hypotheses=[f"s={short}"])
+    with pytest.raises(UserError, match=r"scores cannot be written to .*good\.de/x"):
+        evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], output=f"{good}/x")
+    with pytest.raises(UserError, match=r"so the checkpoint c would not be used; give one of the two"):
+        evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], checkpoint="c")
+
+
+def test_another_model_than_asked_for_is_refused_by_name(recipe: config.Recipe, tmp_path: Path) -> None:
+    tiny_run.write(recipe, 10)
+    asked = config.Model.model_validate({**recipe.model.model_dump(), "heads": 4, "dropout": 0.2})
+    fault = r"update-00000010 holds another model .*:\n  model.dropout: 0.1 -> 0.2\n  model.heads: 2 -> 4\n"
+    with pytest.raises(UserError, match=fault):
+        evaluate_run(recipe, expected=asked)
+    with pytest.raises(UserError, match=fault):
+        average_run(recipe, last=1, model=asked)
+    with pytest.raises(UserError, match=fault):
+        translate_files(Path(recipe.run), str(tmp_path / "a.en.gz"), str(tmp_path / "out"), recipe.translate,
+                        expected=asked)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "run" / "averaged").exists()
+    average_run(recipe, last=1, model=recipe.model)
+
+
+def test_which_model_a_command_line_asks_for(recipe: config.Recipe) -> None:
+    def asked(checkpoint: str | None, *overrides: str) -> config.Model | None:
+        return expected_model(argparse.Namespace(overrides=overrides), recipe, checkpoint)
+
+    assert asked(None) == asked(None, "run=x") == asked("folded", "model.heads=2") == recipe.model
+    assert asked("folded") is asked("folded", "translate.beam=2", "modelled=1") is None
+
+
+def test_processes_share_the_lines_and_the_first_scores(recipe: config.Recipe, tmp_path: Path) -> None:
+    tiny_run.write(recipe, 10)
+    parts: list[bytes] = []
+
+    def later(data: bytes) -> None:
+        parts.append(data)
+
+    def first(data: bytes) -> list[bytes]:
+        return [data, parts.pop(0)]
+
+    alone = evaluate_run(recipe, output=tmp_path / "alone.json")
+    assert evaluate_run(recipe, output=tmp_path / "no.json", rank=1, world=2, gather=later) == ""
+    assert evaluate_run(recipe, output=tmp_path / "two.json", rank=0, world=2, gather=first) == alone
+    assert not (tmp_path / "no.json").exists() and not parts
+    assert (tmp_path / "two.json").read_bytes() == (tmp_path / "alone.json").read_bytes()

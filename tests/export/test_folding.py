@@ -1,0 +1,262 @@
+"""Folding: the folded model's logits are the same, whatever the weights, the tying and the blocks; and it loads."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+import torch
+from torch import Tensor
+
+from deepnmt import config
+from deepnmt.checkpoint.checkpoint import list_checkpoints, load_model, load_moments, save_checkpoint, verify
+from deepnmt.cli import main
+from deepnmt.errors import UserError
+from deepnmt.export.post_ln import FOLDABLE, _compute_in_float64, fold_weights, save_folded
+from deepnmt.model.blocks import RULES
+from deepnmt.model.transformer import Transformer
+
+VOCAB = 40  # tiny_run's
+KNOWN = [block for block in FOLDABLE if block in RULES]
+
+
+def shapes(encoder: str, decoder: str, tied: str = "all", **settings: Any) -> config.Model:
+    return config.Model.model_validate({
+        "width": 16, "heads": 2, "ffn": 24, "max_length": 300, "tied": tied,
+        "encoder": {"block": encoder, "layers": 3}, "decoder": {"block": decoder, "layers": 2}, **settings,
+    })
+
+
+def as_trained(model: config.Model) -> Transformer:
+    """A model with every number random: matrices, biases, norms, and ω between 1/3 and 3, some of them negative."""
+    module = Transformer(model, VOCAB, VOCAB, 1).eval()
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.empty_like(parameter).normal_(generator=draw)
+            if "omegas" in name or name.endswith("input.gain"):
+                parameter.copy_(3 ** torch.empty_like(parameter).uniform_(-1, 1, generator=draw))
+                parameter[::5] *= -1
+            else:
+                parameter.add_(0.3 * noise)
+    return module
+
+
+def folded(module: Transformer, model: config.Model) -> tuple[Transformer, config.Model]:
+    weights, plain = fold_weights({name: p.detach() for name, p in module.named_parameters()}, model)
+    other = Transformer(plain, VOCAB, VOCAB, 1).eval()
+    assert {name for name, _ in other.named_parameters()} == weights.keys()
+    other.load_state_dict(weights)
+    return other, plain
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(9)
+    src, trg = (torch.randint(4, VOCAB, (3, 11), generator=draw) for _ in range(2))
+    return src, torch.tensor([11, 7, 2]), trg
+
+
+def logits(module: Transformer) -> Tensor:
+    src, lengths, trg = batch()
+    with torch.no_grad():
+        found = module.logits(module.decode(trg, module.encode(src, lengths), lengths))
+    return found[..., torch.arange(VOCAB) != 3]
+
+
+@pytest.mark.parametrize("tied", ["all", "decoder", "none"])
+@pytest.mark.parametrize("block", KNOWN)
+def test_the_logits_stay(block: str, tied: str) -> None:
+    model = shapes(block, block, tied)
+    module = as_trained(model)
+    other, plain = folded(module, model)
+    assert (plain.encoder.block, plain.decoder.block, plain.tied) == ("post_ln", "post_ln", tied)
+    assert not any("omegas" in name for name, _ in other.named_parameters())
+    assert [p.shape for p in other.embeddings.parameters()] == [p.shape for p in module.embeddings.parameters()]
+    torch.testing.assert_close(logits(other), logits(module), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [
+    pair for pair in itertools.product([*KNOWN, "post_ln", "pre_ln", "b2t"], repeat=2) if set(pair) & set(KNOWN)
+])
+def test_each_stack_folds_alone(encoder: str, decoder: str) -> None:
+    model = shapes(encoder, decoder)
+    module = as_trained(model)
+    other, plain = folded(module, model)
+    for stack, block in ((plain.encoder, encoder), (plain.decoder, decoder)):
+        assert stack.block == ("post_ln" if block in KNOWN else block)
+        assert stack.input_gain == (block in KNOWN)
+    torch.testing.assert_close(logits(other), logits(module), rtol=0, atol=1e-5)
+
+
+def test_a_gain_that_is_there_already_is_kept() -> None:
+    stack = config.Stack(block="admin", layers=2, input_gain=True)
+    model = shapes("admin", "admin").model_copy(update={"encoder": stack, "decoder": stack})
+    module = as_trained(model)
+    torch.testing.assert_close(logits(folded(module, model)[0]), logits(module), rtol=0, atol=1e-5)
+
+
+def test_the_first_omega_is_left_out_where_it_is_1() -> None:
+    model = shapes("admin", "admin")
+    module = as_trained(model)
+    with torch.no_grad():
+        for side in (module.encoder, module.decoder):
+            side.get_parameter("layers.0.rule.omegas.0").fill_(1.0)
+    other, plain = folded(module, model)
+    assert not plain.encoder.input_gain and not plain.decoder.input_gain
+    assert not any("gain" in name for name, _ in other.named_parameters())
+    torch.testing.assert_close(logits(other), logits(module), rtol=0, atol=1e-5)
+
+
+def test_the_fold_is_that_of_appendix_c() -> None:
+    """Two sub-layers of an encoder, written out."""
+    model = shapes("admin", "post_ln")
+    module = as_trained(model)
+    other, _ = folded(module, model)
+    ours, theirs = (m.encoder.get_submodule("layers.0") for m in (module, other))
+    first, second = (ours.get_parameter(f"rule.omegas.{i}") for i in (0, 1))
+    torch.testing.assert_close(other.encoder.input.gain, first)
+    torch.testing.assert_close(theirs.get_parameter("self_attn.qkv.weight"),
+                               ours.get_parameter("self_attn.qkv.weight") / first)
+    torch.testing.assert_close(theirs.get_parameter("ffn.fc1.weight"), ours.get_parameter("ffn.fc1.weight") / second)
+    for part in ("weight", "bias"):
+        torch.testing.assert_close(theirs.get_parameter(f"rule.norms.0.{part}"),
+                                   ours.get_parameter(f"rule.norms.0.{part}") * second)
+    assert torch.equal(theirs.get_parameter("self_attn.out.weight"), ours.get_parameter("self_attn.out.weight"))
+    last = "layers.2.rule.norms.1.weight"
+    assert torch.equal(other.encoder.get_parameter(last), module.encoder.get_parameter(last))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_step_by_step_decoding_stays(beams: int) -> None:
+    model = shapes("admin", KNOWN[-1])
+    module = as_trained(model)
+    src, lengths, trg = batch()
+    found = []
+    for each in (module, folded(module, model)[0]):
+        with torch.no_grad():
+            cache = each.start_cache(each.encode(src, lengths), lengths, beams, 11)
+            steps = [each.step(trg[:, [t]].expand(-1, beams).flatten(), cache) for t in range(11)]
+        found.append(torch.stack(steps, dim=1))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+    with torch.no_grad():
+        whole = module.decode(trg, module.encode(src, lengths), lengths)
+    torch.testing.assert_close(found[1].view(3, beams, 11, 16)[:, 0], whole, rtol=0, atol=1e-5)
+
+
+def test_training_mode_stays_too() -> None:
+    """The dropout masks depend on seed, key and layer alone, so the folded model draws the same."""
+    model = shapes("admin", "deepnorm", dropout=0.3)
+    module = as_trained(model).train()
+    other = folded(module, model)[0].train()
+    torch.testing.assert_close(logits(other), logits(module), rtol=0, atol=1e-5)
+    assert not torch.allclose(logits(module), logits(module.eval()), atol=0.1)
+
+
+def test_what_cannot_be_folded_is_refused() -> None:
+    model = shapes("b2t", "pre_ln")
+    with pytest.raises(UserError, match=r"^model.encoder.block is b2t and model.decoder.block pre_ln, but only"):
+        fold_weights(dict(as_trained(model).named_parameters()), model)
+    model = shapes("b2t", "admin")
+    module = as_trained(model)
+    with torch.no_grad():
+        module.decoder.get_parameter("layers.1.rule.omegas.2")[4] = 0.0
+    with pytest.raises(UserError, match=r"^ω of sub-layer 3 of decoder.layers.1 holds a zero"):
+        fold_weights({name: p.detach() for name, p in module.named_parameters()}, model)
+
+
+def test_one_layer_at_a_time_is_in_float64() -> None:
+    """To the bit what a whole model in float64 computes, which fp32 is far from."""
+    module = as_trained(shapes("admin", "deepnorm"))
+    whole, single = logits(copy.deepcopy(module).double()), logits(module)
+    layers = [*module.encoder.layers, *module.decoder.layers]
+    tensors = [parameter.data_ptr() for layer in layers for parameter in layer.parameters()]
+    wide: list[int] = []
+
+    def count(*_: object) -> None:
+        wide.append(sum(next(layer.parameters()).dtype == torch.float64 for layer in layers))
+
+    _compute_in_float64(module)
+    for layer in layers:
+        layer.register_forward_pre_hook(count)
+    assert torch.equal(logits(module), whole) and not torch.equal(single.double(), whole)
+    assert wide == [1] * len(layers)
+    assert tensors == [parameter.data_ptr() for layer in layers for parameter in layer.parameters()]
+
+
+def trained_run(folder: Path, encoder: str, decoder: str) -> config.Recipe:
+    """A run with one checkpoint, all of its numbers random."""
+    recipe = tiny_run.recipe_of(folder, model=shapes(encoder, decoder).model_dump())
+    recipe = recipe.model_copy(update={"admin": config.Admin(profile="omega.json")})
+    weights = dict(as_trained(recipe.model).named_parameters())
+    save_checkpoint(folder / "checkpoints", 10, weights, {}, tiny_run.state_of(10), config.dump_recipe(recipe),
+                    tiny_run.VOCAB, tiny_run.VOCAB)
+    return recipe
+
+
+def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = trained_run(tmp_path / "run", "admin", "deepnorm")
+    (tmp_path / "run" / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
+    source = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    assert main("fold", [str(tmp_path / "run"), "model.width=16"]) == 2
+    assert "model.width=16 has no say here, since a trained model is folded as it is" in capsys.readouterr().err
+    assert main("fold", [str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "encoder (admin) and decoder (deepnorm) as post_ln; logits of random sentences differ by at most" in said
+    target = tmp_path / "run" / "folded"
+    verify(target)
+    before, after = load_model(source), load_model(target)
+    torch.testing.assert_close(logits(after.model), logits(before.model), rtol=0, atol=1e-5)
+    assert after.recipe.model.encoder == config.Stack(block="post_ln", layers=3, input_gain=True)
+    assert after.recipe.optimizer == recipe.optimizer and after.state.update == 10
+    assert after.recipe.admin.profile is None  # which no recipe without Admin may name
+    assert after.state.extra["folded"] == str(source) and after.src_vocab.bytes == tiny_run.VOCAB
+    with pytest.raises(UserError, match="holds no optimizer moments"):
+        load_moments(target)
+    text = tmp_path / "in"
+    text.write_text("\n".join(tiny_run.SENTENCES) + "\n", encoding="utf-8")
+    outputs = []
+    for checkpoint in (source, target):
+        out = tmp_path / f"out-{checkpoint.name}"
+        assert main("translate", [str(tmp_path / "run"), "--checkpoint", str(checkpoint), "--input", str(text),
+                                  "--output", str(out), "translate.beam=3", "translate.max_ratio=1.0"]) == 0
+        outputs.append(out.read_text(encoding="utf-8"))
+    assert outputs[0] == outputs[1] and outputs[0].count("\n") == 3
+
+
+def test_nothing_is_written_where_something_else_lies(tmp_path: Path) -> None:
+    trained_run(tmp_path / "run", "admin", "admin")
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(UserError, match="thesis is there and is no checkpoint"):
+        save_folded(tmp_path / "run", tmp_path / "thesis")
+    source = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    with pytest.raises(UserError, match="is the checkpoint to be folded"):
+        save_folded(tmp_path / "run", source)
+
+
+def test_a_difference_too_large_is_said_and_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained_run(tmp_path / "run", "admin", "admin")
+    monkeypatch.setattr("deepnmt.export.post_ln.LARGEST_DIFFERENCE", 1e-12)
+    with pytest.raises(UserError, match="an ω is too close to 0; use the checkpoint as it is"):
+        save_folded(tmp_path / "run", tmp_path / "folded")
+    assert not (tmp_path / "folded").exists()
+
+
+def test_logits_are_held_to_an_absolute_difference_in_float64(tmp_path: Path) -> None:
+    """Of logits a thousand times as large the fold is refused, however small a share of them the difference is."""
+    recipe = trained_run(tmp_path / "run", "admin", "admin")
+    source = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    before, found = load_model(source).model, save_folded(source, tmp_path / "folded")
+    after = load_model(tmp_path / "folded").model
+    assert 0 < found.difference < 0.5 * float((logits(after) - logits(before)).abs().max())
+    torch.testing.assert_close(logits(after.double()), logits(before.double()), rtol=0, atol=2 * found.difference)
+    weights = dict(load_model(source).model.named_parameters())
+    for name in ("weight", "bias"):
+        weights[f"decoder.layers.1.rule.norms.2.{name}"].data *= 1000
+    save_checkpoint(tmp_path / "large", 10, weights, {}, tiny_run.state_of(10), config.dump_recipe(recipe),
+                    tiny_run.VOCAB, tiny_run.VOCAB)
+    with pytest.raises(UserError, match=r"in its logits, of which the largest is \d+\.\d, above 1e-05: rounding the"):
+        save_folded(list_checkpoints(tmp_path / "large")[0], tmp_path / "other")

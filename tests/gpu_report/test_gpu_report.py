@@ -1,0 +1,149 @@
+"""The accelerator report at a toy size on a CPU, what it does without time or text, and training by the clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm import Warm
+
+from deepnmt.config import load_recipe
+from deepnmt.gpu_report.report import FULL, LEAVING, Job, Report, TooSlow
+from deepnmt.gpu_report.tables import markdown
+from deepnmt.parallel.launch import processes
+from deepnmt.train.trainer import FINISHED, train
+
+Tool = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_toy_report(tool: Tool, tmp_path: Path) -> None:
+    done = tool("gpu_report", "--toy", "--output", tmp_path / "report", DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+    parts = report["parts"]
+    assert list(parts) == ["corpus", "machine", "prepare", "60L-12L zero1_fp16", "60L-12L zero1_bf16", "train",
+                           "average", "score"]
+    assert {part["status"] for part in parts.values()} == {"done"} and report["seconds"] < report["budget"]
+    assert all(rate > 0 for rate in parts["machine"]["figures"]["matmul_tflops"].values())
+    for precision in ("fp16", "bf16"):
+        step = parts[f"60L-12L zero1_{precision}"]["figures"]
+        assert (step["precision"], step["stage"], step["steps"], step["dropped"]) == (precision, 1, 3, 0)
+        assert 3.5 < step["loss_per_token"] < 7.0  # random tokens: about ln 60, and a new model's error
+    assert parts["train"]["figures"]["updates"] == 12 and parts["train"]["figures"]["status"] == "finished"
+    assert len(parts["train"]["figures"]["validations"]) == 2
+    assert parts["score"]["figures"]["bleu"] >= 0 and "tok:13a" in parts["score"]["figures"]["bleu_signature"]
+    page = done.stdout
+    assert "test BLEU" in page and "fp16, ZeRO-1" in page and page.strip() == (
+        tmp_path / "report" / "report.md").read_text(encoding="utf-8").strip()
+    widths = [line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("| fp16")]
+    assert widths == [10]
+
+
+def layout_job(prepared: Path, folder: Path, layout: str, stages: int) -> None:
+    """The settings that `gpu_layouts` is given, over the tiny corpus."""
+    recipe = load_recipe(prepared / "recipe.yaml", [
+        f"run={folder}/{layout}", f"parallel.ds_config=ds_configs/{layout}.json", f"parallel.pipeline_stages={stages}",
+        "parallel.threads=1", "train.updates=6", "train.validate_every=6", "train.save_every=6", "train.log_every=2",
+        "train.valid_bleu=false"])
+    (folder / f"{layout}.job").write_text(json.dumps(recipe.model_dump()), encoding="utf-8")
+
+
+def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    """Both take the same updates; the page has a line of each."""
+    found = {}
+    for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1)):
+        layout_job(prepared, tmp_path, layout, stages)
+        warm.run(1, "deepnmt.gpu_report.layouts:work", tmp_path / f"{layout}.job", tmp_path / layout / "answer.json")
+        found[layout] = json.loads((tmp_path / layout / "answer.json").read_text(encoding="utf-8"))
+    plain, staged = found.values()
+    assert [update for update, _ in plain["losses"]] == [2, 4, 6] and plain["updates"] == 6
+    assert [loss for _, loss in staged["losses"]] == pytest.approx([loss for _, loss in plain["losses"]], rel=2e-3)
+    assert staged["validation"] == pytest.approx(plain["validation"], rel=2e-3)
+    assert plain["loss_scales"] == staged["loss_scales"] and plain["loss_scales"]["lowest"] >= 1
+    assert all(run["target_tokens_per_second"] > 0 < run["model_tflops"] for run in found.values())
+    page = markdown({"toy": True, "seconds": 1.0, "budget": 2.0, "parts": {
+        "corpus": {"status": "done", "seconds": 0.1, "note": "", "figures": {"name": "demo", "pairs": {"train": 600}}},
+        **{f"updates {layout}": {"status": "done", "seconds": 0.1, "note": "", "figures": run}
+           for layout, run in found.items()}}})
+    heads = ("| zero1_fp16 |", "| pipeline_zero1_fp16, 1 stage")
+    lines = [line for line in page.splitlines() if line.startswith(heads)]
+    assert [line.count("|") for line in lines] == [12, 12] and "demo, 600 pairs" in page
+
+
+@pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="five processes one after the other; DEEPNMT_LONG=1")
+def test_toy_report_of_layouts(tool: Tool, tmp_path: Path) -> None:
+    done = tool("gpu_report", "--toy", "--part", "layouts", "--output", tmp_path / "report", DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))["parts"]
+    assert list(parts) == ["corpus", "machine", "prepare", "updates zero1_fp16", "updates pipeline_zero1_fp16",
+                           "60L-12L zero1_fp16", "60L-12L zero1_bf16"]
+    assert {part["status"] for part in parts.values()} == {"done"}
+    assert "| pipeline_zero1_fp16, 1 stage(s) | 6 |" in done.stdout
+
+
+def test_failed_and_skipped_parts_are_told(tool: Tool, tmp_path: Path) -> None:
+    (tmp_path / "few.tsv").write_text("Go.\tGeh.\n", encoding="utf-8")
+    done = tool("gpu_report", "--toy", "--tsv", tmp_path / "few.tsv", "--budget", "0.001", "--output",
+                tmp_path / "report", DS_ACCELERATOR="cpu")
+    assert done.returncode == 1, done.stderr
+    parts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))["parts"]
+    assert parts["corpus"]["status"] == "failed" and "few.tsv has too few sentences" in parts["corpus"]["note"]
+    assert parts["machine"]["status"] == "skipped" and "0 s of the budget are left" in parts["machine"]["note"]
+    assert parts["train"]["status"] == "skipped" and "needs prepare" in parts["train"]["note"]
+    assert "| corpus | failed |" in done.stdout
+    again = tool("gpu_report", "--toy", "--output", tmp_path / "report", DS_ACCELERATOR="cpu")
+    assert again.returncode == 2 and "exists already" in again.stderr
+
+
+def test_job_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    job = Job("sleeper", ["timeit", "-n1", "-r1", "print('asleep', flush=True); import time; time.sleep(100)"],
+              tmp_path / "log")
+    started = time.monotonic()
+    with pytest.raises(TooSlow, match="sleeper ended with code -15"):
+        job.must_end(1.0)
+    assert time.monotonic() - started < 20 and job.process.poll() == -15
+    with pytest.raises(RuntimeError, match="No module named"):
+        Job("nothing", ["no_such_module"], tmp_path / "other").must_end(30.0)
+
+
+def test_a_device_too_slow_for_one_update_gets_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = Path(__file__).resolve().parents[2] / "recipes" / "tatoeba"
+    asked: list[tuple[int, float]] = []
+
+    def measure(self: Report, name: str, arguments: dict[str, Any], file: str) -> dict[str, Any]:
+        asked.append((arguments["tokens"], arguments["until"] - time.monotonic()))
+        raise TooSlow("stopped")
+
+    monkeypatch.setattr(Report, "_measure", measure)
+    report = Report(tmp_path, recipes, None, 8.0, 590.0, FULL, False, "training")
+    with pytest.raises(TooSlow):
+        report._step("zero1_fp16")
+    assert [tokens for tokens, _ in asked] == [32768, 2048]
+    assert all(0 < left <= FULL.limits["step"] - LEAVING for _, left in asked)
+
+
+def test_training_ends_by_the_clock_and_stays_ended(prepared: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def status(limit: str) -> tuple[str, int]:
+        recipe = load_recipe(prepared / "recipe.yaml", [f"run={run}", f"train.max_seconds={limit}"])
+        with processes(1) as ranks:
+            assert train(recipe, ranks) == FINISHED
+        found = json.loads((run / "STATUS.json").read_text(encoding="utf-8"))
+        return found["status"], found["update"]
+
+    assert status("1.0e-6") == ("finished", 2)  # what an update took is known when the next one is made
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [r["update"] for r in records if r["type"] == "valid"] == [2]
+    assert (run / "checkpoints" / "update-00000002" / "manifest.json").exists()
+    assert status("1.0e-6") == ("finished", 2)
+    assert status("null") == ("finished", 12)
+    rates = {r["update"]: r["learning_rate"] for r in map(json.loads, (run / "log.jsonl").read_text().splitlines())
+             if r["type"] == "train"}
+    assert rates[3] == pytest.approx(5e-3 * 3 / 4)  # the schedule has not moved

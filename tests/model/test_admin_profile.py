@@ -1,0 +1,257 @@
+"""Admin's profile: ω by its definition, in the memory of one layer, from any share of the batch, and its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from deepnmt.config import Model
+from deepnmt.errors import UserError
+from deepnmt.model.admin import SIDES, AdminProfile, ProfileBatch, measure, omega_of
+from deepnmt.model.layers import Layer
+from deepnmt.model.transformer import Transformer
+from deepnmt.plots import draw_admin_profile, draw_comparison, draw_learning_curve
+
+VOCAB, SEED, PAD = 50, 3, 3
+
+
+def shape(encoder: str = "admin", decoder: str = "admin", layers: tuple[int, int] = (3, 2), **more: Any) -> Model:
+    return Model.model_validate({
+        "width": 16, "heads": 2, "ffn": 32, "dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.1, **more,
+        "encoder": {"block": encoder, "layers": layers[0]}, "decoder": {"block": decoder, "layers": layers[1]},
+    })
+
+
+def batches(sizes: tuple[int, ...] = (2, 5, 3), extra: int = 0) -> list[ProfileBatch]:
+    """Micro-batches of unequal sizes, the first sentence of each the shortest, with `extra` columns of padding."""
+    made: list[ProfileBatch] = []
+    for key, rows in enumerate(sizes):
+        draw = torch.Generator().manual_seed(key)
+        src = torch.full((rows, 7 + extra), PAD)
+        trg = torch.full((rows, 6 + extra), PAD)
+        src[:, :7] = torch.randint(4, VOCAB, (rows, 7), generator=draw)
+        trg[:, :6] = torch.randint(4, VOCAB, (rows, 6), generator=draw)
+        lengths = torch.full((rows,), 7)
+        lengths[0], src[0, 3:], trg[0, 2:] = 3, PAD, PAD
+        made.append((src, lengths, trg.clone(), trg, 100 + key))
+    return made
+
+
+def chain(entering: float, variances: list[float]) -> list[float]:
+    """ω by its definition, one sub-layer at a time; `entering` is the variance of the stack's input."""
+    return [1.0, *(math.sqrt(entering + sum(variances[:i])) for i in range(1, len(variances)))]
+
+
+def whole_model(model: Model, data: list[ProfileBatch]) -> dict[str, list[float]]:
+    """ω of both stacks, from hooks on the whole built model and `torch.var` over all its outputs at once."""
+    built = Transformer(model, VOCAB, VOCAB, SEED).train()
+    seen: dict[str, list[torch.Tensor]] = {}
+    real: dict[str, torch.Tensor] = {}
+    for name, module in built.named_modules():
+        if ".rule.adds." in name or name in ("encoder.input", "decoder.input"):
+            seen[name] = []
+            module.register_forward_hook(
+                lambda _m, _i, output, name=name: seen[name].append(output[real[name.split(".")[0]]])
+            )
+    with torch.no_grad():
+        for src, lengths, trg_in, trg_out, key in data:
+            real.update(encoder=torch.arange(src.size(1)) < lengths[:, None], decoder=trg_out != PAD)
+            built(src, lengths, trg_in, trg_out, key)
+    variances = {name: torch.cat(parts).double().var(correction=0).item() for name, parts in seen.items()}
+    return {side: chain(variances[f"{side}.input"], [v for n, v in variances.items() if n.startswith(f"{side}.layers")])
+            for side in SIDES}
+
+
+def test_omega_by_hand() -> None:
+    values = [[0.0, 4.0], [1.0, 3.0], [0.0, 0.0, 6.0], [5.0, 5.0]]  # variances 4 (of the input), 1, 8, 0
+    moments = torch.tensor([[len(v), sum(v), sum(x * x for x in v)] for v in values], dtype=torch.float64)
+    assert omega_of(moments) == pytest.approx([1.0, math.sqrt(5), math.sqrt(13)], rel=1e-15)
+    assert omega_of(moments, "one") == pytest.approx([1.0, math.sqrt(2), math.sqrt(10)], rel=1e-15)
+
+
+@pytest.mark.parametrize("blocks", [("admin", "admin"), ("pre_ln", "admin"), ("b2t", "admin"), ("admin", "post_ln"),
+                                    ("dlcl", "admin"), ("t_fixup", "admin"), ("admin_closed_form", "admin")])
+@pytest.mark.parametrize("tied", ["all", "none"])
+def test_layer_by_layer_equals_the_whole_model(blocks: tuple[str, str], tied: str) -> None:
+    model, data = shape(*blocks, tied=tied), batches()
+    profile = measure(model, VOCAB, VOCAB, SEED, data)
+    expected = whole_model(model, data)
+    for side, block, found in zip(SIDES, blocks, (profile.encoder, profile.decoder), strict=True):
+        assert found == (pytest.approx(expected[side], rel=1e-12) if block == "admin" else [])
+        assert found[:1] == ([1.0] if block == "admin" else [])
+
+
+def test_padding_is_left_out() -> None:
+    model = shape(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
+    plain, padded = (measure(model, VOCAB, VOCAB, SEED, batches(extra=extra)) for extra in (0, 9))
+    assert padded.encoder == pytest.approx(plain.encoder, rel=1e-6)
+    assert padded.decoder == pytest.approx(plain.decoder, rel=1e-6)
+
+
+def test_dropout_is_on_and_follows_key_and_seed() -> None:
+    model, data = shape(), batches()
+    first = measure(model, VOCAB, VOCAB, SEED, data).encoder
+    torch.manual_seed(99)
+    assert measure(model, VOCAB, VOCAB, SEED, data).encoder == first
+    other_keys = [(*batch[:4], batch[4] + 1) for batch in data]
+    assert measure(model, VOCAB, VOCAB, SEED, other_keys).encoder != first
+    assert measure(model, VOCAB, VOCAB, SEED + 1, data).encoder != first
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_shares_combine_to_the_whole(world: int) -> None:
+    model, data = shape(), batches()
+    alone = measure(model, VOCAB, VOCAB, SEED, data)
+    sent: list[list[float]] = []
+
+    def send(values: list[float]) -> list[float]:
+        sent.append(values)
+        return [1.0] * len(values)
+
+    for rank in range(world):  # with four ranks the last one has nothing
+        measure(model, VOCAB, VOCAB, SEED, data[rank::world], send)
+    total = [math.fsum(column) for column in zip(*sent, strict=True)]
+    profiles = [measure(model, VOCAB, VOCAB, SEED, data[rank::world], lambda _: total) for rank in range(world)]
+    for profile in profiles:
+        assert profile == profiles[0]
+        assert profile.encoder == pytest.approx(alone.encoder, rel=1e-12)
+        assert profile.decoder == pytest.approx(alone.decoder, rel=1e-12)
+        assert profile.provenance == alone.provenance
+    assert measure(model, VOCAB, VOCAB, SEED, data[:1]).encoder != pytest.approx(alone.encoder, rel=1e-3)
+
+
+def test_memory_of_a_thousand_layers() -> None:
+    model = shape(layers=(1000, 50))
+    live: weakref.WeakSet[Layer] = weakref.WeakSet()
+    counts: list[int] = []
+
+    def count(module: torch.nn.Module, _inputs: Any) -> None:
+        if isinstance(module, Layer):
+            live.add(module)
+            counts.append(sum(p.numel() for layer in live for p in layer.parameters()))
+
+    handle = register_module_forward_pre_hook(count)
+    try:
+        profile = measure(model, VOCAB, VOCAB, SEED, batches((2,)))
+    finally:
+        handle.remove()
+    one = sum(p.numel() for p in Transformer(shape(layers=(1, 1)), VOCAB, VOCAB, SEED).decoder.layers.parameters())
+    assert len(counts) == 1050 and max(counts) <= 2 * one
+    assert len(profile.encoder) == 2000 and len(profile.decoder) == 150
+    for omega in (profile.encoder, profile.decoder):
+        assert all(low < high for low, high in pairwise(omega))
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to profile"):
+        measure(shape("post_ln", "pre_ln"), VOCAB, VOCAB, SEED, batches())
+    with pytest.raises(ValueError, match="micro-batch"):
+        measure(shape(), VOCAB, VOCAB, SEED, [])
+
+
+def made(encoder: int = 6, decoder: int = 6) -> AdminProfile:
+    return AdminProfile([1 + i / 8 for i in range(encoder)], [1 + i / 3 for i in range(decoder)], {"seed": 1})
+
+
+def test_apply_sets_every_sublayer() -> None:
+    built = Transformer(shape(), VOCAB, VOCAB, SEED)
+    made().apply(built)
+    for stack, size, values in ((built.encoder, 2, made().encoder), (built.decoder, 3, made().decoder)):
+        for i, value in enumerate(values):
+            assert torch.equal(stack.layers[i // size].rule.omegas[i % size], torch.full((16,), value))
+    with pytest.raises(ValueError, match="6 sub-layers, the profile 4"):
+        made(4).apply(built)
+    mixed = Transformer(shape("b2t", "admin"), VOCAB, VOCAB, SEED)
+    made(0).apply(mixed)
+    assert mixed.decoder.layers[1].rule.omegas[2][0].item() == pytest.approx(made().decoder[5])
+
+
+def test_json_keeps_every_bit(tmp_path: Path) -> None:
+    profile = measure(shape(), VOCAB, VOCAB, SEED, batches(), data="abc")
+    profile.save(tmp_path / "new" / "p.json")
+    assert AdminProfile.load(tmp_path / "new" / "p.json", shape()) == profile
+    content = json.loads((tmp_path / "new" / "p.json").read_text(encoding="utf-8"))
+    assert list(content["omega"])[:3] == [f"encoder.layers.{name}" for name in ("0.self_attn", "0.ffn", "1.self_attn")]
+    assert list(content["omega"])[-2:] == ["decoder.layers.1.cross_attn", "decoder.layers.1.ffn"]
+    assert content["provenance"]["target_tokens"] == sum(int((b[3] != PAD).sum()) for b in batches())
+    assert content["provenance"]["model"] == shape().model_dump() and content["provenance"]["data"] == "abc"
+    other = measure(shape(), VOCAB, VOCAB, SEED, batches(), data="abd")
+    other.save(tmp_path / "other.json")
+    assert json.loads((tmp_path / "other.json").read_text(encoding="utf-8"))["hash"] != content["hash"]
+
+
+def indexed(*counts: int) -> str:
+    return "".join(f"{i + 1} {1 + i / 8}\n" for count in counts for i in range(count))
+
+
+def bare(count: int) -> str:
+    return "".join(f"{1 + i / 8}\n" for i in range(count))
+
+
+@pytest.mark.parametrize("text", [indexed(6, 6), bare(6) * 2, "\ufeff" + indexed(6, 6).replace("\n", "\r\n\r\n"),
+                                  indexed(6, 6).replace(" ", ".0\t")])
+def test_text_formats(text: str, tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(text.encode())
+    profile = AdminProfile.load(tmp_path / "p", shape())
+    assert profile.encoder == profile.decoder == [1 + i / 8 for i in range(6)]
+
+
+def test_text_of_one_stack(tmp_path: Path) -> None:
+    (tmp_path / "p").write_text(indexed(6))
+    for blocks in (("b2t", "admin"), ("admin", "b2t")):
+        profile = AdminProfile.load(tmp_path / "p", shape(*blocks))
+        assert [len(profile.encoder), len(profile.decoder)] == [6 * (block == "admin") for block in blocks]
+
+
+@pytest.mark.parametrize(("text", "fault"), [
+    (bare(11), r"11 values, but .* 6 \+ 6 = 12"),
+    (indexed(6, 9), r"15 values, but .* 6 \+ 6 = 12"),
+    (indexed(9, 3), r"9 values for the encoder and 3 for the decoder, but .* 6 \+ 6"),
+    (indexed(12), "12 values for the encoder and 0 for the decoder"),
+    ("1 1.0\n2 1.5\n4 1.6\n", "line 3 has index 4 after 2"),
+    ("1.0\n\n1.5\n-2\n", "line 4 has '-2'"),
+    ("1.0\nnan\n", "line 2 has 'nan'"),
+    ("1.0\n0\n", "line 2 has '0'"),
+    ("1 1.0\n2 big\n", "line 2 has 'big'"),
+    ("1 1.0\n1.5\n", "line 2 has 1 columns, the first line 2"),
+    ("encoder attn 1.0\n", "line 1 has 3 columns"),
+    ("\n", "empty"),
+    ("{", "not a profile"),
+    ('{"format": "deepnmt-admin-profile", "version": 2, "omega": {}, "provenance": {}}', "not a profile"),
+])
+def test_faulty_files_are_named(text: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "p").write_text(text)
+    with pytest.raises(UserError, match=fault):
+        AdminProfile.load(tmp_path / "p", shape())
+
+
+def test_faulty_json_values_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    made(8).save(path)
+    with pytest.raises(UserError, match=r"8 values for the encoder and 6 for the decoder, but .* 6 \+ 6"):
+        AdminProfile.load(path, shape())
+    made().save(path)
+    path.write_text(path.read_text().replace("1.125", "-1.125"))
+    with pytest.raises(UserError, match=r"-1.125 for encoder.layers.0.ffn"):
+        AdminProfile.load(path, shape())
+    with pytest.raises(UserError, match="cannot be read"):
+        AdminProfile.load(tmp_path / "none", shape())
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    draw_admin_profile(made(decoder=0), tmp_path / "a.png")
+    records = [{"type": "train", "update": 1, "loss": "nan"}, {"type": "train", "update": 2, "loss": 3.5},
+               {"type": "valid", "update": 2, "loss": 3.0, "bleu": 12.5}, {"type": "event", "update": 2}]
+    draw_learning_curve(records, tmp_path / "b.png")
+    draw_learning_curve([], tmp_path / "c.png")
+    draw_comparison({"one": [(1, 2.0), (2, math.nan)], "two": []}, tmp_path / "d.png", "title", "loss")
+    for name in "abcd":
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,259 @@
+"""Each residual system against its formula in plain tensor operations, and the reductions that must be exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepnmt.config import HISTORY_BLOCKS
+from deepnmt.model.blocks import RULES, AdminClosedForm, B2TNoLN, DeepNorm, Place, ReZeroPostLN, Rule, Side, TFixup
+from deepnmt.model.history import Stream, newest
+
+D = 16
+SIDES: list[Side] = ["encoder", "decoder"]
+
+
+def place(side: Side, layers: tuple[int, int] = (6, 4)) -> Place:
+    return Place(side, 1, *layers, D)
+
+
+def rule_of(block: str, side: Side) -> Rule:
+    """The rule of layer 1 (of 0, 1, ...) with random gains, biases, ω and other parameters."""
+    torch.manual_seed(3)
+    rule = RULES[block](place(side))
+    with torch.no_grad():
+        for parameter in rule.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return rule
+
+
+def branches_of(side: Side) -> list[nn.Linear]:
+    torch.manual_seed(4)
+    return [nn.Linear(D, D) for _ in range(2 if side == "encoder" else 3)]
+
+
+def stream_of(block: str) -> Stream:
+    """What layer 1 is given: the output of layer 0, or a tensor for the stack's input besides."""
+    torch.manual_seed(5)
+    return (torch.randn(2, 5, D), 2 * torch.randn(2, 5, D)) if RULES[block].needs_history else torch.randn(2, 5, D)
+
+
+def normalised(x: Tensor, rule: Rule, i: int | str) -> Tensor:
+    """LayerNorm i of the rule, or the one of this name, from its definition."""
+    centred = x - x.mean(-1, keepdim=True)
+    name = i if isinstance(i, str) else f"norms.{i}"
+    gain, bias = rule.get_parameter(f"{name}.weight"), rule.get_parameter(f"{name}.bias")
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
+
+
+def post_ln(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    for i in range(len(f)):
+        x = normalised(x + f[i](x), rule, i)
+    return x
+
+
+def pre_ln(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    for i in range(len(f)):
+        x = x + f[i](normalised(x, rule, i))
+    return x
+
+
+def admin(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    for i in range(len(f)):
+        x = normalised(x * rule.get_parameter(f"omegas.{i}") + f[i](x), rule, i)
+    return x
+
+
+def b2t(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    h1 = normalised(x + f[0](x), rule, 0)
+    h = h1 if side == "encoder" else normalised(h1 + f[1](h1), rule, 1)
+    return normalised(x + h + f[-1](h), rule, len(f) - 1)
+
+
+def deepnorm(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    alpha = 0.81 * (6**4 * 4) ** 0.0625 if side == "encoder" else (3 * 4) ** 0.25
+    for i in range(len(f)):
+        x = normalised(alpha * x + f[i](x), rule, i)
+    return x
+
+
+def b2t_no_ln(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    h1 = x + f[0](x)
+    h = h1 if side == "encoder" else h1 + f[1](h1)
+    return (0.5 if side == "encoder" else 4 / 12) * x + 16**-0.2 * (h + f[-1](h))  # L = 6 and 4, both under 9
+
+
+def rezero(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    for branch in f:
+        x = x + rule.get_parameter("a") * branch(x)
+    return x
+
+
+def rezero_post_ln(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    for i in range(len(f)):
+        x = normalised(x + rule.get_parameter("a") * f[i](x), rule, i)
+    return x
+
+
+def fixup(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    for i in range(len(f)):
+        x = x + rule.get_parameter(f"scales.{i}") * f[i](x)
+    return x
+
+
+def t_fixup(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    for branch in f:
+        x = x + branch(x)
+    return x
+
+
+def dlcl(y: tuple[Tensor, Tensor], f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    w = rule.get_parameter("mix.weights")  # the first of y was normed by the layer below
+    return pre_ln(w[0] * y[0] + w[1] * normalised(y[1], rule, "mix.norm"), f, rule, side)
+
+
+def dlcl_post(y: tuple[Tensor, Tensor], f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+    w = rule.get_parameter("mix.weights")
+    return post_ln(normalised(w[0] * y[0] + w[1] * y[1], rule, "mix.norm"), f, rule, side)
+
+
+REFERENCES: dict[str, Callable[..., Tensor]] = {
+    "post_ln": post_ln,
+    "pre_ln": pre_ln,
+    "admin": admin,
+    "admin_closed_form": admin,
+    "b2t": b2t,
+    "b2t_no_ln": b2t_no_ln,
+    "deepnorm": deepnorm,
+    "rezero": rezero,
+    "rezero_post_ln": rezero_post_ln,
+    "fixup": fixup,
+    "t_fixup": t_fixup,
+    "looks_linear": post_ln,
+    "dlcl": dlcl,
+    "dlcl_post": dlcl_post,
+}
+
+
+def test_every_block_has_a_reference() -> None:
+    assert REFERENCES.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("block", list(RULES))
+def test_block_follows_its_formula(block: str, side: Side) -> None:
+    rule, f, x = rule_of(block, side), branches_of(side), stream_of(block)
+    torch.testing.assert_close(newest(rule(x, f)), REFERENCES[block](x, f, rule, side), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("block", HISTORY_BLOCKS)
+def test_a_layer_hands_on_what_it_was_given(block: str, side: Side) -> None:
+    """dlcl norms the newest; a stream with a tensor too many is no layer's."""
+    rule, y = rule_of(block, side), stream_of(block)
+    kept = rule(y, branches_of(side))
+    assert len(kept) == 3 and torch.equal(kept[0], y[0])
+    expected = normalised(y[1], rule, "mix.norm") if block == "dlcl" else y[1]
+    torch.testing.assert_close(kept[1], expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="longer"):
+        rule((*y, y[0]), branches_of(side))
+
+
+def test_the_recipe_knows_the_blocks_that_need_history() -> None:
+    assert [block for block in RULES if RULES[block].needs_history] == list(HISTORY_BLOCKS)
+
+
+@pytest.mark.parametrize("block", ["admin", "deepnorm", "rezero_post_ln"])
+@pytest.mark.parametrize("side", SIDES)
+def test_reduction_to_post_ln_is_exact(side: Side, block: str) -> None:
+    post, reduced = rule_of("post_ln", side), RULES[block](place(side))
+    reduced.load_state_dict(post.state_dict(), strict=False)  # Admin's ω stays at its initial 1
+    if isinstance(reduced, DeepNorm):
+        reduced.alpha = 1.0
+    if isinstance(reduced, ReZeroPostLN):
+        nn.init.ones_(reduced.a)
+    f, x = branches_of(side), torch.randn(2, 5, D)
+    assert torch.equal(reduced(x, f), post(x, f))
+
+
+@pytest.mark.parametrize(
+    ("layers", "encoder", "decoder"),
+    [
+        ((6, 6), (1.4179, 0.4970), (2.0598, 0.3433)),
+        ((18, 18), (1.9987, 0.3526), (2.7108, 0.2608)),
+        ((60, 12), (2.6331, 0.2676), (2.4495, 0.2887)),
+        ((50, 50), (2.7505, 0.2562), (3.4996, 0.2021)),
+        ((100, 100), (3.4157, 0.2063), (4.1618, 0.1699)),
+    ],
+)
+def test_deepnorm_constants(
+    layers: tuple[int, int], encoder: tuple[float, float], decoder: tuple[float, float]
+) -> None:
+    assert DeepNorm.constants(place("encoder", layers)) == pytest.approx(encoder, abs=5.1e-5)
+    assert DeepNorm.constants(place("decoder", layers)) == pytest.approx(decoder, abs=5.1e-5)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_rezero_starts_as_the_identity(side: Side) -> None:
+    x = stream_of("rezero")
+    assert torch.equal(RULES["rezero"](place(side))(x, branches_of(side)), x)
+
+
+@pytest.mark.parametrize("pre_norm", [True, False])
+def test_dlcl_starts_from_the_mean(pre_norm: bool) -> None:
+    """Layer 3 of a new stack, given y_0 … y_3."""
+    rule = RULES["dlcl" if pre_norm else "dlcl_post"](Place("encoder", 3, 6, 4, D))
+    ys = tuple(torch.randn(4, 2, 5, D).unbind())
+    mixed, _ = rule.get_submodule("mix")(ys)
+    if pre_norm:
+        expected = (ys[0] + ys[1] + ys[2] + nn.functional.layer_norm(ys[3], (D,))) / 4
+    else:
+        expected = nn.functional.layer_norm((ys[0] + ys[1] + ys[2] + ys[3]) / 4, (D,))
+    torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("layers", "width", "alpha", "beta"), [
+    (6, 512, 0.5, 0.28717), (9, 512, 0.71922, 0.28717), (10, 512, 0.70795, 0.28717), (18, 128, 0.64820, 0.37893),
+    (60, 512, 0.54109, 0.28717),
+])
+def test_b2t_no_ln_constants(layers: int, width: int, alpha: float, beta: float) -> None:
+    for at in (Place("encoder", 0, layers, 3, width), Place("decoder", 0, 3, layers, width)):
+        assert B2TNoLN.constants(at) == pytest.approx((alpha, beta), abs=1e-5)
+
+
+@pytest.mark.parametrize(("layers", "encoder", "decoder"), [
+    ((6, 6), 0.4281, 0.3689), ((18, 18), 0.3253, 0.2803), ((60, 12), 0.2407, 0.3102), ((50, 50), 0.2520, 0.2171),
+    ((100, 100), 0.2119, 0.1826),
+])
+def test_t_fixup_constants(layers: tuple[int, int], encoder: float, decoder: float) -> None:
+    for matrix in ("v", "out", "fc1", "fc2"):
+        assert TFixup.matrix_gain(place("encoder", layers), matrix) == pytest.approx(encoder, abs=5.1e-5)
+        assert TFixup.matrix_gain(place("decoder", layers), matrix) == pytest.approx(decoder, abs=5.1e-5)
+
+
+@pytest.mark.parametrize(("layers", "encoder", "decoder"), [((6, 6), 2.01701, 2.33513), ((18, 18), 3.04084, 3.56719)])
+def test_admin_closed_form_is_its_constant(layers: tuple[int, int], encoder: float, decoder: float) -> None:
+    """sqrt(13 / ln 13 - 1) and so on; the same in every sub-layer."""
+    for side, omega in zip(SIDES, (encoder, decoder), strict=True):
+        rule = AdminClosedForm(place(side, layers))
+        assert len(rule.omegas) == (2 if side == "encoder" else 3)
+        for parameter in rule.omegas:
+            assert parameter.tolist() == pytest.approx([omega] * D, abs=1e-5)
+
+
+@pytest.mark.parametrize("block", list(RULES))
+@pytest.mark.parametrize("side", SIDES)
+def test_adds_see_each_branch_output_in_order(side: Side, block: str) -> None:
+    rule, f = rule_of(block, side), branches_of(side)
+    made: list[Tensor] = []
+    seen: list[Tensor] = []
+    for branch in f:
+        branch.register_forward_hook(lambda module, inputs, output: made.append(output))
+    for add in rule.adds:
+        add.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    rule(stream_of(block), f)
+    assert len(seen) == len(f)
+    assert all(a is b for a, b in zip(made, seen, strict=True))

@@ -1,0 +1,364 @@
+"""Initialisation, tying, names, dropout and types of the model."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepnmt import config
+from deepnmt.model.blocks import RULES, Admin, DeepNorm, Place, Side
+from deepnmt.model.dropout import Dropout, stable_hash
+from deepnmt.model.embedding import sinusoids
+from deepnmt.model.transformer import Transformer, build_embedding, build_layer
+from deepnmt.tokens import PAD
+
+BLOCKS: list[config.Block] = list(get_args(config.Block))
+SIDES: list[Side] = ["encoder", "decoder"]
+D, V = 16, 21
+
+
+def shapes(
+    block: config.Block = "admin", *, tied: str = "all", dropout: float = 0.0, layers: int = 2, init: str = "auto"
+) -> config.Model:
+    stack = {"block": block, "layers": layers, "init": init}
+    rates = {"dropout": dropout, "attention_dropout": dropout, "activation_dropout": dropout}
+    return config.Model.model_validate(
+        {"width": D, "heads": 4, "ffn": 24, "tied": tied, "max_length": 12, "encoder": stack, "decoder": stack, **rates}
+    )
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    src, trg_in, trg_out = (torch.randint(4, V, (3, 6), generator=generator) for _ in range(3))
+    src[1, 4:] = PAD
+    trg_out[2, 2:] = PAD
+    return src, torch.tensor([6, 4, 6]), trg_in, trg_out
+
+
+# ---- initialisation
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("side", SIDES)
+def test_a_layer_built_alone_is_the_models(side: Side, block: config.Block) -> None:
+    torch.manual_seed(0)
+    model = Transformer(shapes(block), V, V, seed=5)
+    torch.manual_seed(99)
+    alone = build_layer(shapes(block), side, 1, seed=5)
+    whole = model.get_submodule(f"{side}.layers.1").state_dict()
+    assert whole.keys() == alone.state_dict().keys()
+    assert all(torch.equal(whole[name], value) for name, value in alone.state_dict().items())
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_an_embedding_built_alone_is_the_models(side: Side) -> None:
+    model = Transformer(shapes(tied="none", dropout=0.1), V, V + 4, seed=5).train()
+    alone = build_embedding(shapes(tied="none", dropout=0.1), side, V if side == "encoder" else V + 4, seed=5).train()
+    ids = batch()[0]
+    table = model.embeddings["src" if side == "encoder" else "trg"]
+    whole = model.get_submodule(f"{side}.input")(table(ids), dropout_key=8)
+    assert torch.equal(alone(ids, dropout_key=8), whole)
+
+
+def test_weights_follow_the_seed() -> None:
+    one, same, other = (Transformer(shapes(), V, V, seed).state_dict() for seed in (5, 5, 6))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    for name, value in one.items():
+        assert torch.equal(value, other[name]) == (value.ndim < 2)
+
+
+def test_no_two_matrices_share_their_draw() -> None:
+    matrices = [p.flatten() for p in Transformer(shapes(tied="none"), V, V, 1).parameters() if p.ndim == 2]
+    assert len({round(m[0].item() / m.abs().max().item(), 6) for m in matrices}) == len(matrices)
+
+
+def test_depth_does_not_change_a_layers_draw() -> None:
+    shallow, deep = (build_layer(shapes(layers=n), "encoder", 1, 1).state_dict() for n in (2, 7))
+    assert all(torch.equal(shallow[name], deep[name]) for name in shallow)
+
+
+def xavier_bound(rows: int, columns: int) -> float:
+    return math.sqrt(6 / (rows + columns))
+
+
+def gain_of(block: config.Block, side: Side, matrix: str) -> float:
+    """The factor on the Xavier bound that the paper of the block names, for 2 + 2 layers and the default init."""
+    fused, query = (2**-0.5 if matrix in ("q", "k", "v") else 1.0), matrix in ("q", "k")
+    if block == "deepnorm":
+        return 1.0 if query else DeepNorm.constants(Place(side, 1, 2, 2, D))[1]
+    if block == "fixup":  # 2·2 + 3·2 branches
+        return {"fc1": 10**-0.5, "fc2": 0.0, "out": 0.0}.get(matrix, fused * 10 ** (-1 / 6))
+    if block == "t_fixup":
+        return fused if query else (0.67 * 2**-0.25 if side == "encoder" else 18**-0.25)
+    return fused * (2**-0.5 if block in ("b2t", "b2t_no_ln") else 1.0)
+
+
+def matrices(state: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    """A layer's matrices by sub-layer and name, the fused ones apart."""
+    found = {}
+    for name, value in state.items():
+        if value.ndim == 2:
+            sublayer, linear, _ = name.split(".")
+            parts = linear if linear in ("qkv", "kv") else [linear]
+            found |= {(sublayer, part): piece for part, piece in zip(parts, value.chunk(len(parts)), strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Side) -> None:
+    """Each draw is a fixed uniform one times its bound, so the ratio to Post-LN's is exactly the gain."""
+    state = build_layer(shapes(block), side, 1, 1).state_dict()
+    ours, plain = matrices(state), matrices(build_layer(shapes("post_ln"), side, 1, 1).state_dict())
+    assert ours.keys() == plain.keys() and len(ours) == (6 if side == "encoder" else 10)
+    for (sublayer, matrix), value in plain.items():
+        base = gain_of("post_ln", side, matrix)
+        bound = base * xavier_bound(*((24, D) if matrix in ("fc1", "fc2") else (D, D)))
+        assert 0.9 * bound < value.abs().max() <= bound
+        if block != "looks_linear" or sublayer != "ffn":  # which is orthogonal: tests/model/test_block_models.py
+            torch.testing.assert_close(ours[sublayer, matrix], value * gain_of(block, side, matrix) / base)
+    for name, value in state.items():
+        if value.ndim == 1 and not name.startswith(("rule.omegas", "rule.mix.weights")):
+            zero = name.endswith(("bias", "shift", "rule.a"))
+            assert value.eq(0.0 if zero else 1.0).all(), name
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> None:
+    """Each matrix of a stack of 4 is halved, whatever else the block does to it; nothing else changes."""
+    scaled, plain = (build_layer(shapes(block, init=init, layers=4), side, 1, 1).state_dict()
+                     for init in ("depth_scaled", "xavier"))
+    for name, value in plain.items():
+        torch.testing.assert_close(scaled[name], value * (0.5 if value.ndim == 2 else 1.0))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, side: Side) -> None:
+    """Each of them that had 1/√2 is √2 times as large, nothing else changes; deepnorm never had it."""
+    whole, plain = (build_layer(shapes(block, init=init), side, 1, 1).state_dict()
+                    for init in ("xavier_separate", "xavier"))
+    separate, fused = matrices(whole), matrices(plain)
+    enlarged = {"deepnorm": (), "t_fixup": ("q", "k")}.get(block, ("q", "k", "v"))
+    for (sublayer, matrix), value in fused.items():
+        torch.testing.assert_close(separate[sublayer, matrix], value * (2**0.5 if matrix in enlarged else 1.0))
+    assert all(torch.equal(whole[name], value) for name, value in plain.items() if value.ndim != 2)
+    if block == "post_ln":
+        assert 0.9 * xavier_bound(D, D) < separate["self_attn", "q"].abs().max() <= xavier_bound(D, D)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_only_b2t_is_depth_scaled_by_itself(block: config.Block) -> None:
+    auto, chosen = (build_layer(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in
+                    ("auto", "depth_scaled" if block in ("b2t", "b2t_no_ln") else "xavier"))
+    assert all(torch.equal(auto[name], value) for name, value in chosen.items())
+
+
+SOURCE, TARGET = 18**-0.25, 27**-0.25  # (9·2)^-1/4 and (9·3)^-1/4
+
+
+@pytest.mark.parametrize(("encoder", "decoder", "tied", "factors"), [
+    ("t_fixup", "t_fixup", "all", {"shared": SOURCE}),
+    ("t_fixup", "t_fixup", "decoder", {"src": SOURCE, "trg": TARGET}),
+    ("t_fixup", "t_fixup", "none", {"src": SOURCE, "trg": TARGET, "out": 1.0}),
+    ("t_fixup", "pre_ln", "all", {"shared": SOURCE}),
+    ("pre_ln", "t_fixup", "all", {"shared": TARGET}),
+    ("pre_ln", "t_fixup", "decoder", {"src": 1.0, "trg": TARGET}),
+])
+def test_t_fixup_scales_the_tables_that_its_stacks_read(
+    encoder: config.Block, decoder: config.Block, tied: str, factors: dict[str, float]
+) -> None:
+    def tables(first: config.Block, second: config.Block) -> dict[str, Tensor]:
+        stacks = {"encoder": config.Stack(block=first, layers=2), "decoder": config.Stack(block=second, layers=3)}
+        model = shapes(tied=tied).model_copy(update=stacks)
+        for side in SIDES:  # alone they are the same
+            use = "src" if side == "encoder" else "trg"
+            alone = build_embedding(model, side, V, 1).state_dict()["table.weight"]
+            assert torch.equal(alone, Transformer(model, V, V, 1).table(use).weight)
+        return dict(Transformer(model, V, V, 1).embeddings.state_dict())
+
+    plain, scaled = tables("pre_ln", "pre_ln"), tables(encoder, decoder)
+    assert scaled.keys() == {f"{name}.weight" for name in factors}
+    for name, factor in factors.items():
+        torch.testing.assert_close(scaled[f"{name}.weight"], factor * plain[f"{name}.weight"])
+
+
+def test_embeddings_have_the_stated_spread() -> None:
+    weight = Transformer(shapes(), 4000, 4000, 1).output_weight
+    assert weight[PAD].eq(0).all()
+    assert weight.std().item() == pytest.approx(D**-0.5, rel=0.02)
+
+
+# ---- tying and names
+
+
+@pytest.mark.parametrize(
+    ("tied", "tables"), [("all", {"shared"}), ("decoder", {"src", "trg"}), ("none", {"src", "trg", "out"})]
+)
+def test_tying(tied: str, tables: set[str]) -> None:
+    model = Transformer(shapes(tied=tied), V, V, 1)
+    assert set(model.embeddings) == tables
+    model(*batch()).loss.backward()
+    for table in model.embeddings.values():
+        assert isinstance(table, nn.Embedding)
+        assert table.weight.grad is not None and table.weight.grad.any()
+    expected = {"all": "shared", "decoder": "trg", "none": "out"}[tied]
+    assert model.output_weight is model.get_parameter(f"embeddings.{expected}.weight")
+
+
+def test_tying_all_refuses_two_vocabularies() -> None:
+    with pytest.raises(ValueError, match="21 and 22"):
+        Transformer(shapes(), V, V + 1, 1)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
+    model = Transformer(shapes(block), V, V, 1)
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+    names = set(model.state_dict())
+    assert {"embeddings.shared.weight", "encoder.layers.1.ffn.fc1.weight"} < names
+    assert "decoder.layers.0.cross_attn.kv.bias" in names
+    without = block in ("b2t_no_ln", "rezero", "fixup", "t_fixup")
+    assert ("decoder.layers.1.rule.norms.2.weight" in names) != without
+    assert any(".norms." in name for name in names) != without
+    assert ("encoder.norm.weight" in names) == ("decoder.norm.bias" in names) == (block == "pre_ln")
+    mixed = {"encoder.layers.1.rule.mix.weights", "decoder.layers.0.rule.mix.norm.bias", "decoder.norm.mix.weights"}
+    assert mixed & names == (mixed if RULES[block].needs_history else set())
+    assert ("encoder.norm.norm.weight" in names) == (block == "dlcl")
+
+
+def test_blocks_of_the_two_sides_are_independent() -> None:
+    hybrid = shapes().model_copy(update={"encoder": config.Stack(block="post_ln", layers=1),
+                                         "decoder": config.Stack(block="pre_ln", layers=1)})
+    names = set(Transformer(hybrid, V, V, 1).state_dict())
+    assert "decoder.norm.weight" in names and "encoder.norm.weight" not in names
+
+
+def test_omega_is_filled_from_a_profile() -> None:
+    rule = build_layer(shapes("admin"), "decoder", 0, 1).rule
+    assert isinstance(rule, Admin)
+    rule.set_omega([1.0, 1.5, 2.25])
+    assert [omega.tolist() for omega in rule.omegas] == [[1.0] * D, [1.5] * D, [2.25] * D]
+    with pytest.raises(ValueError, match="3 sub-layers, but 2"):
+        rule.set_omega([1.0, 1.5])
+
+
+# ---- positions
+
+
+def test_sinusoids_are_marians() -> None:
+    table = sinusoids(9, 6)
+    for position in range(9):
+        for i in range(3):
+            angle = position / 10000 ** (2 * i / 6)
+            assert table[position, i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[position, 3 + i].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_a_sentence_longer_than_the_positions_is_refused() -> None:
+    model = Transformer(shapes(), V, V, 1)
+    with pytest.raises(ValueError, match=r"13 tokens exceeds model.max_length \(12\)"):
+        model.encode(torch.full((1, 13), 5), torch.tensor([13]))
+
+
+# ---- dropout
+
+
+def test_masks_follow_the_key_alone() -> None:
+    model = Transformer(shapes(dropout=0.3), V, V, 1).train()
+    torch.manual_seed(1)
+    first = model(*batch(), dropout_key=4).loss
+    torch.manual_seed(2)
+    torch.rand(17)
+    assert torch.equal(first, model(*batch(), dropout_key=4).loss)
+    assert not torch.equal(first, model(*batch(), dropout_key=5).loss)
+
+
+@pytest.mark.parametrize("part", ["encoder.input", "encoder.layers.1", "decoder.layers.0"])
+def test_masks_follow_the_runs_seed(part: str) -> None:
+    one, other = (Transformer(shapes(dropout=0.3), V, V, seed).train() for seed in (1, 2))
+    other.load_state_dict(one.state_dict())
+    x, memory = torch.randn(2, 5, D), torch.randn(2, 4, D)
+    inputs = (x, memory) if part.startswith("decoder") else (x,)
+    results = [model.get_submodule(part)(*inputs, dropout_key=4) for model in (one, one, other)]
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_masks_differ_between_layers() -> None:
+    model = Transformer(shapes(dropout=0.5), V, V, 1).train()
+    masks: list[Tensor] = []
+    for i in range(2):
+        add = model.get_submodule(f"encoder.layers.{i}.rule.adds.0")
+        add.register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
+    model(*batch())
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_a_recomputed_layer_draws_the_same_masks() -> None:
+    model = Transformer(shapes(dropout=0.3), V, V, 1).train()
+    layer, x = model.encoder.layers[1], torch.randn(2, 5, D)
+    first = layer(x, None, 9)
+    model(*batch())
+    assert torch.equal(layer(x, None, 9), first)
+
+
+def test_evaluation_draws_nothing() -> None:
+    model = Transformer(shapes(dropout=0.3), V, V, 1).eval()
+    before = torch.get_rng_state()
+    assert torch.equal(model(*batch(), dropout_key=4).loss, model(*batch(), dropout_key=5).loss)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_has_its_rate_and_keeps_the_mean(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x = torch.ones(401, 503, dtype=dtype, requires_grad=True)
+    y = Dropout(p).train()(x)
+    kept = y != 0
+    error = 4 * math.sqrt(p * (1 - p) / x.numel())
+    assert kept.float().mean().item() == pytest.approx(1 - p, abs=error)
+    assert (kept[:, 1:] == kept[:, :-1]).float().mean().item() == pytest.approx(p**2 + (1 - p) ** 2, abs=2 * error)
+    rounding = 1e-4 if dtype == torch.float32 else 1e-2
+    assert y[kept].float().unique().tolist() == pytest.approx([1 / (1 - p)], rel=rounding)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y.detach())
+
+
+def test_hash_is_stable() -> None:
+    digest = hashlib.blake2b(b"1\x002\x00encoder.layers.0", digest_size=8).digest()
+    assert stable_hash(1, 2, "encoder.layers.0") == int.from_bytes(digest, "little") >> 1
+    assert stable_hash(1, 23) != stable_hash(12, 3)
+
+
+# ---- types
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_finite(dtype: torch.dtype, block: config.Block) -> None:
+    model = Transformer(shapes(block, dropout=0.1), V, V, 1, label_smoothing=0.1).to(dtype).train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # gates and matrices that start at 0 let no gradient through
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    sums = model(*batch())
+    assert sums.loss.dtype == torch.float32
+    sums.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all() and parameter.grad.any(), name
+
+
+def test_activations_have_the_parameters_type() -> None:
+    """Even where only the parameters were cast and the table of positions was not, as engines may do."""
+    model = Transformer(shapes(), V, V, 1)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert model.encode(*batch()[:2]).dtype == torch.bfloat16

@@ -1,0 +1,133 @@
+"""In 16 bits, as DeepSpeed's engines hold the model, LayerNorm's statistics and attention's softmax are those of fp32.
+
+Each test shows beside it how far the same sums in 16 bits would be off.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from deepnmt.config import Block, Model
+from deepnmt.doctor.fresh import fresh_model
+from deepnmt.doctor.probes import ProbeBatch, mean_loss
+from deepnmt.model.attention import attend
+from deepnmt.model.norm import LayerNorm
+from deepnmt.model.transformer import Transformer
+
+TYPES = (torch.bfloat16, torch.float16)
+WIDTH = 64
+
+
+def close(found: Tensor, exact: Tensor) -> bool:
+    """Whether `found` is fp32's `exact`, but for the rounding of the result and one more place."""
+    step = torch.finfo(found.dtype).eps
+    return bool(((found.float() - exact).abs() <= step * exact.abs().clamp(min=1.0)).all())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_statistics_of_norms(dtype: torch.dtype) -> None:
+    model = Transformer(Model.model_validate({"width": WIDTH, "heads": 2, "ffn": 8, "encoder": {"layers": 1},
+                                              "decoder": {"layers": 1}}), 8, 8, 1)
+    norm = model.to(dtype).encoder.layers[0].rule.norms[0]
+    x = (30 + torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))).to(dtype)  # far from 0: sums cancel
+    exact = F.layer_norm(x.float(), (WIDTH,))
+    mean = x.cumsum(1, dtype=dtype)[:, -1:] / WIDTH
+    spread = (x * x).cumsum(1, dtype=dtype)[:, -1:] / WIDTH - mean * mean
+    assert close(norm(x), exact)
+    assert not close((x - mean) / (spread.abs() + 1e-5).sqrt(), exact), "the same in 16 bits"
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_statistics_of_norms_going_back(dtype: torch.dtype) -> None:
+    """All three gradients, against float64, in units of the type's last place at the largest."""
+    draw = torch.Generator().manual_seed(2)
+    norm = LayerNorm(WIDTH).to(dtype)
+    x = (30 + torch.randn(500, WIDTH, generator=draw)).to(dtype)
+    back = torch.randn(500, WIDTH, generator=draw).to(dtype)
+
+    def gradients(of: Callable[[Tensor, Tensor, Tensor], Tensor], kind: torch.dtype) -> list[Tensor]:
+        leaves = [t.detach().to(kind).requires_grad_() for t in (x, norm.weight, norm.bias)]
+        of(*leaves).backward(back.to(kind))
+        return [leaf.grad.double() for leaf in leaves if leaf.grad is not None]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), weight, bias)
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional_call(norm, {"weight": weight, "bias": bias}, (x,))
+
+    exact = gradients(plain, torch.float64)
+    off = {name: [float((found - right).abs().max() / right.abs().max()) / torch.finfo(dtype).eps
+                  for found, right in zip(gradients(of, dtype), exact, strict=True)]
+           for name, of in (("ours", ours), ("plain", plain))}
+    assert max(off["ours"]) < 0.6
+    assert min(off["plain"][1:]) > 2, "PyTorch sums in fp32 by itself now: its LayerNorm can be taken again"
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_sums_of_softmax(dtype: torch.dtype, training: bool) -> None:
+    """Over 6,000 keys, where sums in 16 bits come to a stop."""
+    draw = torch.Generator().manual_seed(1)
+    q, keys = (torch.randn(1, 1, n, 8, generator=draw).to(dtype).requires_grad_(training) for n in (2, 6000))
+    values = torch.rand(1, 1, 6000, 8, generator=draw).to(dtype)
+    exact = F.scaled_dot_product_attention(q.float(), keys.float(), values.float())
+    assert close(attend(q, keys, values), exact)
+    scores = ((q @ keys.transpose(2, 3)) / 8**0.5).exp().detach()
+    mixed, total = torch.zeros(1, 1, 2, 8, dtype=dtype), torch.zeros(1, 1, 2, 1, dtype=dtype)
+    for key in range(6000):  # one by one: PyTorch's own sums keep more places
+        total = total + scores[..., key : key + 1]
+        mixed = mixed + scores[..., key : key + 1] * values[:, :, key : key + 1]
+    assert not close(mixed / total, exact), "the same in 16 bits"
+
+
+@pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="half a minute of one core; DEEPNMT_LONG=1 runs it")
+def test_every_block_in_fp16_as_documented() -> None:
+    """The fp16 column of docs/blocks.md, which `-s` prints; see what stands under the table there."""
+    draw = torch.Generator().manual_seed(1)
+    src, trg = (torch.randint(4, 1000, (8, length), generator=draw) for length in (24, 25))
+    batch: ProbeBatch = (src, torch.full((8,), 24), trg[:, :-1], trg[:, 1:], 0)
+    text = (Path(__file__).parents[2] / "docs" / "blocks.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    for block in get_args(Block):
+        stack = {"block": block, "layers": 18}
+        shape = Model.model_validate({"width": 128, "heads": 2, "ffn": 512, "dropout": 0.1, "encoder": stack,
+                                      "decoder": stack})
+        model = fresh_model(shape, 1000, 1000, 1, [batch]).train()
+        half, (largest, loss) = copy.deepcopy(model).half(), largest_output(model, batch)
+        in_fp16 = mean_loss(half, batch)
+        (in_fp16.float() * 128).backward()
+        grads = [p.grad for p in half.parameters() if p.grad is not None]
+        zeros = sum(int((grad == 0).sum()) for grad in grads) / sum(grad.numel() for grad in grads)
+        print(f"{block}: {largest:.1f}; {100 * zeros:.1f} %, loss {loss:.3f}, in fp16 {float(in_fp16.detach()):.3f}")
+        assert all(bool(grad.isfinite().all()) for grad in grads) and abs(float(in_fp16.detach()) - loss) < 0.01
+        said = re.search(r"\| ([\d.]+); ([\d.]+) %", rows[block])
+        assert said is not None and [largest, 100 * zeros] == pytest.approx([float(n) for n in said.groups()], abs=0.1)
+
+
+@torch.no_grad()
+def largest_output(model: Transformer, batch: ProbeBatch) -> tuple[float, float]:
+    """The largest magnitude that any module puts out or any norm takes in, and the loss in nats a token."""
+    found: list[float] = []
+
+    def see(module: torch.nn.Module, given: Any, output: Any) -> None:
+        seen = output if isinstance(output, tuple) else (output,)
+        found.extend(float(each.abs().max()) for each in (*seen, *(given if isinstance(module, LayerNorm) else ()))
+                     if isinstance(each, Tensor) and each.is_floating_point())
+
+    handles = [module.register_forward_hook(see) for name, module in model.named_modules() if name]
+    loss = float(mean_loss(model, batch))
+    for handle in handles:
+        handle.remove()
+    return max(found), loss

@@ -1,0 +1,84 @@
+"""The blocks with parameters and streams of their own compute under ZeRO-3, in fp16 and in a pipeline what they compute
+under the plain engine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_engines import ROOT, VOCAB, batches, step
+from warm import Warm
+
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.doctor.training_probe import TrainingProbe
+from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.launch import processes
+
+PAIRS = [("admin_closed_form", "fixup"), ("rezero_post_ln", "t_fixup"), ("looks_linear", "rezero"),
+         ("b2t_no_ln", "looks_linear")]
+HISTORY = [("dlcl", "dlcl_post")]  # no pipeline takes them
+MICRO_BATCHES = 2
+
+
+def recipe(layout: str, world: int, encoder: str, decoder: str) -> Recipe:
+    stages = world if layout.startswith("pipeline") else 0
+    return check_recipe({
+        "run": "unused", "seed": 3,
+        "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}},
+        "batch": {"accumulation": MICRO_BATCHES * max(1, stages) // world},
+        "model": {"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": encoder, "layers": 3},
+                  "decoder": {"block": decoder, "layers": 2}},
+        "train": {"updates": 10, "clip": 0.5},
+        "parallel": {"ds_config": None if layout == "local" else str(ROOT / "ds_configs" / f"{layout}.json"),
+                     "pipeline_stages": stages},
+    }, "test")
+
+
+def trial(folder: str, layout: str) -> None:
+    """Runs on each rank: losses and gradient norms of three updates for each pair."""
+    with processes(threads=1, group=True) as ranks:
+        traces, probed = [], {}
+        for pair in PAIRS if layout.startswith("pipeline") else PAIRS + HISTORY:
+            engine = start_engine(recipe(layout, ranks.world, *pair), (VOCAB, VOCAB), ranks)
+            traces.append([step(engine, batches(update, MICRO_BATCHES), ranks)[:2] for update in range(3)])
+            if pair == PAIRS[0]:
+                probe = TrainingProbe(engine.module, recipe(layout, ranks.world, *pair).model, 1)
+                with probe.watching(True):
+                    scale = step(engine, batches(3, MICRO_BATCHES), ranks)[2]
+                probed = probe.read(scale * engine.data_world, ranks.sum, ranks.largest)
+            engine.close()
+        if ranks.first:
+            Path(folder, f"{layout}_probe.json").write_text(json.dumps(probed), encoding="utf-8")
+            Path(folder, f"{layout}.json").write_text(json.dumps(traces), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> tuple[torch.Tensor, dict[str, float]]:
+    """[pairs, updates, 2], and what the probe of training read at the first pair's fourth update."""
+    folder = tmp_path_factory.mktemp("local")
+    warm.run(1, "test_block_engines:trial", folder, "local")
+    probed = json.loads((folder / "local_probe.json").read_text())
+    return torch.tensor(json.loads((folder / "local.json").read_text())), probed
+
+
+PROBED = {"zero3_fp32": 1e-4, "pipeline_zero1_fp32": 1e-4, "zero1_fp16": 2e-2}  # of the probe of training
+
+
+# fp16 rounds weights and activations to 11 bits.
+@pytest.mark.parametrize(("layout", "tolerance"), [
+    ("zero3_fp32", 1e-5), ("pipeline_zero1_fp32", 1e-5), ("zero1_fp16", 5e-3)
+])
+def test_layout_equals_the_local_engine(
+    layout: str, tolerance: float, local: tuple[torch.Tensor, dict[str, float]], tmp_path: Path, warm: Warm
+) -> None:
+    warm.run(2, "test_block_engines:trial", tmp_path, layout)
+    ours = torch.tensor(json.loads((tmp_path / f"{layout}.json").read_text()))
+    assert len(ours) == len(PAIRS) + (0 if layout.startswith("pipeline") else len(HISTORY))
+    torch.testing.assert_close(ours, local[0][: len(ours)], rtol=tolerance, atol=0)
+    probed = json.loads((tmp_path / f"{layout}_probe.json").read_text())
+    # 6 of each of 3 + 2 layers; of each sub-layer 3 with LayerNorms (encoder), 2 without (decoder)
+    assert len(probed) == 6 * 5 + 3 * 2 * 3 + 2 * 3 * 2
+    assert probed == pytest.approx(local[1], rel=PROBED[layout], abs=0.01 * PROBED[layout])

@@ -1,0 +1,119 @@
+"""Decoding happens on a whole copy under ZeRO-3 and in pipelines: weights, loss, BLEU are those of other layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from warm import Warm
+
+from deepnmt.checkpoint.checkpoint import load_moments, load_weights
+from deepnmt.config import Recipe, Translate, load_recipe
+from deepnmt.data.settings import open_prepared
+from deepnmt.decode.translate import translate_lines
+from deepnmt.errors import UserError
+from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.launch import processes
+from deepnmt.ranks import Ranks
+from deepnmt.train.trainer import Trainer
+from deepnmt.train.validate import validate
+
+
+def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -> None:
+    """Runs on each rank: the gathered weights against the exported ones, and what a validation makes of them."""
+    with processes(threads=1, group=True) as ranks:
+        settings = load_recipe(recipe, [f"parallel.ds_config={layout}", f"parallel.pipeline_stages={stages}",
+                                        "train.valid_sentences=0", "batch.tokens=64"])
+        check_texts(settings, ranks)
+        data = open_prepared(settings)
+        vocabs = data.vocabs()
+        engine = start_engine(settings, (vocabs[0].size, vocabs[1].size), ranks)
+        engine.import_state(load_weights(Path(checkpoint)), load_moments(Path(checkpoint)), 12)
+        whole = engine.gather_model()
+        weights = dict(whole.named_parameters())
+        for state in engine.export_state():
+            weight = weights.pop(state.name)
+            assert torch.equal(weight.cpu(), state.weight.to(weight.dtype)), state.name
+        assert not weights
+        assert all(buffer.dtype == torch.float32 for buffer in whole.buffers()), "positions stay in fp32"
+        if int(stages) or "zero3" in layout:
+            check_room(engine, ranks)
+        if ranks.first:  # decodes while no other process takes part
+            assert len(translate_lines(whole, vocabs, data.split("valid").src_text(), Translate(method="greedy"))) == 20
+        ranks.barrier()
+        found = validate(settings, data, engine, ranks)
+        if ranks.first:
+            Path(output).write_text(json.dumps([found.loss, found.bleu, next(whole.parameters()).dtype.itemsize]))
+        engine.close()
+
+
+def check_texts(settings: Recipe, ranks: Ranks) -> None:
+    """Training texts may be on some machines alone: what one process finds amiss there keeps all from training."""
+    here = patch("deepnmt.data.settings.is_here", lambda corpus: ranks.rank == ranks.world - 1)
+    others = patch("deepnmt.data.settings.input_files", lambda corpus: [])
+    with here, others, pytest.raises(UserError, match="made from other texts"):
+        Trainer(settings, ranks)
+
+
+def check_room(engine: Engine, ranks: Ranks) -> None:
+    """Where one process has no room for the whole model, all of them say so, and none waits."""
+    asked = []
+
+    def full(*arguments: Any) -> None:
+        asked.append(arguments)
+        if ranks.rank == ranks.world - 1:
+            raise torch.OutOfMemoryError
+
+    crowded = patch("deepnmt.parallel.deepspeed.cast_onto", full)
+    with crowded, pytest.raises(torch.OutOfMemoryError, match="no room for"):
+        engine.gather_model()
+    assert len(asked) == 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
+    """Of a run long enough for a BLEU above 0."""
+    run = tmp_path_factory.mktemp("gather") / "run"
+    warm.train(1, prepared / "recipe.yaml", f"run={run}", "train.updates=80", "train.validate_every=1000",
+               "train.save_every=80", "train.valid_bleu=false", "batch.tokens=512")
+    assert warm.wait() == [0], warm.said()
+    return run / "checkpoints" / "update-00000080"
+
+
+def validated(
+    layout: tuple[int, str, int], checkpoint: Path, prepared: Path, folder: Path, warm: Warm
+) -> tuple[float, float, int]:
+    """Loss and BLEU of the validation text in a layout, and the bytes of a weight of the model that decodes."""
+    world, name, stages = layout
+    output = folder / f"{name}-{stages}.json"
+    path = name if name == "null" else f"ds_configs/{name}.json"
+    warm.run(world, "test_gather:trial", prepared / "recipe.yaml", checkpoint, path, stages, output)
+    loss, bleu, size = json.loads(output.read_text())
+    return loss, bleu, size
+
+
+# processes, layout, stages; what it is compared with, and how close losses and BLEU must be. In bf16 the weights are
+# the same bits, but under ZeRO-3 DeepSpeed's linear rounds a product before it adds the bias (without its
+# memory_efficient_linear the losses are ZeRO-1's); a pipeline of one stage has ZeRO-1's losses, of two stages nearly.
+@pytest.mark.parametrize(("layout", "control", "of_loss", "of_bleu"), [
+    ((2, "zero3_fp32", 0), (1, "null", 0), 1e-6, 0.0),
+    ((2, "zero3_bf16", 0), (2, "zero1_bf16", 0), 1e-3, 1.0),
+    ((2, "pipeline_zero1_fp32", 2), (1, "null", 0), 1e-6, 0.0),
+    ((3, "pipeline_zero0_fp32", 3), (1, "null", 0), 1e-6, 0.0),
+    ((4, "pipeline_zero1_fp32", 2), (1, "null", 0), 1e-6, 0.0),
+    ((1, "pipeline_zero1_bf16", 1), (1, "zero1_bf16", 0), 1e-6, 0.0),
+    ((2, "pipeline_zero1_bf16", 2), (2, "zero1_bf16", 0), 1e-4, 0.0),
+])
+def test_validation_is_that_of_other_layouts(
+    layout: tuple[int, str, int], control: tuple[int, str, int], of_loss: float, of_bleu: float, checkpoint: Path,
+    prepared: Path, tmp_path: Path, warm: Warm
+) -> None:
+    loss, bleu, size = validated(layout, checkpoint, prepared, tmp_path, warm)
+    other_loss, other_bleu, other_size = validated(control, checkpoint, prepared, tmp_path, warm)
+    assert loss == pytest.approx(other_loss, rel=of_loss)
+    assert bleu == pytest.approx(other_bleu, abs=of_bleu) and other_bleu > 0 and size == other_size

@@ -1,0 +1,126 @@
+"""SGD, decoupled decay, decay that spares norms and biases: ZeRO does what the plain engine does, and goes on so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.launch import processes
+from deepnmt.ranks import Ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB, UPDATES = 30, 4
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "decay_norms_and_biases": False},
+    {"name": "sgd"},
+    {"name": "adamw", "weight_decay": 0.1, "decay_norms_and_biases": False},
+]
+
+
+def recipe(layout: str, optimizer: dict[str, Any]) -> Recipe:
+    return check_recipe({
+        "run": "unused", "seed": 3,
+        "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}},
+        "model": {"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": "admin", "layers": 2},
+                  "decoder": {"block": "post_ln", "layers": 2, "input_gain": True}},
+        "optimizer": optimizer,
+        "train": {"updates": 10, "clip": 0.5},
+        "parallel": {"ds_config": None if layout == "local" else str(ROOT / "ds_configs" / f"{layout}.json")},
+    }, "test")
+
+
+def micro_batches(update: int) -> list[MicroBatch]:
+    """Two of unequal lengths."""
+    made: list[MicroBatch] = []
+    for number in range(2):
+        draw = torch.Generator().manual_seed(10 * update + number)
+        src, trg = (torch.randint(4, VOCAB, (2 + number, 7 - number), generator=draw) for _ in range(2))
+        made.append((src, torch.full((2 + number,), 7 - number), trg, trg.roll(-1, dims=1), 10 * update + number))
+    return made
+
+
+def build(layout: str, optimizer: dict[str, Any], ranks: Ranks) -> Engine:
+    settings = recipe(layout, optimizer)
+    settings = settings.model_copy(update={
+        "batch": settings.batch.model_copy(update={"accumulation": 2 // ranks.world})
+    })
+    return build_engine(Transformer(settings.model, VOCAB, VOCAB, settings.seed, 0.1), settings, ranks)
+
+
+def steps(engine: Engine, ranks: Ranks, first: int, last: int) -> None:
+    for update in range(first, last):
+        plan = micro_batches(update)
+        tokens = sum(b[3].numel() for b in plan)
+        assert engine.train_step(plan[ranks.rank :: ranks.world], tokens, 0.05).applied
+
+
+def end(engine: Engine) -> dict[str, torch.Tensor]:
+    """Weights and moments, by name."""
+    return {k: v for state in engine.export_state() for k, v in {state.name: state.weight, **state.moments}.items()}
+
+
+def trial(folder: str, layout: str) -> None:
+    """Runs on each rank: each optimizer once to the end, and once more from its state half-way."""
+    from safetensors.torch import save_file
+
+    with processes(threads=1, group=True) as ranks:
+        found: dict[str, torch.Tensor] = {}
+        for number, optimizer in enumerate(OPTIMIZERS):
+            whole = build(layout, optimizer, ranks)
+            steps(whole, ranks, 0, 2)
+            saved = end(whole)
+            step = whole.optimizer_step
+            steps(whole, ranks, 2, UPDATES)
+            other = build(layout, optimizer, ranks)
+            other.import_state(saved, saved, step)
+            steps(other, ranks, 2, UPDATES)
+            last, again = end(whole), end(other)
+            assert step == 2 and whole.optimizer_step == other.optimizer_step == UPDATES, optimizer
+            assert last.keys() == again.keys() and all(torch.equal(last[k], again[k]) for k in last), optimizer
+            found |= {f"{number}.{name}": tensor for name, tensor in last.items()}
+            other.close()
+            whole.close()
+        if ranks.first:
+            save_file(found, f"{folder}/end.safetensors")
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("local")
+    run_on_ranks(1, "test_optimizers:trial", str(folder), "local")
+    return folder
+
+
+def without_keys(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Which numbers to compare: a key's bias changes no softmax, its gradient is rounding, and Adam enlarges that."""
+    kept = torch.ones(len(tensor), dtype=torch.bool)
+    if name.endswith("qkv.bias"):
+        kept[len(tensor) // 3 : 2 * len(tensor) // 3] = False
+    elif name.endswith("kv.bias"):
+        kept[: len(tensor) // 2] = False
+    return kept
+
+
+LAYOUTS = [(1, "zero0_fp32"), (1, "zero1_fp32"), (2, "zero1_fp32"), (1, "zero3_fp32")]
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+def test_layout_equals_local_engine(world: int, layout: str, control: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    run_on_ranks(world, "test_optimizers:trial", str(tmp_path), layout)
+    ours, theirs = load_file(tmp_path / "end.safetensors"), load_file(control / "end.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert sum("momentum_buffer" in name for name in ours) == sum(name.startswith("1.") for name in ours)
+    for name, tensor in theirs.items():
+        kept = without_keys(name, tensor)
+        torch.testing.assert_close(ours[name][kept], tensor[kept], rtol=1e-4, atol=1e-5,
+                                   msg=lambda text, n=name: f"{n}: {text}")

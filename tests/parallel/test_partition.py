@@ -1,0 +1,159 @@
+"""The pipeline's cuts: as good as the best of all, and refusals that carry the numbers."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from deepnmt.config import Block, Model, Recipe, check_recipe
+from deepnmt.errors import UserError
+from deepnmt.model.blocks import RULES
+from deepnmt.model.embedding import TABLES
+from deepnmt.parallel.build import check_layout
+from deepnmt.parallel.pipeline.partition import Partition, Unit, cost_units, partition, unit_names
+from deepnmt.parallel.pipeline.stage import Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def model(encoder: int, decoder: int, width: int = 16) -> Model:
+    return Model.model_validate(
+        {
+            "width": width,
+            "heads": 2,
+            "ffn": 4 * width,
+            "encoder": {"layers": encoder, "block": "post_ln"},
+            "decoder": {"layers": decoder, "block": "post_ln"},
+        }
+    )
+
+
+def slowest(units: tuple[Unit, ...], bounds: tuple[int, ...]) -> float:
+    return max(sum(u.cost for u in units[a:b]) for a, b in pairwise(bounds))
+
+
+@pytest.mark.parametrize(("encoder", "decoder", "stages"), [(3, 3, 2), (6, 2, 3), (2, 5, 4), (5, 5, 1), (1, 2, 3)])
+def test_no_cuts_are_better(encoder: int, decoder: int, stages: int) -> None:
+    units = cost_units(model(encoder, decoder), 50, 50)
+    found = partition(units, stages)
+    everything = [(0, *cuts, len(units)) for cuts in combinations(range(1, len(units)), stages - 1)]
+    assert found.stages == stages and found.bounds in everything
+    best = min(slowest(units, bounds) for bounds in everything)
+    border = unit_names(model(encoder, decoder)).index("target")
+    assert slowest(units, found.bounds) <= best * (1.05 if border in found.bounds else 1.0) + 1e-9
+
+
+def test_near_equal_cuts_fall_between_encoder_and_decoder() -> None:
+    units = tuple(Unit(name, 1, 1.0) for name in unit_names(model(4, 4)))  # 5 units on each side of the border, and 1
+    assert partition(units, 2).bounds == (0, 5, 11)
+    heavy = (*units[:-1], Unit("output", 1, 6.0))  # now the border would leave 2 / 3 of the work to one stage
+    assert partition(heavy, 2).bounds[1] > 5
+
+
+def test_costs_are_the_matrix_products() -> None:
+    units = {u.name: u for u in cost_units(model(2, 2, width=512), 1000, 1000)}
+    d, f = 512, 2048
+    assert units["output"].cost == d * 1000
+    assert units["encoder.layers.0"].cost == pytest.approx(4 * d * d + 2 * d * f, rel=0.1)
+    assert units["decoder.layers.1"].cost == pytest.approx(8 * d * d + 2 * d * f, rel=0.1)
+    twice = {u.name: u for u in cost_units(model(2, 2, width=512), 1000, 1000, ratio=2.0)}
+    assert twice["encoder.layers.0"].cost == 2 * units["encoder.layers.0"].cost
+    assert twice["output"].cost == units["output"].cost
+
+
+BLOCKS = [block for block in get_args(Block) if not RULES[block].needs_history]
+BOUNDS = [(0, 9), (0, 4, 9), (0, 6, 9), (0, 1, 5, 8, 9)]
+
+
+@pytest.mark.parametrize(("block", "tied", "cuts"), [
+    *((block, "all", [(0, 1, 5, 8, 9)]) for block in BLOCKS), *(("pre_ln", tied, BOUNDS) for tied in TABLES)
+])
+def test_parameters_are_those_of_the_stages(block: Block, tied: str, cuts: list[tuple[int, ...]]) -> None:
+    """A table that two units of a stage read is there once; the rule's own parameters, and what stands on a stack,
+    are counted."""
+    shape = Model.model_validate({
+        "width": 8, "heads": 2, "ffn": 12, "tied": tied, "max_length": 4,
+        "encoder": {"layers": 3, "block": block, "input_gain": True}, "decoder": {"layers": 3, "block": block},
+    })
+    target = 20 if tied == "all" else 30
+    units = cost_units(shape, 20, target)
+    for bounds in cuts:
+        found = Partition(units, bounds)
+        built = [Stage(shape, 20, target, 1, 0.1, *ends, 0) for ends in pairwise(bounds)]
+        held = [sum(p.numel() for p in stage.parameters()) for stage in built]
+        assert [found.parameters(stage) for stage in range(found.stages)] == held, bounds
+        rows = found.table(4).splitlines()[1:-1]
+        assert [row.split()[-3] for row in rows] == [f"{number:,}" for number in held]
+
+
+def test_bubble() -> None:
+    even = Partition(tuple(Unit(str(i), 1, 1.0) for i in range(4)), (0, 1, 2, 3, 4))
+    for count in (1, 2, 8):
+        assert even.bubble(count) == pytest.approx(3 / (count + 3))
+    uneven = Partition(tuple(Unit(str(i), 1, 1.0) for i in range(4)), (0, 3, 4))
+    assert uneven.bubble(10**9) == pytest.approx(1 - 4 / (2 * 3))  # stage 1 works a third of stage 0's time
+
+
+def test_table_names_every_stage() -> None:
+    table = partition(cost_units(model(3, 3), 50, 60), 2).table(4)
+    assert (
+        "stage" in table
+        and "source ... " in table
+        and " ... output" in table
+        and "expected bubble with 4 micro-batches" in table
+    )
+    assert table.count("%") == 3
+
+
+def recipe(config: str | None, stages: int, **model_settings: object) -> Recipe:
+    return check_recipe(
+        {
+            "run": "unused",
+            "data": {
+                "folder": "unused",
+                "src_lang": "a",
+                "trg_lang": "b",
+                "train": {"tsv": "x"},
+                "valid": {"tsv": "x"},
+            },
+            "model": {
+                "width": 16,
+                "heads": 2,
+                "ffn": 24,
+                "encoder": {"layers": 2},
+                "decoder": {"layers": 2},
+                **model_settings,
+            },
+            "train": {"updates": 10},
+            "parallel": {"ds_config": config and str(ROOT / "ds_configs" / config), "pipeline_stages": stages},
+        },
+        "test",
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "world", "words"),
+    [
+        (None, 2, 2, ["pipeline_stages is 2", "ds_config is null", "pipeline_zero1_fp32.json"]),
+        ("zero2_fp32.json", 2, 2, ["pipeline_stages is 2", "zero2_fp32.json has ZeRO stage 2", "ZeRO 0 or 1"]),
+        ("zero3_bf16.json", 2, 2, ["ZeRO stage 3"]),
+        ("pipeline_zero1_fp32.json", 3, 4, ["pipeline_stages is 3", "4 processes", "one of 1, 2, 4"]),
+        ("pipeline_zero1_fp32.json", 2, 1, ["pipeline_stages is 2", "1 process cannot"]),
+        ("pipeline_zero1_fp32.json", 8, 8, ["pipeline_stages is 8", "4 layers (2 encoder, 2 decoder)", "4 or less"]),
+    ],
+)
+def test_impossible_layouts_are_refused(config: str | None, stages: int, world: int, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        check_layout(recipe(config, stages), world)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    units = cost_units(model(2, 1), 50, 50)
+    assert partition(units, 3).stages == 3
+    with pytest.raises(UserError, match=r"pipeline_stages is 4, but the model has 3 layers \(2 encoder, 1 decoder\)"):
+        partition(units, 4)

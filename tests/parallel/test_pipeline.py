@@ -1,0 +1,360 @@
+"""A pipeline computes what the plain engine computes: gradients, losses and norms, over stages, accumulation, data
+parallel ranks, blocks, tyings, cuts, clipping and recomputation.
+
+After one update from rest Adam's first moment is (1 - β1) times the gradient, so gradients are compared through the
+ordinary export. Many layouts share one set of processes, since starting one takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from warm import Warm
+
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.parallel.build import check_layout, start_engine
+from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.launch import processes
+from deepnmt.parallel.pipeline.partition import Partition, cost_units
+from deepnmt.ranks import Ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCAB, VALID = 40, 5
+BLOCKS = [("post_ln", "pre_ln"), ("admin", "b2t"), ("pre_ln", "deepnorm"), ("b2t", "post_ln"), ("deepnorm", "admin")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to be compared; `blocks`: which of BLOCKS; `cuts`: bounds of the stages, where not the partitioner's
+    (units: 0 source, 1 to 3 encoder, 4 target, 5 to 7 decoder, 8 output)."""
+
+    stages: int
+    accumulation: int
+    blocks: int = 0
+    config: str = "pipeline_zero1_fp32"
+    dropout: float = 0.2
+    tied: str = "all"
+    recompute: int = 0
+    updates: int = 4
+    cuts: tuple[int, ...] = ()
+    clip: float = 0.0
+
+
+def recipe(case: Case, accumulation: int, control: str = "") -> Recipe:
+    encoder, decoder = BLOCKS[case.blocks]
+    return check_recipe(
+        {
+            "run": "unused",
+            "seed": 3,
+            "data": {
+                "folder": "unused",
+                "src_lang": "a",
+                "trg_lang": "b",
+                "train": {"tsv": "x"},
+                "valid": {"tsv": "x"},
+            },
+            "vocab": {"shared": case.tied == "all"},
+            "batch": {"accumulation": accumulation},
+            "model": {
+                "width": 16,
+                "heads": 2,
+                "ffn": 24,
+                "dropout": case.dropout,
+                "tied": case.tied,
+                "encoder": {"block": encoder, "layers": 3},
+                "decoder": {"block": decoder, "layers": 3},
+            },
+            "train": {"updates": 10, "clip": case.clip},
+            "parallel": {
+                "ds_config": None if control == "local" else f"{ROOT}/ds_configs/{control or case.config}.json",
+                "pipeline_stages": 0 if control else case.stages,
+                "recompute_layers": 0 if control else case.recompute,
+            },
+        },
+        "test",
+    )
+
+
+def batches(update: int, count: int) -> list[MicroBatch]:
+    """Micro-batches of unequal sizes and lengths, with padding."""
+    made: list[MicroBatch] = []
+    for number in range(count):
+        draw = torch.Generator().manual_seed(100 * update + number)
+        rows, source, target = 2 + number % 3, 4 + 2 * (number % 5), 9 - number % 4
+        src = torch.randint(4, VOCAB, (rows, source), generator=draw)
+        trg = torch.randint(4, VOCAB, (rows, target + 1), generator=draw)
+        lengths = torch.full((rows,), source)
+        lengths[0], src[0, 3:] = 3, 3
+        trg_out = trg[:, 1:].clone()
+        trg_out[0, 2:] = 3
+        made.append((src, lengths, trg[:, :-1], trg_out, (update << 32) + number))
+    return made
+
+
+def update(engine: Engine, number: int, count: int, ranks: Ranks, rate: float) -> list[float]:
+    """One update of `count` micro-batches over all data-parallel ranks; loss a token, plain loss a token, norm."""
+    plan = batches(number, count)
+    tokens = sum(int((b[3] != 3).sum()) for b in plan)
+    stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
+    assert stats.applied
+    sums = [stats.loss / tokens, stats.nll / tokens]
+    return [*ranks.sum(sums), stats.grad_norm]
+
+
+def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    return {s.name: s.exp_avg.clone() for s in engine.export_state() if s.exp_avg is not None}
+
+
+def measured(engine: Engine, ranks: Ranks, count: int, updates: int) -> dict[str, Any]:
+    """Weights at rest, figures and gradients of a first update, figures of more, losses of a few validation batches."""
+    start = {s.name: s.weight.clone() for s in engine.export_state()}
+    first = update(engine, 0, count, ranks, 1e-3)
+    gradient = gradients(engine)
+    later = [update(engine, k, count, ranks, 1e-3) for k in range(1, updates)]
+    sums = [value for pair in engine.evaluate(batches(99, VALID)) for value in pair]
+    valid = [value / engine.data_world for value in ranks.sum(sums)]
+    return {"start": start, "gradient": gradient, "figures": [first, *later], "valid": valid}
+
+
+def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Whether both start alike, the largest relative differences of a gradient, a figure and a validation loss, and the
+    smallest norm."""
+    far = {name: float((ours["gradient"][name] - g).norm() / g.norm()) for name, g in theirs["gradient"].items()}
+    pairs = [(torch.tensor(ours[key]), torch.tensor(theirs[key])) for key in ("figures", "valid")]
+    return {
+        "start": all(torch.equal(ours["start"][name], weight) for name, weight in theirs["start"].items()),
+        "names": sorted(ours["start"]) == sorted(theirs["start"]),
+        "gradient": max((value, name) for name, value in far.items()),
+        "figures": max(float(((a - b) / b).abs().max()) for a, b in pairs),
+        "norm": min(norm for _, _, norm in theirs["figures"]),
+    }
+
+
+def pipeline(case: Case, ranks: Ranks) -> Engine:
+    made = recipe(case, case.accumulation)
+    if not case.cuts:
+        return start_engine(made, (VOCAB, VOCAB), ranks)
+    from deepnmt.parallel.pipeline.engine import PipelineEngine
+
+    cuts = Partition(cost_units(made.model, VOCAB, VOCAB), tuple(case.cuts))
+    settings = check_layout(made, ranks.world)
+    assert settings is not None
+    return PipelineEngine(made, (VOCAB, VOCAB), cuts, settings, ranks, None)
+
+
+def controls(world: str, cases: str, folder: str) -> None:
+    """Runs on one process: what each case is held to, in fp32 the plain engine's, in 16 bits that of ZeRO-1 in them."""
+    with processes(threads=1, group=True) as ranks:
+        found = []
+        for case in (Case(**values) for values in json.loads(cases)):
+            count = int(world) // case.stages * case.accumulation
+            name = "local" if case.config.endswith("fp32") else f"zero1_{case.config[-4:]}"
+            engine = start_engine(recipe(case, count, control=name), (VOCAB, VOCAB), ranks)
+            found.append(measured(engine, ranks, count, case.updates))
+            engine.close()
+        torch.save(found, Path(folder, "controls.pt"))
+
+
+def trial(cases: str, folder: str) -> None:
+    """Runs on each rank: every case against its control."""
+    theirs = torch.load(Path(folder, "controls.pt"), weights_only=True)
+    with processes(threads=1, group=True) as ranks:
+        found = []
+        for number, case in enumerate(Case(**values) for values in json.loads(cases)):
+            engine = pipeline(case, ranks)
+            assert engine.data_world == ranks.world // case.stages
+            mine = measured(engine, ranks, engine.data_world * case.accumulation, case.updates)
+            whole = dict(engine.gather_model().named_parameters())
+            state = {s.name: s.weight for s in engine.export_state()}
+            near = all(torch.allclose(whole[n].float(), w, rtol=0.01, atol=1e-3) for n, w in state.items())
+            if ranks.first:
+                found.append({"case": case.__dict__, "gathered": near, **compared(mine, theirs[number])})
+            engine.close()
+        if ranks.first:
+            Path(folder, "results.json").write_text(json.dumps(found))
+
+
+ZERO0 = "pipeline_zero0_fp32"
+
+# By processes. Stages 1, 2, 3, 4 × accumulation 1, 2, 8 × data-parallel ranks 1, 2, see the test of it; with all blocks
+# on both sides, all tyings, recomputation, ZeRO 0 and 1, dropout off and on and 20 updates in every number of stages;
+# embeddings and output on stages of their own; and gradients clipped, whose norms are ten times CLIP and more. Where
+# DEEPNMT_LONG is set, each row once more with dropout where it had none, and without where it had some.
+LONG = bool(os.environ.get("DEEPNMT_LONG"))
+CLIP = 0.05
+GRID = {
+    1: [Case(1, 1, 0, dropout=0.0), Case(1, 8, 1, ZERO0), Case(1, 2, 4, recompute=2, updates=20)],
+    2: [
+        Case(2, 1, 0),
+        Case(2, 2, 1, updates=20),
+        Case(2, 8, 2),
+        Case(2, 2, 3, tied="decoder", cuts=(0, 8, 9)),
+        Case(2, 2, 4, tied="none"),
+        Case(2, 2, 1, ZERO0, clip=CLIP),
+        Case(2, 2, 2, recompute=1, cuts=(0, 1, 9)),
+        Case(2, 2, 3, dropout=0.0, cuts=(0, 5, 9), clip=CLIP),
+        Case(1, 1, 2),
+        Case(1, 2, 3, ZERO0),
+        Case(1, 8, 0, dropout=0.0),
+    ],
+    3: [
+        Case(3, 1, 2, dropout=0.0),
+        Case(3, 2, 3, updates=20),
+        Case(3, 8, 4, cuts=(0, 4, 5, 9)),
+        Case(3, 2, 0, ZERO0, recompute=2),
+    ],
+    4: [
+        Case(4, 1, 3),
+        Case(4, 2, 4, dropout=0.0, updates=20),
+        Case(4, 8, 0),
+        Case(4, 8, 1, tied="decoder", recompute=2),
+        Case(2, 1, 2, clip=CLIP),
+        Case(2, 2, 0, ZERO0, updates=20, clip=CLIP),
+        Case(2, 8, 4, cuts=(0, 8, 9)),
+        Case(4, 2, 1, ZERO0),
+    ],
+    6: [
+        Case(3, 1, 1),
+        Case(3, 2, 4, dropout=0.0, recompute=1),
+        Case(3, 8, 2, tied="decoder"),
+        Case(6, 2, 1, cuts=(0, 1, 4, 5, 7, 8, 9)),
+    ],
+    8: [Case(4, 1, 2, recompute=1), Case(4, 2, 3, tied="none"), Case(4, 8, 4, ZERO0)],
+}
+
+
+def test_grid_is_whole() -> None:
+    """Every combination has a row, and everything else stands in every number of stages."""
+    cases = [(world // case.stages, case) for world, row in GRID.items() for case in row if case.stages <= 4]
+    assert {(case.stages, case.accumulation, data) for data, case in cases} == set(
+        product((1, 2, 3, 4), (1, 2, 8), (1, 2))
+    )
+    for stages in (1, 2, 3, 4):
+        mine = [case for _, case in cases if case.stages == stages]
+        assert {case.config for case in mine} == {ZERO0, Case(1, 1).config}
+        assert {bool(case.dropout) for case in mine} == {bool(case.recompute) for case in mine} == {True, False}
+        assert max(case.updates for case in mine) == 20
+        assert {block for case in mine for block in BLOCKS[case.blocks]} == {block for pair in BLOCKS for block in pair}
+    clipped = {(case.stages, data, case.config) for data, case in cases if case.clip}
+    assert clipped == set(product((2,), (1, 2), (ZERO0, Case(1, 1).config)))
+    assert {case.cuts for _, case in cases} > {(0, 1, 9), (0, 5, 9), (0, 8, 9), (0, 4, 5, 9)}
+
+
+# 16 bits against ZeRO-1 in the same 16 bits, by processes: only sums of rounded numbers differ. A tied table whose
+# copies are not summed differs by 0.74. More where DEEPNMT_LONG is set: every accumulation, and every other dropout.
+BF16, FP16 = "pipeline_zero1_bf16", "pipeline_zero1_fp16"
+ZERO0_BF16, ZERO0_FP16 = "pipeline_zero0_bf16", "pipeline_zero0_fp16"
+ROUNDED = {
+    2: [
+        Case(2, 2, 1, BF16),
+        Case(2, 2, 4, BF16, recompute=2, cuts=(0, 8, 9)),
+        Case(2, 2, 2, FP16, clip=CLIP),
+        Case(1, 2, 3, FP16),
+        Case(2, 2, 0, ZERO0_BF16, recompute=1),
+    ],
+    4: [Case(2, 2, 0, BF16)],
+}
+if LONG:
+    ROUNDED[1] = [Case(1, 1, 1, BF16, dropout=0.0), Case(1, 8, 2, FP16), Case(1, 8, 0, ZERO0_FP16, dropout=0.0)]
+    ROUNDED[2] += [Case(2, 2, 3, ZERO0_FP16, clip=CLIP), Case(1, 2, 4, ZERO0_BF16), Case(2, 1, 3, BF16, dropout=0.0)]
+    ROUNDED[2] += [Case(2, 8, 0, BF16, clip=CLIP), Case(2, 1, 4, FP16), Case(2, 8, 1, FP16, dropout=0.0)]
+    ROUNDED[2] += [Case(2, 1, 2, ZERO0_BF16, dropout=0.0), Case(2, 8, 0, ZERO0_FP16)]
+    ROUNDED[2] += [Case(2, 2, 1, FP16, cuts=(0, 8, 9))]
+    ROUNDED[3] = [Case(3, 3, 4, BF16), Case(3, 3, 0, FP16), Case(3, 1, 1, FP16, dropout=0.0), Case(3, 8, 2, BF16)]
+    ROUNDED[4] += [Case(2, 2, 3, FP16), Case(4, 4, 2, BF16, tied="decoder"), Case(4, 4, 1, FP16, clip=CLIP)]
+    ROUNDED[4] += [Case(2, 2, 1, ZERO0_FP16), Case(4, 4, 3, ZERO0_BF16), Case(2, 1, 4, BF16), Case(2, 8, 0, FP16)]
+    ROUNDED[4] += [Case(4, 1, 2, FP16), Case(4, 8, 3, BF16, dropout=0.0), Case(2, 1, 1, ZERO0_BF16, dropout=0.0)]
+    ROUNDED[6] = [Case(3, 3, 3, BF16), Case(3, 1, 0, ZERO0_FP16), Case(3, 8, 1, FP16)]
+    ROUNDED[8] = [Case(4, 4, 4, FP16, recompute=1), Case(4, 1, 0, BF16), Case(4, 8, 2, ZERO0_BF16)]
+
+
+# six and eight processes where DEEPNMT_LONG is set
+WORLDS = [world for world in sorted(GRID) if world <= 4 or LONG]
+
+
+@pytest.mark.parametrize("turned", [False, True] if LONG else [False])
+@pytest.mark.parametrize("world", WORLDS)
+def test_pipeline_equals_the_plain_engine(world: int, turned: bool, tmp_path: Path, warm: Warm) -> None:
+    """`turned`: dropout on where the row says 0, and off where it says more."""
+    cases = GRID[world] + ROUNDED.get(world, [])
+    if turned:
+        cases = [replace(case, dropout=0.0 if case.dropout else 0.2) for case in cases]
+    found = results(world, cases, tmp_path, warm)
+    for case in found[: len(GRID[world])]:
+        check(case, 1e-5, 1e-5)
+    for case in found[len(GRID[world]) :]:
+        check(case, 1e-2, 2e-2)  # four updates; Adam takes the sign even of gradients that are rounding alone
+
+
+def results(world: int, cases: list[Case], folder: Path, warm: Warm) -> list[dict[str, Any]]:
+    rows = json.dumps([case.__dict__ for case in cases])
+    warm.run(1, "test_pipeline:controls", world, rows, folder)
+    warm.run(world, "test_pipeline:trial", rows, folder)
+    found = json.loads((folder / "results.json").read_text())
+    assert len(found) == len(cases)
+    return found
+
+
+def check(found: dict[str, Any], gradient: float, figures: float) -> None:
+    assert found["start"] and found["names"] and found["gathered"], found
+    assert found["gradient"][0] < gradient, found
+    assert found["figures"] < figures, found
+    assert found["norm"] > 10 * found["case"]["clip"], "nothing to clip"
+
+
+def poisoned(configs: str) -> None:
+    """Runs on each rank: a NaN in one gradient of one stage must not reach a weight of any stage, and is reported."""
+    with processes(threads=1, group=True) as ranks:
+        for config in json.loads(configs):
+            case = Case(2, 2, 1, config=config)
+            engine = start_engine(recipe(case, 2), (VOCAB, VOCAB), ranks)
+            update(engine, 0, 2, ranks, 1e-2)
+            before = {s.name: (s.weight, s.exp_avg) for s in engine.export_state()}
+            scale = engine.scaler_state()
+            victim = dict(engine.module.named_parameters()).get("decoder.layers.2.ffn.fc1.bias")
+            hook = victim.register_hook(lambda grad: grad * float("nan")) if victim is not None else None
+            stats = engine.train_step(batches(1, 2), 100, 1e-2)
+            if hook is not None:
+                hook.remove()
+            assert not stats.applied and stats.grad_norm == float("inf"), (config, stats)
+            assert engine.optimizer_step == 1, config
+            for s in engine.export_state():
+                weight, moment = before[s.name]
+                assert torch.equal(weight, s.weight) and torch.equal(moment, s.exp_avg), (config, s.name)
+            if scale is not None:
+                assert engine.scaler_state() == {"scale": scale["scale"] / 2, "clean": 0}
+            update(engine, 2, 2, ranks, 1e-2)
+            engine.close()
+
+
+def test_non_finite_gradient_of_one_stage_reaches_none(warm: Warm) -> None:
+    configs = [f"pipeline_zero{stage}_{bits}" for stage, bits in product((0, 1), ("fp32", "bf16", "fp16"))]
+    warm.run(2, "test_pipeline:poisoned", json.dumps(configs))
+
+
+def timed_pass() -> None:
+    """Runs where DeepSpeed is imported already: the clock is read when the device has done what it was given."""
+    from deepnmt.parallel.pipeline import engine as of_pipelines
+
+    events: list[str] = []
+    kind = of_pipelines.schedule.ForwardPass
+    inner = SimpleNamespace(_INSTRUCTION_MAP={kind: lambda _: events.append("pass")})
+    engine: Any = SimpleNamespace(engine=inner)
+    device = SimpleNamespace(synchronize=lambda: events.append("wait"))
+    with patch.object(of_pipelines, "get_accelerator", lambda: device):
+        of_pipelines.PipelineEngine.time_instructions(engine, lambda seconds: events.append("add"))
+    inner._INSTRUCTION_MAP[kind](inner)
+    assert events == ["wait", "pass", "wait", "add"]
+
+
+def test_a_pass_is_timed_to_its_end(warm: Warm) -> None:
+    warm.run(1, "test_pipeline:timed_pass")

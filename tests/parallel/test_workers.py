@@ -1,0 +1,109 @@
+"""A job and its answer: what `run_workers` gives back, and what it raises where a process fails."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from deepnmt.errors import UserError
+from deepnmt.parallel import workers
+from deepnmt.ranks import Ranks
+
+Work = Callable[[dict[str, Any], Ranks], Any]
+
+
+def run(work: Work, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `work` on two "processes", one after the other, here."""
+
+    class Here:
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            rank = int(env["RANK"])
+
+            @contextlib.contextmanager
+            def processes(threads: int, *, group: bool) -> Iterator[Ranks]:
+                yield Ranks(rank, 2, rank, 2, torch.device("cpu"))
+
+            monkeypatch.setattr(workers, "processes", processes)
+            monkeypatch.setattr(sys, "argv", ["worker", *command[-2:]])
+            monkeypatch.setenv("DEEPNMT_THREADS", env["DEEPNMT_THREADS"])
+            try:
+                workers.answer_job(work)
+                self.code: object = 0
+            except SystemExit as end:
+                self.code = end.code
+            except ArithmeticError:
+                self.code = 1
+
+        def poll(self) -> object:
+            return self.code
+
+        def wait(self, timeout: float = 0.0) -> object:
+            return self.code
+
+        def terminate(self) -> None:
+            """It has ended."""
+
+        kill = terminate
+
+    monkeypatch.setattr(workers.subprocess, "Popen", Here)
+    return workers.run_workers("nowhere", {"a": 3}, 2, 1)
+
+
+def test_the_answer_is_that_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(lambda job, ranks: [job["a"], ranks.rank], monkeypatch) == [3, 0]
+
+
+def test_a_users_mistake_is_told_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(job: dict[str, Any], ranks: Ranks) -> None:
+        raise UserError(f"no fp16 on {ranks.rank}; name bf16")
+
+    with pytest.raises(UserError, match=r"^no fp16 on 0; name bf16$"):
+        run(work, monkeypatch)
+
+
+@pytest.mark.parametrize("second", [ArithmeticError, None])
+def test_a_mistake_in_one_process_counts_above_what_follows_from_it(
+    second: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(job: dict[str, Any], ranks: Ranks) -> None:
+        if ranks.rank == 1:
+            raise UserError("too few GPUs")
+        if second:
+            raise second
+
+    with pytest.raises(UserError, match=r"^too few GPUs$"):
+        run(work, monkeypatch)
+
+
+def test_any_other_failure_is_none_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(job: dict[str, Any], ranks: Ranks) -> None:
+        raise ArithmeticError
+
+    with pytest.raises(RuntimeError, match=r"a process of nowhere failed \(exit codes \[1, 1\]\)"):
+        run(work, monkeypatch)
+
+
+def test_who_waits_for_a_process_that_failed_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are left one ends by itself in time, one when it is told to, one only when it is killed."""
+    monkeypatch.setattr(workers, "_GRACE", 0.5)
+    commands = ["trap '' TERM; for _ in $(seq 400); do sleep 0.05; done", "exec sleep 20", "sleep 0.1", "exit 2"]
+    running = [subprocess.Popen(["sh", "-c", command]) for command in commands]
+    started = time.monotonic()
+    try:
+        assert workers._codes(running) == [-9, -15, 0, 2]
+    finally:
+        for process in running:
+            process.kill()
+    assert time.monotonic() - started < 15
+
+
+def test_nobody_is_hurried_while_none_failed() -> None:
+    running = [subprocess.Popen(["sh", "-c", f"sleep {seconds}"]) for seconds in (0, 0.2)]
+    assert workers._codes(running) == [0, 0]

@@ -1,0 +1,33 @@
+"""Runs a function of a test module on N real processes that talk through gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+_TESTS = Path(__file__).resolve().parent
+_PATHS = ":".join(map(str, (_TESTS.parent, _TESTS, *(room for room in _TESTS.iterdir() if room.is_dir()))))
+_CODE = "import sys; sys.path[:0] = sys.argv[1].split(':'); import importlib; m, f = sys.argv[2].split(':'); " \
+        "getattr(importlib.import_module(m), f)(*sys.argv[3:])"
+
+
+def run_on_ranks(world: int, target: str, *arguments: str, timeout: float = 600) -> None:
+    """Starts `world` processes that call `module:function(*arguments)`; fails with their output unless all end in 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
+           "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _CODE, _PATHS, target, *arguments]
+    running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True) for r in range(world)]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    codes = [process.returncode for process in running]
+    assert codes == [0] * world, f"exit codes {codes}\n" + "\n".join(outputs)

@@ -1,0 +1,174 @@
+"""The recipes that come with deepnmt: read, built and described; the demo's shows every setting; deep shapes train."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel
+
+from deepnmt.cli import main
+from deepnmt.config import Block, Corpus, Model, Recipe, load_recipe
+from deepnmt.model.admin import measure
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.engine import MicroBatch
+from deepnmt.parallel.local import LocalEngine
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "recipes" / "demo" / "admin_18l-18l.yaml"
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+DEPTHS = [(60, 12), (50, 50), (100, 100)]
+CLOSED_AT_FIRST = ("rezero", "rezero_post_ln", "fixup")  # no gradient reaches their encoder before the second update
+VOCAB = 40
+
+every_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: str(file.relative_to(ROOT / "recipes")))
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every environment variable that a recipe names, set to an empty folder."""
+    for file in RECIPES:
+        for name in re.findall(r"\$\{(\w+)\}", file.read_text(encoding="utf-8")):
+            monkeypatch.setenv(name, str(tmp_path))
+
+
+@every_recipe
+def test_recipe_is_read_and_built(file: Path) -> None:
+    recipe = load_recipe(file, ["model.width=8", "model.heads=2", "model.ffn=8"])
+    model = Transformer(recipe.model, VOCAB, VOCAB, recipe.seed)
+    assert len(model.encoder.layers) == load_recipe(file).model.encoder.layers
+    assert len(model.decoder.layers) == load_recipe(file).model.decoder.layers
+    named = Path(file.stem.split("_")[-1])  # ..._60l-12l.yaml says how deep it is
+    assert str(named) == f"{recipe.model.encoder.layers}l-{recipe.model.decoder.layers}l"
+
+
+@every_recipe
+def test_recipe_passes_the_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("train", [str(file), "--dry-run", f"data.folder={tmp_path}/none"]) == 0
+    said = capsys.readouterr().out
+    figures = dict(re.findall(r"^# (.+?)  +(.+)$", said, flags=re.MULTILINE))
+    assert int(figures["parameters"].replace(",", "")) > 100_000
+    assert figures["updates per epoch"] == "not prepared yet" and "MiB" in figures["memory per process"]
+    assert Recipe.model_validate(yaml.safe_load(said.partition("\n#")[0])).run == load_recipe(file).run
+
+
+@every_recipe
+def test_recipe_says_at_its_head_what_it_is(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    for name in set(re.findall(r"\$\{(\w+)\}", text)):
+        assert f"export {name}=" in text.partition("\nrun:")[0]
+
+
+@every_recipe
+def test_every_line_has_a_comment(file: Path) -> None:
+    body = f"run:{file.read_text(encoding='utf-8').partition(chr(10) + 'run:')[2]}"
+    assert [line for line in body.splitlines() if line.strip() and "# " not in line] == []
+
+
+def settings(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted name of every setting; of a corpus, and of the named tests, the group's name."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Corpus:
+            yield from settings(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def test_demo_recipe_shows_every_setting() -> None:
+    text = DEMO.read_text(encoding="utf-8")
+    tree = yaml.safe_load(text)
+    for name in settings(Recipe):
+        node: Any = tree
+        for key in name.split("."):
+            assert key in node, name
+            node = node[key]
+    for key in Corpus.model_fields:
+        assert re.search(rf"\b{key}:", text), key
+
+
+def test_demo_recipe_explains_every_setting() -> None:
+    """Each setting has a comment where it first stands; a corpus has one for its files together."""
+    explained = dict.fromkeys(Corpus.model_fields, True)
+    for line in DEMO.read_text(encoding="utf-8").splitlines():
+        if found := re.fullmatch(r" *(\w+): *[^ #].*?( +# .+)?", line):
+            explained.setdefault(found[1], found[2] is not None)
+    assert [key for key, has_comment in explained.items() if not has_comment] == []
+
+
+# -- depth -------------------------------------------------------------------------------------------------------------
+
+
+def model_of(block: str, encoder: int, decoder: int, width: int) -> Model:
+    shape = {"width": width, "heads": max(2, width // 64), "ffn": 4 * width, "max_length": 64}
+    return Model.model_validate({**shape, "encoder": {"block": block, "layers": encoder},
+                                 "decoder": {"block": block, "layers": decoder}})
+
+
+def micro_batch(vocab: int = VOCAB, sentences: int = 2, length: int = 6) -> MicroBatch:
+    """Pairs of random words."""
+    generator = torch.Generator().manual_seed(3)
+    src, trg = (torch.randint(4, vocab, (sentences, length), generator=generator) for _ in range(2))
+    trg_in = torch.cat([torch.full((sentences, 1), 1), trg[:, :-1]], dim=1)
+    return src, torch.full((sentences,), length), trg_in, trg, 0
+
+
+def one_update(model: Model, tmp_path: Path) -> None:
+    """An update of a model with a few words, on the local engine."""
+    tree = {"run": str(tmp_path), "train": {"updates": 1, "clip": 1.0}, "model": model.model_dump(),
+            "data": {"folder": "none", "src_lang": "en", "trg_lang": "de", "filters": {"max_tokens": 60},
+                     **{name: {"src": ["a"], "trg": ["b"]} for name in ("train", "valid")}}}
+    update_once(Recipe.model_validate(tree), VOCAB, micro_batch())
+
+
+def update_once(recipe: Recipe, vocab: int, batch: MicroBatch) -> None:
+    """Builds the model as a run would, Admin profiled, and makes an update on the local engine."""
+    model, tokens = recipe.model, batch[3].numel()
+    module = Transformer(model, vocab, vocab, recipe.seed, recipe.train.label_smoothing)
+    if model.encoder.block == "admin":
+        measure(model, vocab, vocab, recipe.seed, [batch]).apply(module)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters() if ".0." in name}
+    engine = LocalEngine(module, recipe, torch.device("cpu"))
+    for _ in range(2 if model.decoder.block in CLOSED_AT_FIRST else 1):
+        stats = engine.train_step([batch], tokens, 1e-5)  # at 1e-3 one update throws fixup 50L-50L off at width 512
+        assert stats.applied and math.isfinite(stats.loss) and 0 < stats.grad_norm < math.inf
+    if model.encoder.block != "b2t_no_ln":  # which grows with depth at this width: docs/blocks.md
+        assert 0.5 < stats.nll / tokens / math.log(vocab) < 10  # in nats a token, of the order of guessing
+    moved = [name for name, parameter in module.named_parameters()
+             if name in before and not torch.equal(parameter, before[name])]
+    assert any(name.startswith("encoder.layers.0.") for name in moved)  # the gradient reaches the lowest layers
+    assert any(name.startswith("decoder.layers.0.") for name in moved)
+
+
+# The five blocks at every depth, the others at the first; each takes seconds.
+FIVE = ("post_ln", "pre_ln", "admin", "b2t", "deepnorm")
+DEEP = [(block, *depth) for block in get_args(Block) for depth in (DEPTHS if block in FIVE else DEPTHS[:1])]
+
+
+@pytest.mark.parametrize(("block", "encoder", "decoder"), DEEP)
+def test_deep_shapes_take_an_update(block: str, encoder: int, decoder: int, tmp_path: Path) -> None:
+    one_update(model_of(block, encoder, decoder, width=16), tmp_path)
+
+
+@pytest.mark.skipif(os.environ.get("DEEPNMT_DEEP") != "1", reason="minutes and up to 16 GB; DEEPNMT_DEEP=1 runs it")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("encoder", "decoder"), DEPTHS)
+@pytest.mark.parametrize("block", get_args(Block))
+def test_deep_shapes_take_an_update_at_full_width(block: str, encoder: int, decoder: int, tmp_path: Path) -> None:
+    one_update(model_of(block, encoder, decoder, width=512), tmp_path)
+
+
+@pytest.mark.skipif(os.environ.get("DEEPNMT_DEEP") != "1", reason="minutes and 16 GB; DEEPNMT_DEEP=1 runs it")
+@pytest.mark.timeout(1800)
+def test_the_deepest_recipe_takes_an_update() -> None:
+    """recipes/wmt14_en_de/100l-100l.yaml as it is: every shape, its vocabulary and its optimizer; in fp32, on a CPU."""
+    recipe = load_recipe(ROOT / "recipes" / "wmt14_en_de" / "100l-100l.yaml", ["parallel.ds_config=null"])
+    update_once(recipe, recipe.vocab.size, micro_batch(recipe.vocab.size, sentences=8, length=16))

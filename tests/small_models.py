@@ -1,0 +1,51 @@
+"""Small models and batches for the parity tests."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from deepnmt import config
+from deepnmt.model.transformer import Transformer
+from deepnmt.tokens import PAD
+
+BLOCKS: list[config.Block] = list(get_args(config.Block))
+VOCAB = 23
+
+
+def shapes(block: config.Block, layers: tuple[int, int] = (2, 2), dropout: float = 0.0) -> config.Model:
+    """A model of width 16 with 4 heads, the same block on both sides."""
+    return config.Model(
+        width=16,
+        heads=4,
+        ffn=24,
+        dropout=dropout,
+        attention_dropout=dropout,
+        activation_dropout=dropout,
+        max_length=32,
+        encoder=config.Stack(block=block, layers=layers[0]),
+        decoder=config.Stack(block=block, layers=layers[1]),
+    )
+
+
+def model_of(block: config.Block, seed: int = 1) -> Transformer:
+    """A model whose parameters are all random, so that biases, gains and ω take part in the comparison."""
+    model = Transformer(shapes(block), VOCAB, VOCAB, seed, label_smoothing=0.1).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
+    return model
+
+
+def batch(src_lengths: list[int], trg_lengths: list[int], seed: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random (src [B, S], src_lengths [B], trg_in [B, T], trg_out [B, T]) with padding behind the lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(lengths: list[int]) -> Tensor:
+        table = torch.randint(4, VOCAB, (len(lengths), max(lengths)), generator=generator)
+        return table.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], PAD)
+
+    return ids(src_lengths), torch.tensor(src_lengths), ids(trg_lengths), ids(trg_lengths)

@@ -1,0 +1,102 @@
+"""What counts as work when a pipeline's idle time is measured, a process's own memory, and layouts that cannot be."""
+
+from __future__ import annotations
+
+import inspect
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from deepnmt.cli import main
+from deepnmt.errors import UserError
+from deepnmt.parallel.engine import Engine
+from studies.benchmarks.layouts import BusyClock, own_peak, parse_layout
+
+
+class OneStage:
+    """Forward and backward of 10 ms each, 5 ms of waiting between them, and a step of 20 ms."""
+
+    def time_instructions(self, add: Callable[[float], None]) -> None:
+        self.add = add
+
+    def train(self) -> None:
+        time.sleep(0.01)
+        self.add(0.01)
+        time.sleep(0.015)
+        self.add(0.01)
+        time.sleep(0.02)
+
+
+def test_the_step_is_neither_work_nor_waiting() -> None:
+    stage = OneStage()
+    clock = BusyClock(cast(Engine, stage))
+    for _ in range(2):
+        started = time.perf_counter()
+        stage.train()
+        ended = time.perf_counter()
+        worked, last = clock.take()
+        assert worked == 0.02, "each update begins from nothing"
+        assert started + 0.025 <= last <= ended - 0.02
+
+
+@pytest.mark.parametrize("text", ["zero1_fp32:0", "pipeline_zero1_fp32:4/0", "pipeline_zero1_fp32:0/2", "zero3:two"])
+def test_layouts_of_no_process_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"is not of the form local, CONFIG:PROCESSES"):
+        parse_layout(text)
+
+
+RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml")
+FOUR_LAYERS = ["model.encoder.layers=2", "model.decoder.layers=2"]
+
+
+@pytest.mark.parametrize(("command", "words", "said"), [
+    ("pipeline-idle", ["--counts", "4", "0"], "--counts is 0, must be 1 or more"),
+    ("pipeline-idle", ["--vocab", "4"], "--vocab is 4, must be 5 or more"),
+    ("layouts", ["--layouts", "local", "--vocab", "4"], "--vocab is 4, must be 5 or more"),
+    ("pipeline-idle", ["--stages", "9", *FOUR_LAYERS],
+     "parallel.pipeline_stages is 9, but the model has 4 layers (2 encoder, 2 decoder)"),
+    ("layouts", [*FOUR_LAYERS, "--layouts", "local", "pipeline_zero1_fp32:8/8"],
+     "parallel.pipeline_stages is 8, but the model has 4 layers (2 encoder, 2 decoder)"),
+])
+def test_what_cannot_be_is_said_before_anything_starts(
+    command: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("subprocess.Popen")
+    assert main(command, [RECIPE, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "output", "said"), [
+    ("layouts --layouts local", "mine/a.json", "file mine/a.json cannot be written: File exists; set --output to a f"),
+    ("layouts --layouts local", ".", "file . cannot be written: Is a directory; set --output to a file that can be"),
+    ("pipeline-idle", "mine", "folder mine cannot be written: File exists; set --output to a folder that can be"),
+])
+def test_an_output_that_cannot_be_written_is_told_before_anything_starts(
+    command: str, output: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("subprocess.Popen")
+    monkeypatch.chdir(tmp_path)
+    Path("mine").write_text("mine")
+    name, *words = command.split()
+    assert main(name, [RECIPE, *FOUR_LAYERS, *words, "--output", output]) == 2
+    assert said in capsys.readouterr().err and Path("mine").read_text() == "mine"
+
+
+def test_memory_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
+    """Plain python, started by this process, which holds PyTorch."""
+    lines = ["import resource, sys", "from pathlib import Path", inspect.getsource(own_peak), "print(own_peak())"]
+    peak = float(subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, check=True).stdout)
+    assert 2**20 < peak < own_peak() / 2
+
+
+def test_memory_of_a_process_whose_kernel_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gVisor has it: VmSize, VmRSS and VmData alone."""
+    monkeypatch.setattr(Path, "read_text", lambda path: "VmSize:\t 9 kB\nVmRSS:\t 8 kB\nVmData:\t 7 kB\n")
+    assert own_peak() == 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 2**24

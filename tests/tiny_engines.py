@@ -1,0 +1,60 @@
+"""Engines over a tiny model, and micro-batches for them, for tests that compare layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.ranks import Ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCAB = 40
+
+
+def recipe_of(
+    layout: str, accumulation: int = 1, stages: int = 0, loss_scale: dict[str, float] | None = None, **train: Any
+) -> Recipe:
+    """`layout`: "local", a name in ds_configs, or a path. The FFN's 25 are no multiple of 2 or 4 processes."""
+    known = {"local": None, **{path.stem: str(path) for path in (ROOT / "ds_configs").glob("*.json")}}
+    return check_recipe({
+        "run": "unused", "seed": 3,
+        "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}},
+        "batch": {"accumulation": accumulation},
+        "model": {"width": 16, "heads": 2, "ffn": 25, "dropout": 0.2,
+                  "encoder": {"block": "admin", "layers": 2}, "decoder": {"block": "b2t", "layers": 2}},
+        "train": {"updates": 100, **train},
+        "parallel": {"ds_config": known.get(layout, layout), "pipeline_stages": stages},
+        "loss_scale": loss_scale or {},
+    }, "test")
+
+
+def build(recipe: Recipe, ranks: Ranks) -> Engine:
+    return start_engine(recipe, (VOCAB, VOCAB), ranks)
+
+
+def batches(update: int, count: int) -> list[MicroBatch]:
+    """`count` micro-batches of unequal sizes, lengths and token counts."""
+    made: list[MicroBatch] = []
+    for number in range(count):
+        draw = torch.Generator().manual_seed(100 * update + number)
+        rows, source, target = 1 + number % 5, 5 + 2 * (number % 3), 9 - number
+        src = torch.randint(4, VOCAB, (rows, source), generator=draw)
+        trg = torch.randint(4, VOCAB, (rows, target + 1), generator=draw)
+        lengths = torch.full((rows,), source)
+        trg_out = trg[:, 1:].clone()
+        if rows > 1:
+            lengths[0], src[0, 3:], trg_out[0, 1:] = 3, 3, 3
+        made.append((src, lengths, trg[:, :-1], trg_out, 1000 * update + number))
+    return made
+
+
+def step(engine: Engine, plan: list[MicroBatch], ranks: Ranks, rate: float = 1e-2) -> tuple[float, float, float, bool]:
+    """One update on `plan`, shared by the processes: loss a token, gradient norm, loss scale, whether applied."""
+    tokens = sum(int((batch[3] != 3).sum()) for batch in plan)
+    stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
+    return ranks.sum([stats.loss / tokens])[0], stats.grad_norm, stats.loss_scale, stats.applied

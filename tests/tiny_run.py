@@ -1,0 +1,53 @@
+"""A run small enough for unit tests: a real vocabulary, a real recipe, and checkpoints of a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from deepnmt import config
+from deepnmt.checkpoint.checkpoint import TrainingState, save_checkpoint
+from deepnmt.data.vocab import train_vocabulary
+from deepnmt.model.transformer import Transformer
+
+SENTENCES = ["the small dog sees a red house", "a cat runs to the old tree", "two birds sing in the green garden"]
+VOCAB = train_vocabulary(SENTENCES * 3, config.Vocab(size=40, kind="bpe"))
+OTHER_VOCAB = train_vocabulary(SENTENCES * 3, config.Vocab(size=41, kind="bpe"))
+
+
+def recipe_of(
+    run: Path, test: dict[str, config.Corpus] | None = None, model: Mapping[str, int | str] | None = None
+) -> config.Recipe:
+    """One layer on each side; `model` changes settings of the model."""
+    corpus = config.Corpus(src=["train.en"], trg=["train.de"])
+    stack = {"layers": 1, "block": "b2t"}
+    settings = {"width": 8, "heads": 2, "ffn": 16, "max_length": 300, "encoder": stack, "decoder": stack}
+    return config.Recipe(
+        run=str(run),
+        data=config.Data(folder="data", src_lang="en", trg_lang="de", train=corpus, valid=corpus, test=test or {}),
+        model=config.Model.model_validate({**settings, **(model or {})}),
+        train=config.Train(updates=10),
+    )
+
+
+def weights_of(recipe: config.Recipe, seed: int = 1) -> dict[str, torch.Tensor]:
+    """The initial weights of the recipe's model, under a seed."""
+    return dict(Transformer(recipe.model, 40, 40, seed).named_parameters())
+
+
+def state_of(update: int, **extra: object) -> TrainingState:
+    """A state with something in every field."""
+    return TrainingState(update, 2, 17 * update, update - 1, {"scale": 0.03125, "clean": 5}, {"value": 2.5}, extra)
+
+
+def write(
+    recipe: config.Recipe, update: int, seed: int | None = None, vocab: bytes = VOCAB, **extra: object
+) -> Path:
+    """Saves a checkpoint of the run whose every tensor is a function of `seed` (if not given, of `update`)."""
+    weights = weights_of(recipe, update if seed is None else seed)
+    moments = {f"{name}.{kind}": weight * factor for name, weight in weights.items()
+               for kind, factor in (("exp_avg", 0.5), ("exp_avg_sq", 0.25))}
+    return save_checkpoint(Path(recipe.run) / "checkpoints", update, weights, moments, state_of(update, **extra),
+                           config.dump_recipe(recipe), vocab, vocab)

@@ -1,0 +1,100 @@
+"""A run whose gradients stay non-finite ends with a diagnosis; its last checkpoint goes on as if nothing had been.
+
+In a layout of each kind; in more of them where DEEPNMT_LONG is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from warm import Warm
+
+from deepnmt.checkpoint.checkpoint import Contents, load_moments, load_state, load_weights, verify, write_checkpoint
+
+
+def losses(run: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return {r["update"]: r["loss"] for r in records if r["type"] == "train"}
+
+
+def trained(warm: Warm, world: int, recipe: Path, *overrides: str) -> list[int]:
+    warm.train(world, recipe, *overrides)
+    return warm.wait()
+
+
+def placed(layout: str, stages: int) -> tuple[str, str]:
+    """The settings of a layout."""
+    path = layout if layout == "null" else f"ds_configs/{layout}.json"
+    return f"parallel.ds_config={path}", f"parallel.pipeline_stages={stages}"
+
+
+Row = tuple[int, str, int]  # processes, layout, pipeline stages
+LONG = bool(os.environ.get("DEEPNMT_LONG"))
+BLOWN: list[Row] = [(1, "null", 0), (2, "zero1_fp16", 0), (2, "pipeline_zero1_fp32", 2)]
+BLOWN_TOO: list[Row] = [(2, "zero3_bf16", 0), (2, "zero1_fp32", 0), (2, "pipeline_zero0_fp32", 2),
+                        (2, "pipeline_zero1_fp16", 2)]
+NAMED: list[Row] = [(1, "null", 0), (2, "pipeline_zero1_fp32", 2)]
+NAMED_TOO: list[Row] = [(2, "zero3_fp32", 0)]
+
+
+@pytest.mark.parametrize(("world", "layout", "stages"), [*BLOWN, *(BLOWN_TOO if LONG else [])])
+def test_run_that_blew_up(world: int, layout: str, stages: int, prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    recipe, run, whole = prepared / "recipe.yaml", tmp_path / "run", tmp_path / "whole"
+    kind = "fp32" if layout == "null" else layout.rpartition("_")[2]
+    common = (*placed(layout, stages), "train.valid_bleu=false")
+    assert trained(warm, world, recipe, f"run={run}", *common, "train.updates=6") == [0] * world, warm.said()
+    # one update at this rate throws every weight out of range
+    codes = trained(warm, world, recipe, f"run={run}", *common, "optimizer.lr=1.0e+38", "train.save_every=100")
+    said, status = warm.said(), json.loads((run / "STATUS.json").read_text())
+    assert codes == [2] * world and "Traceback" not in said and said.count("deepnmt: ") == 1, said
+    assert status["status"] == "failed" and status["update"] == 7 and status["error"].startswith("Diverged: 25 updates")
+    assert f"First non-finite in {kind}: the " in said and "optimizer.lr (now 1e+38)" in said
+    assert ("its floor" in said) == (kind == "fp16")
+    checkpoint = run / "checkpoints" / "update-00000006"
+    assert str(checkpoint) in said
+    verify(checkpoint)
+    dropped = said.count("a non-finite gradient at update 8: dropped")
+    assert dropped == 25 if kind != "fp16" else dropped > 25
+    assert trained(warm, world, recipe, f"run={run}", *common) == [0] * world, warm.said()
+    assert trained(warm, world, recipe, f"run={whole}", *common) == [0] * world, warm.said()
+    assert losses(run) == losses(whole) and len(losses(run)) == 12
+
+
+BROKEN = "decoder.layers.1.ffn.fc1"
+
+
+@pytest.mark.parametrize(("world", "layout", "stages"), [*NAMED, *(NAMED_TOO if LONG else [])])
+def test_every_layout_names_the_layer(
+    world: int, layout: str, stages: int, blown: Path, prepared: Path, tmp_path: Path, warm: Warm
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(blown, run)
+    checkpoint = run / "checkpoints" / "update-00000006"
+    before = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    codes = trained(warm, world, prepared / "recipe.yaml", f"run={run}", *placed(layout, stages))
+    said, status = warm.said(), json.loads((run / "STATUS.json").read_text())
+    assert codes == [2] * world and "Traceback" not in said, said
+    assert f"First non-finite in fp32: the output of {BROKEN}; the tensor before it reached" in said
+    assert status["status"] == "failed" and BROKEN in status["error"]
+    assert said.count("a non-finite gradient at update 7: dropped") == 25
+    assert {file.name: file.read_bytes() for file in checkpoint.iterdir()} == before
+
+
+@pytest.fixture(scope="module")
+def blown(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
+    """A run whose checkpoint is whole, but holds a matrix so large that its product overflows."""
+    run = tmp_path_factory.mktemp("blown") / "run"
+    settings = ("train.updates=6", "train.valid_bleu=false")
+    assert trained(warm, 1, prepared / "recipe.yaml", f"run={run}", *settings) == [0], warm.said()
+    checkpoint = run / "checkpoints" / "update-00000006"
+    weights = load_weights(checkpoint)
+    weights[f"{BROKEN}.weight"].fill_(3e38)
+    rest = (checkpoint / name for name in ("recipe.yaml", "src.spm", "trg.spm"))
+    recipe, source, target = (file.read_bytes() for file in rest)
+    write_checkpoint(checkpoint, Contents(weights, load_moments(checkpoint), load_state(checkpoint), recipe.decode(),
+                                          source, target))
+    return run

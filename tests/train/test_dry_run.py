@@ -1,0 +1,109 @@
+"""The figures of a dry run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from deepnmt.config import Block, Model, load_recipe
+from deepnmt.data.batching import plan_epoch
+from deepnmt.data.prepared import PreparedData
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.build import cut
+from deepnmt.train.plan import count_parameters, describe, memory_estimate
+
+
+@pytest.mark.parametrize("tied", ["all", "none"])
+@pytest.mark.parametrize("block", get_args(Block))
+def test_parameters_are_counted_without_building_all_layers(block: Block, tied: str) -> None:
+    model = Model.model_validate({"width": 8, "heads": 2, "ffn": 12, "max_length": 4, "tied": tied,
+                                  "encoder": {"block": block, "layers": 5}, "decoder": {"block": block, "layers": 4}})
+    target = 20 if tied == "all" else 30
+    built = Transformer(model, 20, target, 1)
+    assert count_parameters(model, 20, target) == sum(p.numel() for p in built.parameters())
+
+
+def test_a_pipelines_stages_are_those_of_training(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain python prints what as many processes as stages would train with."""
+    monkeypatch.delenv("RANK", raising=False)
+    recipe = load_recipe(prepared / "recipe.yaml", [
+        "parallel.ds_config=ds_configs/pipeline_zero1_fp32.json", "parallel.pipeline_stages=3", "batch.accumulation=4"
+    ])
+    data = PreparedData.open(recipe.data.folder)
+    train, size = data.split("train"), data.vocabs()[0].size
+    ratio = float(train.src_lengths.mean() / train.trg_lengths.mean())  # what the training run balances for
+    table, other = (cut(recipe, size, size, r).table(4) for r in (ratio, 1.0))
+    assert table != other
+    said = describe(recipe)
+    assert "pipeline of 3 stages on 3 process(es)" in said
+    assert said.endswith("\n".join(f"# {line}" for line in table.splitlines()))
+    assert "expected bubble with 4 micro-batches" in said
+    held = [int(row.split()[-3].replace(",", "")) for row in table.splitlines()[1:-1]]
+    estimate = memory_estimate(recipe, 0, size, 3, cut(recipe, size, size, ratio))
+    assert len(held) == 3 and estimate["weights"] == 4 * max(held)
+
+
+def figures(text: str) -> dict[str, str]:
+    """The lines below the recipe, by their names."""
+    return dict(re.findall(r"^# (.+?)  +(.+)$", text, flags=re.MULTILINE))
+
+
+def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # a GPU takes larger chunks of logits
+    recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=3", "batch.tokens=16384"])
+    data = PreparedData.open(recipe.data.folder)
+    train, vocab = data.split("train"), data.vocabs()[0].size
+    found = figures(describe(recipe))
+    assert found["model"] == "2L-2L, admin / admin, width 16"
+    assert found["tokens per update"].startswith("49,152 at most, padding included (1 process(es) x 3 micro-batch(es)")
+    plan = plan_epoch(train.src_lengths, train.trg_lengths, 16384, recipe.seed, 0)
+    assert found["updates per epoch"] == f"{len(plan) / 3:.1f} (padding {100 * plan.waste:.1f} %)"
+    parameters = sum(p.numel() for p in Transformer(recipe.model, vocab, vocab, 1).parameters())
+    assert found["parameters"] == f"{parameters:,}" and found["layout"] == "plain PyTorch, fp32"
+    # weights, gradients and two moments of 4 bytes; 2 x 27 tensors of width 16 and 4 of FFN 32 a token, 4 at the ends
+    held = {"weights": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters,
+            "activations": 16384 * 4 * (16 * (2 * 27 + 4) + 4 * 32), "loss": 4 * (2**22 + 16 * vocab)}
+    assert memory_estimate(recipe, parameters, vocab, 1) == held
+    parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in held.items())
+    assert found["memory per process"] == f"about {sum(held.values()) / 2**20:,.0f} MiB + libraries ({parts})"
+
+
+@pytest.mark.parametrize(("layout", "weights", "gradients", "optimizer"), [
+    ("zero0_fp32", 4, 4, 8), ("zero0_bf16", 2, 4, 12), ("zero1_fp32", 4, 4, 3), ("zero1_bf16", 2, 4, 3),
+    ("zero2_bf16", 2, 1, 3), ("zero3_bf16", 0.5, 1, 3),
+])
+def test_what_a_layout_shares(layout: str, weights: float, gradients: float, optimizer: float, prepared: Path) -> None:
+    """Bytes a parameter on four processes, as the table of docs/layouts.md has them."""
+    recipe = load_recipe(prepared / "recipe.yaml", [f"parallel.ds_config=ds_configs/{layout}.json"])
+    found = memory_estimate(recipe, 1000, 300, 4)
+    assert [found[part] / 1000 for part in ("weights", "gradients", "optimizer")] == [weights, gradients, optimizer]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("change", [{}, {"ffn": 256}, {"activation": "gelu"}, {"activation_dropout": 0.1}], ids=str)
+def test_activations_are_what_autograd_keeps(
+    change: dict[str, object], precision: str, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # the model is on the CPU, and so must the figures be
+    overrides = [f"model.{name}={value}" for name, value in {"width": 64, "ffn": 128, **change}.items()]
+    recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=256", *overrides,
+                                                    f"parallel.ds_config=ds_configs/zero1_{precision}.json"])
+    model = Transformer(recipe.model, 64, 64, 1, 0.1).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    kept = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
+    held = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)  # so that no other takes its place in memory
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    src, trg = torch.randint(4, 64, (2, 16, 16))
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(src, torch.full((16,), 16), trg, trg)
+    assert memory_estimate(recipe, 0, 64, 1)["activations"] == pytest.approx(sum(kept.values()), rel=0.05)

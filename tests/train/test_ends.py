@@ -1,0 +1,95 @@
+"""How a run ends by itself, and which checkpoints it keeps: early stopping, epochs, the best by loss or by BLEU.
+
+In this process, with the plain engine; the figures of the validations are made up, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepnmt.checkpoint.checkpoint import load_state
+from deepnmt.config import load_recipe
+from deepnmt.data.batching import PlanStream
+from deepnmt.data.settings import open_prepared
+from deepnmt.parallel.launch import processes
+from deepnmt.train.log import Monitor
+from deepnmt.train.trainer import FINISHED, train
+from deepnmt.train.validate import Validation
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture
+def run(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Trains into a folder with `(loss, BLEU)` of the validations to come, and overrides; returns the folder."""
+    threads = torch.get_num_threads()
+
+    def start(found: list[tuple[float, float]], *overrides: str) -> Path:
+        coming = iter(found)
+
+        def validated(*_: object) -> Validation:
+            loss, bleu = next(coming)
+            return Validation(loss, math.exp(loss), bleu, "made up")
+
+        monkeypatch.setattr("deepnmt.train.trainer.validate", validated)
+        monkeypatch.setattr("deepnmt.train.trainer.draw_learning_curve", lambda *_: None)
+        recipe = load_recipe(prepared / "recipe.yaml", [
+            f"run={tmp_path / 'run'}", "train.validate_every=1", "train.save_every=100", "train.keep_last=1",
+            "average_last=1", "model.encoder.block=pre_ln", "model.decoder.block=pre_ln", *overrides])
+        with processes(1) as ranks:
+            assert train(recipe, ranks) == FINISHED
+        assert next(coming, None) is None, "fewer validations than expected"
+        return tmp_path / "run"
+
+    yield start
+    torch.set_num_threads(threads)
+
+
+def ended(run: Path) -> int:
+    """The update that a finished run ended at."""
+    status = json.loads((run / "STATUS.json").read_text(encoding="utf-8"))
+    assert status["status"] == "finished"
+    return int(status["update"])
+
+
+def kept(run: Path) -> list[int]:
+    """The updates of the checkpoints that are there."""
+    return [int(path.name.removeprefix("update-")) for path in sorted((run / "checkpoints").iterdir())]
+
+
+def test_patience_ends_the_run_and_the_best_is_kept(run: Run) -> None:
+    folder = run([(5.0, 1.0), (4.0, 2.0), (4.5, 3.0), (4.2, 4.0)], "train.patience=2")
+    assert ended(folder) == 4 and kept(folder) == [2, 4]  # the best, saved when it was met, and the last
+    state = load_state(folder / "checkpoints" / "update-00000004")
+    assert state.best == {"value": 4.0, "update": 2, "waited": 2}
+    run([], "train.patience=2")  # the same command again: it has ended
+    assert ended(folder) == 4
+    run([(3.0, 5.0), (3.5, 6.0)], "train.patience=3", "train.updates=6")  # a better one, and patience begins anew
+    assert ended(folder) == 6 and kept(folder) == [5, 6]
+
+
+def test_the_best_by_bleu_is_the_highest(run: Run) -> None:
+    folder = run([(5.0, 10.0), (4.0, 30.0), (3.0, 20.0), (2.0, 25.0)], "train.best_by=bleu", "train.updates=4",
+                 "train.keep_best=2")
+    assert ended(folder) == 4 and kept(folder) == [2, 4]  # 30 and 25
+    assert load_state(folder / "checkpoints" / "update-00000004").best == {"value": -30.0, "update": 2, "waited": 2}
+
+
+def test_epochs_end_the_run_and_the_time_left_knows(run: Run, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=2048"])
+    sizes = PlanStream(open_prepared(recipe).split("train"), 2048, recipe.seed)
+    updates = math.ceil((sizes.epoch_size(0) + sizes.epoch_size(1)) / 2)
+    told: list[tuple[int, float]] = []
+    monkeypatch.setattr(Monitor, "train", lambda *arguments: told.append(arguments[3:]))
+    folder = run([(4.0, 1.0)], "batch.tokens=2048", "batch.accumulation=2", "train.epochs=2", "train.updates=1000",
+                 "train.validate_every=1000", "train.max_seconds=1000")
+    assert ended(folder) == updates > 2
+    assert [to_go for to_go, _ in told] == list(reversed(range(updates)))
+    seconds = [at_most for _, at_most in told]
+    assert seconds == sorted(seconds, reverse=True) and 900 < seconds[-1] < seconds[0] < 1000

@@ -1,0 +1,155 @@
+"""kill -9 at random moments, in the middle of updates, validations and saves: nothing is lost but time.
+
+One run is killed again and again until it ends, in each layout; every loss, every validation and the last weights are
+those of a run that was left alone, to the last bit. Three moments in each layout; seven where DEEPNMT_LONG is set.
+Then at every step of a save, by the plain engine, and in the other layouts where DEEPNMT_LONG is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import equal
+from warm import Warm, kill, train, waiting
+
+from deepnmt.checkpoint.checkpoint import FAIL_POINTS, list_checkpoints, update_of
+
+UPDATES, SAVE_EVERY, VALIDATE_EVERY = (60 if os.environ.get("DEEPNMT_LONG") else 32), 4, 7
+LONG = bool(os.environ.get("DEEPNMT_LONG"))
+KILLS = 7 if LONG else 3
+# name: processes, ds_config, pipeline stages. A new layout is one more row.
+LAYOUTS = {
+    "local": (1, "null", 0),
+    "zero1-2": (2, "ds_configs/zero1_fp32.json", 0),
+    "zero3-2": (2, "ds_configs/zero3_fp32.json", 0),
+    "pipeline-2": (2, "ds_configs/pipeline_zero1_fp32.json", 2),
+}
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    """Of the log, as far as it is whole."""
+    file, found = run / "log.jsonl", []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # being written
+            break
+    return [record for record in found if record["type"] == kind]
+
+
+def last_update(run: Path) -> int:
+    return max((record["update"] for record in records(run, "train")), default=0)
+
+
+def saves(run: Path) -> set[Path]:
+    """Folders being written, or left half-written by an earlier kill."""
+    return set((run / "checkpoints").glob(".tmp-*"))
+
+
+def moment(run: Path, goal: int, kind: str, before: set[Path]) -> bool:
+    """Whether the run is at or after update `goal`, in the middle of an update, a validation or a save."""
+    if kind == "save":
+        return bool(saves(run) - before) and last_update(run) >= goal
+    update = last_update(run)
+    if kind == "validation":
+        seen = {record["update"] for record in records(run, "valid")}
+        return update >= goal and update % VALIDATE_EVERY == 0 and update not in seen
+    return update >= goal
+
+
+def strike(warm: Warm, world: int, run: Path, goal: int, kind: str, draw: random.Random, *words: str) -> None:
+    """Starts the run and kills one of its processes, or all, at a moment of that kind."""
+    before = saves(run)
+    goal = max(goal, last_update(run) + 1)  # what the last attempt did not reach
+    pids = warm.train(world, *words)
+    for _ in waiting(180, f"a {kind} at update {goal}"):
+        if moment(run, goal, kind, before):
+            break
+    time.sleep(draw.random() * 0.02)
+    for pid in draw.choice([pids[:1], pids[-1:], pids]):
+        kill(pid)
+    codes = warm.wait(180)
+    assert -9 in codes and 0 not in codes, f"the run had ended: {codes}\n{warm.said()}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    world, ds_config, stages = LAYOUTS[layout]
+    recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"
+    options = (f"parallel.ds_config={ds_config}", f"parallel.pipeline_stages={stages}", f"train.updates={UPDATES}",
+               f"train.save_every={SAVE_EVERY}", f"train.validate_every={VALIDATE_EVERY}", "train.keep_last=2")
+    warm.train(world, recipe, f"run={whole}", *options)
+    assert warm.wait() == [0] * world, warm.said()
+    seed = time.time_ns()
+    draw = random.Random(seed)
+    print(f"seed {seed}")  # shown if the test fails
+    kinds = [("update", "validation", "save")[number % 3] for number in range(KILLS)]
+    draw.shuffle(kinds)
+    for number, kind in enumerate(kinds):
+        goal = 1 + number * (UPDATES - 12) // KILLS + draw.randrange(4)
+        strike(warm, world, broken, goal, kind, draw, recipe, f"run={broken}", *options)
+    warm.train(world, recipe, f"run={broken}", *options)
+    assert warm.wait() == [0] * world, warm.said()
+    compare(whole, broken)
+    assert not saves(broken), "what a killed save left is swept away"
+
+
+# Steps of a save; the first ones leave checkpoints, which later ones need.
+FIRST = ("renamed", "parent synced")
+STEPS = (*FIRST, *(point for point in FAIL_POINTS if point not in FIRST))
+
+
+def train_to(step: str, *arguments: str) -> int:
+    """Runs on each rank: `deepnmt train`, whose first process is killed at that step of its first save."""
+    os.environ["DEEPNMT_FAIL_POINT"] = step
+    return train(*arguments)
+
+
+def make_way(checkpoints: Path, step: str) -> None:
+    """Spoils checkpoints so that the next save comes to a step that is not in every save."""
+    newest = list_checkpoints(checkpoints)[-1:]
+    if step == "predecessor moved":  # the newest is damaged, done again and replaced
+        newest[0].joinpath("state.json").write_bytes(b"{")
+    if step == "set aside":  # a later one is damaged and in the way
+        later = shutil.copytree(newest[0], checkpoints / f"update-{update_of(newest[0]) + 9:08d}")
+        later.joinpath("manifest.json").write_bytes(b"{")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS if LONG else ["local"])
+def test_killed_at_every_step_of_a_save(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    world, ds_config, stages = LAYOUTS[layout]
+    recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"
+    updates = len(STEPS) + 2
+    options = (f"parallel.ds_config={ds_config}", f"parallel.pipeline_stages={stages}", f"train.updates={updates}",
+               "train.save_every=1", "train.validate_every=100", "train.keep_last=2", "train.keep_best=0")
+    warm.train(world, recipe, f"run={whole}", *options)
+    assert warm.wait() == [0] * world, warm.said()
+    for step in STEPS:
+        make_way(broken / "checkpoints", step)
+        warm.start(world, "test_kill:train_to", step, recipe, f"run={broken}", *options)
+        codes = warm.wait()
+        assert codes[0] == -9 and 0 not in codes, f"{step}: {codes}\n{warm.said()}"
+    warm.train(world, recipe, f"run={broken}", *options)
+    assert warm.wait() == [0] * world, warm.said()
+    compare(whole, broken, updates)
+    assert not saves(broken), "what a killed save left is swept away"
+
+
+def compare(whole: Path, broken: Path, updates: int = UPDATES) -> None:
+    """Everything a run computes."""
+    for kind, keys in (("train", ("update", "loss", "gradient_norm", "learning_rate", "target_tokens")),
+                       ("valid", ("update", "loss", "bleu", "best"))):
+        ours, theirs = ([[r[key] for key in keys] for r in records(run, kind)] for run in (broken, whole))
+        assert ours == theirs and ours, kind
+    name = f"checkpoints/update-{updates:08d}"
+    for file in ("weights.safetensors", "moments.safetensors"):
+        ours, theirs = (load_file(run / name / file) for run in (broken, whole))
+        assert ours.keys() == theirs.keys() and all(equal(ours[k], theirs[k]) for k in theirs), file

@@ -1,0 +1,91 @@
+"""One run through `deepnmt train` that changes its layout at every start is the run that never did.
+
+In fp16; in fp32, too, where DEEPNMT_LONG is set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm import Warm
+
+# processes, ds_config, pipeline stages; accumulation makes up for it, so that every update has four micro-batches
+Start = tuple[int, str, int]
+STARTS: list[Start] = [(1, "null", 0), (2, "ds_configs/zero1_{}.json", 0), (4, "ds_configs/zero3_{}.json", 0),
+                       (2, "ds_configs/pipeline_zero1_{}.json", 2), (2, "ds_configs/zero2_{}.json", 0),
+                       (4, "ds_configs/pipeline_zero1_{}.json", 2), (1, "ds_configs/zero0_{}.json", 0)]
+EACH = 4
+
+# In fp16 the scale grows every third update, and one is dropped: in a start of ZeRO-3, after six others.
+SCALE = ("loss_scale.initial_power=2", "loss_scale.window=3")
+OVERFLOW = 6
+TRACE = [4.0] * 3 + [2.0**power for power in range(3, 9) for _ in range(6 if power == 3 else 3)]
+
+
+def records(run: Path, kind: str) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [record for record in found if record["type"] == kind]
+
+
+def overflowing(*arguments: str) -> int:
+    """`deepnmt train` on each rank, but that a layer's output on the first is infinite once, after OVERFLOW updates."""
+    from deepnmt.cli import main
+    from deepnmt.train.trainer import Trainer
+
+    plain = Trainer._update
+
+    def update(trainer: Trainer, *rest: Any) -> bool:
+        progress = trainer.progress
+        if progress.update != OVERFLOW or progress.skipped or not trainer.ranks.first:
+            return plain(trainer, *rest)
+        layer = dict(trainer.engine.module.named_modules())["encoder.layers.1"]
+        hook = layer.register_forward_hook(lambda module, inputs, output: output * math.inf)
+        told = plain(trainer, *rest)
+        hook.remove()
+        return told
+
+    Trainer._update = update
+    return main("train", arguments)
+
+
+def trained(warm: Warm, recipe: Path, run: Path, start: Start, updates: int, *more: str) -> None:
+    world, layout, stages = start
+    warm.start(world, "test_layout_change:overflowing" if more else "warm:train", recipe, f"run={run}",
+               f"parallel.ds_config={layout}", f"parallel.pipeline_stages={stages}",
+               f"batch.accumulation={4 * max(stages, 1) // world}", f"train.updates={updates}",
+               "train.validate_every=6", *more)
+    assert warm.wait() == [0] * world, warm.said()
+
+
+PRECISIONS = [("fp16", 2e-2), *([("fp32", 1e-4)] if os.environ.get("DEEPNMT_LONG") else [])]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), PRECISIONS)
+def test_layout_changes_between_starts(
+    precision: str, tolerance: float, prepared: Path, tmp_path: Path, warm: Warm
+) -> None:
+    recipe, whole, moved = prepared / "recipe.yaml", tmp_path / "whole", tmp_path / "moved"
+    starts = [(world, layout.format(precision), stages) for world, layout, stages in STARTS]
+    starts, scale = (starts, ()) if precision == "fp32" else (starts[1:], SCALE)
+    trained(warm, recipe, whole, starts[0], EACH * len(starts), *scale)
+    for number, start in enumerate(starts, 1):
+        trained(warm, recipe, moved, start, EACH * number, *scale)
+    ours, theirs = records(moved, "train"), records(whole, "train")
+    if scale:
+        assert [record["loss_scale"] for record in theirs] == TRACE
+        assert [record["skipped_updates"] for record in theirs] == [0] * OVERFLOW + [1] * (len(TRACE) - OVERFLOW)
+    assert len(ours) == len(theirs) == EACH * len(starts)
+    for mine, other in zip(ours, theirs, strict=True):
+        for key in ("update", "epoch", "target_tokens", "learning_rate", "loss_scale", "skipped_updates"):
+            assert mine[key] == other[key], key
+        assert mine["loss"] == pytest.approx(other["loss"], abs=tolerance)
+    valid = {record["update"]: record["loss"] for record in records(moved, "valid")}
+    common = [record for record in records(whole, "valid") if record["update"] in valid]
+    assert len(common) >= 3
+    for record in common:
+        assert valid[record["update"]] == pytest.approx(record["loss"], abs=tolerance)

@@ -1,0 +1,111 @@
+"""What a run says: every figure of a record on screen, in the JSON-lines log and in TensorBoard, and the time left."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from deepnmt.errors import UserError
+from deepnmt.files import cut_half_line, make_folder_of, make_run_folder, write_text
+from deepnmt.train.log import Monitor
+
+RECORD = {"epoch": 3, "loss": 4.25, "perplexity": 51.0, "learning_rate": 2.5e-4, "gradient_norm": 1.75,
+          "loss_scale": 4096.0, "target_tokens_per_second": 1234.0, "target_tokens": 98765, "skipped_updates": 2,
+          "padding_waste": 0.125, "training_seconds": 80.0}
+
+
+def scalars(run: Path) -> dict[str, dict[int, float]]:
+    """TensorBoard's values by name and update."""
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_each_figure_is_on_screen_in_the_log_and_in_tensorboard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 180.0])  # the run's beginning, and after its twenty updates
+    monkeypatch.setattr("deepnmt.train.log.time.monotonic", lambda: next(clock))
+    monitor = Monitor(tmp_path, True, update=0, updates=120)
+    monitor.train(20, RECORD, 100)
+    monkeypatch.undo()
+    monitor.valid(20, {"loss": 4.5, "perplexity": 60.0, "bleu": 12.5, "signature": "tok:13a", "best": True})
+    monitor.close()
+    said = capsys.readouterr().err
+    assert said.splitlines()[0] == ("update 20/120 epoch 3 loss 4.250 ppl 51.00 lr 2.50e-04 gnorm 1.75 scale 4096 "
+                                    "1234 tok/s skipped 2 left 6:40")
+    assert "validation at update 20: loss 4.5000 ppl 60.00 BLEU 12.5 (best so far)" in said
+    trained, validated = lines(tmp_path)
+    assert trained == {"type": "train", "update": 20, **RECORD, "seconds_left": 400.0}  # 100 updates of 4 s
+    assert validated["bleu"] == 12.5 and validated["signature"] == "tok:13a"
+    board = scalars(tmp_path)
+    expected = {**{f"train/{k}": v for k, v in RECORD.items()}, "train/seconds_left": 400.0, "valid/loss": 4.5,
+                "valid/perplexity": 60.0, "valid/bleu": 12.5, "valid/best": 1.0}
+    assert {tag: values[20] for tag, values in board.items()} == pytest.approx(expected)
+
+
+def test_the_time_left_is_never_above_what_the_run_may_take(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path, True, update=0, updates=10**9)
+    monitor.train(1, RECORD, 10**9 - 1, at_most=7.0)
+    monitor.close()
+    assert lines(tmp_path)[0]["seconds_left"] == 7.0
+
+
+def test_only_the_first_process_talks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = Monitor(tmp_path / "run", False, update=0, updates=10)
+    monitor.train(1, RECORD, 9)
+    monitor.valid(1, {"loss": 4.5, "perplexity": 60.0, "best": True})
+    monitor.event(1, "something happened")
+    monitor.close()
+    assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
+
+
+def test_a_kill_while_a_file_is_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "recipe.yaml"
+    write_text(file, "run: ä\n")
+    assert file.read_text(encoding="utf-8") == "run: ä\n" and list(tmp_path.iterdir()) == [file]
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", die)  # all that is left to do once the text is written
+    with pytest.raises(KeyboardInterrupt):
+        write_text(file, "run")
+    assert file.read_text(encoding="utf-8") == "run: ä\n"
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("", ""), ('{"a": 1}\n', '{"a": 1}\n'), ('{"a": 1}\n{"b": ', '{"a": 1}\n'), ('{"b"', ""),
+    ('{"a": 1}\n{"b": "ä"}', '{"a": 1}\n{"b": "ä"}\n'),  # whole: someone's editor left out the last end
+])
+def test_half_a_line_goes_and_a_whole_one_stays(before: str, after: str, tmp_path: Path) -> None:
+    file = tmp_path / "runs.jsonl"
+    file.write_text(before, encoding="utf-8")
+    cut_half_line(file)
+    assert file.read_text(encoding="utf-8") == after
+    with pytest.raises(UserError, match=r"runs.jsonl/x cannot be written: Not a directory; name another"):
+        cut_half_line(file / "x")
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_its_option(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    with pytest.raises(UserError, match=r"^run folder .*mine/x cannot be written: Not a directory; set run to a fold"):
+        make_run_folder(mine / "x")
+    with pytest.raises(UserError, match=r"^folder .*mine cannot be written: File exists; set --output to a folder"):
+        make_run_folder(mine, "--output")
+    for file, why in ((mine / "x.json", "File exists"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError, match=rf"^file {file} cannot be written: {why}; set --output to a file that can"):
+            make_folder_of(file)
+    assert mine.read_text() == "mine" and list(tmp_path.iterdir()) == [mine]
+    make_folder_of(tmp_path / "new" / "x.json")
+    assert list((tmp_path / "new").iterdir()) == []

@@ -1,0 +1,112 @@
+"""A run saved under any layout goes on under any other, as if it had never changed.
+
+Every layout takes up its own state and that of the layout before it in the table, so that each state is taken up twice;
+where DEEPNMT_LONG is set, that of all ten, and for 20 updates in place of 8.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_engines import batches, build, recipe_of, step
+from warm import Warm
+
+from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.launch import processes
+from deepnmt.ranks import Ranks
+
+# name: processes, ds_config, pipeline stages. A new layout is one more row.
+LAYOUTS = {
+    "local": (1, "local", 0),
+    "zero1-2": (2, "zero1_fp32", 0),
+    "zero2-2": (2, "zero2_fp32", 0),
+    "zero3-2": (2, "zero3_fp32", 0),
+    "zero3-4": (4, "zero3_fp32", 0),
+    "offload-2": (2, "zero3_offload_fp32", 0),
+    "pipeline-2": (2, "pipeline_zero1_fp32", 2),
+    "pipeline-4": (4, "pipeline_zero1_fp32", 4),
+    "pipeline-2x2": (4, "pipeline_zero1_fp32", 2),
+    "pipeline-2-zero0": (2, "pipeline_zero0_fp32", 2),
+}
+LONG = bool(os.environ.get("DEEPNMT_LONG"))
+MICRO_BATCHES, SAVED, MORE = 4, 6, (20 if LONG else 8)
+
+
+def sources_of(target: str) -> list[str]:
+    """Whose states a layout takes up."""
+    names = list(LAYOUTS)
+    return names if LONG else [names[names.index(target) - 1], target]
+
+
+def engine_of(name: str, ranks: Ranks) -> Engine:
+    world, layout, stages = LAYOUTS[name]
+    return build(recipe_of(layout, MICRO_BATCHES * max(stages, 1) // world, stages), ranks)
+
+
+def losses(engine: Engine, ranks: Ranks, first: int, last: int) -> list[float]:
+    found = []
+    for update in range(first, last):
+        loss, _, _, applied = step(engine, batches(update, MICRO_BATCHES), ranks)
+        assert applied
+        found.append(loss)
+    return found
+
+
+def save(folder: str, name: str) -> None:
+    """Runs on each rank: some updates, saved; then, without a break, the ones that the others are compared with."""
+    with processes(threads=1, group=True) as ranks:
+        engine = engine_of(name, ranks)
+        losses(engine, ranks, 0, SAVED)
+        states = list(engine.export_state())
+        step_saved = engine.optimizer_step
+        after = losses(engine, ranks, SAVED, SAVED + MORE)
+        if ranks.first:
+            save_file({state.name: state.weight for state in states}, f"{folder}/{name}.weights")
+            save_file({k: t for state in states for k, t in state.moments.items()}, f"{folder}/{name}.moments")
+            Path(folder, f"{name}.json").write_text(json.dumps({"step": step_saved, "losses": after}))
+        engine.close()
+
+
+def resume(folder: str, name: str) -> None:
+    """Runs on each rank: goes on from one state after the other, each time with an engine of its own."""
+    found = {}
+    with processes(threads=1, group=True) as ranks:
+        for source in sources_of(name):
+            engine = engine_of(name, ranks)
+            weights, moments = load_file(f"{folder}/{source}.weights"), load_file(f"{folder}/{source}.moments")
+            engine.import_state(weights, moments, json.loads(Path(folder, f"{source}.json").read_text())["step"])
+            back = list(engine.export_state())
+            exact = all(torch.equal(state.weight, weights[state.name]) for state in back)
+            exact = exact and all(torch.equal(t, moments[k]) for state in back for k, t in state.moments.items())
+            found[source] = {"exact": exact, "step": engine.optimizer_step,
+                             "losses": losses(engine, ranks, SAVED, SAVED + MORE)}
+            engine.close()
+        if ranks.first:
+            Path(folder, f"to-{name}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("anywhere")
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_goes_on_from_every_layout(target: str, folder: Path, warm: Warm) -> None:
+    for name in ("local", *sources_of(target)):
+        if not (folder / f"{name}.json").exists():  # each is saved once, by the first test that wants it
+            warm.run(LAYOUTS[name][0], "test_resume_anywhere:save", folder, name)
+    warm.run(LAYOUTS[target][0], "test_resume_anywhere:resume", folder, target)
+    whole = json.loads((folder / "local.json").read_text())["losses"]
+    assert len(set(whole)) == MORE
+    found = json.loads((folder / f"to-{target}.json").read_text())
+    assert [*found] == sources_of(target)
+    for source, went in found.items():
+        assert went["exact"] and went["step"] == SAVED, f"{source} to {target}: the state did not arrive whole"
+        assert went["losses"] == pytest.approx(whole, abs=1e-4), f"{source} to {target}"
+    own = json.loads((folder / f"{target}.json").read_text())["losses"]
+    assert found[target]["losses"] == own, "into its own layout it goes on to the last bit"

@@ -1,0 +1,145 @@
+"""A run told to stop loses nothing that was due; one that cannot write its last checkpoint does not say it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm import Warm
+
+from deepnmt.checkpoint.checkpoint import find_checkpoint, list_checkpoints
+from deepnmt.cli import COMMANDS, main
+from deepnmt.config import load_recipe
+from deepnmt.errors import UserError
+from deepnmt.files import read_log
+from deepnmt.folders import CheckpointWriteError
+from deepnmt.parallel.launch import processes
+from deepnmt.train.trainer import FINISHED, PREEMPTED, Trainer
+
+UPDATES = 7
+
+
+class Told(Trainer):
+    """A run that is told to stop in an update."""
+
+    stop_in = 0
+
+    def _micro_batch(self, item: Any) -> Any:
+        if self.progress.update + 1 == self.stop_in:
+            self.stop_signal = signal.SIGTERM
+        return super()._micro_batch(item)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A run listens to signals; puts back who did before."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
+
+
+def attempt(prepared: Path, run: Path, stop_in: int = 0, *overrides: str) -> int:
+    """One process, logging every 3 updates and validating every 2; told to stop in update `stop_in`."""
+    recipe = load_recipe(prepared / "recipe.yaml", [
+        f"run={run}", f"train.updates={UPDATES}", "train.log_every=3", "train.validate_every=2", "train.save_every=100",
+        "train.keep_best=0", "train.valid_bleu=false", *overrides])
+    with processes(1) as ranks:
+        trainer = Told(recipe, ranks)
+        trainer.stop_in = stop_in
+        try:
+            return trainer.run_to_end()
+        finally:
+            trainer.close()
+
+
+def said(run: Path, kind: str, *keys: str) -> list[list[Any]]:
+    return [[record[key] for key in keys] for record in read_log(run / "log.jsonl") if record["type"] == kind]
+
+
+def test_a_validation_that_was_due_is_made_up_for(prepared: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert attempt(prepared, whole) == FINISHED
+    assert attempt(prepared, broken, stop_in=4) == PREEMPTED
+    assert [update for update, in said(broken, "valid", "update")] == [2]
+    # again in the last update: the run has not ended before its last validation
+    assert attempt(prepared, broken, stop_in=UPDATES) == PREEMPTED
+    assert [update for update, in said(broken, "valid", "update")] == [2, 4, 6]
+    assert attempt(prepared, broken) == FINISHED
+    valid, train = ("update", "loss", "best"), ("update", "loss", "gradient_norm", "perplexity", "target_tokens")
+    assert said(broken, "valid", *valid) == said(whole, "valid", *valid) and len(said(whole, "valid", *valid)) == 4
+    # a progress line speaks of all updates since the last one, whatever came between
+    assert said(broken, "train", *train) == said(whole, "train", *train) and len(said(whole, "train", *train)) == 3
+    states = [json.loads((run / f"checkpoints/update-{UPDATES:08d}/state.json").read_text()) for run in (broken, whole)]
+    assert states[0]["best"] == states[1]["best"]
+    assert states[0]["extra"]["validations"] == states[1]["extra"]["validations"]
+
+
+def test_killed_while_the_only_checkpoint_is_replaced(prepared: Path, tmp_path: Path) -> None:
+    """A checkpoint that is to know of a late validation takes the place of the one without it."""
+    run, only = tmp_path / "run", ("train.keep_last=1", "average_last=1")
+    assert attempt(prepared, run, 2, *only) == PREEMPTED
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.environ["DEEPNMT_FAIL_POINT"] = "predecessor moved"
+            attempt(prepared, run, 0, *only)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    (left,) = list_checkpoints(run / "checkpoints")
+    assert left.name.startswith(".before-update-00000002-") and find_checkpoint(run) == left
+    assert attempt(prepared, run, 3, *only) == PREEMPTED
+    begun = [words.split()[0] for words, in said(run, "event", "message") if words.startswith(("training", "going on"))]
+    assert begun == ["training", "going", "going"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["update-00000003"]
+
+
+def test_a_patience_that_ends_in_a_late_validation(prepared: Path, tmp_path: Path) -> None:
+    """At a rate of nothing the second validation is no better than the first."""
+    settings = ("optimizer.lr=1.0e-12", "train.patience=1")
+    assert attempt(prepared, tmp_path / "run", 4, *settings) == PREEMPTED
+    assert attempt(prepared, tmp_path / "run", 0, *settings) == FINISHED
+    assert said(tmp_path / "run", "valid", "update") == [[2], [4]]
+
+
+@pytest.mark.parametrize("stop_in", [0, 3])
+def test_no_room_for_the_last_checkpoint(prepared: Path, tmp_path: Path, stop_in: int) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointWriteError, match=r"cannot be written: .*the same command then goes on from"):
+        attempt(prepared, tmp_path, stop_in, "train.save_every=2")
+    events = " ".join(message for message, in said(tmp_path, "event", "message"))
+    assert "checkpoint not written, training goes on" in events
+    assert "finished" not in events and "goes on from here" not in events
+
+
+def test_all_processes_fail_with_the_last_checkpoint_and_one_says_so(
+        prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    warm.train(2, prepared / "recipe.yaml", f"run={tmp_path}", "train.updates=2", "train.valid_bleu=false",
+               "parallel.ds_config=ds_configs/zero1_fp32.json")
+    assert warm.wait() == [2, 2], warm.said()
+    assert warm.said().count("deepnmt: checkpoint folder") == 1, warm.said()
+    assert json.loads((tmp_path / "STATUS.json").read_text())["status"] == "failed"
+    warm.start(2, "test_stopping:mistake")
+    assert warm.wait() == [2, 2], warm.said()
+    assert warm.said().splitlines() == ["deepnmt: only the second makes this"]
+
+
+def mistake() -> int:
+    """Runs on each rank."""
+    def start(_: list[str]) -> int:
+        with processes(1) as ranks:
+            ranks.barrier()
+            if ranks.rank == 1:
+                raise UserError("only the second makes this")
+            return 2
+
+    COMMANDS["train"] = start
+    return main("train", [])

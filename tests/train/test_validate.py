@@ -1,0 +1,74 @@
+"""The validation loss: every sentence once, however many processes share them, many micro-batches a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepnmt.config import Translate, load_recipe
+from deepnmt.data.batching import plan_eval
+from deepnmt.data.settings import open_prepared
+from deepnmt.decode.lines import Hypothesis
+from deepnmt.decode.translate import translate_lines
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.engine import MicroBatch
+from deepnmt.ranks import Ranks
+from deepnmt.train import validate
+
+
+class Adding:
+    """An engine for which the loss is the sum of the target ids and the plain loss that of the source ids."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.data_rank, self.data_world = rank, world
+        self.calls: list[int] = []
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+        self.calls.append(len(micro_batches))
+        return [(float(out[out != 3].sum()), float(src[src != 3].sum())) for src, _, _, out, _ in micro_batches]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "AT_ONCE", 3)
+    recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=64"])
+    split = open_prepared(recipe).split("valid")
+    engines: list[Any] = [Adding(rank, world) for rank in range(world)]
+    sums = [validate._losses(recipe, split, engine, Ranks(rank, world, rank, world, torch.device("cpu")))
+            for rank, engine in enumerate(engines)]
+    eos = 2 * len(split)
+    expected = [sum(int(side(i).sum()) for i in range(len(split))) + eos for side in (split.trg, split.src)]
+    assert [sum(column) for column in zip(*sums)] == [*expected, int(split.trg_lengths.sum())]
+    rounds = math.ceil(len(plan_eval(split.src_lengths, split.trg_lengths, 64)) / world)
+    calls = [min(3, rounds - done) for done in range(0, rounds, 3)]
+    assert [engine.calls for engine in engines] == [calls] * world and max(calls) == 3
+
+
+def test_bleu_is_that_of_the_target_language(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chinese is scored by characters, here as where translations are evaluated."""
+    recipe = load_recipe(prepared / "recipe.yaml", ["data.trg_lang=zh", "train.valid_sentences=1"])
+    data = open_prepared(load_recipe(prepared / "recipe.yaml"))
+    said = [[Hypothesis("\u4f60\u597d", 0, 0, 2, True)]]
+    monkeypatch.setattr(validate, "translate_shards", lambda *_, **__: iter(said))
+    model: Any = None
+    ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
+    assert "|tok:zh|" in validate._bleu(recipe, data, data.split("valid"), model, ranks)[1]
+    recipe = load_recipe(prepared / "recipe.yaml", ["train.valid_sentences=1"])
+    assert "|tok:13a|" in validate._bleu(recipe, data, data.split("valid"), model, ranks)[1]
+
+
+def test_what_is_cut_is_not_said_at_every_validation(
+        prepared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["train.valid_sentences=2"])
+    data = open_prepared(recipe)
+    split, vocabs = data.split("valid"), data.vocabs()
+    model = Transformer(recipe.model.model_copy(update={"max_length": 4}), vocabs[0].size, vocabs[1].size, 1)
+    validate._bleu(recipe, data, split, model, Ranks(0, 1, 0, 1, torch.device("cpu")))
+    assert caplog.records == []
+    translate_lines(model, vocabs, split.src_text()[:2], Translate(method="greedy"))
+    assert [record.getMessage().split(" has ")[0] for record in caplog.records] == ["line 1", "line 2"]
