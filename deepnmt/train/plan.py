@@ -19,8 +19,8 @@ from deepnmt.parallel.launch import place
 from deepnmt.parallel.pipeline.partition import Partition
 
 # Tensors of one width kept for the backward pass, a token and layer, the FFN's inner ones apart; what autograd keeps of
-# a post-LN model is within 5 % of it (tests/train/test_dry_run.py). In 16 bits a CPU attends and norms in fp32 and keeps
-# those inputs twice as wide.
+# a post-LN model is within 5 % of it (tests/train/test_dry_run.py). In 16 bits a CPU attends and norms in fp32 and
+# keeps those inputs twice as wide.
 _KEPT = {"encoder": 10, "decoder": 17}
 _KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
 _ENDS = 4  # the same, of the embeddings and the stacks' outputs together

@@ -1,0 +1,47 @@
+"""A run, its data and its recipe as version 0.1.0 (277469d) wrote them go on, average, translate, fold and diagnose.
+
+`tests/fixtures/run_of_0_1` was trained for 8 updates there. The figures here are what that version went on to.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from warm import Warm
+
+from deepnmt.cli import main
+
+FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "run_of_0_1"
+LOSSES = {10: 5.085368311682413, 12: 5.1110643041939}
+VALIDATION = 5.054639584550234
+LOG_PROBS = [-135.07815551757812, -128.82366943359375]  # of two test sentences, by the average
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the fixture that can be written to."""
+    return Path(shutil.copytree(FIXTURE, tmp_path_factory.mktemp("old") / "old"))
+
+
+def test_goes_on_and_is_used(old: Path, warm: Warm, threads: None, capfd: pytest.CaptureFixture[str]) -> None:
+    run = old / "run"
+    warm.train(1, old / "recipe.yaml", f"run={run}", f"data.folder={old / 'data'}")
+    assert warm.wait() == [0], warm.said()
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    losses = {row["update"]: row["loss"] for row in log if row["type"] == "train" and row["update"] > 8}
+    assert losses == pytest.approx(LOSSES, abs=1e-4)
+    assert [row["loss"] for row in log if row["type"] == "valid"][-1] == pytest.approx(VALIDATION, abs=1e-4)
+
+    assert main("average", [str(run)]) == 0
+    output = old / "out.jsonl"
+    assert main("translate", [str(run), "--input", str(old / "text" / "test.en"), "--output", str(output),
+                              "--form", "jsonl"]) == 0
+    best = [json.loads(line)["hypotheses"][0] for line in output.read_text().splitlines()]
+    assert [h["log_prob"] for h in best[:2]] == pytest.approx(LOG_PROBS, abs=1e-3) and best[0]["tokens"] == 41
+    assert main("fold", [str(run)]) == 0
+    assert "as post_ln" in capfd.readouterr().out
+    assert main("diagnose", [str(run), "--tokens", "64", f"data.folder={old / 'data'}"]) == 0
+    assert list(run.glob("diagnosis-*/diagnosis.html"))
