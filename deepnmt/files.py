@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from deepnmt.errors import UserError
 
@@ -105,8 +107,32 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
+@contextmanager
+def replacing(target: Path) -> Iterator[TextIO]:
+    """A UTF-8 file that gets its name, in place of one that has it, when it is complete; else nothing is left of it.
+
+    A device or fifo is written into and stays. So does a link: what it leads to is written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if target.exists() and not target.is_file():
+        with target.open("w", encoding="utf-8", newline="\n") as stream:
+            yield stream
+        return
+    whole = Path(os.path.realpath(target))
+    aside = whole.with_name(f".tmp-{whole.name}-{secrets.token_hex(4)}")
+    # in a folder that others may write to, a link of that name would lead elsewhere
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        with open(descriptor, "w", encoding="utf-8", newline="\n") as stream:
+            yield stream
+        os.replace(aside, whole)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def write_text(path: Path, content: str) -> None:
     """Writes a file aside and renames it into place, so that a kill never leaves a part of it under its name."""
-    aside = path.with_name(f".{path.name}.aside")
-    aside.write_text(content, encoding="utf-8")
-    os.replace(aside, path)
+    with replacing(path) as stream:
+        stream.write(content)

@@ -7,7 +7,6 @@ import errno
 import gzip
 import io
 import json
-import os
 import sys
 import time
 import zlib
@@ -19,6 +18,7 @@ from typing import Literal, Protocol, TextIO
 from tqdm import tqdm
 
 from deepnmt.errors import UserError
+from deepnmt.files import replacing
 
 Form = Literal["text", "tsv", "jsonl"]
 
@@ -83,7 +83,8 @@ def _binary(source: Path | None) -> contextlib.AbstractContextManager[Iterable[b
 
 @contextlib.contextmanager
 def writing(target: Path | None) -> Iterator[TextIO]:
-    """Where output goes: standard output (None), or a file that appears under its name only when it is complete.
+    """Where output goes: standard output (None), or a file that appears under its name only when it is complete
+    (see `files.replacing`).
 
     Raises:
         UserError: the file cannot be made, or the disk is full.
@@ -95,22 +96,18 @@ def writing(target: Path | None) -> Iterator[TextIO]:
         finally:
             out.detach()
         return
-    part = target.with_name(target.name + ".part")
+    opened = False
     try:
-        stream = part.open("w", encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise UserError(f"output {target} cannot be written: {error.strerror}; give a file in an existing folder that "
-                        "may be written to") from None
-    try:
-        with stream:
+        with replacing(target) as stream:
+            opened = True
             yield stream
-        os.replace(part, target)
     except OSError as error:
+        if not opened:
+            raise UserError(f"output {target} cannot be written: {error.strerror}; give a file in an existing folder "
+                            "that may be written to") from None
         if error.errno != errno.ENOSPC:
             raise
         raise UserError(f"output {target} cannot be written: no space is left; give a file on another disk") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 class Progress(Protocol):

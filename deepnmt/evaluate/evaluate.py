@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from deepnmt.decode.lines import Bar, read_lines
 from deepnmt.decode.translate import Gather, alone, cast, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, Report, score_systems
+from deepnmt.files import replacing
 
 
 def evaluate_run(
@@ -239,10 +239,9 @@ def write_scores(report: Report, facts: dict[str, Any], file: Path) -> None:
     else:
         content = {"systems": {system: report.as_json(system) for system in report.scores},
                    "comparisons": [asdict(comparison) for comparison in report.comparisons], **facts}
-    part = file.with_name(file.name + ".part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, file)
+        with replacing(file) as stream:
+            stream.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; name another file") from None

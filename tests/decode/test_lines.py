@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -91,10 +94,41 @@ def test_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    (tmp_path / "out.part").symlink_to("/dev/full")
-    with pytest.raises(UserError, match="no space is left"), writing(tmp_path / "out") as out:
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    with pytest.raises(UserError, match="no space is left"), writing(full) as out:
         out.write("x\n")
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="no space is left"), writing(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "as a write to a full disk")
+    assert list(tmp_path.iterdir()) == [full] and full.is_char_device()
+
+
+def test_links_fifos_and_devices_are_written_into(tmp_path: Path) -> None:
+    null, fifo, link, target = (tmp_path / name for name in ("null", "fifo", "link", "target"))
+    null.symlink_to("/dev/null")
+    os.mkfifo(fifo)
+    link.symlink_to("target")
+    reader = subprocess.Popen(["cat", fifo], stdout=subprocess.PIPE)
+    for output in (null, fifo, link, link):  # what the link leads to is made, then replaced
+        with writing(output) as out:
+            out.write("Häuser\n")
+    assert reader.communicate(timeout=60)[0] == target.read_bytes() == "Häuser\n".encode()
+    assert null.is_symlink() and null.is_char_device() and fifo.is_fifo() and link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == sorted([null, fifo, link, target])
+
+
+def test_nothing_is_written_through_a_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("mine")
+    (tmp_path / "out.part").symlink_to(victim)
+    with writing(out) as stream:
+        stream.write("theirs")
+    assert victim.read_text() == "mine" and out.read_text() == "theirs" and not out.is_symlink()
+    monkeypatch.setattr("deepnmt.files.secrets.token_hex", lambda _: "guessed")
+    (tmp_path / ".tmp-out-guessed").symlink_to(victim)
+    with pytest.raises(UserError, match="File exists"), writing(out) as stream:
+        stream.write("theirs")
+    assert victim.read_text() == "mine"
 
 
 def test_progress_in_a_log_is_rare_and_plain(

@@ -299,6 +299,19 @@ def test_ready_translations_are_scored_and_compared(recipe: config.Recipe, tmp_p
     assert "first: BLEU of good is +" in table
 
 
+def test_scores_go_into_a_device_and_through_a_link(recipe: config.Recipe, tmp_path: Path) -> None:
+    null, link = tmp_path / "null", tmp_path / "link.json"
+    null.symlink_to("/dev/null")
+    link.symlink_to("scores.json")
+    good = Path(_write(tmp_path / "good.de", TARGETS))
+    text = good.read_bytes()
+    (tmp_path / "scores.json.part").symlink_to(good)
+    for output in (null, link):
+        evaluate_run(recipe, ["first"], [f"good={good}"], output=output)
+    assert null.is_char_device() and link.is_symlink() and good.read_bytes() == text
+    assert json.loads((tmp_path / "scores.json").read_text())["system"] == "good"
+
+
 def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
     good, short = _write(tmp_path / "good.de", TARGETS), _write(tmp_path / "short.de", TARGETS[:1])
     sets = find_sets(recipe, None)
