@@ -116,7 +116,8 @@ def _open_group(rank: int, world: int, local_rank: int, backend: str) -> dist.St
     env.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local_rank))
     timeout = timedelta(minutes=30)
     listener = None
-    if rank == 0 and address in _LOOPBACK:  # else the store would listen on every interface
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process listens there for all
+    if rank == 0 and not agent and address in _LOOPBACK:  # else the store would listen on every interface
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -126,8 +127,10 @@ def _open_group(rank: int, world: int, local_rank: int, backend: str) -> dist.St
             listener.close()
             raise UserError(f"port {env['MASTER_PORT']}, where the processes meet, cannot be opened: {error.strerror}; "
                             "another run has it: give the launcher another --master_port") from None
-    store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0, timeout,
-                          master_listen_fd=listener.detach() if listener else None)
+    store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, timeout,
+                                      master_listen_fd=listener.detach() if listener else None)
+    if agent:  # after a restart the store still has the keys of the attempt before
+        store = dist.PrefixStore(f"deepnmt/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return store
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import deepnmt
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
-from deepnmt.parallel.launch import processes
+from deepnmt.parallel.launch import free_port, processes
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +115,28 @@ def test_deepspeeds_warnings_stay_back_and_its_errors_do_not() -> None:
               "found.logger.warning('of no use')\nfound.logger.error('of use')\n")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "of use" in done.stdout + done.stderr and "of no use" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("how", ["--master-port=0", "--standalone"])
+def test_processes_meet_under_torchrun(how: str, tmp_path: Path) -> None:
+    """The first attempt fails after all have met; torchrun starts another, which finds none of its keys."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os
+from deepnmt.parallel.launch import processes
+with processes(1) as ranks:
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    open(f"met-{attempt}-{ranks.rank}", "w").write(str(ranks.sum([ranks.rank + 1.0])))
+    ranks.barrier()
+    assert attempt == "1"
+""")
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1",
+                           how.replace("=0", f"={free_port()}"), script], capture_output=True, text=True, timeout=300,
+                          check=False, cwd=tmp_path, env={**ours, "PYTHONPATH": str(Path(deepnmt.__file__).parents[1])})
+    assert done.returncode == 0, done.stderr
+    met = {file.name: file.read_text() for file in tmp_path.glob("met-*")}
+    assert met == {f"met-{attempt}-{rank}": "[3.0]" for attempt in (0, 1) for rank in (0, 1)}
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory in use")
