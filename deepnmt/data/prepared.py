@@ -203,15 +203,15 @@ class PreparedData:
             file = folder / name
             if not file.is_file():
                 raise UserError(f"prepared data {folder} is incomplete: {name} is missing; {_AGAIN}")
-            if (size := file.stat().st_size) != entry["bytes"]:
+            if (size := file.stat().st_size) != entry.get("bytes"):
                 raise UserError(f"prepared data {folder} is damaged: {name} has {size} bytes, its manifest says "
-                                f"{entry['bytes']}; {_AGAIN}")
+                                f"{entry.get('bytes')}; {_AGAIN}")
         return data
 
     def verify(self) -> None:
         """Reads every file and compares its hash with the manifest. Raises `UserError` at the first difference."""
         for name, entry in self.manifest["files"].items():
-            if sha256(self.folder / name) != entry["sha256"]:
+            if sha256(self.folder / name) != entry.get("sha256"):
                 raise UserError(f"prepared data {self.folder} is damaged: {name} differs from its manifest; {_AGAIN}")
 
     @property

@@ -14,12 +14,13 @@ from deepnmt.errors import UserError
 WAY_OUT = "set data.folder to a new folder, or, if no run is to go on with this one, delete it to prepare it again"
 
 
-def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:
+def open_prepared(recipe: Recipe, texts: bool = True, verify: bool = False) -> PreparedData:
     """The recipe's prepared data, to train from.
 
     Args:
         texts: whether the texts must still be those that were prepared. A run that was begun has its data's fingerprint
             to go by, and goes on whatever became of the texts.
+        verify: whether every file is read and compared with its hash, and not its size alone.
 
     Raises:
         UserError: it is missing or damaged, or was made with another vocabulary, other filters or segmentation, or from
@@ -27,6 +28,8 @@ def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:
     """
     data = PreparedData.open(recipe.data.folder)
     check_settings(recipe, data)
+    if verify:
+        data.verify()
     if texts:
         check_texts(recipe, data)
     return data

@@ -62,7 +62,7 @@ class Trainer:
         if recipe.train.valid_bleu:
             scorers(recipe.data.trg_lang)  # better refused now than at the first validation
         begun = bool(list_checkpoints(self.run / "checkpoints"))
-        self.data = ranks.together(partial(open_prepared, recipe, texts=not begun))
+        self.data = ranks.together(partial(open_prepared, recipe, texts=not begun, verify=ranks.first))
         self.vocabs = self.data.vocabs()
         self.stream = PlanStream(self.data.split("train"), recipe.batch.tokens, recipe.seed)
         self.progress = Progress()

@@ -109,3 +109,10 @@ def test_truncation_is_seen_by_open_and_a_changed_byte_by_verify(folder: Path) -
     manifest["settings"]["x"] = 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert data.fingerprint != before
+    entry = manifest["files"]["train.src.offsets"]
+    for key, words in (("sha256", "train.src.offsets differs"), ("bytes", "its manifest says None")):
+        entry[f"x{key}"] = entry.pop(key)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        tokens.write_bytes(whole)
+        with pytest.raises(UserError, match=words):
+            PreparedData.open(folder).verify()

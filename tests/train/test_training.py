@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,6 +116,19 @@ def test_damaged_checkpoint_is_passed_over(prepared: Path, tmp_path: Path) -> No
     done = train(recipe, 1, f"run={run}")
     assert done.returncode == 0, done.stderr
     assert "weights.safetensors" in done.stdout + done.stderr and f"going on from {whole}\n" in done.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_data_with_a_flipped_bit_is_refused(prepared: Path, tmp_path: Path, processes: int) -> None:
+    shutil.copytree(prepared / "data", tmp_path / "data")
+    file = tmp_path / "data" / "valid.trg.tokens"
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(bytes(data))
+    done = train(prepared / "recipe.yaml", processes, f"run={tmp_path / 'run'}", f"data.folder={tmp_path / 'data'}",
+                 "parallel.ds_config=ds_configs/zero1_fp32.json")
+    assert done.returncode == 2 and done.stderr.count("valid.trg.tokens differs from its manifest") == 1, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("override", "said"), [
