@@ -1,0 +1,1 @@
+"""What only proves the project's claims; not installed, and nothing in `deepnmt` imports it."""
