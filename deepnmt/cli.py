@@ -264,7 +264,7 @@ def _split(words: list[str]) -> int:
     parser.add_argument("--valid", type=int, default=10, metavar="N", help="of 1,000 target sentences (default 10)")
     parser.add_argument("--test", type=int, default=20, metavar="N", help="of 1,000 target sentences (default 20)")
     found = parser.parse_args(words)
-    from deepnmt.data.split_tsv import split_tsv
+    from deepnmt.data.split import split_tsv
 
     print(split_tsv(found.tsv, found.folder, tuple(found.columns), tuple(found.langs), found.valid, found.test))
     return 0

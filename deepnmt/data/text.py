@@ -1,23 +1,58 @@
-"""Streaming readers of parallel text: pairs of plain or .gz files, or TSV. Every fault names its file and line."""
+"""Streaming readers of text: lines of plain and packed files, and pairs of two such files or of a TSV.
+
+Text is UTF-8 without its byte order mark. Only "\\n" ends a line, as for `wc -l`: characters such as U+2028 stay inside
+the text and cannot shift one side. Every fault names its file and line.
+"""
 
 from __future__ import annotations
 
-import gzip
 import itertools
-import zlib
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+
+from xopen import xopen
 
 from deepnmt.config import Corpus
 from deepnmt.errors import UserError
 
 Pair = tuple[str, str]
+PACKED = (".gz", ".xz", ".zst", ".bz2")
+
+
+def read_lines(source: Path | None) -> Iterator[str]:
+    """The lines of a plain or packed file, or of standard input (None), without their ends.
+
+    Raises:
+        UserError: it cannot be read, is damaged, or is not UTF-8.
+    """
+    name = "standard input" if source is None else str(source)
+    suffix = source.suffix if source and source.suffix in PACKED else ""  # the name decides, not the first bytes
+    number = 0
+    try:
+        with (nullcontext(sys.stdin.buffer) if source is None else
+              xopen(source, "rb", threads=0) if suffix else source.open("rb")) as stream:
+            for number, line in enumerate(stream, start=1):
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start + 1} of the "
+                        "line); convert the text, for example with iconv -t UTF-8") from None
+    except EOFError:
+        raise UserError(f"{name} is cut off after line {number}: the {suffix} stream has no end; copy it again"
+                        ) from None
+    except Exception as error:
+        if suffix and not getattr(error, "errno", None):  # each unpacker has an exception of its own
+            raise UserError(f"{name} is not a sound {suffix} file after line {number} ({error}); copy it again, or "
+                            f"drop {suffix} from the name of a plain text file") from None
+        if isinstance(error, OSError):
+            raise UserError(f"{name} cannot be read: {error.strerror or error}; give an existing text file") from None
+        raise
 
 
 def input_files(corpus: Corpus) -> list[Path]:
     """The files a corpus is read from, in a fixed order. Raises `UserError` where one is not a readable file."""
-    names = corpus.tsv or [name for pair in zip(corpus.src, corpus.trg) for name in pair]
-    files = [Path(name) for name in names]
+    files = [Path(name) for name in corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))]
     for file in files:
         if not file.exists():
             raise UserError(f"there is no text file {file}; correct its path in the recipe's data section")
@@ -29,60 +64,36 @@ def input_files(corpus: Corpus) -> list[Path]:
 def read_pairs(corpus: Corpus) -> Iterator[Pair]:
     """Yields (source, target) for every line, surrounding whitespace stripped, nothing left out.
 
-    Only "\\n" ends a line, as for `wc -l`: characters such as U+2028 stay inside the text and cannot shift one side.
-
     Raises:
-        UserError: a file is missing, unreadable, damaged or not UTF-8; two files differ in their number of lines; a
-            TSV line has too few columns; the corpus holds no line at all.
+        UserError: a file is missing or as `read_lines` says; two files differ in their number of lines; a TSV line has
+            too few columns; the corpus holds no line at all.
     """
     files = input_files(corpus)
-    if corpus.tsv:
-        streams = [_tsv_pairs(file, corpus.columns) for file in files]
-    else:
-        streams = [_aligned_pairs(src, trg) for src, trg in zip(files[::2], files[1::2])]
-    pairs = itertools.chain.from_iterable(streams)
-    first = next(pairs, None)
-    if first is None:
-        raise UserError(f"there is no text in {', '.join(map(str, files))}: the corpus has 0 lines; give another file")
-    yield first
-    yield from pairs
-
-
-def _lines(file: Path) -> Iterator[str]:
-    """The lines of one file without their ends; a byte order mark at the start is not text."""
-    number = 0
-    try:
-        with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start + 1} of the "
-                        "line); convert the file, for example with iconv -t UTF-8") from None
-    except EOFError:
-        raise UserError(f"{file} is cut off after line {number}: the .gz stream has no end; copy it again") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{file} is not a sound .gz file after line {number} ({error}); copy it again, or drop .gz "
-                        "from the name of a plain text file") from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
-
-
-def _aligned_pairs(src_file: Path, trg_file: Path) -> Iterator[Pair]:
-    sources, targets = _lines(src_file), _lines(trg_file)
-    for pairs, (src, trg) in enumerate(itertools.zip_longest(sources, targets)):
-        if src is None or trg is None:
-            rest = 1 + sum(1 for _ in (targets if src is None else sources))
-            counts = (pairs, pairs + rest) if src is None else (pairs + rest, pairs)
-            raise UserError(f"{src_file} has {counts[0]} lines and {trg_file} has {counts[1]}; line N of one must "
-                            "translate line N of the other, so give files of equal length")
+    empty = True
+    for src, trg in (_tsv_pairs(files, corpus.columns) if corpus.tsv else _aligned_pairs(files)):
+        empty = False
         yield src.strip(), trg.strip()
+    if empty:
+        raise UserError(f"there is no text in {', '.join(map(str, files))}: the corpus has 0 lines; give another file")
 
 
-def _tsv_pairs(file: Path, columns: list[int]) -> Iterator[Pair]:
-    src, trg = (column - 1 for column in columns)
-    for number, line in enumerate(_lines(file), start=1):
-        cells = line.split("\t")
-        if len(cells) < max(columns):
-            raise UserError(f"{file}, line {number}: {len(cells)} column{'s' * (len(cells) != 1)}, but 'columns' is "
-                            f"{columns} (counted from 1); mend the line or the setting")
-        yield cells[src].strip(), cells[trg].strip()
+def _aligned_pairs(files: list[Path]) -> Iterator[Pair]:
+    for pair in zip(files[::2], files[1::2]):
+        sides = [read_lines(file) for file in pair]
+        for count, (src, trg) in enumerate(itertools.zip_longest(*sides)):
+            if src is None or trg is None:
+                rest = count + 1 + sum(1 for _ in itertools.chain(*sides))
+                counts = (count, rest) if src is None else (rest, count)
+                raise UserError(f"{pair[0]} has {counts[0]} lines and {pair[1]} has {counts[1]}; line N of one must "
+                                "translate line N of the other, so give files of equal length")
+            yield src, trg
+
+
+def _tsv_pairs(files: list[Path], columns: list[int]) -> Iterator[Pair]:
+    for file in files:
+        for number, line in enumerate(read_lines(file), start=1):
+            cells = line.split("\t")
+            if len(cells) < max(columns):
+                raise UserError(f"{file}, line {number}: {len(cells)} column{'s' * (len(cells) != 1)}, but 'columns' "
+                                f"is {columns} (counted from 1); mend the line or the setting")
+            yield cells[columns[0] - 1], cells[columns[1] - 1]

@@ -1,16 +1,14 @@
-"""Lines in, lines out: what translation reads and writes. UTF-8; only "\\n" ends a line."""
+"""Lines out: what translation writes, in UTF-8, and how it tells its progress."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import gzip
 import io
 import json
 import sys
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TextIO
@@ -52,33 +50,6 @@ def record(number: int, hypotheses: Sequence[Hypothesis], form: Form) -> str:
     if form == "tsv":
         return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
     return json.dumps({"line": number, "hypotheses": [asdict(h) for h in hypotheses]}, ensure_ascii=False) + "\n"
-
-
-def read_lines(source: Path | None) -> Iterator[str]:
-    """The lines of a plain or .gz file, or of standard input (None), without their ends and a byte order mark.
-
-    Raises:
-        UserError: it cannot be read, is damaged, or is not UTF-8 (with the line's number).
-    """
-    name = "standard input" if source is None else str(source)
-    number = 0
-    try:
-        with _binary(source) as stream:
-            for number, raw in enumerate(stream, start=1):
-                yield raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start + 1} of the "
-                        "line); convert the text, for example with iconv -t UTF-8") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{name} is not a sound .gz file after line {number} ({error}); copy it again") from None
-    except OSError as error:
-        raise UserError(f"{name} cannot be read: {error.strerror or error}; give an existing text file") from None
-
-
-def _binary(source: Path | None) -> contextlib.AbstractContextManager[Iterable[bytes]]:
-    if source is None:
-        return contextlib.nullcontext(sys.stdin.buffer)
-    return gzip.open(source, "rb") if source.suffix == ".gz" else source.open("rb")
 
 
 @contextlib.contextmanager

@@ -24,8 +24,9 @@ from torch.nn.utils.rnn import pad_sequence
 from deepnmt import config
 from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import load_model, require_model
+from deepnmt.data.text import read_lines
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.lines import Form, Hypothesis, one_line, progressing, read_lines, record, writing
+from deepnmt.decode.lines import Form, Hypothesis, one_line, progressing, record, writing
 from deepnmt.decode.next_tokens import EOS, PAD, LengthPenalty
 from deepnmt.decode.search import Candidate, Draw, beam_search, follow, most_likely
 from deepnmt.decode.steppers import CachedStepper, MakeStepper

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import RECIPE, LoadedModel, load_model, require_model
 from deepnmt.config import Model, Recipe, load_recipe
-from deepnmt.data.text import read_pairs
-from deepnmt.decode.lines import Bar, read_lines
+from deepnmt.data.text import read_lines, read_pairs
+from deepnmt.decode.lines import Bar
 from deepnmt.decode.translate import Gather, alone, cast, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, Report, score_systems

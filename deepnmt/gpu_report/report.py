@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deepnmt.config import Recipe, dump_recipe, load_recipe
-from deepnmt.data.split_tsv import split_tsv
+from deepnmt.data.split import split_tsv
 from deepnmt.demo.corpus import make_corpus
 from deepnmt.errors import UserError
 from deepnmt.files import read_log, write_json

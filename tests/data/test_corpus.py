@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
+import lzma
 from pathlib import Path
 
 import numpy as np
 import pytest
+from xopen import xopen
 
 from deepnmt.config import Corpus, Filters
 from deepnmt.data.filters import judge_lengths, judge_texts, tally
@@ -32,11 +36,23 @@ def test_aligned_lines_are_stripped_and_only_newlines_end_them(tmp_path: Path) -
         ("one", "1"), ("two\u2028more\x85still", "2"), ("", "3"), ("last", "4")]
 
 
-def test_gz_and_plain_files_follow_one_another(tmp_path: Path) -> None:
+def _zst(data: bytes) -> bytes:
+    with io.BytesIO() as packed:
+        with xopen(packed, "wb", threads=0, format="zst") as stream:
+            stream.write(data)
+        return packed.getvalue()
+
+
+PACK = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": _zst, ".bz2": bz2.compress}
+PACKED = pytest.mark.parametrize("suffix", PACK)
+
+
+@PACKED
+def test_packed_and_plain_files_follow_one_another(tmp_path: Path, suffix: str) -> None:
     first = _aligned(tmp_path, b"a\nb\n", b"A\nB\n")
     for side in "xy":
-        (tmp_path / f"b.{side}.gz").write_bytes(gzip.compress(f"{side}1\n{side}2\n".encode()))
-    both = Corpus(src=[*first.src, str(tmp_path / "b.x.gz")], trg=[*first.trg, str(tmp_path / "b.y.gz")])
+        (tmp_path / f"b.{side}{suffix}").write_bytes(PACK[suffix](f"{side}1\n{side}2\n".encode()))
+    both = Corpus(src=[*first.src, str(tmp_path / f"b.x{suffix}")], trg=[*first.trg, str(tmp_path / f"b.y{suffix}")])
     assert list(read_pairs(both)) == [("a", "A"), ("b", "B"), ("x1", "y1"), ("x2", "y2")]
 
 
@@ -62,17 +78,18 @@ def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("damage", "words"), [
     (lambda whole: whole[: len(whole) // 2], "is cut off after line"),
-    (lambda whole: whole[:20] + bytes(60) + whole[80:], "not a sound .gz file"),
-    (lambda whole: b"plain text\n", "not a sound .gz file"),
+    (lambda whole: whole[:20] + bytes(60) + whole[80:], "not a sound {} file"),
+    (lambda whole: b"plain text\n", "not a sound {} file after line 0"),
 ])
-def test_damaged_gz(tmp_path: Path, damage, words: str) -> None:
+@PACKED
+def test_damaged_packed_files(tmp_path: Path, damage, words: str, suffix: str) -> None:
     lines = "".join(f"{number * 7919 % 1000003}\n" for number in range(20000)).encode()
     for side in "xy":
-        (tmp_path / f"d.{side}.gz").write_bytes(gzip.compress(lines))
-    bad = tmp_path / "d.y.gz"
+        (tmp_path / f"d.{side}{suffix}").write_bytes(PACK[suffix](lines))
+    bad = tmp_path / f"d.y{suffix}"
     bad.write_bytes(damage(bad.read_bytes()))
-    message = _fault(Corpus(src=[str(tmp_path / "d.x.gz")], trg=[str(bad)]))
-    assert "d.y.gz" in message and words in message
+    message = _fault(Corpus(src=[str(tmp_path / f"d.x{suffix}")], trg=[str(bad)]))
+    assert f"d.y{suffix}" in message and words.format(suffix) in message
 
 
 def test_missing_file_folder_short_row_and_empty_corpus(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepnmt.cli import main
-from deepnmt.data.split_tsv import key, split_of, split_tsv
+from deepnmt.data.split import key, split_of, split_tsv
 from deepnmt.errors import UserError
 
 
