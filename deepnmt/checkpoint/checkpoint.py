@@ -166,7 +166,10 @@ def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
         if tensor.dtype != torch.float32:
             raise ValueError(f"{name} is {tensor.dtype}; a checkpoint holds fp32")
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    file.touch()
+    mode = file.stat().st_mode  # as the umask makes it; safetensors writes a file that its owner alone may read
     save_file(whole, file, metadata={"format": "pt"})  # other readers of safetensors ask for this entry
+    file.chmod(mode)
 
 
 # -- finding and deleting ----------------------------------------------------------------------------------------------

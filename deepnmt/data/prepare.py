@@ -11,7 +11,8 @@ import fcntl
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from deepnmt.data.text import Pair, input_files, read_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.tokens import UNK
+
+PLAIN_SECONDS = 30.0  # between two lines of progress where standard error is no terminal
 
 
 def prepare(recipe: Recipe, *, progress: bool = True) -> Path:
@@ -73,15 +76,31 @@ class _Report:
         if self._shown:
             print(text, file=sys.stderr, flush=True)
 
-    def bar(self, what: str, total: int | None) -> tqdm[Any]:
-        """A bar over pairs, with the time left where the total is known."""
-        return tqdm(total=total, desc=what, unit=" pairs", unit_scale=True, mininterval=0.5, disable=not self._shown)
+    @contextmanager
+    def counting(self, what: str, total: int | None) -> Iterator[Callable[[int], object]]:
+        """To be told of pairs done: a bar on a terminal, with the time left where the total is known, or lines."""
+        done, began = 0, time.monotonic()
+        said = began
+
+        def count(pairs: int) -> None:
+            nonlocal done, said
+            done, now = done + pairs, time.monotonic()
+            if now - said >= PLAIN_SECONDS:
+                said = now
+                self.line(f"{what}: {done:,}{f' of {total:,}' if total else ''} pairs in {now - began:.0f} s")
+
+        if not sys.stderr.isatty():
+            yield count
+            return
+        with tqdm(total=total, desc=what, unit=" pairs", unit_scale=True, mininterval=0.5,
+                  disable=not self._shown) as bar:
+            yield bar.update
 
     def reading(self, what: str, pairs: Iterable[Pair]) -> Iterator[Pair]:
         """Passes pairs on and counts them."""
-        with self.bar(what, None) as bar:
+        with self.counting(what, None) as count:
             for pair in pairs:
-                bar.update()
+                count(1)
                 yield pair
 
 
@@ -207,7 +226,7 @@ def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: En
     kept = np.flatnonzero(verdicts == KEPT)
     final, done, unknown = verdicts.copy(), 0, [0, 0]
     pairs = (pair for pair, verdict in zip(read_pairs(corpus), verdicts, strict=True) if verdict == KEPT)
-    with report.bar(f"{name}: encoding", len(kept)) as bar:
+    with report.counting(f"{name}: encoding", len(kept)) as count:
         for chunk in encode_pairs(pairs, job, min(workers, 1 + len(kept) // CHUNK)):
             for sides, side_writers in zip(chunk.sides, writers, strict=True):
                 for pieces, writer in zip(sides, side_writers):
@@ -216,7 +235,7 @@ def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: En
                 unknown[side] += int(np.count_nonzero(pieces.tokens == UNK))
             final[kept[done:done + len(chunk.verdicts)]] = chunk.verdicts
             done += len(chunk.verdicts)
-            bar.update(len(chunk.verdicts))
+            count(len(chunk.verdicts))
     _require_pairs(final)
     return {"read": len(final), "pairs": int(np.count_nonzero(final == KEPT)), "left_out": tally(final),
             "src_tokens": writers[0][0].end, "trg_tokens": writers[0][1].end, "src_unknown": unknown[0],

@@ -309,6 +309,9 @@ class VerdictRule:
         if optimizer is not None and recipe.optimizer.name != optimizer:
             found.append(f"optimizer.name is {recipe.optimizer.name}, all runs had {optimizer}")
         ours = "/".join(initialisation(stack.block, stack.init) for stack in stacks)
+        if "init" in self.facts and blocks in known:  # all runs had this one setting
+            all_had = "/".join(initialisation(stack.block, self.facts["init"]) for stack in stacks)
+            inits = {blocks: [all_had], **inits}
         if ours not in inits.get(blocks, [ours]):
             found.append(f"the initialisation is {ours} (encoder/decoder), runs of these blocks have "
                          f"{' or '.join(inits[blocks])}")

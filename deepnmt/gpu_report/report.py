@@ -196,6 +196,10 @@ class Report:
     def _part(self, name: str, work: Callable[[], dict[str, Any]], needs: str | None = None) -> None:
         part, started = Part(name), time.monotonic()
         try:
+            machine = next((part.figures for part in self.parts if part.name == "machine"), {})
+            precision = name.rpartition("_")[2]
+            if precision in ("fp16", "bf16") and precision not in machine.get("precisions", [precision]):
+                raise Skip(f"this machine's {machine['device']} does not compute in {precision}")
             if needs is not None and self._named(needs).status != "done":
                 raise Skip(f"it needs {needs}, which was {self._named(needs).status}")
             part.figures = work()

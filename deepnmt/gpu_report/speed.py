@@ -69,7 +69,9 @@ def machine(large: int, tokens: int, width: int, inner: int, vocab: int) -> dict
             "output projection": (tokens // 8, width, vocab),
         }
         rates = {name: _product_tflops(*shape, device) for name, shape in shapes.items()}
-        return {**_facts(device), "matmul_tflops": rates, "matmul_shapes": shapes}
+        from deepnmt.parallel.deepspeed import supported_precisions
+
+        return {**_facts(device), "precisions": supported_precisions(), "matmul_tflops": rates, "matmul_shapes": shapes}
 
 
 def _facts(device: torch.device) -> dict[str, Any]:

@@ -214,13 +214,19 @@ class DsEngine:
         self.engine.destroy()
 
 
+def supported_precisions() -> list[str]:
+    """What the device of this process computes in."""
+    device = get_accelerator()
+    asked = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
+    return [precision for precision, supported in asked.items() if supported]
+
+
 def _check_device(recipe: Recipe, settings: DsConfig) -> None:
     """Raises `UserError` for a float type that the device does not compute with (fp16 on most CPUs)."""
-    device = get_accelerator()
-    supported = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
-    if not supported[settings.precision]:
+    device, supported = get_accelerator(), supported_precisions()
+    if settings.precision not in supported:
         raise UserError(
             f"parallel.ds_config is {recipe.parallel.ds_config}, which computes in {settings.precision}, but this "
             f"machine's {device.device_name()} has no {settings.precision}; name a configuration in "
-            f"{'bf16 or fp32' if supported['bf16'] else 'fp32'}"
+            f"{'bf16 or fp32' if 'bf16' in supported else 'fp32'}"
         )

@@ -13,6 +13,7 @@ import io
 import json
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from pydantic import ValidationError
 
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
+
+TRIED_DEEPSPEED = ("0.19.8",)  # versions that the canaries passed with
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -114,6 +117,15 @@ def _fill_from_recipe(
         if found not in ("auto", value):
             faults.append(f'{key} is {json.dumps(found)}, but the recipe\'s {owner} makes it {value}; write "auto"')
         group[name] = value
+
+
+def untried_deepspeed() -> str | None:
+    """A sentence where the installed DeepSpeed is none that the canaries (tests/parallel/) passed with."""
+    installed = version("deepspeed")
+    if installed in TRIED_DEEPSPEED:
+        return None
+    return (f"DeepSpeed {installed} is installed, with which deepnmt was not tried; it was with "
+            f"{', '.join(TRIED_DEEPSPEED)}")
 
 
 def check_by_deepspeed(settings: DsConfig) -> None:

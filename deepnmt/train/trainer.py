@@ -35,7 +35,7 @@ from deepnmt.model.admin import AdminProfile
 from deepnmt.optim import ScalerState, learning_rate, warmup_note
 from deepnmt.parallel.build import check_layout, cut, start_engine
 from deepnmt.parallel.engine import Engine, MicroBatch
-from deepnmt.parallel.settings import check_by_deepspeed
+from deepnmt.parallel.settings import check_by_deepspeed, untried_deepspeed
 from deepnmt.parallel.tensors import to_tensors
 from deepnmt.plots import draw_admin_profile, draw_learning_curve
 from deepnmt.ranks import Ranks
@@ -78,6 +78,8 @@ class Trainer:
             changes = changes_since(checkpoint, recipe, self.data.fingerprint, ranks.world) if checkpoint else []
             self.monitor = Monitor(self.run, ranks.first, self._update_of(checkpoint), recipe.train.updates)
             self.engine = self._resume(checkpoint, changes) if checkpoint else self._begin()
+            if layout is not None and (note := untried_deepspeed()):
+                self.monitor.event(self.progress.update, note)
             self.probe = TrainingProbe(self.engine.module, recipe.model, recipe.train.probe_every)
             if ranks.first:
                 write_text(self.run / "recipe.yaml", dump_recipe(recipe))
@@ -232,6 +234,7 @@ class Trainer:
 
     def _report(self, interval: Interval) -> None:
         progress = self.progress
+        self.monitor.status("running", progress.update)
         self.monitor.train(progress.update, {
             "epoch": progress.position.epoch + 1,
             "loss": interval.loss / interval.tokens,

@@ -60,6 +60,20 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+def test_progress_in_a_log_is_plain_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(_recipe(_tree(tmp_path)))
+    said = capsys.readouterr().err
+    assert "\r" not in said and "encoding" not in said
+    monkeypatch.setattr("deepnmt.data.prepare.PLAIN_SECONDS", 0.0)
+    (tmp_path / "again").mkdir()
+    prepare(_recipe(_tree(tmp_path / "again")))
+    said = capsys.readouterr().err
+    assert "\r" not in said and "\ntrain: encoding: 600 of 600 pairs in " in said
+    assert "\ntrain: reading: 606 pairs in " in said
+
+
 def test_whole_folder(tmp_path: Path) -> None:
     recipe = _recipe(_tree(tmp_path))
     data = PreparedData.open(prepare(recipe, progress=False))

@@ -80,12 +80,14 @@ def test_what_no_run_had_of_a_recipe() -> None:
     plain = point_recipe(Point("post_ln", "pre_ln", 2, 1e-3, True), TINY)
     assert rule.unseen(plain) == []  # among the rule's pairs, by Adam, with init: auto
     assert rule.unseen(point_recipe(Point("b2t", "b2t", 2, 1e-3, True), TINY)) == []  # its auto is depth_scaled
+    scaled = plain.model_copy(update={"model": with_init(plain.model, "depth_scaled")})
+    assert rule.unseen(scaled) == ["the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these "
+                                   "blocks have xavier/xavier"]
     rule = replace(rule, facts={**rule.facts, "inits": {"post_ln/pre_ln": ["xavier/xavier", "xavier_separate/xavier"]}})
     [said] = rule.unseen(point_recipe(Point("pre_ln", "post_ln", 2, 1e-3, True), TINY))
     assert said == ("no run had the blocks pre_ln/post_ln; fitted without one pair of its own, the rule was right on "
                     "61 to 94 % of that pair's runs")
-    scaled = plain.model_copy(update={"model": with_init(plain.model, "depth_scaled"), "optimizer":
-                                      plain.optimizer.model_copy(update={"name": "sgd"})})
+    scaled = scaled.model_copy(update={"optimizer": plain.optimizer.model_copy(update={"name": "sgd"})})
     assert rule.unseen(scaled) == [
         "optimizer.name is sgd, all runs had adam",
         "the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these blocks have xavier/xavier or "

@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 from warm import Warm
 
 from deepnmt.config import load_recipe
-from deepnmt.gpu_report.report import FULL, LEAVING, Job, Report, TooSlow
+from deepnmt.errors import UserError
+from deepnmt.gpu_report import speed
+from deepnmt.gpu_report.report import FULL, LEAVING, TOY, Job, Report, TooSlow
 from deepnmt.gpu_report.tables import markdown
+from deepnmt.parallel.deepspeed import _check_device
 from deepnmt.parallel.launch import processes
+from deepnmt.parallel.settings import load_ds_config
 from deepnmt.train.trainer import FINISHED, train
 
+ROOT = Path(__file__).resolve().parents[2]
 Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -29,9 +35,12 @@ def test_toy_report(tool: Tool, tmp_path: Path) -> None:
     parts = report["parts"]
     assert list(parts) == ["corpus", "machine", "prepare", "60L-12L zero1_fp16", "60L-12L zero1_bf16", "train",
                            "average", "score"]
-    assert {part["status"] for part in parts.values()} == {"done"} and report["seconds"] < report["budget"]
+    computes = parts["machine"]["figures"]["precisions"]
+    left_out = {f"60L-12L zero1_{precision}" for precision in ("fp16", "bf16") if precision not in computes}
+    assert {name for name, part in parts.items() if part["status"] != "done"} == left_out
+    assert report["seconds"] < report["budget"]
     assert all(rate > 0 for rate in parts["machine"]["figures"]["matmul_tflops"].values())
-    for precision in ("fp16", "bf16"):
+    for precision in computes[1:]:
         step = parts[f"60L-12L zero1_{precision}"]["figures"]
         assert (step["precision"], step["stage"], step["steps"], step["dropped"]) == (precision, 1, 3, 0)
         assert 3.5 < step["loss_per_token"] < 7.0  # random tokens: about ln 60, and a new model's error
@@ -39,10 +48,29 @@ def test_toy_report(tool: Tool, tmp_path: Path) -> None:
     assert len(parts["train"]["figures"]["validations"]) == 2
     assert parts["score"]["figures"]["bleu"] >= 0 and "tok:13a" in parts["score"]["figures"]["bleu_signature"]
     page = done.stdout
-    assert "test BLEU" in page and "fp16, ZeRO-1" in page and page.strip() == (
+    assert "test BLEU" in page and ("fp16, ZeRO-1" in page) == ("fp16" in computes) and page.strip() == (
         tmp_path / "report" / "report.md").read_text(encoding="utf-8").strip()
     widths = [line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("| fp16")]
-    assert widths == [10]
+    assert widths == [10] * ("fp16" in computes)
+
+
+def test_a_precision_that_the_accelerator_lacks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for precision in ("fp16", "bf16"):
+        monkeypatch.setattr(get_accelerator(), f"is_{precision}_supported", lambda: False)
+    monkeypatch.setattr(speed, "_product_tflops", lambda *_: 1.0)
+    machine = speed.machine(8, 8, 8, 8, 8)
+    assert machine["precisions"] == ["fp32"]
+    report = Report(tmp_path, ROOT / "recipes" / "tatoeba", None, 8.0, 590.0, TOY, True, "training")
+    report._part("corpus", dict)
+    report._part("machine", lambda: machine)
+    report._step_rates()
+    assert [(part.status, part.note) for part in report.parts[2:]] == [
+        ("skipped", f"this machine's {machine['device']} does not compute in {precision}")
+        for precision in ("fp16", "bf16")]
+    recipe = load_recipe(ROOT / "recipes" / "demo" / "admin_18l-18l.yaml",
+                         ["parallel.ds_config=ds_configs/zero1_bf16.json"])
+    with pytest.raises(UserError, match="has no bf16; name a configuration in fp32"):
+        _check_device(recipe, load_ds_config("ds_configs/zero1_bf16.json", recipe, 1))
 
 
 def layout_job(prepared: Path, folder: Path, layout: str, stages: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
-from deepnmt.parallel.settings import load_ds_config
+from deepnmt.parallel.settings import load_ds_config, untried_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -122,3 +122,10 @@ def test_loss_scales_that_cannot_be(settings: dict[str, float], said: str) -> No
     with pytest.raises(UserError) as caught:
         recipe_of(**settings)
     assert said in str(caught.value)
+
+
+def test_a_deepspeed_that_was_not_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.8")
+    assert untried_deepspeed() is None
+    monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
+    assert untried_deepspeed() == "DeepSpeed 0.19.99 is installed, with which deepnmt was not tried; it was with 0.19.8"

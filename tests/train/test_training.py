@@ -16,6 +16,11 @@ import pytest
 from safetensors.torch import load_file
 from torch import equal
 
+from deepnmt.config import load_recipe
+from deepnmt.parallel.launch import processes
+from deepnmt.train.log import Monitor
+from deepnmt.train.trainer import train as train_here
+
 ROOT = Path(__file__).resolve().parents[2]
 Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -116,6 +121,21 @@ def test_damaged_checkpoint_is_passed_over(prepared: Path, tmp_path: Path) -> No
     done = train(recipe, 1, f"run={run}")
     assert done.returncode == 0, done.stderr
     assert "weights.safetensors" in done.stdout + done.stderr and f"going on from {whole}\n" in done.stderr
+
+
+def test_the_status_is_as_new_as_the_progress_line_and_an_untried_deepspeed_is_told_once(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    monkeypatch.setattr(Monitor, "train", lambda monitor, update, *_: found.append(
+        (update, json.loads((monitor.folder / "STATUS.json").read_text()))))
+    monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
+    recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path / 'run'}", "train.updates=3",
+                                                    "parallel.ds_config=ds_configs/zero1_fp32.json"])
+    with processes(1, group=True) as ranks:
+        assert train_here(recipe, ranks) == 0
+    assert found == [(update, {"status": "running", "update": update}) for update in (1, 2, 3)]
+    assert capsys.readouterr().err.count("DeepSpeed 0.19.99 is installed") == 1
 
 
 @pytest.mark.parametrize("processes", [1, 2])
