@@ -145,7 +145,7 @@ def _average(words: list[str]) -> int:
     span = numbers("--range", found.range, ":")
     if span is not None and len(span) != 2:
         raise UserError(f"--range is {found.range!r}, must be FROM:TO, for example 800:1000")
-    from deepnmt.checkpoint.average_run import average_run
+    from deepnmt.checkpoint.average import average_run
 
     print(average_run(recipe, last=found.last, best=found.best, updates=updates,
                       span=None if span is None else (span[0], span[1]), folders=found.checkpoints,

@@ -1,8 +1,9 @@
-"""Plain files: folders that can be written to, files renamed into place, lines of JSON."""
+"""Plain files: written aside and renamed into place, folders that can be written to, hashes, lines of JSON."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -15,101 +16,10 @@ from typing import Any, TextIO
 from deepnmt.errors import UserError
 
 
-def make_run_folder(folder: Path, option: str = "run") -> None:
-    """Makes a run folder, or the one that another option names, where there is none.
-
-    Args:
-        option: the setting or option that the user changes to name another folder.
-
-    Raises:
-        UserError: it cannot be written to.
-    """
-    try:
-        _make_writable(folder)
-    except OSError as error:
-        what = "run folder" if option == "run" else "folder"
-        raise UserError(f"{what} {folder} cannot be written: {error.strerror or error}; set {option} to a folder that "
-                        "can be") from None
-
-
-def make_folder_of(file: Path, option: str = "--output") -> None:
-    """Makes the folder of a file that `option` names, ahead of the work whose outcome the file is to hold.
-
-    Raises:
-        UserError: it cannot be written to, or the file is a folder.
-    """
-    try:
-        if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        _make_writable(file.parent)
-    except OSError as error:
-        raise UserError(f"file {file} cannot be written: {error.strerror or error}; set {option} to a file that can "
-                        "be") from None
-
-
-def _make_writable(folder: Path) -> None:
-    """Makes a folder where there is none. Raises `OSError` where nothing can be written into it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a `log.jsonl`; a half-written last line is left out."""
-    return [record for _, record in _numbered(path)]
-
-
-def numbered_log(path: Path) -> list[tuple[int, Any]]:
-    """What the lines of a user's file of JSON lines hold, with their numbers; a half-written line is left out.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return list(_numbered(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UserError(f"{path} cannot be read as lines of JSON: {reason}; mend it, or give another folder") from None
-
-
-def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            yield number, json.loads(line)
-        except ValueError:
-            continue
-
-
-def cut_half_line(path: Path) -> None:
-    """Takes away half a last line of JSON, which a kill left, and ends a whole one without an end, so that what comes
-    next stands by itself.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        with open(path, "a+b") as file:
-            file.seek(0)
-            text = file.read()
-            start = text.rfind(b"\n") + 1
-            try:
-                json.loads(text[start:])
-            except ValueError:
-                file.truncate(start)
-            else:
-                file.write(b"\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}; name another") from None
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes JSON aside and renames it into place."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
 @contextmanager
 def replacing(target: Path) -> Iterator[TextIO]:
-    """A UTF-8 file that gets its name, in place of one that has it, when it is complete; else nothing is left of it.
+    """A UTF-8 file that gets its name, in place of one that has it, when it is complete: neither a fault nor a kill
+    leaves a part of it there.
 
     A device or fifo is written into and stays. So does a link: what it leads to is written.
 
@@ -133,6 +43,99 @@ def replacing(target: Path) -> Iterator[TextIO]:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Writes a file aside and renames it into place, so that a kill never leaves a part of it under its name."""
+    """Writes a text file, see `replacing`."""
     with replacing(path) as stream:
         stream.write(content)
+
+
+def write_json(path: Path, content: Any, indent: int = 2) -> None:
+    """Writes JSON, see `replacing`."""
+    write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
+
+
+def sha256(file: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def make_run_folder(folder: Path, option: str = "run") -> None:
+    """Makes a run folder, or the one that another option names, where there is none.
+
+    Args:
+        option: the setting or option that the user changes to name another folder.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
+    what = "run folder" if option == "run" else "folder"
+    _require_writable(folder, f"{what} {folder}", f"{option} to a folder that can be")
+
+
+def make_folder_of(file: Path, option: str = "--output") -> None:
+    """Makes the folder of a file that `option` names, ahead of the work whose outcome the file is to hold.
+
+    Raises:
+        UserError: it cannot be written to, or the file is a folder.
+    """
+    _require_writable(file.parent, f"file {file}", f"{option} to a file that can be", file)
+
+
+def _require_writable(folder: Path, what: str, remedy: str, file: Path | None = None) -> None:
+    try:
+        if file is not None and file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror or error}; set {remedy}") from None
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records of a `log.jsonl`; a half-written last line is left out. Raises `UserError`."""
+    return [record for _, record in numbered_log(path)]
+
+
+def numbered_log(path: Path) -> list[tuple[int, Any]]:
+    """What the lines of a file of JSON lines hold, with their numbers from 1; a half-written line is left out.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    records = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                records.append((number, json.loads(line)))
+            except ValueError:
+                continue
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"{path} cannot be read as lines of JSON: {reason}; mend it, or give another folder") from None
+    return records
+
+
+def drop_partial_line(path: Path) -> None:
+    """Takes away half a last line of JSON, which a kill left, and ends a whole one without an end, so that what comes
+    next stands by itself.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        with open(path, "a+b") as file:
+            file.seek(0)
+            text = file.read()
+            start = text.rfind(b"\n") + 1
+            try:
+                json.loads(text[start:])
+            except ValueError:
+                file.truncate(start)
+            else:
+                file.write(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; name another") from None

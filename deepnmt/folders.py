@@ -3,7 +3,8 @@
 A folder is written as `.tmp-*`: its files, each synced, then `manifest.json` with their sizes and SHA-256; then the
 folder is synced and renamed, and its parent synced. What it replaces is renamed to `.before-*` until then, what is
 deleted to `.trash-*`. So at any moment a folder under its own name was whole once, its manifest says whether it still
-is, and `sweep` puts back what a kill left under `.before-*` alone; until then readers find it there (`moved`).
+is, and `recover_after_kill` puts back what a kill left under `.before-*` alone; until then readers find it there
+(`displaced`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import re
 import secrets
 import shutil
 import signal
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 
 import deepnmt
 from deepnmt.errors import UserError
+from deepnmt.files import sha256
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -52,11 +54,14 @@ def fail_point(name: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
 def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], facts: Mapping[str, Any]) -> None:
     """Writes a folder; one already there under that name is replaced once the new one is whole.
 
     A full folder cannot be renamed over, so there is a moment in which neither has the name. A kill in it is made good
-    by the next `sweep`, a fault at once: in both cases the one that was there is put back.
+    by the next `recover_after_kill`, a fault at once: in both cases the one that was there is put back.
 
     Args:
         target: the folder. Its parent is made where it is missing.
@@ -67,47 +72,85 @@ def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], f
         CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
     """
     temporary, before = _aside(target, ".tmp"), _aside(target, ".before")
+
+    def sync_file(name: str) -> None:
+        fail_point(f"{name} written")
+        _sync(temporary / name)
+        fail_point(f"{name} synced")
+
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        fail_point("folder made")
-        for name, write in files.items():
-            write(temporary / name)
-            _sync_file(temporary / name)
-        (temporary / MANIFEST).write_text(json.dumps(_manifest(temporary, files, facts), indent=1), encoding="utf-8")
-        _sync_file(temporary / MANIFEST)
-        _sync(temporary)
-        fail_point("folder synced")
-        if target.exists():
-            target.rename(before)
-            fail_point("predecessor moved")
-        temporary.rename(target)
-        fail_point("renamed")
-        _sync(target.parent)
-        fail_point("parent synced")
-    except (OSError, SafetensorError) as error:
-        raise _write_error(target, error) from error
+        with _reporting(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+            fail_point("folder made")
+            entries = {}
+            for name, write in files.items():
+                write(temporary / name)
+                sync_file(name)
+                entries[name] = {"size": (temporary / name).stat().st_size, "sha256": sha256(temporary / name)}
+            manifest = {"format": FORMAT, "deepnmt": deepnmt.__version__, **facts, "files": entries}
+            manifest["sha256"] = _manifest_hash(manifest)
+            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            sync_file(MANIFEST)
+            _sync(temporary)
+            fail_point("folder synced")
+            if target.exists():
+                target.rename(before)
+                fail_point("predecessor moved")
+            temporary.rename(target)
+            fail_point("renamed")
+            _sync(target.parent)
+            fail_point("parent synced")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):  # it stays for the next `sweep`
+        with suppress(OSError):  # it stays for the next `recover_after_kill`
             _put_back(before, target)
 
 
 def set_aside(folder: Path) -> None:
     """Renames a folder to `set-aside-*`. Raises `CheckpointWriteError`."""
-    _rename(folder, _aside(folder, "set-aside"))
+    with _reporting(folder):
+        folder.rename(_aside(folder, "set-aside"))
     fail_point("set aside")
 
 
 def delete(folder: Path) -> None:
     """Deletes a folder, never leaving a part of it under its name. Raises `CheckpointWriteError`."""
     trash = _aside(folder, ".trash")
-    _rename(folder, trash)
+    with _reporting(folder):
+        folder.rename(trash)
     fail_point("trashed")
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def sweep(parent: Path, names: str) -> None:
+@contextmanager
+def _reporting(folder: Path) -> Iterator[None]:
+    """Turns a fault of the file system into `CheckpointWriteError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointWriteError(f"checkpoint folder {folder} cannot be written: {reason}; make room or give write "
+                                   "permission; the checkpoints before it are untouched") from error
+
+
+def _sync(path: Path) -> None:
+    """Returns when the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(folder: Path, prefix: str) -> Path:
+    return folder.parent / f"{prefix}-{folder.name}-{secrets.token_hex(4)}"
+
+
+# -- after a kill ------------------------------------------------------------------------------------------------------
+
+
+def recover_after_kill(parent: Path, names: str) -> None:
     """Clears up after a killed `commit_folder` or `delete` of folders with such names (a glob) in `parent`.
 
     A folder that was moved for its successor and has none is put back; everything else is deleted. To be called before
@@ -117,33 +160,46 @@ def sweep(parent: Path, names: str) -> None:
         CheckpointWriteError: one cannot be put back.
     """
     for path in parent.glob(f".before-{names}-{_HEX}"):
+        target = parent / own_name(path)
         try:
-            _put_back(path, parent / own_name(path))
+            _put_back(path, target)
         except OSError as error:
-            if not os.path.lexists(parent / own_name(path)):
+            if not os.path.lexists(target):
                 raise CheckpointWriteError(
-                    f"{path} is what a kill left of {own_name(path)} and cannot get its name back: "
+                    f"{path} is what a kill left of {target.name} and cannot get its name back: "
                     f"{error.strerror or error}; give write permission for {parent}, or rename it yourself") from error
     for path in [*parent.glob(f".tmp-{names}-{_HEX}"), *parent.glob(f".trash-{names}-{_HEX}")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def moved(parent: Path, names: str) -> list[Path]:
+def displaced(parent: Path, names: str) -> list[Path]:
     """Folders with such names (a glob) in `parent` that were moved for a successor, which a kill kept from coming: what
-    `sweep` would put back. Who only reads takes them from where they are."""
+    `recover_after_kill` would put back. Who only reads takes them from where they are."""
     return [path for path in sorted(parent.glob(f".before-{names}-{_HEX}"))
             if not os.path.lexists(parent / own_name(path))]
 
 
-def where_it_stands(folder: Path) -> Path:
-    """`folder`, or where it was moved to, if that is all there is of it (see `moved`)."""
-    return folder if os.path.lexists(folder) else next(iter(moved(folder.parent, glob.escape(folder.name))), folder)
+def locate(folder: Path) -> Path:
+    """`folder`, or where it was moved to, if that is all there is of it (see `displaced`)."""
+    return folder if os.path.lexists(folder) else next(iter(displaced(folder.parent, glob.escape(folder.name))), folder)
 
 
 def own_name(folder: Path) -> str:
     """The name of a folder, moved or not."""
-    found = re.fullmatch(rf"\.before-(.+)-{_HEX}", folder.name)
-    return found[1] if found else folder.name
+    moved = re.fullmatch(rf"\.before-(.+)-{_HEX}", folder.name)
+    return moved[1] if moved else folder.name
+
+
+def _put_back(before: Path, target: Path) -> None:
+    """Gives a folder that was moved its name back if nobody has it, and deletes it otherwise. Raises `OSError`."""
+    if os.path.lexists(target):
+        shutil.rmtree(before, ignore_errors=True)
+    elif before.exists():
+        before.rename(target)
+        _sync(target.parent)
+
+
+# -- checking ----------------------------------------------------------------------------------------------------------
 
 
 def checked_manifest(
@@ -156,15 +212,38 @@ def checked_manifest(
             `known` (so no path leads out of the folder) or lacks one of `required`; one of `files` is missing, a link,
             or not as long as or not what it was.
     """
-    manifest = _read_manifest(folder)
-    names = set(manifest["files"])
-    if foreign := sorted(names.difference(known)):
+    file = folder / MANIFEST
+    if file.is_symlink() or not file.is_file():
+        raise DamagedCheckpoint(folder, f"it holds no {MANIFEST}, so it is no checkpoint or was never finished")
+    manifest = read_json(folder, MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise DamagedCheckpoint(folder, f"its format is {manifest.get('format')!r}, this deepnmt reads {FORMAT}")
+    if manifest.get("sha256") != _manifest_hash(manifest):
+        raise DamagedCheckpoint(folder, f"{MANIFEST} is not what was written")
+    entries = manifest.get("files")
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise DamagedCheckpoint(folder, f"{MANIFEST} lists no files")
+    if foreign := sorted(entries.keys() - known):
         raise DamagedCheckpoint(folder, f"{MANIFEST} names {foreign[0]!r}, which no checkpoint has")
-    if lacking := sorted(set(required) - names):
+    if lacking := sorted(set(required) - entries.keys()):
         raise DamagedCheckpoint(folder, f"{MANIFEST} does not name {lacking[0]}")
-    for name in sorted(names.intersection(files)):
-        _check_file(folder, name, manifest["files"][name])
+    for name in sorted(entries.keys() & files):
+        _check_file(folder, name, entries[name])
     return manifest
+
+
+def _check_file(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
+    file = folder / name
+    if file.is_symlink() or not file.is_file():
+        raise DamagedCheckpoint(folder, f"{name} is {'not a plain file' if os.path.lexists(file) else 'missing'}")
+    try:
+        size = file.stat().st_size
+        if size != entry.get("size"):
+            raise DamagedCheckpoint(folder, f"{name} has {size} bytes where its manifest says {entry.get('size')}")
+        if sha256(file) != entry.get("sha256"):
+            raise DamagedCheckpoint(folder, f"{name} has another SHA-256 than when it was written")
+    except OSError as error:
+        raise DamagedCheckpoint(folder, f"{name} cannot be read ({error.strerror or error})") from None
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -178,91 +257,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    file = folder / MANIFEST
-    if file.is_symlink() or not file.is_file():
-        raise DamagedCheckpoint(folder, f"it holds no {MANIFEST}, so it is no checkpoint or was never finished")
-    manifest = read_json(folder, MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise DamagedCheckpoint(folder, f"its format is {manifest.get('format')!r}, this deepnmt reads {FORMAT}")
-    if manifest.get("sha256") != _manifest_hash(manifest):
-        raise DamagedCheckpoint(folder, f"{MANIFEST} is not what was written")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-        raise DamagedCheckpoint(folder, f"{MANIFEST} lists no files")
-    return manifest
-
-
-def _check_file(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
-    file = folder / name
-    if file.is_symlink() or not file.is_file():
-        raise DamagedCheckpoint(folder, f"{name} is {'not a plain file' if os.path.lexists(file) else 'missing'}")
-    try:
-        size = file.stat().st_size
-        if size != entry.get("size"):
-            raise DamagedCheckpoint(folder, f"{name} has {size} bytes where its manifest says {entry.get('size')}")
-        if _file_hash(file) != entry.get("sha256"):
-            raise DamagedCheckpoint(folder, f"{name} has another SHA-256 than when it was written")
-    except OSError as error:
-        raise DamagedCheckpoint(folder, f"{name} cannot be read ({error.strerror or error})") from None
-
-
-def _manifest(folder: Path, names: Collection[str], facts: Mapping[str, Any]) -> dict[str, Any]:
-    files = {name: {"size": (folder / name).stat().st_size, "sha256": _file_hash(folder / name)} for name in names}
-    manifest = {"format": FORMAT, "deepnmt": deepnmt.__version__, **facts, "files": files}
-    return {**manifest, "sha256": _manifest_hash(manifest)}
-
-
 def _manifest_hash(manifest: Mapping[str, Any]) -> str:
     """Of everything but the hash itself."""
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _file_hash(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync_file(file: Path) -> None:
-    fail_point(f"{file.name} written")
-    _sync(file)
-    fail_point(f"{file.name} synced")
-
-
-def _sync(path: Path) -> None:
-    """Returns when the content of a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _put_back(before: Path, target: Path) -> None:
-    """Gives a folder that was moved its name back if nobody has it, and deletes it otherwise. Raises `OSError`."""
-    if os.path.lexists(target):
-        shutil.rmtree(before, ignore_errors=True)
-    elif before.exists():
-        before.rename(target)
-        _sync(target.parent)
-
-
-def _aside(folder: Path, prefix: str) -> Path:
-    return folder.parent / f"{prefix}-{folder.name}-{secrets.token_hex(4)}"
-
-
-def _rename(folder: Path, target: Path) -> None:
-    try:
-        folder.rename(target)
-    except OSError as error:
-        raise _write_error(folder, error) from error
-
-
-def _write_error(folder: Path, error: Exception) -> CheckpointWriteError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return CheckpointWriteError(f"checkpoint folder {folder} cannot be written: {reason}; make room or give write "
-                                "permission; the checkpoints before it are untouched")

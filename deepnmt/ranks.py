@@ -24,6 +24,11 @@ class Ranks:
     local_world: int
     device: torch.device
 
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> Ranks:
+        """The one process there is."""
+        return cls(0, 1, 0, 1, torch.device(device))
+
     @property
     def first(self) -> bool:
         """Whether this is the process that talks and writes."""

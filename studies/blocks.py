@@ -29,7 +29,7 @@ from deepnmt.data.pool import end_with_parent, submit
 from deepnmt.data.settings import open_prepared
 from deepnmt.doctor.fresh import block_pair
 from deepnmt.errors import UserError
-from deepnmt.files import cut_half_line, make_run_folder, numbered_log
+from deepnmt.files import drop_partial_line, make_run_folder, numbered_log
 from deepnmt.model.blocks import RULES
 from deepnmt.parallel.launch import processes
 from studies.block_plots import Panel, draw_study
@@ -98,7 +98,7 @@ def study(recipe: Recipe, output: Path, wanted: Systems, count: int, max_seconds
     done = _read(file)
     left = [system for system in systems if _find(done, system, settings) is None]
     deadline = time.monotonic() + max_seconds
-    cut_half_line(file)
+    drop_partial_line(file)
     with file.open("a", encoding="utf-8") as stream:
         for number, record in enumerate(_results(left, recipe, count, deadline), 1):
             stream.write(json.dumps(record) + "\n")

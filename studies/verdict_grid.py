@@ -26,7 +26,7 @@ from deepnmt.doctor.many import Precision
 from deepnmt.doctor.plots import draw_grid
 from deepnmt.doctor.verdict import FEATURES, SHIPPED, VerdictRule
 from deepnmt.errors import UserError
-from deepnmt.files import cut_half_line, make_folder_of
+from deepnmt.files import drop_partial_line, make_folder_of, write_text
 from deepnmt.model.blocks import RULES
 from studies.verdict_fit import Fitted, confusion, fit_rule, held_out, unpaired
 from studies.verdict_points import (
@@ -215,7 +215,7 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
         shared = (point.encoder, point.decoder, point.layers, point.sentences, point.seed, point.precision, point.init)
         groups.setdefault(shared, []).append(point)
     make_folder_of(output, "RUNS")
-    cut_half_line(output)
+    drop_partial_line(output)
     started, left = time.monotonic(), len(wanted)
     with output.open("a", encoding="utf-8") as file:
         for group in groups.values():
@@ -259,9 +259,7 @@ def measure_anew(runs: Path) -> int:
 
 
 def _write_runs(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    half = path.with_name(path.name + ".part")
-    half.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    half.replace(path)
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _some_runs(runs: Path) -> list[dict[str, Any]]:

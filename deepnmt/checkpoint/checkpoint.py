@@ -6,7 +6,7 @@
         state.json             TrainingState
         recipe.yaml            every setting
         src.spm, trg.spm       the vocabularies
-        manifest.json          sizes and SHA-256 of the others, and of itself; written last (see `commit.py`)
+        manifest.json          sizes and SHA-256 of the others, and of itself; written last (see `folders.py`)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deepnmt import folders as commit
+from deepnmt import folders
 from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.folders import MANIFEST, CheckpointWriteError, DamagedCheckpoint
 from deepnmt.model.transformer import Transformer
 
-__all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # part of this module's seam, defined in commit.py
+__all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # which callers catch; defined in folders.py
 
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
@@ -41,7 +41,7 @@ MODEL_FILES = (WEIGHTS, STATE, RECIPE, SRC_VOCAB, TRG_VOCAB)  # what a model is 
 FILES = (*MODEL_FILES, MOMENTS)
 
 FAIL_POINTS = (
-    *commit.FAIL_POINTS,
+    *folders.FAIL_POINTS,
     *(f"{name} {step}" for name in (*FILES, MANIFEST) for step in ("written", "synced")),
 )
 
@@ -120,22 +120,30 @@ def save_checkpoint(
         CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
     """
     target = checkpoints / f"update-{update:08d}"
-    sweep_checkpoints(checkpoints)
+    recover_checkpoints(checkpoints)
     write_checkpoint(target, Contents(weights, moments, state, recipe_yaml, src_vocab, trg_vocab, extra_metadata or {}))
     for path in list_checkpoints(checkpoints):
         if update_of(path) > update:
-            commit.set_aside(path)
+            folders.set_aside(path)
     return target
 
 
-def sweep_checkpoints(checkpoints: Path) -> None:
+def recover_checkpoints(checkpoints: Path) -> None:
     """Clears up after a killed save or deletion: a checkpoint that was being replaced gets its name back. Raises
     `CheckpointWriteError` where it cannot."""
-    commit.sweep(checkpoints, "update-*")
+    folders.recover_after_kill(checkpoints, "update-*")
+
+
+def check_target(target: Path, what: str) -> None:
+    """Raises `UserError` where `target`, to which something is to be written, is anything but a checkpoint."""
+    if target.exists() and not (target / MANIFEST).is_file():
+        raise UserError(f"{target} is there and is no checkpoint; give another folder for {what}")
 
 
 def write_checkpoint(target: Path, contents: Contents) -> None:
-    """Writes a checkpoint folder under any name; one already there is replaced. Raises `CheckpointWriteError`."""
+    """Writes a checkpoint folder under any name; one already there is replaced, what a killed write left behind is
+    cleared up first. Raises `CheckpointWriteError`."""
+    folders.recover_after_kill(target.parent, target.name)
     tensors = {WEIGHTS: contents.weights}
     if contents.moments is not None:
         tensors[MOMENTS] = contents.moments
@@ -147,18 +155,14 @@ def write_checkpoint(target: Path, contents: Contents) -> None:
     }
     writers: dict[str, Callable[[Path], object]] = {}
     writers |= {name: partial(_write_tensors, group) for name, group in tensors.items()}
-    writers |= {name: partial(_write_bytes, data) for name, data in plain.items()}
+    writers |= {name: partial(Path.write_bytes, data=data) for name, data in plain.items()}
     facts = {
         "update": contents.state.update,
         "parameters": sum(tensor.numel() for tensor in contents.weights.values()),
         "tensors": {name: len(group) for name, group in tensors.items()},
         "metadata": dict(contents.metadata),
     }
-    commit.commit_folder(target, writers, facts)
-
-
-def _write_bytes(data: bytes, file: Path) -> None:
-    file.write_bytes(data)
+    folders.commit_folder(target, writers, facts)
 
 
 def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
@@ -177,17 +181,17 @@ def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The `update-*` folders in `folder`, oldest update first, whole or not; one that a kill left moved as well."""
-    there = [*folder.glob("update-*"), *commit.moved(folder, "update-*")]
-    return sorted((path for path in there if _is_update(path) and path.is_dir()), key=update_of)
+    paths = [*folder.glob("update-*"), *folders.displaced(folder, "update-*")]
+    return sorted((path for path in paths if _is_update(path) and path.is_dir()), key=update_of)
 
 
 def _is_update(path: Path) -> bool:
-    return re.fullmatch(r"update-[0-9]{8,}", commit.own_name(path)) is not None
+    return re.fullmatch(r"update-[0-9]{8,}", folders.own_name(path)) is not None
 
 
 def update_of(checkpoint: Path) -> int:
     """The update in the name of an `update-*` folder."""
-    return int(commit.own_name(checkpoint).removeprefix("update-"))
+    return int(folders.own_name(checkpoint).removeprefix("update-"))
 
 
 def _warn(damage: DamagedCheckpoint) -> None:
@@ -236,11 +240,11 @@ def prune(
     Raises:
         CheckpointWriteError: one cannot be deleted.
     """
-    found = list_checkpoints(folder)
-    kept = {*found[-keep_last:], *best_first(found, scores, lower_is_better)[:keep_best]}
-    gone = [path for path in found if path not in kept]
+    paths = list_checkpoints(folder)
+    kept = {*paths[-keep_last:], *best_first(paths, scores, lower_is_better)[:keep_best]}
+    gone = [path for path in paths if path not in kept]
     for path in gone:
-        commit.delete(path)
+        folders.delete(path)
     return gone
 
 
@@ -254,12 +258,12 @@ def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
     Raises:
         UserError: there is none.
     """
-    folder = commit.where_it_stands(folder)
+    folder = folders.locate(folder)
     if (folder / MANIFEST).is_file():
         return folder
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give a checkpoint or the folder of a run")
-    averaged, checkpoints = commit.where_it_stands(folder / "averaged"), folder / "checkpoints"
+    averaged, checkpoints = folders.locate(folder / "averaged"), folder / "checkpoints"
     if which == "averaged" or (which == "auto" and averaged.is_dir()):
         if not averaged.is_dir():
             raise UserError(f"{folder} holds no averaged/; average its checkpoints first, or take the newest")
@@ -288,9 +292,9 @@ def verify_files(folder: Path, files: Collection[str]) -> dict[str, Any]:
     """Compares these files, as far as the checkpoint has them, with its manifest, and returns that.
 
     Raises:
-        DamagedCheckpoint: see `commit.checked_manifest`; or the manifest is that of another update than the folder's.
+        DamagedCheckpoint: see `folders.checked_manifest`; or the manifest is that of another update than the folder's.
     """
-    manifest = commit.checked_manifest(folder, files, known=FILES, required=MODEL_FILES)
+    manifest = folders.checked_manifest(folder, files, known=FILES, required=MODEL_FILES)
     if _is_update(folder) and manifest.get("update") != update_of(folder):
         raise DamagedCheckpoint(folder, f"its {MANIFEST} is that of update {manifest.get('update')}")
     return manifest
@@ -298,7 +302,7 @@ def verify_files(folder: Path, files: Collection[str]) -> dict[str, Any]:
 
 def load_state(folder: Path) -> TrainingState:
     """Raises `DamagedCheckpoint` where state.json is missing or is none."""
-    content = commit.read_json(folder, STATE)
+    content = folders.read_json(folder, STATE)
     try:
         return TrainingState(**content)
     except TypeError as error:

@@ -25,11 +25,12 @@ from deepnmt.config import Corpus, Recipe
 from deepnmt.data.batching import plan_epoch, random_order
 from deepnmt.data.encoding import CHUNK, SEED, Encoding, encode_pairs
 from deepnmt.data.filters import KEPT, Verdicts, judge_texts, tally
-from deepnmt.data.prepared import PreparedData, SideWriter, sha256, variant_stem, write_manifest
+from deepnmt.data.prepared import PreparedData, SideWriter, variant_stem, write_manifest
 from deepnmt.data.settings import WAY_OUT, check_settings, corpora, is_here, other_texts, prepared_settings
 from deepnmt.data.text import Pair, input_files, read_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
+from deepnmt.files import sha256
 from deepnmt.tokens import UNK
 
 PLAIN_SECONDS = 30.0  # between two lines of progress where standard error is no terminal

@@ -11,7 +11,6 @@ size and hash of every other file. For a side of a split, e.g. `train.src`:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
+from deepnmt.files import sha256
 from deepnmt.tokens import EOS, PAD
 
 FORMAT, VERSION = "deepnmt-data", 1
@@ -65,15 +65,6 @@ def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
         stream.write("\n")
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def sha256(file: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 class Side:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deepnmt.checkpoint.average_run import average_run
+from deepnmt.checkpoint.average import average_run
 from deepnmt.checkpoint.checkpoint import list_checkpoints, load_state
 from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
 from deepnmt.data.prepare import prepare

@@ -25,7 +25,7 @@ from deepnmt.decode.lines import Bar
 from deepnmt.decode.translate import Gather, alone, cast, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, Report, score_systems
-from deepnmt.files import replacing
+from deepnmt.files import write_json
 
 
 def evaluate_run(
@@ -241,7 +241,6 @@ def write_scores(report: Report, facts: dict[str, Any], file: Path) -> None:
                    "comparisons": [asdict(comparison) for comparison in report.comparisons], **facts}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as stream:
-            stream.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        write_json(file, content, indent=1)
     except OSError as error:
         raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; name another file") from None

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, load_model, write_checkpoint
+from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, check_target, load_model, write_checkpoint
 from deepnmt.config import Model, Recipe, dump_recipe
 from deepnmt.errors import UserError
-from deepnmt.folders import MANIFEST, sweep
 from deepnmt.model.blocks import DeepNorm, Place, Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
@@ -132,8 +131,7 @@ def save_folded(source: Path, target: Path) -> Folded:
             logits differ too much, as with an ω close to 0. Nothing is written then.
         CheckpointWriteError: it cannot be written.
     """
-    if target.exists() and not (target / MANIFEST).is_file():
-        raise UserError(f"{target} is there and is no checkpoint; give another folder for the folded model")
+    check_target(target, "the folded model")
     loaded = load_model(source)
     if target.exists() and target.resolve() == loaded.folder.resolve():
         raise UserError(f"{target} is the checkpoint to be folded; give another folder for the folded model")
@@ -150,7 +148,6 @@ def save_folded(source: Path, target: Path) -> Folded:
                         "costs too much, as where an ω is too close to 0; use the checkpoint as it is")
     extra: dict[str, Any] = {**loaded.state.extra, "folded": str(loaded.folder)}
     state = replace(loaded.state, loss_scale=None, extra=extra)
-    sweep(target.parent, target.name)
     write_checkpoint(target, Contents(weights, None, state, dump_recipe(recipe), loaded.src_vocab.bytes,
                                       loaded.trg_vocab.bytes))
     stacks = [f"{side} ({_block(loaded.recipe.model, side)})" for side in SIDES

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from tqdm import tqdm
 
 from deepnmt.config import Model
 from deepnmt.errors import UserError
+from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import Admin, Side
 from deepnmt.model.history import Stream, newest
@@ -89,9 +89,7 @@ class AdminProfile:
             "omega": self.omega,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.aside")
-        aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(aside, path)
+        write_json(path, content, indent=1)
 
     @classmethod
     def load(cls, path: str | Path, model: Model) -> AdminProfile:

@@ -7,6 +7,8 @@ checkpointing recomputes them by itself, and a resumed run needs no generator st
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,17 @@ def seed_dropout(device: torch.device, seed: int, key: int, name: str) -> None:
         torch.cuda.default_generators[index].manual_seed(number)
     else:
         torch.default_generator.manual_seed(number)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, without dropout; its own mode is put back."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 class Dropout(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from deepnmt.files import make_run_folder, write_json
+from deepnmt.files import make_run_folder, write_json, write_text
 
 
 class Monitor:
@@ -120,9 +119,7 @@ def _reopen_log(path: Path, update: int) -> Any:
                     kept.append(line)
             except (ValueError, KeyError):  # the half line of a kill
                 continue
-        aside = path.with_suffix(".aside")
-        aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(aside, path)
+        write_text(path, "".join(line + "\n" for line in kept))
     return path.open("a", encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from deepnmt.checkpoint.average import require_kept
+from deepnmt.checkpoint.average import check_average_last
 from deepnmt.config import Model, Recipe, Stack, dump_recipe
 from deepnmt.data.batching import PlanStream
 from deepnmt.data.settings import open_prepared
@@ -96,7 +96,7 @@ def describe(recipe: Recipe) -> str:
     Raises:
         UserError: training would refuse the layout, or this data.
     """
-    require_kept(recipe)
+    check_average_last(recipe)
     stages = recipe.parallel.pipeline_stages
     world = max(place()[1], stages)
     layout = check_layout(recipe, world)

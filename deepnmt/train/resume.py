@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from deepnmt.checkpoint.checkpoint import MOMENTS, load_state, sweep_checkpoints
+from deepnmt.checkpoint.checkpoint import MOMENTS, load_state, recover_checkpoints
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
@@ -47,7 +47,7 @@ def only_trainer(run: Path, ranks: Ranks) -> Iterator[None]:
             try:
                 make_run_folder(run)
                 _take_lock(run / ".lock", held)
-                sweep_checkpoints(run / "checkpoints")
+                recover_checkpoints(run / "checkpoints")
             except UserError as error:
                 fault = str(error)
         if fault := ranks.broadcast_bytes(fault.encode()).decode():

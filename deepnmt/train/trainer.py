@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepnmt.checkpoint.average import require_kept
+from deepnmt.checkpoint.average import check_average_last
 from deepnmt.checkpoint.checkpoint import (
     CheckpointWriteError,
     TrainingState,
@@ -55,7 +55,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
         self.recipe, self.ranks = recipe, ranks
         self.run = Path(recipe.run)
-        require_kept(recipe)
+        check_average_last(recipe)
         layout = check_layout(recipe, ranks.world)
         if layout is not None:
             check_by_deepspeed(layout)

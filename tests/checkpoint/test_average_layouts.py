@@ -11,7 +11,7 @@ import pytest
 from test_optimizers import without_keys
 from warm import Warm
 
-from deepnmt.checkpoint.average_run import average_run
+from deepnmt.checkpoint.average import average_run
 from deepnmt.checkpoint.checkpoint import load_state, load_weights
 from deepnmt.config import Translate, load_recipe
 from deepnmt.decode.translate import translate_files

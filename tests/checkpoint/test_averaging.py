@@ -16,16 +16,13 @@ from safetensors.torch import save_file
 from deepnmt import config
 from deepnmt.checkpoint import average as averaging
 from deepnmt.checkpoint.average import (
+    average_run,
     average_weights,
-    best,
-    between,
-    last,
-    listed,
-    require_kept,
+    check_average_last,
+    choose,
     save_average,
     warn_if_outdated,
 )
-from deepnmt.checkpoint.average_run import average_run
 from deepnmt.checkpoint.checkpoint import (
     WEIGHTS,
     Contents,
@@ -69,7 +66,7 @@ def _updates(folder: Path) -> list[int]:
 
 
 def test_the_average_is_the_mean_rounded_once(recipe: config.Recipe) -> None:
-    folders = last(_checkpoints(recipe), 3)
+    folders = choose(_checkpoints(recipe), last=3)
     averaged = average_weights(folders)
     weights = [tiny_run.weights_of(recipe, update) for update in (20, 30, 40)]
     assert averaged.keys() == weights[0].keys()
@@ -81,7 +78,7 @@ def test_the_average_is_the_mean_rounded_once(recipe: config.Recipe) -> None:
 def test_files_are_opened_anew_for_each_group_of_tensors(
     recipe: config.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = last(_checkpoints(recipe), 2)
+    folders = choose(_checkpoints(recipe), last=2)
     whole = average_weights(folders)
     monkeypatch.setattr(averaging, "MAPPED_VALUES", 100)
     parts = average_weights(folders)
@@ -143,7 +140,7 @@ def test_an_average_is_a_checkpoint_without_moments(recipe: config.Recipe) -> No
     loaded = load_model(Path(recipe.run))
     assert loaded.folder == folder and loaded.recipe.model == recipe.model and loaded.src_vocab.bytes == tiny_run.VOCAB
     assert loaded.state.update == 30 and _updates(folder) == [30, 10]
-    expected = average_weights(listed(_checkpoints(recipe), [10, 30]))
+    expected = average_weights(choose(_checkpoints(recipe), updates=[10, 30]))
     assert all(torch.equal(p, expected[name]) for name, p in loaded.model.named_parameters())
     with pytest.raises(UserError, match="holds no optimizer moments"):
         load_moments(folder)
@@ -154,10 +151,10 @@ def test_an_average_is_a_checkpoint_without_moments(recipe: config.Recipe) -> No
 
 def test_each_way_of_choosing(recipe: config.Recipe, tmp_path: Path) -> None:
     checkpoints = _checkpoints(recipe)
-    assert [update_of(path) for path in last(checkpoints, 2)] == [30, 40]
-    assert [update_of(path) for path in best(checkpoints, 2)] == [20, 30]
-    assert [update_of(path) for path in listed(checkpoints, [40, 10])] == [40, 10]
-    assert [update_of(path) for path in between(checkpoints, 15, 30)] == [20, 30]
+    assert [update_of(path) for path in choose(checkpoints, last=2)] == [30, 40]
+    assert [update_of(path) for path in choose(checkpoints, best=2)] == [20, 30]
+    assert [update_of(path) for path in choose(checkpoints, updates=[40, 10])] == [40, 10]
+    assert [update_of(path) for path in choose(checkpoints, span=(15, 30))] == [20, 30]
     assert _updates(average_run(recipe)) == [10, 20, 30, 40]
     assert _updates(average_run(recipe.model_copy(update={"average_last": 3}))) == [20, 30, 40]
     assert _updates(average_run(recipe, best=2)) == [20, 30]
@@ -176,9 +173,9 @@ def test_an_old_best_is_none_of_the_last(recipe: config.Recipe) -> None:
     tiny_run.write(few, 30)
     tiny_run.write(few, 40)
     tiny_run.write(more, 50)
-    assert [update_of(path) for path in last(checkpoints, 3)] == [30, 40, 50]
+    assert [update_of(path) for path in choose(checkpoints, last=3)] == [30, 40, 50]
     with pytest.raises(UserError, match=r"^the last 4 checkpoints in .* but train.keep_last kept 3; .* Ask for 3"):
-        last(checkpoints, 4)
+        choose(checkpoints, last=4)
     assert _updates(average_run(more)) == [30, 40, 50]
 
 
@@ -187,7 +184,7 @@ def test_more_to_average_than_is_kept(recipe: config.Recipe) -> None:
     asked = recipe.model_copy(update={"train": config.Train(updates=90, keep_last=2), "average_last": 5})
     sentence = r"^average_last \(5\) must not be above train.keep_last \(2\), .* set average_last=2, or keep more"
     with pytest.raises(UserError, match=sentence):
-        require_kept(asked)
+        check_average_last(asked)
     with pytest.raises(UserError, match=sentence):
         describe(asked)
     shutil.rmtree(asked.run)
@@ -248,15 +245,15 @@ def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:
     checkpoints = _checkpoints(recipe)
     for count in (5, 0, -1):
         with pytest.raises(UserError, match=rf"^{count} checkpoints in .* were asked for, but there are \d"):
-            last(checkpoints, count)
+            choose(checkpoints, last=count)
     with pytest.raises(UserError, match=r"^4 validated checkpoints in .* but there are 3"):
-        best(checkpoints, 4)
+        choose(checkpoints, best=4)
     with pytest.raises(UserError, match=r"no checkpoint of update 25 in .* there are 10, 20, 30, 40"):
-        listed(checkpoints, [10, 25])
+        choose(checkpoints, updates=[10, 25])
     with pytest.raises(UserError, match="name one twice"):
-        listed(checkpoints, [10, 10])
+        choose(checkpoints, updates=[10, 10])
     with pytest.raises(UserError, match="from 41 to 90"):
-        between(checkpoints, 41, 90)
+        choose(checkpoints, span=(41, 90))
     with pytest.raises(UserError, match="in one way only"):
         average_run(recipe, last=1, best=1)
     with pytest.raises(UserError, match=r"there is no checkpoint in .*; train first"):

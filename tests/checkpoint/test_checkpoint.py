@@ -18,7 +18,7 @@ import tiny_run
 import torch
 from safetensors.torch import load_file, save_file
 
-from deepnmt import folders as commit
+from deepnmt import folders
 from deepnmt.checkpoint import checkpoint
 from deepnmt.checkpoint.checkpoint import (
     FAIL_POINTS,
@@ -156,7 +156,7 @@ def eventful(saved: Path, tmp_path: Path) -> Path:
 
 def test_the_list_of_fail_points_is_complete(eventful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[str] = []
-    monkeypatch.setattr(commit, "fail_point", passed.append)
+    monkeypatch.setattr(folders, "fail_point", passed.append)
     _eventful_save(eventful)
     assert set(passed) == set(FAIL_POINTS)
 
@@ -180,26 +180,26 @@ def test_killed_at_any_step_a_whole_checkpoint_is_taken(eventful: Path, point: s
 def _only(folder: Path) -> str:
     """The name and the text of the one folder of a parent."""
     (path,) = folder.iterdir()
-    commit.checked_manifest(path, ["text"], ["text"], ["text"])
+    folders.checked_manifest(path, ["text"], ["text"], ["text"])
     return f"{path.name}: {(path / 'text').read_text()}"
 
 
 def _commit(target: Path, text: str) -> None:
-    commit.commit_folder(target, {"text": lambda file: file.write_text(text)}, {})
+    folders.commit_folder(target, {"text": lambda file: file.write_text(text)}, {})
 
 
 def test_killed_at_any_step_a_replaced_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are whole, and there is no other: what is left after the sweep is one or the other."""
+    """Both are whole, and there is no other: what is left after the recovery is one or the other."""
     points: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "fail_point", points.append)
+        patch.setattr(folders, "fail_point", points.append)
         _commit(tmp_path / "update-1", "old")
         _commit(tmp_path / "update-1", "old")
     assert "predecessor moved" in points and len(set(points)) == 9
     for point in sorted(set(points)):
         status = _in_child(lambda: _commit(tmp_path / "update-1", "new"), point)
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        commit.sweep(tmp_path, "update-*")
+        folders.recover_after_kill(tmp_path, "update-*")
         assert _only(tmp_path) == f"update-1: {'new' if point in ('renamed', 'parent synced') else 'old'}", point
         if point in ("renamed", "parent synced"):
             _commit(tmp_path / "update-1", "old")
@@ -247,7 +247,7 @@ def test_what_cannot_be_put_back_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Path, "rename", refused)
     said = rf"{left} is what a kill left of update-00000010 and .*: Read-only file system; give write permission"
     with pytest.raises(CheckpointWriteError, match=said):
-        commit.sweep(tmp_path, "update-*")
+        folders.recover_after_kill(tmp_path, "update-*")
     assert left.is_dir()
 
 
@@ -303,11 +303,11 @@ def test_a_save_sets_aside_what_the_run_went_back_from(run: Path) -> None:
     verify(aside)
 
 
-def test_sweep_touches_only_its_own(tmp_path: Path) -> None:
+def test_recovery_touches_only_its_own(tmp_path: Path) -> None:
     for name in (".tmp-update-00000010-0badc0de", ".trash-update-00000020-0badc0de", ".trash-mine", "update-00000010",
                  ".before-update-00000010-0badc0de", ".before-mean-0badc0de"):
         (tmp_path / name).mkdir()
-    commit.sweep(tmp_path, "update-*")
+    folders.recover_after_kill(tmp_path, "update-*")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".before-mean-0badc0de", ".trash-mine",
                                                                 "update-00000010"]
 

@@ -14,7 +14,7 @@ import pytest
 import tiny_run
 
 from deepnmt import config
-from deepnmt.checkpoint.average_run import average_run
+from deepnmt.checkpoint.average import average_run
 from deepnmt.demo import run as walkthrough
 from deepnmt.demo.run import is_scored, require_same
 from deepnmt.errors import UserError

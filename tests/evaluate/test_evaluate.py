@@ -17,7 +17,7 @@ import tiny_run
 
 from deepnmt import config
 from deepnmt.arguments import expected_model
-from deepnmt.checkpoint.average_run import average_run
+from deepnmt.checkpoint.average import average_run
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.decode.translate import translate_files, translate_lines
 from deepnmt.errors import UserError

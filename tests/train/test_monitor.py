@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deepnmt.errors import UserError
-from deepnmt.files import cut_half_line, make_folder_of, make_run_folder, write_text
+from deepnmt.files import drop_partial_line, make_folder_of, make_run_folder, write_text
 from deepnmt.train.log import Monitor
 
 RECORD = {"epoch": 3, "loss": 4.25, "perplexity": 51.0, "learning_rate": 2.5e-4, "gradient_norm": 1.75,
@@ -90,10 +90,10 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(tmp_path: Path, mo
 def test_half_a_line_goes_and_a_whole_one_stays(before: str, after: str, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     file.write_text(before, encoding="utf-8")
-    cut_half_line(file)
+    drop_partial_line(file)
     assert file.read_text(encoding="utf-8") == after
     with pytest.raises(UserError, match=r"runs.jsonl/x cannot be written: Not a directory; name another"):
-        cut_half_line(file / "x")
+        drop_partial_line(file / "x")
 
 
 def test_a_folder_that_cannot_be_made_is_told_with_its_option(tmp_path: Path) -> None:
