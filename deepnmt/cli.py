@@ -50,7 +50,7 @@ def run_command(
             raise UserError(f"there is no command {command!r}{hint} {program} --help lists what there is")
         return commands[command](words)
     except UserError as error:
-        if not (_is_later_process() if error.spoken is None else error.spoken):
+        if not (_is_later_process() if error.reported is None else error.reported):
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)
         return 2
     except BrokenPipeError:
@@ -298,9 +298,9 @@ def _diagnose(words: list[str]) -> int:
                         "leave it out")
     profiled(found, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
     from deepnmt.doctor.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
-    from deepnmt.parallel.launch import place, processes
+    from deepnmt.parallel.launch import processes, rank_from_environment
 
-    if (count := place()[1]) > 1:
+    if (count := rank_from_environment()[1]) > 1:
         raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
                         "alone, and say with --processes how many training will run on")
     with processes(recipe.parallel.threads) as ranks:

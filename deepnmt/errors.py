@@ -10,8 +10,8 @@ class UserError(Exception):
     allowed and the way out. Command-line programs print it without a traceback and end with exit code 2; every other
     exception is deepnmt's own fault and keeps its traceback.
 
-    spoken: on one of several processes, whether another has said the same or will; None: all processes of this machine
-    come upon it, so that one says it.
+    reported: on one of several processes, whether another has said the same or will; None: all processes of this
+    machine come upon it, so that one says it.
     """
 
-    spoken: bool | None = None
+    reported: bool | None = None

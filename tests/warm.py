@@ -114,7 +114,7 @@ def train(*arguments: str) -> int:
 
 def serve() -> int:
     """Reads jobs; a forked process leaves through here with the exit code of its function."""
-    from deepnmt.parallel.launch import quiet_libraries
+    from deepnmt.parallel.host import quiet_libraries
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print while they are imported

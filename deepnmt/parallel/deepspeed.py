@@ -8,17 +8,19 @@ What is done here by hand, and why (each has a canary test):
 - weights and moments go in and out one parameter at a time through DeepSpeed's per-parameter calls, in fp32, and past
   them without ZeRO, where they give nothing;
 - the fp16 loss scale is deepnmt's own (`optim.LossScaler`);
-- 16 bits without ZeRO are deepnmt's own too (`rounded.py`): DeepSpeed would not scale the loss but divide by the scale,
-  step while it initialises, and sum gradients in 16 bits. It is given fp32 there, and loss scale, clipping and the
-  check for non-finite gradients stand in the two engines.
+- 16 bits without ZeRO are deepnmt's own too (`HalfPrecisionCopy`): DeepSpeed would not scale the loss but divide by the
+  scale, step while it initialises, and sum gradients in 16 bits. It is given fp32 there, and loss scale, clipping and
+  the check for non-finite gradients stand in the two engines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import deepspeed
 import torch
@@ -37,9 +39,7 @@ from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
 from deepnmt.parallel.engine import MicroBatch
-from deepnmt.parallel.rounded import Rounded
 from deepnmt.parallel.settings import DsConfig
-from deepnmt.parallel.tensors import cast_onto
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -54,12 +54,58 @@ def link_moments(optimizer: Any) -> None:
     optimizer._lazy_init_hp_params_optimizer_state()
 
 
-class DsEngine:
+class HalfPrecisionCopy(Generic[Module]):
+    """16 bits without ZeRO: `module`, a copy of the model `weights` in `dtype`, computes in its place; buffers stay as
+    they were.
+
+    DeepSpeed is given the fp32 weights, whose reduction, schedule and update it does right, and knows nothing of the
+    copy. Each micro-batch's gradient comes from the copy in 16 bits and is summed, reduced and applied in fp32; after
+    the update `refresh` brings the weights, rounded, to the copy. ZeRO-1 computes the same (Micikevicius et al. 2018,
+    Mixed Precision Training, section 3.1).
+    """
+
+    def __init__(self, weights: Module, dtype: torch.dtype) -> None:
+        self.module = copy.deepcopy(weights)
+        self._pairs = list(zip(weights.parameters(), self.module.parameters(), strict=True))
+        for weight, rounded in self._pairs:
+            rounded.data = rounded.data.to(dtype)
+            rounded.register_post_accumulate_grad_hook(partial(_add_to_master_grad, weight))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for weight, rounded in self._pairs:
+            rounded.copy_(weight)
+
+
+def _add_to_master_grad(weight: nn.Parameter, rounded: torch.Tensor) -> None:
+    """Moves the gradient of a 16-bit weight to the fp32 one, which it is added to."""
+    if rounded.grad is not None:
+        weight.grad = rounded.grad.float() if weight.grad is None else weight.grad.add_(rounded.grad)
+        rounded.grad = None
+
+
+class MasterWeights(nn.Module):
+    """What DeepSpeed is given beside a copy: all weights are those of `weights`, the computing is done by `module`."""
+
+    def __init__(self, weights: nn.Module, module: nn.Module) -> None:
+        super().__init__()
+        self.weights = weights
+        self.computing = (module,)  # in a tuple, so that its weights are not counted among this module's
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.computing[0](*inputs)
+
+    def train(self, mode: bool = True) -> MasterWeights:
+        self.computing[0].train(mode)
+        return super().train(mode)
+
+
+class DeepSpeedEngine:
     """The common half of `ZeroEngine` and `PipelineEngine`.
 
     `engine` is DeepSpeed's, `zero` its ZeRO stage, `local` the parameters that this process computes with, under their
     canonical names (in 16 bits without ZeRO the fp32 weights, not the copy that computes). `_start` and then
-    `_come_to_rest` belong at the end of a constructor.
+    `_create_optimizer_state` belong at the end of a constructor.
     """
 
     def __init__(
@@ -69,24 +115,23 @@ class DsEngine:
         self.zero, self.clip = settings.stage, recipe.train.clip
         self.moments = moments_of(recipe.optimizer)
         self.scaler: LossScaler | None = None
-        self._rounded: Rounded[Any] | None = None
+        self._half: HalfPrecisionCopy[Any] | None = None
         self._applied = 0
         self._full = torch.zeros(1, device=device)  # made now: a full device has no room for it
         _check_device(recipe, settings)
 
-    def _computing(self, module: Module, settings: DsConfig) -> Module:
+    def _compute_module(self, module: Module, settings: DsConfig) -> Module:
         """`module`, or, in 16 bits without ZeRO, the copy of it that computes."""
         if self.zero or settings.precision == "fp32":
             return module
         dtype = torch.float16 if settings.precision == "fp16" else torch.bfloat16
-        rounded = Rounded(module.to(self.device), dtype)
-        self._rounded = rounded
-        return rounded.module
+        self._half = half = HalfPrecisionCopy(module.to(self.device), dtype)
+        return half.module
 
     def _start(self, module: nn.Module, settings: DsConfig) -> None:
         """Puts `module` under DeepSpeed."""
         tree = settings.tree
-        if self.zero == 0:  # deepnmt clips by itself, and 16 bits are its own (`rounded.py`)
+        if self.zero == 0:  # deepnmt clips by itself, and 16 bits are its own (`HalfPrecisionCopy`)
             tree = {key: value for key, value in tree.items() if key not in ("bf16", "fp16")}
             tree["gradient_clipping"] = 0.0
         optimizer = build_optimizer(module.parameters(), self.recipe.optimizer, fused=True)
@@ -97,11 +142,11 @@ class DsEngine:
             self.scaler = LossScaler(2.0**scale.initial_power, scale.window, scale.floor)
             if self.zero:
                 self.engine.optimizer.loss_scaler = self.scaler
-        if self._rounded:
-            refresh = self._rounded.refresh
+        if self._half:
+            refresh = self._half.refresh
             optimizer.register_step_post_hook(lambda *_: refresh())
 
-    def _come_to_rest(self, initial: dict[str, torch.Tensor], update: Callable[[MicroBatch], None]) -> None:
+    def _create_optimizer_state(self, initial: dict[str, torch.Tensor], update: Callable[[MicroBatch], None]) -> None:
         """Makes the optimizer create its moments, then sets the weights `initial` and moments of zero.
 
         Args:
@@ -115,8 +160,8 @@ class DsEngine:
         self.engine.skipped_steps = self.engine.global_steps = 0
         if self.scaler:
             self.scaler.restore({"scale": self.scaler.cur_scale, "clean": 0})
-        nought = torch.zeros(())  # expanded, so that the zeros of all moments take no memory
-        zeros = {f"{name}.{moment}": nought.expand(p.shape) for name, p in initial.items() for moment in self.moments}
+        zero = torch.zeros(())  # expanded, so that the zeros of all moments take no memory
+        zeros = {f"{name}.{moment}": zero.expand(p.shape) for name, p in initial.items() for moment in self.moments}
         self.import_state(initial, zeros, 0)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -148,14 +193,14 @@ class DsEngine:
             self._write(p, weight, {m: moments[f"{name}.{m}"].to(self.device, torch.float32) for m in self.moments})
         if self.zero in (1, 2):
             self.engine.optimizer.update_lp_params()
-        if self._rounded:
-            self._rounded.refresh()
+        if self._half:
+            self._half.refresh()
         for state in self._optimizer.state.values():
             if "step" in state:  # SGD counts none
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
         self._applied = step
 
-    def _room_for_whole(self, vocabs: tuple[int, int], dtype: torch.dtype) -> Transformer:
+    def _allocate_full_model(self, vocabs: tuple[int, int], dtype: torch.dtype) -> Transformer:
         """A model whose weights are still to be filled in, in `dtype`, on every process. Collective.
 
         Raises:
@@ -163,7 +208,6 @@ class DsEngine:
         """
         model = Transformer(self.recipe.model, *vocabs, self.recipe.seed, self.recipe.train.label_smoothing)
         try:
-            # not the tables of positions, which training adds in fp32 as well
             cast_onto(model, dtype, self.device)
             if self.zero == 3:  # which holds one more weight while it is gathered, filled up to equal shares
                 torch.empty(max(p.numel() for p in model.parameters()) + dist.get_world_size(), dtype=dtype,
@@ -230,3 +274,11 @@ def _check_device(recipe: Recipe, settings: DsConfig) -> None:
             f"machine's {device.device_name()} has no {settings.precision}; name a configuration in "
             f"{'bf16 or fp32' if 'bf16' in supported else 'fp32'}"
         )
+
+
+def cast_onto(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Gives `model` parameters of type `dtype` on `device`, which never holds them in another; buffers keep
+    theirs: training adds the tables of positions in fp32 as well."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    model.to(device)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import logging
 import os
 import signal
 import socket
 import sys
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -21,15 +19,13 @@ import torch
 import torch.distributed as dist
 
 from deepnmt.errors import UserError
+from deepnmt.parallel.host import LOOPBACK, keep_memory, quiet_libraries
 from deepnmt.ranks import Ranks
-
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # of malloc.h
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @contextlib.contextmanager
 def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
-    """Finds this process's place, opens the process group where there are several (or `group`), and closes it again.
+    """Finds this process's rank, opens the process group where there are several (or `group`), and closes it again.
 
     Args:
         threads: of this process; 0 shares the machine's cores among its processes.
@@ -40,8 +36,8 @@ def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
             fewer GPUs than processes.
     """
     quiet_libraries()
-    _keep_memory()
-    rank, world, local_rank, local_world = place()
+    keep_memory()
+    rank, world, local_rank, local_world = rank_from_environment()
     if world > 1:
         _end_with_parent()
     device = _device(local_rank, local_world)
@@ -52,15 +48,15 @@ def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
     try:
         yield Ranks(rank, world, local_rank, local_world, device)
     except UserError as error:
-        if store is not None and error.spoken is None:
-            error.spoken = _said_elsewhere(store, rank, str(error))
+        if store is not None and error.reported is None:
+            error.reported = _reported_elsewhere(store, rank, str(error))
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def place() -> tuple[int, int, int, int]:
+def rank_from_environment() -> tuple[int, int, int, int]:
     """Rank, world size, local rank and local world size, as the launcher's environment tells them.
 
     Raises:
@@ -88,7 +84,7 @@ def _device(local_rank: int, local_world: int) -> torch.device:
     if local_rank >= count:
         error = UserError(f"{local_world} processes were started on this machine, but {count} GPU{'s' * (count != 1)} "
                           "can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu to run on the CPU")
-        error.spoken = local_rank > count  # the first without a GPU says it
+        error.reported = local_rank > count  # the first without a GPU says it
         raise error
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -117,7 +113,7 @@ def _open_group(rank: int, world: int, local_rank: int, backend: str) -> dist.St
     timeout = timedelta(minutes=30)
     listener = None
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process listens there for all
-    if rank == 0 and not agent and address in _LOOPBACK:  # else the store would listen on every interface
+    if rank == 0 and not agent and address in LOOPBACK:  # else the store would listen on every interface
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -135,7 +131,7 @@ def _open_group(rank: int, world: int, local_rank: int, backend: str) -> dist.St
     return store
 
 
-def _said_elsewhere(store: dist.Store, rank: int, message: str) -> bool:
+def _reported_elsewhere(store: dist.Store, rank: int, message: str) -> bool:
     """Whether another process came first with this message. A mistake that one process alone comes upon is said too."""
     try:
         return store.add(f"said/{hashlib.sha256(message.encode()).hexdigest()}", 1) > 1
@@ -147,45 +143,3 @@ def _end_with_parent() -> None:
     """Asks the kernel for SIGTERM when the launcher dies: it can otherwise leave its ranks behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _keep_memory() -> None:
-    """Lets glibc keep large blocks instead of giving them back to the kernel after every tensor.
-
-    On a CPU each micro-batch would otherwise fault in its activations page by page: 9 to 15 % of a step was measured.
-    """
-    _tell_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: -1, _TOP_PAD: 64 * 2**20})
-
-
-def give_memory_back() -> None:
-    """Undoes `_keep_memory` for an engine that makes and drops whole weights all the time, as ZeRO-3 does.
-
-    The kept blocks do not fit the next weight, so memory grows: 6L-6L at d 512 took 3.1 GiB a process, and takes 2.0.
-    """
-    _tell_malloc({_MMAP_MAX: 65536, _TRIM_THRESHOLD: 128 * 2**10, _TOP_PAD: 128 * 2**10, _MMAP_THRESHOLD: 2**20})
-
-
-def _tell_malloc(settings: dict[int, int]) -> None:
-    """Sets parameters of glibc's malloc, where that is what there is, and gives back what is free."""
-    if sys.platform == "linux" and os.environ["DS_ACCELERATOR"] != "cuda":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            for parameter, value in settings.items():
-                libc.mallopt(parameter, value)
-            libc.malloc_trim(0)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
-
-
-def quiet_libraries() -> None:
-    """Keeps back messages a user can do nothing about; errors still come through."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # oneDNN compiles a CPU's 16-bit products for each number of rows; batches have some hundred, times 15 products
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ.get("MASTER_ADDR") in _LOOPBACK else None
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").addFilter(_is_error)  # a level would not outlive DeepSpeed's import
-    warnings.filterwarnings("ignore", module=r"(deepspeed|torch)(\.|$)")

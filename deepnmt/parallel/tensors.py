@@ -1,4 +1,4 @@
-"""Batches onto the device, and one model's tensors into another."""
+"""Batches onto the device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ def to_tensors(batch: Batch, device: torch.device) -> tuple[torch.Tensor, torch.
         for a in (batch.src, batch.src_lengths, batch.trg_in, batch.trg_out)
     )
     return src, lengths, trg_in, trg_out
-
-
-def cast_onto(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Gives `model` parameters of type `dtype` on `device`, which never holds them in another; buffers keep theirs."""
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
-    model.to(device)
 
 
 def take_over(model: nn.Module, source: nn.Module) -> None:

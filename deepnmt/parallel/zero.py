@@ -1,6 +1,6 @@
 """DeepSpeed's engine with ZeRO 0-3 behind deepnmt's seam.
 
-What is done here by hand, beside what `ds_engine.py` does, and why (each has a canary test):
+What is done here by hand, beside what `parallel/deepspeed.py` does, and why (each has a canary test):
 - under ZeRO-3 each process cuts its own share of a weight, because DeepSpeed's cut fails where the shares do not come
   out even;
 - without ZeRO DeepSpeed, given fp32, lets non-finite gradients into the weights (and its clipping fails where there are
@@ -21,26 +21,25 @@ from torch import nn
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import clip_gradients
-from deepnmt.parallel.deepspeed import DsEngine
+from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
-from deepnmt.parallel.launch import give_memory_back
-from deepnmt.parallel.rounded import Weights
+from deepnmt.parallel.host import give_memory_back
 from deepnmt.parallel.settings import DsConfig
 
 
-class ZeroEngine(DsEngine):
+class ZeroEngine(DeepSpeedEngine):
     """See `Engine`. `module` stays the model itself, or is its copy in 16 bits; DeepSpeed owns the update."""
 
     def __init__(self, module: Transformer, recipe: Recipe, settings: DsConfig, device: torch.device) -> None:
         super().__init__(recipe, device, settings, dict(module.named_parameters()))
         if self.zero == 3:
             give_memory_back()
-        self.module = self._computing(module, settings)
+        self.module = self._compute_module(module, settings)
         self.data_rank, self.data_world = dist.get_rank(), dist.get_world_size()
         self.parameters = sum(p.numel() for p in module.parameters())
         initial = {name: p.detach().clone() for name, p in self.local.items()}  # DeepSpeed rounds them in 16 bits
-        self._start(module if module is self.module else Weights(module, self.module), settings)
-        self._come_to_rest(initial, self._update_on_zeros)
+        self._start(module if module is self.module else MasterWeights(module, self.module), settings)
+        self._create_optimizer_state(initial, self._update_on_zeros)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
         self.engine.train()
@@ -121,7 +120,7 @@ class ZeroEngine(DsEngine):
         if self.zero < 3:
             return self.module
         source, target = (self.module.table(use).num_embeddings for use in ("src", "trg"))
-        whole = self._room_for_whole((source, target), next(self.module.parameters()).dtype)
+        whole = self._allocate_full_model((source, target), next(self.module.parameters()).dtype)
         for copied, p in zip(whole.parameters(), self.module.parameters(), strict=True):
             with deepspeed.zero.GatheredParameters([p]):
                 copied.copy_(p)

@@ -80,7 +80,7 @@ def diverged(
     reports = ranks.gather_bytes(json.dumps(asdict(report)).encode())
     if reports is None:
         silent = Diverged("gradients stay non-finite; the first process says where and what to try")
-        silent.spoken = True
+        silent.reported = True
         return silent
     seen = [Seen(**json.loads(report)) for report in reports]
     return _diverged(next((each for each in seen if each.place), seen[0]), recipe, scale)

@@ -15,7 +15,7 @@ from deepnmt.model.loss import loss_bytes
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import moments_of, warmup_note
 from deepnmt.parallel.build import check_layout, cut, data_ranks
-from deepnmt.parallel.launch import place
+from deepnmt.parallel.launch import rank_from_environment
 from deepnmt.parallel.pipeline.partition import Partition
 
 # Tensors of one width kept for the backward pass, a token and layer, the FFN's inner ones apart; what autograd keeps of
@@ -98,7 +98,7 @@ def describe(recipe: Recipe) -> str:
     """
     check_average_last(recipe)
     stages = recipe.parallel.pipeline_stages
-    world = max(place()[1], stages)
+    world = max(rank_from_environment()[1], stages)
     layout = check_layout(recipe, world)
     chains = data_ranks(recipe, world)
     folder = Path(recipe.data.folder)

@@ -137,7 +137,7 @@ def clipping_needs_every_gradient() -> None:
 
 
 def growth_halves_the_update() -> None:
-    """DeepSpeed's scaler grows on time and divides by the scale it used: optim.LossScaler in DsEngine can go."""
+    """DeepSpeed's scaler grows on time and divides by the scale it used: optim.LossScaler in deepspeed.py can go."""
     for stage in (1, 2, 3):
         engine = engine_of({**zero(stage), **fp16(window=2)})
         trace, scale = moves(engine, [1.0] * 4), engine.optimizer.loss_scale
@@ -159,24 +159,24 @@ def floor_is_a_whole_number() -> None:
 
 
 def no_zero_divides_an_unscaled_loss() -> None:
-    """Fp16 without ZeRO now scales its loss: rounded.py, which goes around it, can be looked at again."""
+    """Fp16 without ZeRO now scales its loss: HalfPrecisionCopy, which goes around it, can be looked at again."""
     assert moves(engine_of({**zero(0), **fp16()}), [1.0]) == [0.0625]
 
 
 def no_zero_steps_at_initialize() -> None:
-    """16 bits without ZeRO take no step at initialize any more: rounded.py can be looked at again."""
+    """16 bits without ZeRO take no step at initialize any more: HalfPrecisionCopy can be looked at again."""
     engine = engine_of(zero(0, bf16={"enabled": True}), decay=0.5)
     assert float(engine.optimizer.fp32_groups[0][0]) == 1 - 0.125 * 0.5  # weight decay, before any update
 
 
 def no_zero_cannot_sum_in_fp32() -> None:
-    """16 bits without ZeRO can sum gradients in fp32 now: rounded.py can be looked at again."""
+    """16 bits without ZeRO can sum gradients in fp32 now: HalfPrecisionCopy can be looked at again."""
     with pytest.raises(NotImplementedError, match="unsupported mix"):
         engine_of(zero(0, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
 
 
 def moments_come_with_the_first_step() -> None:
-    """Moments are there before a first step: DsEngine._come_to_rest can become simpler."""
+    """Moments are there before a first step: DeepSpeedEngine._create_optimizer_state can become simpler."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     for stage in (1, 2, 3):
@@ -186,7 +186,7 @@ def moments_come_with_the_first_step() -> None:
 
 
 def later_groups_have_no_moments() -> None:
-    """The moments of all parameter groups are found after the first step: link_moments in ds_engine.py can go."""
+    """The moments of all parameter groups are found after the first step: link_moments in deepspeed.py can go."""
     import deepspeed
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -204,14 +204,14 @@ def later_groups_have_no_moments() -> None:
 
 
 def no_zero_gives_no_state() -> None:
-    """The per-parameter calls answer without ZeRO now: one way in and out in DsEngine._read, _write is enough."""
+    """The per-parameter calls answer without ZeRO now: one way in and out in deepspeed.py is enough."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     assert safe_get_full_fp32_param(engine_of(zero(0)).module.w) is None
 
 
 def masters_do_not_reach_the_model() -> None:
-    """Setting the fp32 weight now sets the model's too: update_lp_params in DsEngine, p.copy_ in ZeroEngine go."""
+    """Setting the fp32 weight now sets the model's too: update_lp_params in deepspeed.py, p.copy_ in ZeroEngine go."""
     import deepspeed
     from deepspeed.utils import safe_set_full_fp32_param
 
@@ -233,7 +233,7 @@ def uneven_shares_cannot_be_set() -> None:
 
 
 def shared_memory_kernel_has_its_name() -> None:
-    """The CPU's shared-memory all-reduce goes by another name: ds_engine.py must switch that off before it compiles."""
+    """The CPU's shared-memory all-reduce goes by another name: deepspeed.py must switch that off before it compiles."""
     from deepspeed.accelerator import get_accelerator
 
     assert get_accelerator().create_op_builder("ShareMemCommBuilder").NAME == "deepspeed_shm_comm"

@@ -110,7 +110,7 @@ def test_the_first_process_without_a_gpu_says_so(
 
 def test_deepspeeds_warnings_stay_back_and_its_errors_do_not() -> None:
     """DeepSpeed sets its logger's level when it is imported, which is after the libraries were told to be quiet."""
-    script = ("from deepnmt.parallel.launch import quiet_libraries\nquiet_libraries()\n"
+    script = ("from deepnmt.parallel.host import quiet_libraries\nquiet_libraries()\n"
               "import deepspeed.utils.logging as found\n"
               "found.logger.warning('of no use')\nfound.logger.error('of use')\n")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -144,20 +144,20 @@ def test_freed_memory_is_kept_until_it_is_asked_back() -> None:
     """In a process of its own: what is told to malloc holds to the end."""
     script = """
 import torch
-from deepnmt.parallel import launch
+from deepnmt.parallel import host
 def used():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1000
 def use():
     blocks = [torch.ones(2_000_000) for _ in range(25)]
     return used()
-launch.quiet_libraries()
-launch._keep_memory()
-launch.give_memory_back()
+host.quiet_libraries()
+host.keep_memory()
+host.give_memory_back()
 before = used()
 found = [use(), used()]
-launch._keep_memory()
+host.keep_memory()
 found += [use(), used()]
-launch.give_memory_back()
+host.give_memory_back()
 print(*(size - before for size in [*found, used()]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,

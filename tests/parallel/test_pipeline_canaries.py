@@ -111,7 +111,7 @@ def nan_reaches_the_weights() -> None:
 
 
 def no_zero_is_wrong_in_16_bits() -> None:
-    """Pipelines without ZeRO scale the loss of fp16, or sum in fp32, now: rounded.py can be looked at again."""
+    """Pipelines without ZeRO scale the loss of fp16, or sum in fp32, now: HalfPrecisionCopy can be looked at again."""
     layer = Number()
     step(pipeline_of([layer], {**zero(0), **fp16(power=4)}))
     assert used(layer.weight) == 1 / 16
@@ -165,7 +165,7 @@ def floats_are_walked_back_one_by_one() -> None:
 
 
 def receive_buffers_keep_their_type() -> None:
-    """A receive buffer is made anew for another type: the parcel of stage.py may be in any order."""
+    """A receive buffer is made anew for another type: the message of stage.py may be in any order."""
     engine = pipeline_of([Number()], zero(1))
     engine._allocate_or_extend_buffers(0, [4], torch.float32)
     assert engine._allocate_or_extend_buffers(0, [2], torch.int64).dtype == torch.float32

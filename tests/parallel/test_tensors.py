@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepnmt.parallel.tensors import cast_onto
+from deepnmt.parallel.deepspeed import cast_onto
 
 
 class Moves(TorchDispatchMode):

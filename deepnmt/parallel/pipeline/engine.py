@@ -5,9 +5,10 @@ DeepSpeed keeps its schedule (1F1B), its communication and its optimizers. deepn
 s · (data-parallel ranks) + r. A tied table has a copy on each stage that uses it; their gradients are summed
 (`_sum_tied_gradients`), so that all copies take the same update.
 
-What is shaped by faults and habits of DeepSpeed has a canary test, as has what `ds_engine.py` does: the loss inside the
-last stage and what it is multiplied by, one float tensor between stages, `dynamic_shape`, the sums of tied gradients,
-LOCAL_RANK, the norm of replicas alone in bf16, and, without ZeRO, clipping and the check for non-finite gradients.
+What is shaped by faults and habits of DeepSpeed has a canary test, as has what `parallel/deepspeed.py` does: the loss
+inside the last stage and what it is multiplied by, one float tensor between stages, `dynamic_shape`, the sums of tied
+gradients, LOCAL_RANK, the norm of replicas alone in bf16, and, without ZeRO, clipping and the check for non-finite
+gradients.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from deepspeed.runtime.pipe import schedule
 from deepnmt.config import Recipe
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.deepspeed import DsEngine
+from deepnmt.parallel.deepspeed import DeepSpeedEngine
 from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
 from deepnmt.parallel.pipeline.partition import Partition
-from deepnmt.parallel.pipeline.stage import Parcel, Stage, tables_used
+from deepnmt.parallel.pipeline.stage import Stage, StageMessage, tables_used
 from deepnmt.parallel.settings import DsConfig
 from deepnmt.ranks import Ranks
 
@@ -99,17 +100,17 @@ class StageModule(PipelineModule):
         """The copies of tied tables here, each with the group of all its copies."""
         return [(tied["module"].weight, tied["group"]) for tied in self.tied_comms.values()]
 
-    def forward(self, parcel: Parcel) -> Parcel | torch.Tensor:
+    def forward(self, message: StageMessage) -> StageMessage | torch.Tensor:
         """See `Stage.forward`; on the last stage the scaled loss of the micro-batch.
 
         The loss is made here and not in DeepSpeed's `loss_fn`: what happens outside a module's forward is lost in bf16,
         where DeepSpeed clears the gradients once that of the module's output is there.
         """
         stage = self.computing[0]
-        found = stage(parcel)
+        found = stage(message)
         if not torch.is_tensor(found):
             return found
-        sums = stage.loss(found, parcel[3])
+        sums = stage.loss(found, message[3])
         self.sums.append((sums.loss.detach(), sums.nll.detach()))
         return sums.loss * self.scale
 
@@ -118,7 +119,7 @@ class StageModule(PipelineModule):
         return super().train(mode)
 
 
-class PipelineEngine(DsEngine):
+class PipelineEngine(DeepSpeedEngine):
     """See `Engine`. Collective in all processes.
 
     Args:
@@ -140,15 +141,15 @@ class PipelineEngine(DsEngine):
         profile: AdminProfile | None,
     ) -> None:
         self.pipe = StageModule(recipe, vocabs, cuts)
-        _place_omega(self.pipe.stage, profile)
+        _set_omega(self.pipe.stage, profile)
         local = {name.removeprefix("stage."): p for name, p in self.pipe.named_parameters()}
         super().__init__(recipe, ranks.device, settings, local)
         self.ranks, self.vocabs, self.micro_batches = ranks, vocabs, recipe.batch.accumulation
-        self.module = self._computing(self.pipe.stage, settings)  # what this process computes
+        self.module = self._compute_module(self.pipe.stage, settings)  # what this process computes
         self.pipe.computing = (self.module,)
         self.stages, self.stage = cuts.stages, self.pipe.stage_id
         self.data_rank, self.data_world = self.pipe._grid.data_parallel_id, ranks.world // cuts.stages
-        self.layout = self._exchange_layout()
+        self.shapes = self._exchange_shapes()
         self.parameters = sum(math.prod(shape) for _, _, shape in self._each_once())
         self._norm, self._sound = 0.0, True  # of the last update: its gradient's norm, and whether it was applied
         initial = {name: p.detach().clone() for name, p in local.items()}  # DeepSpeed rounds them in 16 bits
@@ -159,9 +160,9 @@ class PipelineEngine(DsEngine):
         if self.zero == 0:
             self._step_of_deepspeed = self.engine._take_model_step
             self.engine._take_model_step = self._checked_step
-        self._come_to_rest(initial, self._update_on_zeros)
+        self._create_optimizer_state(initial, self._update_on_zeros)
 
-    def _exchange_layout(self) -> list[list[tuple[str, list[int]]]]:
+    def _exchange_shapes(self) -> list[list[tuple[str, list[int]]]]:
         """Names and shapes of every stage's parameters, on every process."""
         mine = json.dumps([(name, list(p.shape)) for name, p in self.local.items()]).encode()
         found = self.ranks.gather_bytes(mine)
@@ -195,7 +196,7 @@ class PipelineEngine(DsEngine):
         """One update; see `_sums`."""
         if len(micro_batches) != self.micro_batches:
             raise ValueError(f"an update takes {self.micro_batches} micro-batches, but {len(micro_batches)} were given")
-        self.engine.train_batch(iter([self._parcel(batch) for batch in micro_batches]))
+        self.engine.train_batch(iter([self._message(batch) for batch in micro_batches]))
         return self._sums(len(micro_batches))
 
     def _update_on_zeros(self, batch: MicroBatch) -> None:
@@ -209,7 +210,7 @@ class PipelineEngine(DsEngine):
         self.pipe.sums.clear()
         return found or [(0.0, 0.0)] * count
 
-    def _parcel(self, batch: MicroBatch) -> tuple[Parcel, torch.Tensor]:
+    def _message(self, batch: MicroBatch) -> tuple[StageMessage, torch.Tensor]:
         src, lengths, trg_in, trg_out, key = batch
         return (src, lengths, trg_in, trg_out, torch.tensor([key], device=self.device)), trg_out
 
@@ -236,9 +237,9 @@ class PipelineEngine(DsEngine):
         self._step_of_deepspeed(lr_kwargs)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
-        parcels = iter([self._parcel(batch) for batch in micro_batches])
+        messages = iter([self._message(batch) for batch in micro_batches])
         count = len(micro_batches)
-        self.engine.eval_batch(parcels, reduce_output=None, bcast_loss=False, num_micro_batches=count)
+        self.engine.eval_batch(messages, reduce_output=None, bcast_loss=False, num_micro_batches=count)
         return self._sums(count)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ class PipelineEngine(DsEngine):
     def _each_once(self) -> Iterator[tuple[int, str, list[int]]]:
         """(stage, name, shape) of every parameter, tied tables from the first stage that holds them."""
         seen = set()
-        for stage, parameters in enumerate(self.layout):
+        for stage, parameters in enumerate(self.shapes):
             for name, shape in parameters:
                 if name not in seen:
                     seen.add(name)
@@ -274,7 +275,7 @@ class PipelineEngine(DsEngine):
         Raises:
             torch.OutOfMemoryError: on every process, where one has no room for it.
         """
-        model = self._room_for_whole(self.vocabs, next(self.module.parameters()).dtype)
+        model = self._allocate_full_model(self.vocabs, next(self.module.parameters()).dtype)
         whole = dict(model.named_parameters())
         for stage, name, _ in self._each_once():
             if stage == self.stage:
@@ -331,7 +332,7 @@ def _count_replicas_as_nothing(optimizer: Any, device: torch.device) -> None:
     optimizer.get_grads_for_norm = gradients
 
 
-def _place_omega(stage: Stage, profile: AdminProfile | None) -> None:
+def _set_omega(stage: Stage, profile: AdminProfile | None) -> None:
     """Gives a stage's Admin layers the ω that were measured for them."""
     if profile is None:
         return

@@ -27,7 +27,7 @@ from deepnmt.model.transformer import build_layer, build_table, build_top, throu
 from deepnmt.parallel.pipeline.partition import layer_of, unit_names
 from deepnmt.tokens import PAD
 
-Parcel = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # what goes from stage to stage
+StageMessage = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # what goes from stage to stage
 
 
 def tables_used(model: Model, start: int, stop: int) -> list[tuple[str, Use]]:
@@ -91,10 +91,10 @@ class Stage(nn.Module):
             model, "decoder", seed, indices["decoder"], "target" in self.held, "output" in self.held
         )
 
-    def forward(self, parcel: Parcel) -> Parcel | Tensor:
+    def forward(self, message: StageMessage) -> StageMessage | Tensor:
         """What the stage before sent (the first stage: src ids [B, S] in its place) to what the next receives; the last
         stage's output is the last decoder layer's, [B, T, D], normed."""
-        x, src_lengths, trg_in, trg_out, dropout_key = parcel
+        x, src_lengths, trg_in, trg_out, dropout_key = message
         key = int(dropout_key)
         target = trg_in.size(1)
         memory = x  # of use only where the stage begins in the decoder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepnmt.parallel.rounded import Rounded, Weights
+from deepnmt.parallel.deepspeed import HalfPrecisionCopy, MasterWeights
 
 
 class Twice(nn.Module):
@@ -24,7 +24,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bits_are_summed_in_fp32(dtype: torch.dtype) -> None:
     weights = Twice()
-    rounded = Rounded(weights, dtype)
+    rounded = HalfPrecisionCopy(weights, dtype)
     assert rounded.module.scale.dtype == dtype and rounded.module.table.dtype == torch.float32
     for x in (1024.0, 0.5):  # 2048 + 1 has no bf16, nor fp16
         rounded.module(torch.tensor([x, 0.0], dtype=dtype)).backward()
@@ -34,7 +34,7 @@ def test_gradients_of_16_bits_are_summed_in_fp32(dtype: torch.dtype) -> None:
 
 def test_the_copy_takes_the_rounded_weights() -> None:
     weights = Twice()
-    rounded = Rounded(weights, torch.bfloat16)
+    rounded = HalfPrecisionCopy(weights, torch.bfloat16)
     with torch.no_grad():
         weights.scale += 1
     assert rounded.module.scale.tolist() == [1.0, 1.0]
@@ -44,8 +44,8 @@ def test_the_copy_takes_the_rounded_weights() -> None:
 
 def test_deepspeed_sees_the_fp32_weights_alone() -> None:
     weights = Twice()
-    rounded = Rounded(weights, torch.bfloat16)
-    seen = Weights(weights, rounded.module)
+    rounded = HalfPrecisionCopy(weights, torch.bfloat16)
+    seen = MasterWeights(weights, rounded.module)
     assert [id(p) for p in seen.parameters()] == [id(weights.scale)]
     assert seen(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
     seen.eval()
