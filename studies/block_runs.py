@@ -21,8 +21,7 @@ import numpy as np
 
 from deepnmt.config import Init, Recipe, check_recipe
 from deepnmt.data.batching import Batch, PlanStream, Position, collate, plan_eval
-from deepnmt.data.prepared import PreparedData, Split
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import PreparedData, Split, open_prepared
 from deepnmt.doctor.fresh import initialisation
 from deepnmt.errors import UserError
 from deepnmt.optim import learning_rate
@@ -115,7 +114,7 @@ def run_system(system: System, recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
     """
     made = system.recipe(recipe)
     data = open_prepared(made)
-    valid = data.split("valid").cut(made.model.max_length)
+    valid = data.split("valid").truncated(made.model.max_length)
     if len(valid) < 2:
         raise UserError(f"the validation text has {len(valid)} sentence(s), but sources are exchanged between two; "
                         "give a longer one with data.valid")

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from deepnmt.config import Init, Recipe
-from deepnmt.data.pool import end_with_parent, submit
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.encoding import end_with_parent, submit
+from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.fresh import block_pair
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_run_folder, numbered_log

@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
+import signal
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Literal
+from multiprocessing.connection import wait
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from deepnmt.config import Filters
 from deepnmt.data.filters import KEPT, Verdicts, judge_lengths
-from deepnmt.data.pool import end_with_parent, submit
 from deepnmt.data.prepared import Tokens
-from deepnmt.data.subwords import Sampler
+from deepnmt.data.subwords import SAMPLERS
 from deepnmt.data.text import Pair
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 
 CHUNK = 2000  # pairs; another number would seed the random segmentations otherwise
 SEED = 1
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,20 +50,18 @@ class Encoding:
     alpha: float = 0.0
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Sentences one after the other: `tokens` uint16, and `lengths` int64 [N] in pieces."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The pairs of one chunk that were kept: `sides[v]` is (source, target), the plain segmentation at v = 0 and
     sampled segmentation k at v = k + 1. `verdicts` judges all pairs of the chunk."""
 
-    sides: list[tuple[Pieces, Pieces]]
+    sides: list[list[Pieces]]
     verdicts: Verdicts
 
 
@@ -67,32 +70,37 @@ class Encoder:
 
     def __init__(self, job: Encoding) -> None:
         self._job = job
-        self._vocabs = (Vocabulary(job.src_model), Vocabulary(job.trg_model))
-        self._samplers = [Sampler(vocab, job.kind, job.alpha) for vocab in self._vocabs] if job.variants else []
+        self._vocabs = [Vocabulary(job.src_model), Vocabulary(job.trg_model)]
+        self._samplers = [SAMPLERS[job.kind](vocab, job.alpha) for vocab in self._vocabs] if job.variants else []
 
     def __call__(self, number: int, pairs: list[Pair]) -> Chunk:
-        """Encodes chunk `number`."""
-        texts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        src, trg = (vocab.encode_batch(side) for vocab, side in zip(self._vocabs, texts))
+        """Encodes chunk `number`. A sampled segmentation that is too long gives way to the plain one."""
+        filters = self._job.filters
+        texts = [list(side) for side in zip(*pairs)]
+        plain = [vocab.encode_batch(side) for vocab, side in zip(self._vocabs, texts)]
         verdicts = np.full(len(pairs), KEPT, dtype=np.uint8)
-        if self._job.filters:
-            verdicts = judge_lengths(_lengths(src), _lengths(trg), self._job.filters)
+        if filters:
+            src, trg = (_pack(side).lengths for side in plain)
+            verdicts = judge_lengths(src, trg, filters)
         kept = np.flatnonzero(verdicts == KEPT).tolist()
-        plain = [[side[i] for i in kept] for side in (src, trg)]
-        sides = [(_pack(plain[0]), _pack(plain[1]))]
+        texts = [[side[i] for i in kept] for side in texts]
+        plain = [[side[i] for i in kept] for side in plain]
+        sides = [[_pack(side) for side in plain]]
         for variant in range(self._job.variants):
-            sides.append((self._sample(0, number, variant, [texts[0][i] for i in kept], plain[0]),
-                          self._sample(1, number, variant, [texts[1][i] for i in kept], plain[1])))
+            sides.append([])
+            for side, sampler in enumerate(self._samplers):
+                seed = int(np.random.SeedSequence([SEED, number, variant, side]).generate_state(1)[0])
+                sampled = sampler.sample_batch(texts[side], seed)
+                if filters:
+                    sampled = [some if len(some) <= filters.max_tokens else best
+                               for some, best in zip(sampled, plain[side])]
+                sides[-1].append(_pack(sampled))
         return Chunk(sides, verdicts)
 
-    def _sample(self, side: int, number: int, variant: int, texts: list[str], plain: list[list[int]]) -> Pieces:
-        """A sampled segmentation of every text, or its plain one where the sampled one is too long."""
-        seed = int(np.random.SeedSequence([SEED, number, variant, side]).generate_state(1)[0])
-        sampled = self._samplers[side].sample_batch(texts, seed)
-        if self._job.filters:
-            most = self._job.filters.max_tokens
-            sampled = [some if len(some) <= most else best for some, best in zip(sampled, plain)]
-        return _pack(sampled)
+
+def _pack(sentences: list[list[int]]) -> Pieces:
+    flat = np.fromiter(itertools.chain.from_iterable(sentences), dtype=np.uint16)
+    return Pieces(flat, np.fromiter(map(len, sentences), dtype=np.int64))
 
 
 def encode_pairs(pairs: Iterable[Pair], job: Encoding, workers: int) -> Iterator[Chunk]:
@@ -101,18 +109,18 @@ def encode_pairs(pairs: Iterable[Pair], job: Encoding, workers: int) -> Iterator
     Raises:
         UserError: a process was killed, as systems do when memory runs out.
     """
-    chunks = enumerate(_chunks(pairs))
+    stream = iter(pairs)
+    chunks = enumerate(iter(lambda: list(itertools.islice(stream, CHUNK)), []))
     if workers == 1:
-        encoder = Encoder(job)
-        yield from (encoder(number, chunk) for number, chunk in chunks)
+        yield from itertools.starmap(Encoder(job), chunks)
         return
     # Processes are spawned, not forked: a fork beside the threads of PyTorch or of the progress line can deadlock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job,)) as pool:
         pending: deque[Future[Chunk]] = deque()
         try:
-            for number, chunk in chunks:
-                pending.append(submit(pool, _run_worker, number, chunk))
+            for chunk in chunks:
+                pending.append(submit(pool, _run_worker, *chunk))
                 if len(pending) > 2 * workers:
                     yield pending.popleft().result()
             while pending:
@@ -124,7 +132,7 @@ def encode_pairs(pairs: Iterable[Pair], job: Encoding, workers: int) -> Iterator
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-_encoder: Encoder | None = None  # of a worker process, set once when it starts
+_encoder: Encoder  # of a worker process, set once when it starts
 
 
 def _start_worker(job: Encoding) -> None:
@@ -134,21 +142,27 @@ def _start_worker(job: Encoding) -> None:
 
 
 def _run_worker(number: int, pairs: list[Pair]) -> Chunk:
-    assert _encoder is not None
     return _encoder(number, pairs)
 
 
-def _chunks(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    stream = iter(pairs)
-    while chunk := list(itertools.islice(stream, CHUNK)):
-        yield chunk
+def submit(pool: ProcessPoolExecutor, work: Callable[..., T], *arguments: object) -> Future[T]:
+    """Like `pool.submit`, in whose course processes start. These never see Ctrl-C, even while they import.
+
+    A terminal sends it to every process, and each would end with a traceback of its own.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process has the mask of its parent
+    try:
+        return pool.submit(work, *arguments)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _lengths(sentences: list[list[int]]) -> npt.NDArray[np.int64]:
-    return np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
+def end_with_parent() -> None:
+    """Called in a process of a pool, which would else wait for ever on a queue whose other end was killed."""
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        wait([parent.sentinel])
+        os._exit(1)
 
-
-def _pack(sentences: list[list[int]]) -> Pieces:
-    lengths = _lengths(sentences)
-    flat = itertools.chain.from_iterable(sentences)
-    return Pieces(np.fromiter(flat, dtype=np.uint16, count=int(lengths.sum())), lengths)
+    threading.Thread(target=watch, daemon=True).start()

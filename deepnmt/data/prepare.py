@@ -1,32 +1,42 @@
 """`deepnmt prepare`: from the texts a recipe names to its folder of token arrays.
 
 The training text is read three times as a stream (to judge the pairs, to train the vocabulary, to encode), the others
-twice. The result is a function of the texts and the settings in `data/settings.py`: neither the number of processes nor
-`recipe.seed` changes a byte, so that runs with several seeds share one folder.
+twice. The result is a function of the texts and the settings in `prepared.prepared_settings`: neither the number of
+processes nor `recipe.seed` changes a byte, so that runs with several seeds share one folder.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from deepnmt.config import Corpus, Recipe
 from deepnmt.data.batching import plan_epoch, random_order
 from deepnmt.data.encoding import CHUNK, SEED, Encoding, encode_pairs
 from deepnmt.data.filters import KEPT, Verdicts, judge_texts, tally
-from deepnmt.data.prepared import PreparedData, SideWriter, variant_stem, write_manifest
-from deepnmt.data.settings import WAY_OUT, check_settings, corpora, is_here, other_texts, prepared_settings
+from deepnmt.data.prepared import (
+    WAY_OUT,
+    PreparedData,
+    SideWriter,
+    check_settings,
+    corpora,
+    is_here,
+    other_texts,
+    prepared_settings,
+    variant_stem,
+    write_manifest,
+)
 from deepnmt.data.text import Pair, input_files, read_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
@@ -43,7 +53,7 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> Path:
     run clears what it left. Nothing that exists is overwritten.
 
     Args:
-        progress: report steps, counts and time left on stderr.
+        progress: report steps and counts on stderr, and the time left where that is a terminal.
 
     Raises:
         UserError: a text is faulty; `vocab.size` does not suit it; the filters leave nothing; the folder holds
@@ -63,12 +73,20 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> Path:
     except OSError as error:
         raise UserError(f"data.folder {folder} cannot be written: {error.strerror or error}; free space there or set "
                         "another folder") from None
-    _report_counts(recipe, folder, report)
+    data = PreparedData.open(folder)
+    for name, split in data.manifest["splits"].items():
+        report.line(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; left out: {_reasons(split['left_out'])}; "
+                    f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
+                    f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}")
+    train = data.split("train")
+    plan = plan_epoch(train.src_lengths, train.trg_lengths, recipe.batch.tokens, recipe.seed, 0)
+    report.line(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
+                f"{plan.waste:.1%} of the positions are padding")
     return folder
 
 
 class _Report:
-    """Lines and bars on stderr, or silence."""
+    """Lines on stderr, with bars where that is a terminal, or silence."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
@@ -78,7 +96,7 @@ class _Report:
             print(text, file=sys.stderr, flush=True)
 
     @contextmanager
-    def counting(self, what: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    def counting(self, what: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
         """To be told of pairs done: a bar on a terminal, with the time left where the total is known, or lines."""
         done, began = 0, time.monotonic()
         said = began
@@ -99,7 +117,7 @@ class _Report:
 
     def reading(self, what: str, pairs: Iterable[Pair]) -> Iterator[Pair]:
         """Passes pairs on and counts them."""
-        with self.counting(what, None) as count:
+        with self.counting(what) as count:
             for pair in pairs:
                 count(1)
                 yield pair
@@ -136,94 +154,79 @@ def _written_aside(folder: Path) -> Iterator[Path]:
     target = Path(os.path.abspath(folder))
     partial = target.with_name(f"{target.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    lock = partial / ".lock"
-    if any(partial.iterdir()) and not lock.exists():
+    lock = FileLock(partial / ".lock")  # the system lets go of it even if this process is killed
+    if any(partial.iterdir()) and not Path(lock.lock_file).exists():
         raise UserError(f"{partial} is needed for writing {folder} aside, but holds other files; move it away")
-    with open(lock, "w") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it even if this process is killed
-        except BlockingIOError:
-            raise UserError(f"another process is preparing {folder}; wait until it is done") from None
-        try:
-            shutil.rmtree(partial / "data", ignore_errors=True)
-            (partial / "data").mkdir()
-            yield partial / "data"
-            os.rename(partial / "data", target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(f"another process is preparing {folder}; wait until it is done") from None
+    try:
+        shutil.rmtree(partial / "data", ignore_errors=True)
+        (partial / "data").mkdir()
+        yield partial / "data"
+        os.rename(partial / "data", target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
 
 
 def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path, report: _Report) -> None:
     """Fills an empty folder. The short texts come first, so that a fault in them shows before the long work."""
+    data, vocab = recipe.data, recipe.vocab
     inputs = {name: _fingerprints(corpus) for name, corpus in texts.items()}
-    held_out = {name: corpus for name, corpus in texts.items() if name != "train"}
-    sizes = {name: _copy_text(folder, name, report.reading(f"{name}: reading", read_pairs(corpus)))
-             for name, corpus in held_out.items()}
-    train = recipe.data.train
-    verdicts = judge_texts(report.reading("train: reading", read_pairs(train)), recipe.data.filters)
-    _require_pairs(verdicts)
+    verdicts: dict[str, Verdicts] = {}
+    for name in [*(name for name in texts if name != "train"), "train"]:
+        pairs = report.reading(f"{name}: reading", read_pairs(texts[name]))
+        verdicts[name] = judge_texts(pairs, data.filters) if name == "train" else _copy_text(folder, name, pairs)
+    _require_pairs(verdicts["train"])
 
-    report.line(f"training the vocabulary of {recipe.vocab.size} {recipe.vocab.kind} pieces"
-                f"{'' if recipe.vocab.shared else ' a side'}")
-    models = _train_models(recipe, verdicts)
-    for side, model in zip(("src", "trg"), models):
+    report.line(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}")
+    # It is trained on the pairs kept, or on so many of them drawn at random.
+    most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
+    kept = np.flatnonzero(verdicts["train"] == KEPT)
+    chosen = np.zeros(len(verdicts["train"]), dtype=bool)
+    chosen[kept if len(kept) <= most else kept[random_order(len(kept), SEED)[:most]]] = True
+
+    def text(*sides: int) -> Iterator[str]:
+        for pair, taken in zip(read_pairs(data.train), chosen, strict=True):
+            if taken:
+                yield from (pair[side] for side in sides)
+
+    models = [train_vocabulary(text(*sides), vocab) for sides in ([(0, 1)] if vocab.shared else [(0,), (1,)])]
+    vocabs = {}
+    for side, model in (("src", models[0]), ("trg", models[-1])):
         (folder / f"{side}.spm").write_bytes(model)
+        found = Vocabulary(model)
+        vocabs[side] = {"size": found.size, "sha256": found.fingerprint}
 
-    data, workers = recipe.data, recipe.data.workers or len(os.sched_getaffinity(0))
-    splits = {}
-    for name, corpus in held_out.items():
-        everything = np.full(sizes[name], KEPT, dtype=np.uint8)
-        splits[name] = _encode(folder, name, corpus, everything, Encoding(*models), workers, report)
-    job = Encoding(*models, data.filters, data.subword_variants, recipe.vocab.kind, data.subword_alpha)
-    splits["train"] = _encode(folder, "train", train, verdicts, job, workers, report)
-    vocabs = {side: {"size": vocab.size, "sha256": vocab.fingerprint}
-              for side, vocab in zip(("src", "trg"), map(Vocabulary, models))}
+    job = Encoding(models[0], models[-1])
+    sampled = replace(job, filters=data.filters, variants=data.subword_variants, kind=vocab.kind,
+                      alpha=data.subword_alpha)
+    splits = {name: _encode(folder, name, texts[name], judged, sampled if name == "train" else job,
+                            data.workers or len(os.sched_getaffinity(0)), report)
+              for name, judged in verdicts.items()}
     write_manifest(folder, {"settings": prepared_settings(recipe), "inputs": inputs, "vocab": vocabs,
                             "splits": splits})
 
 
-def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> int:
-    """Keeps the text of a split, one sentence a line, and counts its pairs."""
-    count = 0
+def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Verdicts:
+    """Keeps the text of a split, one sentence a line, and all of its pairs."""
+    verdicts = bytearray()
     with (open(folder / f"{name}.src.txt", "w", encoding="utf-8", newline="\n") as src_file,
           open(folder / f"{name}.trg.txt", "w", encoding="utf-8", newline="\n") as trg_file):
         for src, trg in pairs:
             src_file.write(f"{src}\n")
             trg_file.write(f"{trg}\n")
-            count += 1
-    return count
-
-
-def _train_models(recipe: Recipe, verdicts: Verdicts) -> tuple[bytes, bytes]:
-    """The source and the target vocabulary, one and the same where they are shared."""
-    train, vocab = recipe.data.train, recipe.vocab
-    chosen = _vocabulary_sample(verdicts, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
-
-    def text(sides: tuple[int, ...]) -> Iterator[str]:
-        for pair, taken in zip(read_pairs(train), chosen, strict=True):
-            if taken:
-                yield from (pair[side] for side in sides)
-
-    if vocab.shared:
-        model = train_vocabulary(text((0, 1)), vocab)
-        return model, model
-    return train_vocabulary(text((0,)), vocab), train_vocabulary(text((1,)), vocab)
-
-
-def _vocabulary_sample(verdicts: Verdicts, most: int) -> npt.NDArray[np.bool_]:
-    """Which pairs the vocabulary is trained on: those kept, or `most` of them (at least 1) drawn at random."""
-    chosen = verdicts == KEPT
-    kept = np.flatnonzero(chosen)
-    if len(kept) > most:
-        chosen[kept[random_order(len(kept), SEED)[max(1, most):]]] = False
-    return chosen
+            verdicts.append(KEPT)
+    return np.frombuffer(verdicts, dtype=np.uint8)
 
 
 def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: Encoding, workers: int,
             report: _Report) -> dict[str, Any]:
     """Writes a split's arrays and returns its counts for the manifest. Pairs that `verdicts` leaves out are skipped."""
     stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
-    writers = [(SideWriter(folder, f"{stem}.src"), SideWriter(folder, f"{stem}.trg")) for stem in stems]
+    writers = [[SideWriter(folder, f"{stem}.{side}") for side in ("src", "trg")] for stem in stems]
     kept = np.flatnonzero(verdicts == KEPT)
     final, done, unknown = verdicts.copy(), 0, [0, 0]
     pairs = (pair for pair, verdict in zip(read_pairs(corpus), verdicts, strict=True) if verdict == KEPT)
@@ -231,11 +234,12 @@ def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: En
         for chunk in encode_pairs(pairs, job, min(workers, 1 + len(kept) // CHUNK)):
             for sides, side_writers in zip(chunk.sides, writers, strict=True):
                 for pieces, writer in zip(sides, side_writers):
-                    writer.add(pieces.tokens, pieces.lengths)
+                    writer.add(*pieces)
             for side, pieces in enumerate(chunk.sides[0]):
                 unknown[side] += int(np.count_nonzero(pieces.tokens == UNK))
-            final[kept[done:done + len(chunk.verdicts)]] = chunk.verdicts
-            done += len(chunk.verdicts)
+            end = done + len(chunk.verdicts)
+            final[kept[done:end]] = chunk.verdicts
+            done = end
             count(len(chunk.verdicts))
     _require_pairs(final)
     return {"read": len(final), "pairs": int(np.count_nonzero(final == KEPT)), "left_out": tally(final),
@@ -251,15 +255,3 @@ def _require_pairs(verdicts: Verdicts) -> None:
 
 def _reasons(left_out: dict[str, int]) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in left_out.items() if count) or "none"
-
-
-def _report_counts(recipe: Recipe, folder: Path, report: _Report) -> None:
-    data = PreparedData.open(folder)
-    for name, split in data.manifest["splits"].items():
-        report.line(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; left out: {_reasons(split['left_out'])}; "
-                    f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
-                    f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}")
-    train = data.split("train")
-    plan = plan_epoch(train.src_lengths, train.trg_lengths, recipe.batch.tokens, recipe.seed, 0)
-    report.line(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
-                f"{plan.waste:.1%} of the positions are padding")

@@ -7,19 +7,23 @@ size and hash of every other file. For a side of a split, e.g. `train.src`:
     train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
     train.v03.src.tokens    the same for sampled segmentation 3 of the training text
     valid.src.txt           the text itself, one sentence a line; not kept for the training text
+
+`open_prepared` is the way to the data of a recipe, and sees to it that it was made with this recipe's settings.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from deepnmt.config import Corpus, Recipe
+from deepnmt.data.text import input_files
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
@@ -27,6 +31,8 @@ from deepnmt.tokens import EOS, PAD
 
 FORMAT, VERSION = "deepnmt-data", 1
 TOKEN, OFFSET = np.dtype("<u2"), np.dtype("<i8")
+WAY_OUT = "set data.folder to a new folder, or, if no run is to go on with this one, delete it to prepare it again"
+_AGAIN = "delete the folder and run deepnmt prepare again"
 
 Lengths = npt.NDArray[np.int32]
 Tokens = npt.NDArray[np.uint16]
@@ -39,17 +45,21 @@ class SideWriter:
     def __init__(self, folder: Path, stem: str) -> None:
         self._tokens, self._offsets = folder / f"{stem}.tokens", folder / f"{stem}.offsets"
         self.end = 0
-        self._tokens.write_bytes(b"")
+        self._tokens.touch()
         self._offsets.write_bytes(np.zeros(1, OFFSET).tobytes())
 
     def add(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
         """Adds sentences of `lengths` pieces each, whose pieces stand one after the other in `tokens`."""
-        offsets = self.end + np.cumsum(lengths, dtype=OFFSET)
-        with open(self._tokens, "ab") as stream:
-            stream.write(tokens.astype(TOKEN).tobytes())
-        with open(self._offsets, "ab") as stream:
-            stream.write(offsets.astype(OFFSET).tobytes())
-        self.end += int(lengths.sum())
+        for file, array in ((self._tokens, tokens.astype(TOKEN)),
+                            (self._offsets, self.end + np.cumsum(lengths, dtype=OFFSET))):
+            with open(file, "ab") as stream:
+                stream.write(array.tobytes())
+        self.end += len(tokens)
+
+
+def variant_stem(split: str, k: int) -> str:
+    """How the files of a split's `k`-th sampled segmentation begin."""
+    return f"{split}.v{k:02d}"
 
 
 def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
@@ -70,19 +80,17 @@ def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
 class Side:
     """One side of a split: N sentences in memory-mapped arrays, each seen up to `limit - 1` pieces."""
 
-    def __init__(self, tokens: Tokens, offsets: Indices, limit: int | None = None) -> None:
-        self._tokens, self._offsets, self._limit = tokens, offsets, limit
-        pieces = np.diff(offsets)
+    def __init__(self, folder: Path, stem: str, limit: int | None) -> None:
+        self._tokens, self._offsets = (
+            np.memmap(file, kind, "r") if file.stat().st_size else np.zeros(0, kind)  # what is empty cannot be mapped
+            for file, kind in ((folder / f"{stem}.tokens", TOKEN), (folder / f"{stem}.offsets", OFFSET)))
+        pieces = np.diff(self._offsets)
         self._pieces = pieces if limit is None else np.minimum(pieces, limit - 1)
         self.lengths: Lengths = (self._pieces + 1).astype(np.int32)  # eos is counted
 
     def __getitem__(self, i: int) -> Tokens:
         start = self._offsets[i]
         return self._tokens[start:start + self._pieces[i]]
-
-    def cut(self, limit: int) -> Side:
-        """The same side with no length above `limit`."""
-        return Side(self._tokens, self._offsets, limit)
 
     def with_eos(self, indices: Indices) -> tuple[Indices, Indices]:
         """The sentences `indices` [B] as pieces + eos, padded to the longest: ids [B, L] and lengths [B]."""
@@ -96,29 +104,24 @@ class Side:
 
 
 class Split:
-    """The training, validation or a test text: N pairs."""
+    """The training, validation or a test text: N pairs.
 
-    def __init__(self, folder: Path, name: str, counts: dict[str, Any], variant: int | None = None,
-                 limit: int | None = None) -> None:
-        self._folder, self._counts, self._limit = folder, counts, limit
-        self.name = name
-        self.variants: int = counts["variants"]
+    Attributes:
+        sources, targets: the two sides, in pieces.
+        src_lengths, trg_lengths: int32 [N], pieces + eos (which is also bos + pieces).
+        variants: the number of sampled segmentations.
+    """
+
+    def __init__(self, folder: Path, name: str, variants: int, variant: int | None = None, limit: int | None = None
+                 ) -> None:
+        self._folder, self._limit = folder, limit
+        self.name, self.variants = name, variants
         stem = name if variant is None else variant_stem(name, variant)
-        self.sources = _open_side(folder, f"{stem}.src", limit)
-        self.targets = _open_side(folder, f"{stem}.trg", limit)
+        self.sources, self.targets = (Side(folder, f"{stem}.{side}", limit) for side in ("src", "trg"))
+        self.src_lengths, self.trg_lengths = self.sources.lengths, self.targets.lengths
 
     def __len__(self) -> int:
-        return len(self.sources.lengths)
-
-    @property
-    def src_lengths(self) -> Lengths:
-        """int32 [N]: pieces + eos."""
-        return self.sources.lengths
-
-    @property
-    def trg_lengths(self) -> Lengths:
-        """int32 [N]: pieces + eos, which is also bos + pieces."""
-        return self.targets.lengths
+        return len(self.src_lengths)
 
     @property
     def source_per_target(self) -> float:
@@ -137,15 +140,15 @@ class Split:
         """The `k`-th sampled segmentation of the same sentences, `0 <= k < variants`."""
         if not 0 <= k < self.variants:
             raise IndexError(f"{self.name} has {self.variants} sampled segmentations, there is no number {k}")
-        return Split(self._folder, self.name, self._counts, variant=k, limit=self._limit)
+        return Split(self._folder, self.name, self.variants, k, self._limit)
 
-    def cut(self, limit: int) -> Split:
-        """The plain segmentation with every sentence cut to `limit` tokens, eos counted and kept.
+    def truncated(self, limit: int) -> Split:
+        """The plain segmentation with no sentence over `limit` tokens, eos counted and kept.
 
         Validation and test texts are stored whole, whatever their length; a loss over them needs no more than
         `model.max_length` tokens a sentence.
         """
-        return Split(self._folder, self.name, self._counts, limit=limit)
+        return Split(self._folder, self.name, self.variants, limit=limit)
 
     def src_text(self) -> list[str]:
         """The source text as it was given, whitespace around it stripped. Not kept for the training text."""
@@ -156,23 +159,7 @@ class Split:
         return self._text("trg")
 
     def _text(self, side: str) -> list[str]:
-        file = self._folder / f"{self.name}.{side}.txt"
-        return file.read_bytes().decode("utf-8").split("\n")[:-1]
-
-
-def variant_stem(split: str, k: int) -> str:
-    """How the files of a split's `k`-th sampled segmentation begin."""
-    return f"{split}.v{k:02d}"
-
-
-def _open_side(folder: Path, stem: str, limit: int | None) -> Side:
-    return Side(_map(folder / f"{stem}.tokens", TOKEN), _map(folder / f"{stem}.offsets", OFFSET), limit)
-
-
-def _map(file: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    if file.stat().st_size == 0:  # an empty file cannot be mapped
-        return np.zeros(0, kind)
-    return np.memmap(file, dtype=kind, mode="r")
+        return (self._folder / f"{self.name}.{side}.txt").read_bytes().decode("utf-8").split("\n")[:-1]
 
 
 class PreparedData:
@@ -189,15 +176,31 @@ class PreparedData:
             UserError: the folder is missing, incomplete, or not one of this version of deepnmt.
         """
         folder = Path(folder)
-        data = cls(folder, _read_manifest(folder))
-        for name, entry in data.manifest["files"].items():
-            file = folder / name
-            if not file.is_file():
+        file = folder / "manifest.json"
+        if not folder.exists():
+            raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
+        try:
+            manifest = json.loads(file.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(f"{folder} holds no manifest.json, so it is not prepared data; set data.folder to a folder "
+                            "that deepnmt prepare has written") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read ({error}); {_AGAIN}") from None
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise UserError(f"{file} is not a manifest of deepnmt's prepared data; set data.folder to another folder")
+        if manifest.get("version") != VERSION:
+            raise UserError(f"{folder} was prepared in format version {manifest.get('version')}, this deepnmt reads "
+                            f"{VERSION}; {_AGAIN}")
+        if missing := [key for key in ("settings", "inputs", "vocab", "splits", "files")
+                       if not isinstance(manifest.get(key), dict)]:
+            raise UserError(f"{file} lacks {', '.join(missing)}; {_AGAIN}")
+        for name, entry in manifest["files"].items():
+            if not (folder / name).is_file():
                 raise UserError(f"prepared data {folder} is incomplete: {name} is missing; {_AGAIN}")
-            if (size := file.stat().st_size) != entry.get("bytes"):
+            if (size := (folder / name).stat().st_size) != entry.get("bytes"):
                 raise UserError(f"prepared data {folder} is damaged: {name} has {size} bytes, its manifest says "
                                 f"{entry.get('bytes')}; {_AGAIN}")
-        return data
+        return cls(folder, manifest)
 
     def verify(self) -> None:
         """Reads every file and compares its hash with the manifest. Raises `UserError` at the first difference."""
@@ -217,39 +220,77 @@ class PreparedData:
 
     def split(self, name: str) -> Split:
         """Raises `UserError` where there is no such split."""
-        if name not in self.manifest["splits"]:
+        if name not in self.splits:
             raise UserError(f"prepared data {self.folder} has no split {name!r}; it has {', '.join(self.splits)}")
-        return Split(self.folder, name, self.manifest["splits"][name])
+        return Split(self.folder, name, self.manifest["splits"][name]["variants"])
 
     def vocabs(self) -> tuple[Vocabulary, Vocabulary]:
         """The source and target vocabularies, of equal bytes where they are shared."""
         return Vocabulary.load(self.folder / "src.spm"), Vocabulary.load(self.folder / "trg.spm")
 
 
-_AGAIN = "delete the folder and run deepnmt prepare again"
+def open_prepared(recipe: Recipe, texts: bool = True, verify: bool = False) -> PreparedData:
+    """The recipe's prepared data, to train from.
+
+    Args:
+        texts: whether the texts for training and validation must still be those that were prepared, as far as their
+            sizes tell and they are on this machine. A run that was begun has its data's fingerprint to go by, and goes
+            on whatever became of the texts.
+        verify: whether every file is read and compared with its hash, and not its size alone.
+
+    Raises:
+        UserError: it is missing or damaged, or was made with another vocabulary, other filters or segmentation, or from
+            other texts.
+    """
+    data = PreparedData.open(recipe.data.folder)
+    check_settings(recipe, data)
+    if verify:
+        data.verify()
+    for name, corpus in (("train", recipe.data.train), ("valid", recipe.data.valid)) if texts else ():
+        then = data.manifest["inputs"].get(name)
+        if then and is_here(corpus) and [f["bytes"] for f in then] != [f.stat().st_size for f in input_files(corpus)]:
+            raise other_texts(data, name)
+    return data
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    file = folder / "manifest.json"
-    if not folder.exists():
-        raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
-    try:
-        manifest = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} holds no manifest.json, so it is not prepared data; set data.folder to a folder "
-                        "that deepnmt prepare has written") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}); {_AGAIN}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise UserError(f"{file} is not a manifest of deepnmt's prepared data; set data.folder to another folder")
-    if manifest.get("version") != VERSION:
-        raise UserError(f"{folder} was prepared in format version {manifest.get('version')}, this deepnmt reads "
-                        f"{VERSION}; {_AGAIN}")
-    missing = _missing_keys(manifest, ("settings", "inputs", "vocab", "splits", "files"))
-    if missing:
-        raise UserError(f"{file} lacks {', '.join(missing)}; {_AGAIN}")
-    return manifest
+def check_settings(recipe: Recipe, data: PreparedData) -> None:
+    """Raises `UserError` naming the first setting that differs from those a folder was prepared with."""
+    then = data.manifest["settings"]
+    for key, value in prepared_settings(recipe).items():
+        if then.get(key) != value:
+            raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, the recipe says "
+                            f"{value}; {WAY_OUT}")
 
 
-def _missing_keys(manifest: dict[str, Any], keys: Iterable[str]) -> list[str]:
-    return [key for key in keys if not isinstance(manifest.get(key), dict)]
+def is_here(corpus: Corpus) -> bool:
+    """Whether a corpus is on this machine, all its files; prepared data serves without."""
+    return all(Path(file).exists() for file in [*corpus.src, *corpus.trg, *corpus.tsv])
+
+
+def other_texts(data: PreparedData, name: str) -> UserError:
+    """The fault of data made from other texts for a split than the recipe names."""
+    return UserError(f"prepared data {data.folder} was made from other texts than the recipe's data.{name} names, or "
+                     "they have changed since; set data.folder to a new folder to prepare these, or put the old ones "
+                     "back")
+
+
+def prepared_settings(recipe: Recipe) -> dict[str, Any]:
+    """All settings that the prepared bytes depend on, by their dotted names."""
+    data = recipe.data
+    settings = {f"data.filters.{key}": value for key, value in data.filters.model_dump().items()}
+    settings |= {f"vocab.{key}": value for key, value in recipe.vocab.model_dump().items()}
+    settings["data.subword_variants"] = data.subword_variants
+    if data.subword_variants:
+        settings["data.subword_alpha"] = data.subword_alpha
+    return settings | {f"data.{name}.columns": corpus.columns for name, corpus in corpora(recipe).items() if corpus.tsv}
+
+
+def corpora(recipe: Recipe) -> dict[str, Corpus]:
+    """Every text of the recipe under the name of its split. Raises `UserError` for a test's name with other characters
+    than file names can hold."""
+    for name in recipe.data.test:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise UserError(f"data.test.{name}: a test's name becomes part of file names; use letters, digits, '_', "
+                            "'-' and '.' only")
+    tests = {f"test.{name}": corpus for name, corpus in recipe.data.test.items()}
+    return {"train": recipe.data.train, "valid": recipe.data.valid, **tests}

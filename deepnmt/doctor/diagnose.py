@@ -26,7 +26,7 @@ from deepnmt.checkpoint.checkpoint import (
     update_of,
 )
 from deepnmt.config import Recipe
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.activations import likeness, ranges
 from deepnmt.doctor.change import Growth, layer_changes, random_change
 from deepnmt.doctor.dependency import dependency

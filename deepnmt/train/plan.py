@@ -9,7 +9,7 @@ import torch
 from deepnmt.checkpoint.average import check_average_last
 from deepnmt.config import Model, Recipe, Stack, dump_recipe
 from deepnmt.data.batching import PlanStream
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import open_prepared
 from deepnmt.model.blocks import RULES
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.transformer import Transformer

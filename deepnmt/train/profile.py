@@ -8,8 +8,7 @@ from pathlib import Path
 
 from deepnmt.config import Recipe
 from deepnmt.data.batching import MicroBatch, PlanStream, Position, collate
-from deepnmt.data.prepared import PreparedData
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
 from deepnmt.model.admin import SIDES, AdminProfile, ProfileBatch, measure

@@ -26,7 +26,7 @@ from deepnmt.checkpoint.checkpoint import (
 from deepnmt.config import Recipe, dump_recipe
 from deepnmt.data.batching import MicroBatch as PlannedBatch
 from deepnmt.data.batching import PlanStream, Position, collate
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.training_probe import TrainingProbe
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import scorers

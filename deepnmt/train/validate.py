@@ -34,7 +34,7 @@ class Validation:
 def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:
     """Collective; every rank returns the same figures."""
     split = data.split("valid")
-    loss, nll, tokens = ranks.sum(_losses(recipe, split.cut(recipe.model.max_length), engine, ranks))
+    loss, nll, tokens = ranks.sum(_losses(recipe, split.truncated(recipe.model.max_length), engine, ranks))
     bleu = signature = None
     if recipe.train.valid_bleu:
         bleu, signature = _bleu(recipe, data, split, engine.gather_model(), ranks)

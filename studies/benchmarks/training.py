@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deepnmt.checkpoint.checkpoint import find_checkpoint, load_model
 from deepnmt.config import Model, Recipe, Translate, check_recipe
 from deepnmt.data.batching import PlanStream, Position, collate
-from deepnmt.data.prepared import PreparedData
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
 from deepnmt.decode.translate import cast, translate_shards
 from deepnmt.errors import UserError

@@ -65,7 +65,7 @@ def test_rows_are_padded_behind_eos(folder: Path) -> None:
 
 
 def test_cut_keeps_eos_and_leaves_short_sentences(folder: Path) -> None:
-    split = PreparedData.open(folder).split("valid").cut(3)
+    split = PreparedData.open(folder).split("valid").truncated(3)
     assert split.src_lengths.tolist() == [3, 1, 2, 3] and split.trg_lengths.tolist() == [2, 3, 1, 3]
     assert split.src(3).tolist() == [4, 4] and split.trg(3).tolist() == [10, 11]
     assert split.sources.with_eos(np.array([0]))[0].tolist() == [[5, 6, 2]]

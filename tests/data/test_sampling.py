@@ -14,7 +14,7 @@ import pytest
 import sentencepiece
 
 from deepnmt import config
-from deepnmt.data.subwords import BpeDropout, Sampler, UnigramSampling
+from deepnmt.data.subwords import SAMPLERS, BpeDropout, UnigramSampling
 from deepnmt.data.vocab import SPACE, Vocabulary, train_vocabulary
 from deepnmt.tokens import UNK
 
@@ -94,7 +94,7 @@ def test_lengths_agree_with_sentencepiece(kind: Kind) -> None:
     vocab = _vocab(kind)
     control = sentencepiece.SentencePieceProcessor(model_proto=vocab.bytes)
     theirs = control.encode(LINES * 20, num_threads=1, enable_sampling=True, alpha=0.2, nbest_size=-1)
-    ours = Sampler(vocab, kind, 0.2).sample_batch(LINES * 20, seed=3)
+    ours = SAMPLERS[kind](vocab, 0.2).sample_batch(LINES * 20, seed=3)
     assert sum(map(len, ours)) == pytest.approx(sum(map(len, theirs)), rel=0.01)
     assert sum(map(len, ours)) > 1.1 * sum(len(vocab.encode(line)) for line in LINES * 20)
 
@@ -103,15 +103,15 @@ def test_without_dropout_it_is_the_best_segmentation_and_with_all_of_it_characte
     texts = [*LINES, "", "  ban   猫猫 stei", "猫 猫", f"ban{SPACE}{SPACE}o"]
     for byte_fallback in (False, True):
         vocab = _vocab("bpe", 330 if byte_fallback else 60, byte_fallback)
-        assert Sampler(vocab, "bpe", 0.0).sample_batch(texts, seed=1) == vocab.encode_batch(texts)
-    characters = Sampler(vocab, "bpe", 1.0).sample_batch(LINES, seed=1)
+        assert BpeDropout(vocab, 0.0).sample_batch(texts, seed=1) == vocab.encode_batch(texts)
+    characters = BpeDropout(vocab, 1.0).sample_batch(LINES, seed=1)
     assert [len(ids) for ids in characters] == [len(line) + 1 for line in LINES]  # one for the space put in front
 
 
 def test_a_large_power_leaves_the_best_unigram_segmentation() -> None:
     texts = [*LINES, "", "  ban   猫猫 stei"]
     vocab = _vocab("unigram")
-    sampled, best = Sampler(vocab, "unigram", 400.0).sample_batch(texts, seed=1), vocab.encode_batch(texts)
+    sampled, best = UnigramSampling(vocab, 400.0).sample_batch(texts, seed=1), vocab.encode_batch(texts)
     scores = {piece.id: piece.score for piece in vocab.pieces().values()} | {UNK: -99.0}
     for one, other in zip(sampled, best):  # equally good ones may differ
         assert sum(scores[i] for i in one) == pytest.approx(sum(scores[i] for i in other), abs=0.02)
@@ -120,7 +120,7 @@ def test_a_large_power_leaves_the_best_unigram_segmentation() -> None:
 @KINDS
 def test_the_text_stays_the_same(kind: Kind) -> None:
     vocab = _vocab(kind)
-    assert [vocab.decode(ids) for ids in Sampler(vocab, kind, 0.3).sample_batch(LINES, seed=2)] == LINES
+    assert [vocab.decode(ids) for ids in SAMPLERS[kind](vocab, 0.3).sample_batch(LINES, seed=2)] == LINES
 
 
 @KINDS
@@ -128,11 +128,11 @@ def test_another_process_draws_the_same(kind: Kind, tmp_path) -> None:
     vocab = _vocab(kind)
     (tmp_path / "m.spm").write_bytes(vocab.bytes)
     code = ("from pathlib import Path; from deepnmt.data.vocab import Vocabulary\n"
-            "from deepnmt.data.subwords import Sampler\n"
-            f"print(Sampler(Vocabulary.load(Path({str(tmp_path / 'm.spm')!r})), {kind!r}, 0.2)"
+            "from deepnmt.data.subwords import SAMPLERS\n"
+            f"print(SAMPLERS[{kind!r}](Vocabulary.load(Path({str(tmp_path / 'm.spm')!r})), 0.2)"
             f".sample_batch({LINES[:50]!r}, 5))")
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    sampler = Sampler(vocab, kind, 0.2)
+    sampler = SAMPLERS[kind](vocab, 0.2)
     sampler.sample_batch(LINES, seed=9)  # what was drawn before does not matter
     assert other.strip() == repr(sampler.sample_batch(LINES[:50], 5))
     assert sampler.sample_batch(LINES[:50], 5) != sampler.sample_batch(LINES[:50], 6)

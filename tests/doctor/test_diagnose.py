@@ -19,7 +19,7 @@ from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.batching import PlanStream, Position
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.change import random_change
 from deepnmt.doctor.diagnose import _features, _in_bf16, between_checkpoints, due_rate, growth, one_update
 from deepnmt.doctor.gradient_probe import Gradients, HalfZeros

@@ -13,7 +13,7 @@ from warm import Warm
 
 from deepnmt.checkpoint.checkpoint import load_moments, load_weights
 from deepnmt.config import Recipe, Translate, load_recipe
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.translate import translate_lines
 from deepnmt.errors import UserError
 from deepnmt.parallel.build import start_engine
@@ -54,8 +54,8 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
 
 def check_texts(settings: Recipe, ranks: Ranks) -> None:
     """Training texts may be on some machines alone: what one process finds amiss there keeps all from training."""
-    here = patch("deepnmt.data.settings.is_here", lambda corpus: ranks.rank == ranks.world - 1)
-    others = patch("deepnmt.data.settings.input_files", lambda corpus: [])
+    here = patch("deepnmt.data.prepared.is_here", lambda corpus: ranks.rank == ranks.world - 1)
+    others = patch("deepnmt.data.prepared.input_files", lambda corpus: [])
     with here, others, pytest.raises(UserError, match="made from other texts"):
         Trainer(settings, ranks)
 

@@ -16,7 +16,7 @@ import torch
 from deepnmt.checkpoint.checkpoint import load_state
 from deepnmt.config import load_recipe
 from deepnmt.data.batching import PlanStream
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import open_prepared
 from deepnmt.parallel.launch import processes
 from deepnmt.train.log import Monitor
 from deepnmt.train.trainer import FINISHED, train

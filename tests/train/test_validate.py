@@ -12,7 +12,7 @@ import torch
 
 from deepnmt.config import Translate, load_recipe
 from deepnmt.data.batching import plan_eval
-from deepnmt.data.settings import open_prepared
+from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.lines import Hypothesis
 from deepnmt.decode.translate import translate_lines
 from deepnmt.model.transformer import Transformer
