@@ -86,7 +86,7 @@ def profiled(found: argparse.Namespace, recipe: Recipe, asked: Sequence[str] = (
     """
     blocks = (recipe.model.encoder.block, recipe.model.decoder.block)
     why = ""
-    if "admin" not in blocks:
+    if not recipe.model.profiled:
         why = f"model.encoder.block is {blocks[0]} and model.decoder.block {blocks[1]}, neither of them admin"
     elif recipe.admin.profile is not None:
         why = f"the profile is read from admin.profile ({recipe.admin.profile})"

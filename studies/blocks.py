@@ -30,7 +30,7 @@ from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.fresh import block_pair
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_run_folder, numbered_log
-from deepnmt.model.blocks import RULES
+from deepnmt.model.blocks import BLOCKS
 from deepnmt.parallel.launch import processes
 from studies.block_plots import Panel, draw_study
 from studies.block_runs import INTERVAL, System, run_system, shared_settings
@@ -50,7 +50,7 @@ class Systems:
     stack; updates of warm-up; initialisations of both stacks, of which a system skips those that come to the same.
     Every depth and warm-up has a run without sources, too."""
 
-    blocks: Sequence[str] = (*RULES, *HYBRIDS)
+    blocks: Sequence[str] = (*BLOCKS, *HYBRIDS)
     depths: Sequence[int] = (18, 36)
     warmups: Sequence[int] | None = None  # None: the recipe's
     inits: Sequence[Init] = ("auto",)

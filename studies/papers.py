@@ -23,7 +23,7 @@ from deepnmt.doctor.plots import draw_growth, draw_lines
 from deepnmt.doctor.probes import ProbeBatch
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
-from deepnmt.model.admin import SIDES
+from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import BOS, EOS, PAD
 

@@ -27,7 +27,7 @@ from deepnmt.doctor.plots import draw_grid
 from deepnmt.doctor.verdict import FEATURES, SHIPPED, VerdictRule
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_folder_of, write_text
-from deepnmt.model.blocks import RULES
+from deepnmt.model.blocks import BLOCKS
 from studies.verdict_fit import Fitted, confusion, fit_rule, held_out, unpaired
 from studies.verdict_points import (
     OPTIMIZER,
@@ -72,7 +72,7 @@ def make_grid(
 ) -> int:
     """The runs of a command line (None: all blocks, `DEPTHS`, `RATES`); returns how many are left."""
     torch.set_num_threads(threads)
-    points = grid(blocks or list(RULES), depths or DEPTHS, rates or RATES, sentences, seeds, precisions, inits)
+    points = grid(blocks or list(BLOCKS), depths or DEPTHS, rates or RATES, sentences, seeds, precisions, inits)
     return run_grid(points, Settings(), output, max_seconds)
 
 

@@ -3,6 +3,7 @@
 from deepnmt.config.load import changed_settings, check_recipe, dump_recipe, load_recipe, override
 from deepnmt.config.sections import (
     HISTORY_BLOCKS,
+    PROFILED_BLOCKS,
     Admin,
     Batch,
     Block,
@@ -25,6 +26,7 @@ from deepnmt.config.sections import (
 
 __all__ = [
     "HISTORY_BLOCKS",
+    "PROFILED_BLOCKS",
     "Admin",
     "Batch",
     "Block",

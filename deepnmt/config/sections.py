@@ -8,7 +8,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
                 "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]
-HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # a layer of these needs the outputs of all layers below it
+# What a recipe is checked for, here again because a recipe is read without torch: see model/blocks.py.
+HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # `needs_history`
+PROFILED_BLOCKS = ("admin",)  # `profiled`
 Init = Literal["auto", "xavier", "xavier_separate", "depth_scaled"]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -111,6 +113,15 @@ class Model(Section):
     max_length: Count = 512
     encoder: Stack = Stack()
     decoder: Stack = Stack()
+
+    def stack(self, side: Literal["encoder", "decoder"]) -> Stack:
+        """One side of the model."""
+        return self.encoder if side == "encoder" else self.decoder
+
+    @property
+    def profiled(self) -> bool:
+        """Whether a stack's ω are measured before the first update, or read from a profile."""
+        return self.encoder.block in PROFILED_BLOCKS or self.decoder.block in PROFILED_BLOCKS
 
     @model_validator(mode="after")
     def _shapes(self) -> Model:
@@ -328,7 +339,7 @@ class Recipe(Section):
                                 (self.schedule.step_update, self.train.updates, "update")):
             if step is not None and end is not None and step > end:
                 faults.append(f"schedule.step_{unit} ({step}) must not be above train.{unit}s ({end}), the run's end")
-        if self.admin.profile is not None and "admin" not in (self.model.encoder.block, self.model.decoder.block):
+        if self.admin.profile is not None and not self.model.profiled:
             faults.append(f"admin.profile ({self.admin.profile}) is of block: admin, but model.encoder.block is "
                           f"{self.model.encoder.block} and model.decoder.block {self.model.decoder.block}; remove it")
         if self.data.subword_variants and self.vocab.kind == "bpe" and self.data.subword_alpha == 0:

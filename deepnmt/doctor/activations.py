@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.doctor.probes import ProbeBatch, hooks, layer_outputs, layers_of, real_positions, stack_outputs
-from deepnmt.model.admin import SUBLAYERS
-from deepnmt.model.blocks import Side, Stream, newest
+from deepnmt.model.blocks import SUBLAYERS, Side, Stream, newest
 from deepnmt.model.transformer import Transformer
 
 HALF_MAX = 65504.0  # the largest finite fp16 number

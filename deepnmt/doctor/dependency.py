@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.doctor.probes import ProbeBatch, hooks, layers_of, real_positions
-from deepnmt.model.blocks import Rule, Side, Stream
+from deepnmt.model.blocks import Block, Side, Stream
 from deepnmt.model.transformer import Transformer
 
 Norms = list[tuple[nn.LayerNorm, Tensor]]  # the LayerNorms of a module and what each took in the real forward pass
@@ -40,7 +40,7 @@ def dependency(model: Transformer, batch: ProbeBatch, side: Side) -> list[list[f
     parts = [part[None] for part in _tensors(seen.inputs[0])]  # of every tensor of the stream, [P, B, T, D]
     for index, layer in enumerate(layers_of(model, side)):
         rule = layer.get_submodule("rule")
-        assert isinstance(rule, Rule)
+        assert isinstance(rule, Block)
         entering, parts = _split(rule, parts, seen.branches[index], seen.inputs[index], real)
         rows += entering
     top = model.get_submodule(f"{side}.norm")
@@ -84,7 +84,7 @@ def _forward(model: Transformer, batch: ProbeBatch, side: Side) -> _Seen:
 
 
 def _split(
-    rule: Rule, parts: list[Tensor], branches: list[Tensor], entering: Stream, real: Tensor
+    rule: Block, parts: list[Tensor], branches: list[Tensor], entering: Stream, real: Tensor
 ) -> tuple[list[list[float]], list[Tensor]]:
     """Takes the parts of a layer's input through its rule, adding its branches' parts one by one.
 
@@ -110,7 +110,7 @@ def _split(
     return rows, outputs
 
 
-def _run(rule: Rule, x: Stream, branches: Sequence[Tensor]) -> tuple[list[Tensor], Stream]:
+def _run(rule: Block, x: Stream, branches: Sequence[Tensor]) -> tuple[list[Tensor], Stream]:
     """What a rule gives its branches to work on, and its output, when they answer with these."""
     inputs: list[Tensor] = []
 

@@ -51,8 +51,7 @@ from deepnmt.doctor.verdict import (
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.folders import DamagedCheckpoint, own_name
-from deepnmt.model.admin import SIDES
-from deepnmt.model.blocks import Side
+from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import check_layout

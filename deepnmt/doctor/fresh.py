@@ -9,8 +9,8 @@ import torch
 from deepnmt.config import Init, Model
 from deepnmt.doctor.probes import ProbeBatch
 from deepnmt.errors import UserError
-from deepnmt.model.admin import SIDES, AdminProfile, InputVariance, admin_sublayers, measure
-from deepnmt.model.blocks import RULES
+from deepnmt.model.admin import AdminProfile, InputVariance, measure
+from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.transformer import Transformer
 
 
@@ -28,7 +28,7 @@ def fresh_model(
     """Builds the model on the batches' device; where a stack is Admin, the batches are profiled first, unless a
     `profile` is given."""
     built = Transformer(model, src_vocab, trg_vocab, seed, label_smoothing)
-    if any(admin_sublayers(model, side) for side in SIDES):
+    if model.profiled:
         measured = profile or measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance)
         measured.apply(built)
     return built.to(batches[0][0].device if batches else torch.device("cpu"))
@@ -58,15 +58,15 @@ def with_init(model: Model, init: str) -> Model:
 def initialisation(block: str, init: Init) -> str:
     """What `init` comes to with a block: `xavier`, `xavier_separate` or `depth_scaled`."""
     if init == "auto":
-        return "depth_scaled" if RULES[block].depth_scaled else "xavier"
-    return "xavier" if init == "xavier_separate" and not RULES[block].fused else init
+        return "depth_scaled" if BLOCKS[block].depth_scaled else "xavier"
+    return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused else init
 
 
 def block_pair(word: str) -> tuple[str, str]:
     """Encoder and decoder block of a word: `admin`, or `post_ln/pre_ln`. Raises `UserError` for an unknown block."""
     encoder, _, decoder = word.partition("/")
     for block in (encoder, decoder or encoder):
-        if block not in RULES:
-            raise UserError(f"there is no block {block!r}; known: {', '.join(RULES)}; two with a / between them are "
+        if block not in BLOCKS:
+            raise UserError(f"there is no block {block!r}; known: {', '.join(BLOCKS)}; two with a / between them are "
                             "encoder and decoder")
     return encoder, decoder or encoder

@@ -24,7 +24,7 @@ from deepnmt.doctor.probes import (
     sublayers,
     watching,
 )
-from deepnmt.model.admin import SIDES
+from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 
 # From the bottom of a Post-LN decoder layer: around its first and second norm, and into its third.

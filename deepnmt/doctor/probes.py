@@ -1,6 +1,6 @@
 """What flows through a model: every sub-layer's branch, norm and output, seen from outside by module name.
 
-The model knows nothing of it: hooks stand on the modules of `model/residual.py` and `model/layers.py` while `watching`
+The model knows nothing of it: hooks stand on the modules of `model/blocks.py` and `model/layers.py` while `watching`
 lasts, and are gone afterwards. Points are called
 
     encoder.input                     what enters the stack
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepnmt.model.admin import SIDES, SUBLAYERS
-from deepnmt.model.blocks import Side, newest
+from deepnmt.model.blocks import SIDES, SUBLAYERS, Side, newest
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 

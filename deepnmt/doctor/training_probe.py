@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from deepnmt.config import Model
 from deepnmt.doctor.probes import hooks, norms_of
-from deepnmt.model.admin import SIDES, SUBLAYERS
-from deepnmt.model.blocks import RULES, Stream, newest
+from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Stream, newest
 
 Combine = Callable[[list[float]], list[float]]
 
@@ -45,7 +44,7 @@ class TrainingProbe:
             for name in (f"{side}.layers.{index}" for index in range(stack.layers)):
                 self.names.append(name)
                 self.parts[name] = SUBLAYERS[side]
-                if RULES[stack.block].layer_norms:
+                if BLOCKS[stack.block].layer_norms:
                     self.normed.add(name)
         here = dict(module.named_modules())
         self.layers = {name: here[name] for name in self.names if name in here}

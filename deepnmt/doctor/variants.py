@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from deepnmt.config import Model, Recipe
 from deepnmt.doctor.fresh import initialisation, with_blocks, with_init
+from deepnmt.model.blocks import BLOCKS
 
 _FACTORS = (1 / 10, 1 / 3, 3, 10)  # on the rate: one that is too small fails as well as one that is too large
-_BLOCKS = ("pre_ln", "admin", "deepnorm", "b2t")
 
 
 def alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:
@@ -32,8 +32,8 @@ def alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:
     others: dict[str, Model] = {}
     if not all(initialisation(stack.block, stack.init) == "depth_scaled" for stack in stacks):
         others["model.encoder.init=depth_scaled model.decoder.init=depth_scaled"] = with_init(model, "depth_scaled")
-    for block in _BLOCKS:
-        if any(stack.block != block for stack in stacks):
+    for block, made in BLOCKS.items():
+        if made.made_for_depth and any(stack.block != block for stack in stacks):
             others[f"model.encoder.block={block} model.decoder.block={block}"] = with_blocks(model, block, block)
     for line, other in others.items():
         changed = recipe.model_copy(update={"model": other})

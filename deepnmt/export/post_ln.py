@@ -28,12 +28,11 @@ from torch import Tensor, nn
 from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, check_target, load_model, write_checkpoint
 from deepnmt.config import Model, Recipe, dump_recipe
 from deepnmt.errors import UserError
-from deepnmt.model.blocks import DeepNorm, Place, Side
+from deepnmt.model.blocks import BLOCKS, FOLDED, SIDES, DeepNorm, LayerPosition, Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
-SIDES: tuple[Side, Side] = ("encoder", "decoder")
-FOLDABLE = ("admin", "admin_closed_form", "deepnorm")
+FOLDABLE = [name for name, block in BLOCKS.items() if block.foldable]
 
 # The matrices [.., D] that read a sub-layer's x, in the order of the sub-layers.
 _READERS: dict[Side, tuple[str, ...]] = {
@@ -63,7 +62,7 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
     Raises:
         UserError: no stack can be folded, or an ω has a zero, by which nothing can be divided.
     """
-    sides = [side for side in SIDES if _block(model, side) in FOLDABLE]
+    sides = [side for side in SIDES if model.stack(side).block in FOLDABLE]
     if not sides:
         raise UserError(f"model.encoder.block is {model.encoder.block} and model.decoder.block {model.decoder.block}, "
                         f"but only {', '.join(FOLDABLE)} fold into post_ln; the others are used as they are")
@@ -71,15 +70,14 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
     tree = model.model_dump()
     for side in sides:
         folded = _fold_stack(folded, model, side)
-        tree[side] |= {"block": "post_ln", "input_gain": f"{side}.input.gain" in folded}
+        tree[side] |= {"block": FOLDED, "input_gain": f"{side}.input.gain" in folded}
     return folded, Model.model_validate(tree)
 
 
 def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict[str, Tensor]:
     folded = {name: tensor for name, tensor in weights.items() if not _is_omega(name, side)}
     norm = ""  # before the sub-layer; none before the first
-    layers = model.encoder.layers if side == "encoder" else model.decoder.layers
-    for layer in range(layers):
+    for layer in range(model.stack(side).layers):
         for number, reader in enumerate(_READERS[side]):
             omega = _omega(weights, model, side, layer, number)
             if not bool((omega != 0).all()):
@@ -106,18 +104,14 @@ def _fold_input(folded: dict[str, Tensor], side: Side, omega: Tensor) -> None:
 
 def _omega(weights: Mapping[str, Tensor], model: Model, side: Side, layer: int, number: int) -> Tensor:
     """The factor [D] on x of a sub-layer, in float64."""
-    if _block(model, side) == "deepnorm":
-        place = Place(side, layer, model.encoder.layers, model.decoder.layers, model.width)
-        return torch.full((model.width,), DeepNorm.constants(place)[0], dtype=torch.float64)
+    if BLOCKS[model.stack(side).block] is DeepNorm:
+        alpha = DeepNorm.constants(LayerPosition.of(model, side, layer))[0]
+        return torch.full((model.width,), alpha, dtype=torch.float64)
     return weights[f"{side}.layers.{layer}.rule.omegas.{number}"].double()
 
 
 def _is_omega(name: str, side: Side) -> bool:
     return name.startswith(f"{side}.layers.") and ".rule.omegas." in name
-
-
-def _block(model: Model, side: Side) -> str:
-    return model.encoder.block if side == "encoder" else model.decoder.block
 
 
 def save_folded(source: Path, target: Path) -> Folded:
@@ -150,8 +144,8 @@ def save_folded(source: Path, target: Path) -> Folded:
     state = replace(loaded.state, loss_scale=None, extra=extra)
     write_checkpoint(target, Contents(weights, None, state, dump_recipe(recipe), loaded.src_vocab.bytes,
                                       loaded.trg_vocab.bytes))
-    stacks = [f"{side} ({_block(loaded.recipe.model, side)})" for side in SIDES
-              if _block(loaded.recipe.model, side) in FOLDABLE]
+    stacks = [f"{side} ({loaded.recipe.model.stack(side).block})" for side in SIDES
+              if loaded.recipe.model.stack(side).block in FOLDABLE]
     return Folded(target, stacks, difference, largest)
 
 

@@ -28,8 +28,7 @@ from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import Admin, Side
-from deepnmt.model.history import Stream, newest
+from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Admin, Side, Stream, newest
 from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import Transformer, build_embedding, build_layer, build_top
 from deepnmt.tokens import PAD
@@ -38,20 +37,14 @@ ProfileBatch = tuple[Tensor, Tensor, Tensor, Tensor, int]  # src, src_lengths, t
 Combine = Callable[[list[float]], list[float]]
 InputVariance = Literal["measured", "one"]
 
-SIDES: tuple[Side, Side] = ("encoder", "decoder")
-SUBLAYERS: dict[Side, tuple[str, ...]] = {
-    "encoder": ("self_attn", "ffn"),
-    "decoder": ("self_attn", "cross_attn", "ffn"),
-}
-
 _FORMAT, _VERSION = "deepnmt-admin-profile", 1
 _QUIET_SECONDS = 60.0  # between two progress lines where there is no terminal to draw a bar on
 
 
 def admin_sublayers(model: Model, side: Side) -> list[str]:
-    """The canonical names of a stack's sub-layers in order; none if its block is not Admin."""
-    stack = model.encoder if side == "encoder" else model.decoder
-    if stack.block != "admin":
+    """The canonical names of a stack's sub-layers in order; none if its block is not profiled."""
+    stack = model.stack(side)
+    if not BLOCKS[stack.block].profiled:
         return []
     return [f"{side}.layers.{index}.{name}" for index in range(stack.layers) for name in SUBLAYERS[side]]
 
@@ -273,9 +266,8 @@ def _embed(model: Model, side: Side, vocab: int, seed: int, batches: Sequence[Pr
 def _run_stack(model: Model, side: Side, seed: int, flows: list[_Flow], show: bool) -> Tensor:
     """Takes the flows to the top of a stack, one layer at a time; the moments of its input and of its branches
     [1 + sub-layers, 3]."""
-    count = model.encoder.layers if side == "encoder" else model.decoder.layers
     moments = [sum((_moments(newest(flow.x)[flow.real]) for flow in flows), torch.zeros(3, dtype=torch.float64))[None]]
-    for index in _with_progress(count, side, show):
+    for index in _with_progress(model.stack(side).layers, side, show):
         layer = build_layer(model, side, index, seed).train()
         moments.append(_run_layer(layer, flows))
     return torch.cat(moments)

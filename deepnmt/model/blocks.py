@@ -1,9 +1,9 @@
-"""The residual systems, one under the other: how a layer threads x through its sub-layers.
+"""The blocks, one under the other: how a layer threads x through its sub-layers.
 
-A rule owns a layer's LayerNorms and other extra parameters, the factors its paper puts on the initialisation, and what
+A block owns a layer's LayerNorms and other extra parameters, the factors its paper puts on the initialisation, and what
 stands on top of the stack. Notation: x the input of a sub-layer, F_i the i-th sub-layer after dropout (encoder:
 self-attention, FFN; decoder: self-attention, cross-attention, FFN), K the number of sub-layers, LN LayerNorm (eps
-1e-5), N encoder and M decoder layers, L the layers of the rule's own stack, D width.
+1e-5), N encoder and M decoder layers, L the layers of the block's own stack, D width.
 
 Every branch output passes through `adds[i]`, so a forward hook on `encoder.layers.3.rule.adds.1` sees F_2 of layer 3.
 docs/blocks.md has all of them in one table.
@@ -18,20 +18,50 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from deepnmt import config
 from deepnmt.model.feedforward import ConcatenatedFeedForward, FeedForward, ShiftedFeedForward, ShiftedLinear
-from deepnmt.model.history import Mixture, MixtureTop, Stream
-from deepnmt.model.history import newest as newest
-from deepnmt.model.norm import LayerNorm
 
 Side = Literal["encoder", "decoder"]
 Branch = Callable[[Tensor], Tensor]
 Matrix = Literal["q", "k", "v", "out", "fc1", "fc2"]
 
+SIDES: tuple[Side, Side] = ("encoder", "decoder")
+SUBLAYERS: dict[Side, tuple[str, ...]] = {
+    "encoder": ("self_attn", "ffn"),
+    "decoder": ("self_attn", "cross_attn", "ffn"),
+}
+
+# What a layer hands to the next: its output [..., D]; with a block that `needs_history`, what is kept of the stack's
+# input and of all layers below, and its output last. So layer l (from 0) is given l + 1 tensors then, layer 0 just one.
+Stream = Tensor | tuple[Tensor, ...]
+
+
+def newest(x: Stream) -> Tensor:
+    """The output of the layer below [..., D]."""
+    return x if isinstance(x, Tensor) else x[-1]
+
+
+class LayerNorm(nn.LayerNorm):
+    """(x - mean) / sqrt(variance + 1e-5) · weight + bias, over the last dimension. Ba et al. 2016, Layer Normalization.
+
+    On a CPU PyTorch's 16-bit LayerNorm keeps mean and deviation in 16 bits for the backward pass and sums the gradients
+    of weight and bias in 16 bits over all tokens (with 2,000 of them 11 eps off, here 0.3), so there all of it is done
+    in fp32. On a GPU PyTorch does so by itself.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] to the same shape and type."""
+        if x.dtype in (torch.float32, torch.float64) or x.device.type != "cpu":
+            return super().forward(x)
+        y = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return y.to(x.dtype)
+
 
 @dataclass(frozen=True)
-class Place:
-    """Where a layer stands, which is all a rule may depend on."""
+class LayerPosition:
+    """Where a layer stands, which is all a block may depend on."""
 
     side: Side
     index: int  # of the layer in its stack, from 0
@@ -39,10 +69,15 @@ class Place:
     decoder_layers: int  # M
     width: int  # D
 
+    @classmethod
+    def of(cls, model: config.Model, side: Side, index: int) -> LayerPosition:
+        """That of layer `index` (from 0) of a model's stack."""
+        return cls(side, index, model.encoder.layers, model.decoder.layers, model.width)
+
     @property
     def branches(self) -> int:
         """Sub-layers of the layer: 2 in the encoder, 3 in the decoder."""
-        return 2 if self.side == "encoder" else 3
+        return len(SUBLAYERS[self.side])
 
     @property
     def depth(self) -> int:
@@ -50,28 +85,32 @@ class Place:
         return self.encoder_layers if self.side == "encoder" else self.decoder_layers
 
 
-class Rule(nn.Module):
-    """What every rule has: one named add and, unless it does without, one LayerNorm for each sub-layer.
+class Block(nn.Module):
+    """What every block has: one named add and, unless it does without, one LayerNorm for each sub-layer.
 
-    Called with the layer's input [..., D] and its sub-layers, a rule gives the layer's output [..., D]; one that
-    `needs_history` takes and gives a `Stream`.
+    Called with the layer's input [..., D] and its sub-layers, a block gives the layer's output [..., D]; one that
+    `needs_history` takes and gives a `Stream`. What the rest of deepnmt asks of a block are these attributes, never
+    its name.
     """
 
     layer_norms: ClassVar[bool] = True  # whether the sub-layers have LayerNorms
     final_norm: ClassVar[bool] = False  # whether the stack ends with a LayerNorm of its own
     needs_history: ClassVar[bool] = False  # whether a layer needs the outputs of all layers below, see `Stream`
     depth_scaled: ClassVar[bool] = False  # whether `init: auto` multiplies every matrix by L^-1/2
+    profiled: ClassVar[bool] = False  # whether its ω are measured before the first update (`admin.py`)
+    foldable: ClassVar[bool] = False  # whether it is LN_i(ω_i ⊙ x + F_i(x)), ω a parameter or DeepNorm's α
+    made_for_depth: ClassVar[bool] = False  # whether it is advised where another diverges
     fused: ClassVar[bool] = True  # whether `separate` changes any `matrix_gain`
     linear: ClassVar[type[nn.Linear]] = nn.Linear  # of the attentions
     feed_forward: ClassVar[type[FeedForward]] = FeedForward
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, position: LayerPosition) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(LayerNorm(place.width) for _ in range(place.branches * self.layer_norms))
-        self.adds = nn.ModuleList(nn.Identity() for _ in range(place.branches))
+        self.norms = nn.ModuleList(LayerNorm(position.width) for _ in range(position.branches * self.layer_norms))
+        self.adds = nn.ModuleList(nn.Identity() for _ in range(position.branches))
 
     @staticmethod
-    def matrix_gain(place: Place, matrix: Matrix, separate: bool = False) -> float:
+    def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
         """The factor on the Xavier bound of one of the layer's matrices: 1, and 1/√2 for query, key and value.
 
         1/√2 is Xavier's bound for a fused [3D, D] matrix, as the toolkit drew it that the Admin and B2T papers used;
@@ -81,21 +120,21 @@ class Rule(nn.Module):
 
     @classmethod
     def draw(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
-        """Fills one matrix, in place: Xavier-uniform times `gain`."""
+        """Fills one matrix, in position: Xavier-uniform times `gain`."""
         nn.init.xavier_uniform_(weight, gain=gain, generator=generator)
 
     @staticmethod
-    def embedding_gain(place: Place) -> float:
+    def embedding_gain(position: LayerPosition) -> float:
         """The factor on the table that the stack's input is looked up in."""
         return 1.0
 
     @classmethod
-    def top(cls, place: Place) -> nn.Module:
+    def top(cls, position: LayerPosition) -> nn.Module:
         """What stands on the stack, new: it takes the last layer's `Stream` to the stack's output [..., D]."""
-        return LayerNorm(place.width) if cls.final_norm else nn.Identity()
+        return LayerNorm(position.width) if cls.final_norm else nn.Identity()
 
 
-class PostLN(Rule):
+class PostLN(Block):
     """x ← LN_i(x + F_i(x)). Vaswani et al. 2017, Attention Is All You Need, section 3.1."""
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
@@ -104,10 +143,11 @@ class PostLN(Rule):
         return x
 
 
-class PreLN(Rule):
+class PreLN(Block):
     """x ← x + F_i(LN_i(x)), a LayerNorm on top of the stack. Xiong et al. 2020, On Layer Normalization, table 1."""
 
     final_norm = True
+    made_for_depth = True
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
@@ -115,16 +155,20 @@ class PreLN(Rule):
         return x
 
 
-class Admin(Rule):
+class Admin(Block):
     """x ← LN_i(ω_i ⊙ x + F_i(x)), ω_i a trainable vector. Liu et al. 2020, Understanding the Difficulty, section 4.3.
 
     ω is 1 until `set_omega` is given what a profile measured over the stack: ω_1 = 1, ω_i = sqrt(Σ_{j<i} Var[F_j])
     with Var[F_0] that of the stack's input, or 1 as in the paper (`admin.input_variance`).
     """
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.omegas = nn.ParameterList(nn.Parameter(torch.ones(place.width)) for _ in range(place.branches))
+    profiled = True
+    foldable = True
+    made_for_depth = True
+
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__(position)
+        self.omegas = nn.ParameterList(nn.Parameter(torch.ones(position.width)) for _ in range(position.branches))
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         for norm, add, branch, omega in zip(self.norms, self.adds, branches, self.omegas, strict=True):
@@ -147,24 +191,28 @@ class AdminClosedForm(Admin):
     O(log n) of Admin.
     """
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.set_omega([self.constant(place)] * place.branches)
+    profiled = False
+    made_for_depth = False
+
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__(position)
+        self.set_omega([self.constant(position)] * position.branches)
 
     @staticmethod
-    def constant(place: Place) -> float:
+    def constant(position: LayerPosition) -> float:
         """ω of every sub-layer of the stack."""
-        n = place.branches * place.depth
+        n = position.branches * position.depth
         return math.sqrt((n + 1) / math.log(n + 1) - 1)
 
 
-class B2T(Rule):
+class B2T(Block):
     """x ← LN_i(x + F_i(x)) for i < K; then LN_K(x_in + h + F_K(h)). Takase et al. 2023, On LNs and Residuals, eq. 5.
 
     x_in is the layer's input, h the input of the last sub-layer (the FFN).
     """
 
     depth_scaled = True  # the published code, not the paper
+    made_for_depth = True
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         h = x
@@ -173,7 +221,7 @@ class B2T(Rule):
         return self.norms[-1](x + h + self.adds[-1](branches[-1](h)))
 
 
-class B2TNoLN(Rule):
+class B2TNoLN(Block):
     """h ← h + F_i(h) for i < K from h = x; then x ← α·x + β·(h + F_K(h)). Takase et al. 2023, appendix D, eq. 6 to 8.
 
     α = min(L/12, L^-0.15), β = D^-0.2; no LayerNorm. A layer multiplies x by about α + β: 0.94 at 18 layers of width
@@ -183,14 +231,14 @@ class B2TNoLN(Rule):
     layer_norms = False
     depth_scaled = True  # the published code, not the paper
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.alpha, self.beta = self.constants(place)
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__(position)
+        self.alpha, self.beta = self.constants(position)
 
     @staticmethod
-    def constants(place: Place) -> tuple[float, float]:
+    def constants(position: LayerPosition) -> tuple[float, float]:
         """α and β of the stack."""
-        return min(place.depth / 12, place.depth**-0.15), place.width**-0.2
+        return min(position.depth / 12, position.depth**-0.15), position.width**-0.2
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         h = x
@@ -199,30 +247,32 @@ class B2TNoLN(Rule):
         return self.alpha * x + self.beta * h
 
 
-class DeepNorm(Rule):
+class DeepNorm(Block):
     """x ← LN_i(α·x + F_i(x)), and β on FFN, value and output matrices. Wang et al. 2022, DeepNet, figure 2.
 
     Encoder α = 0.81 (N⁴M)^(1/16), β = 0.87 (N⁴M)^(-1/16); decoder α = (3M)^(1/4), β = (12M)^(-1/4).
     """
 
+    foldable = True
+    made_for_depth = True
     fused = False  # 1 is the paper's
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.alpha = self.constants(place)[0]
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__(position)
+        self.alpha = self.constants(position)[0]
 
     @staticmethod
-    def constants(place: Place) -> tuple[float, float]:
+    def constants(position: LayerPosition) -> tuple[float, float]:
         """α and β of the stack."""
-        n, m = place.encoder_layers, place.decoder_layers
-        if place.side == "encoder":
+        n, m = position.encoder_layers, position.decoder_layers
+        if position.side == "encoder":
             return 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
         return (3 * m) ** (1 / 4), (12 * m) ** (-1 / 4)
 
     @staticmethod
-    def matrix_gain(place: Place, matrix: Matrix, separate: bool = False) -> float:
+    def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
         """β, but 1 for query and key, separate or not."""
-        return 1.0 if matrix in ("q", "k") else DeepNorm.constants(place)[1]
+        return 1.0 if matrix in ("q", "k") else DeepNorm.constants(position)[1]
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
@@ -230,7 +280,7 @@ class DeepNorm(Rule):
         return x
 
 
-class ReZero(Rule):
+class ReZero(Block):
     """x ← x + a·F_i(x), a one trainable scalar for each layer, 0 at first. Bachlechner et al. 2020, ReZero.
 
     No LayerNorm; every layer is the identity at first, so that its sub-layers get no gradient until a has moved.
@@ -238,8 +288,8 @@ class ReZero(Rule):
 
     layer_norms = False
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__(position)
         self.a = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
@@ -248,11 +298,11 @@ class ReZero(Rule):
         return x
 
 
-class ReZeroPostLN(Rule):
+class ReZeroPostLN(Block):
     """x ← LN_i(x + a·F_i(x)), a as in ReZero, 0 at first. Liu et al. 2020, appendix E; Post-LN where a is 1."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__(position)
         self.a = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
@@ -261,7 +311,7 @@ class ReZeroPostLN(Rule):
         return x
 
 
-class Fixup(Rule):
+class Fixup(Block):
     """x ← x + s_i·F_i(x), s_i a trainable scalar, 1 at first; no LayerNorm. Zhang et al. 2019, Fixup, section 3.
 
     A trainable scalar, 0 at first, is subtracted before each linear map and activation of F_i (`ShiftedLinear`,
@@ -273,16 +323,16 @@ class Fixup(Rule):
     linear = ShiftedLinear
     feed_forward = ShiftedFeedForward
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(place.branches))
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__(position)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(position.branches))
 
     @staticmethod
-    def matrix_gain(place: Place, matrix: Matrix, separate: bool = False) -> float:
+    def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
         """n^-1/2 for fc1; n^-1/6 on the usual gain of query, key and value; 0 for out and fc2."""
-        n = 2 * place.encoder_layers + 3 * place.decoder_layers
+        n = 2 * position.encoder_layers + 3 * position.decoder_layers
         own = {"fc1": n**-0.5, "fc2": 0.0, "out": 0.0}
-        return own[matrix] if matrix in own else Rule.matrix_gain(place, matrix, separate) * n ** (-1 / 6)
+        return own[matrix] if matrix in own else Block.matrix_gain(position, matrix, separate) * n ** (-1 / 6)
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         for scale, add, branch in zip(self.scales, self.adds, branches, strict=True):
@@ -290,7 +340,7 @@ class Fixup(Rule):
         return x
 
 
-class TFixup(Rule):
+class TFixup(Block):
     """x ← x + F_i(x), no LayerNorm, no warm-up needed. Huang et al. 2020, Improving Transformer Optimization.
 
     Value, output and FFN matrices are drawn 0.67·N^-1/4 times as large in the encoder, (9M)^-1/4 in the decoder; the
@@ -300,15 +350,15 @@ class TFixup(Rule):
     layer_norms = False
 
     @staticmethod
-    def matrix_gain(place: Place, matrix: Matrix, separate: bool = False) -> float:
+    def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
         """The stack's factor for value, out, fc1 and fc2; the usual gain for query and key."""
-        factor = 0.67 * place.depth**-0.25 if place.side == "encoder" else (9 * place.depth) ** -0.25
-        return Rule.matrix_gain(place, matrix, separate) if matrix in ("q", "k") else factor
+        factor = 0.67 * position.depth**-0.25 if position.side == "encoder" else (9 * position.depth) ** -0.25
+        return Block.matrix_gain(position, matrix, separate) if matrix in ("q", "k") else factor
 
     @staticmethod
-    def embedding_gain(place: Place) -> float:
+    def embedding_gain(position: LayerPosition) -> float:
         """(9L)^-1/4."""
-        return (9 * place.depth) ** -0.25
+        return (9 * position.depth) ** -0.25
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         for add, branch in zip(self.adds, branches, strict=True):
@@ -337,7 +387,49 @@ class LooksLinear(PostLN):
         weight.copy_(half if matrix == "fc1" else torch.cat([half, -half], dim=1))
 
 
-class DLCL(Rule):
+class Mixture(nn.Module):
+    """Σ_{k≤l} w_k·y_k, y_0 the stack's input and y_k the output of the k-th of the l layers below, w trainable.
+
+    Wang et al. 2019, Learning Deep Transformer Models for Machine Translation, section 3: w is row l of a triangular
+    matrix, 1/(l+1) at first. Pre-norm form: every y_k counts as LN_k(y_k), normed once, by the first mixture above it.
+    Post-norm form: LN_l(Σ w_k·y_k).
+    """
+
+    def __init__(self, below: int, width: int, pre_norm: bool) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.full((below + 1,), 1 / (below + 1)))
+        self.norm = LayerNorm(width)
+        self.pre_norm = pre_norm
+
+    def forward(self, x: Stream) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The stream of the layer below to the mixture [..., D] and what is kept for the layers above.
+
+        Raises:
+            ValueError: if the stream does not hold one tensor for each weight.
+        """
+        kept = x if isinstance(x, tuple) else (x,)
+        if self.pre_norm:
+            kept = (*kept[:-1], self.norm(kept[-1]))
+        mixed = torch.zeros_like(kept[0])
+        for weight, y in zip(self.weights.unbind(), kept, strict=True):
+            mixed = torch.addcmul(mixed, weight, y)  # keeps no product for the backward pass
+        return (mixed if self.pre_norm else self.norm(mixed)), kept
+
+
+class MixtureTop(nn.Module):
+    """The output of a DLCL stack: the mixture of all its layers, in the pre-norm form with a LayerNorm on it."""
+
+    def __init__(self, layers: int, width: int, pre_norm: bool) -> None:
+        super().__init__()
+        self.mix = Mixture(layers, width, pre_norm)
+        self.norm = LayerNorm(width) if pre_norm else nn.Identity()
+
+    def forward(self, x: Stream) -> Tensor:
+        """The last layer's stream to the stack's output [..., D]."""
+        return self.norm(self.mix(x)[0])
+
+
+class DLCL(Block):
     """Pre-LN whose layer l starts from Σ_{k≤l} W_{l,k}·LN_k(y_k), y_k the output of layer k, instead of y_l alone.
 
     Wang et al. 2019, Learning Deep Transformer Models for Machine Translation, section 3. W_{l,k} is 1/(l+1) at first.
@@ -346,13 +438,13 @@ class DLCL(Rule):
 
     needs_history = True
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.mix = Mixture(place.index, place.width, pre_norm=True)
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__(position)
+        self.mix = Mixture(position.index, position.width, pre_norm=True)
 
     @classmethod
-    def top(cls, place: Place) -> nn.Module:
-        return MixtureTop(place.depth, place.width, pre_norm=True)
+    def top(cls, position: LayerPosition) -> nn.Module:
+        return MixtureTop(position.depth, position.width, pre_norm=True)
 
     def forward(self, y: Stream, branches: Sequence[Branch]) -> Stream:
         x, kept = self.mix(y)
@@ -361,7 +453,7 @@ class DLCL(Rule):
         return (*kept, x)
 
 
-class DLCLPost(Rule):
+class DLCLPost(Block):
     """Post-LN whose layer l starts from LN_l(Σ_{k≤l} W_{l,k}·y_k). As DLCL, the paper's post-norm form.
 
     The stack ends with one more such sum.
@@ -369,13 +461,13 @@ class DLCLPost(Rule):
 
     needs_history = True
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.mix = Mixture(place.index, place.width, pre_norm=False)
+    def __init__(self, position: LayerPosition) -> None:
+        super().__init__(position)
+        self.mix = Mixture(position.index, position.width, pre_norm=False)
 
     @classmethod
-    def top(cls, place: Place) -> nn.Module:
-        return MixtureTop(place.depth, place.width, pre_norm=False)
+    def top(cls, position: LayerPosition) -> nn.Module:
+        return MixtureTop(position.depth, position.width, pre_norm=False)
 
     def forward(self, y: Stream, branches: Sequence[Branch]) -> Stream:
         x, kept = self.mix(y)
@@ -384,7 +476,7 @@ class DLCLPost(Rule):
         return (*kept, x)
 
 
-RULES: dict[str, type[Rule]] = {
+BLOCKS: dict[str, type[Block]] = {
     "post_ln": PostLN,
     "pre_ln": PreLN,
     "admin": Admin,
@@ -400,3 +492,5 @@ RULES: dict[str, type[Rule]] = {
     "dlcl": DLCL,
     "dlcl_post": DLCLPost,
 }
+
+FOLDED = "post_ln"  # what a foldable block can be rewritten as

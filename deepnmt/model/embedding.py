@@ -50,8 +50,8 @@ class InputLayer(nn.Module):
         self.seed = seed
         self.scale = math.sqrt(model.width)
         self.dropout = Dropout(model.dropout)
-        stack = model.encoder if side == "encoder" else model.decoder
-        self.register_parameter("gain", nn.Parameter(torch.ones(model.width)) if stack.input_gain else None)
+        gain = nn.Parameter(torch.ones(model.width)) if model.stack(side).input_gain else None
+        self.register_parameter("gain", gain)
         self.register_buffer("positions", sinusoids(model.max_length, model.width), persistent=False)
 
     def forward(self, embedded: Tensor, dropout_key: int = 0) -> Tensor:

@@ -5,14 +5,14 @@
 | `*.qkv.weight` [3D, D]             | three Xavier-uniform [D, D] matrices: q, k, v                               |
 | `*.kv.weight` [2D, D]              | two Xavier-uniform [D, D] matrices: k, v                                    |
 | `*.q`, `*.out`, `*.fc1`, `*.fc2`   | Xavier-uniform; looks_linear: fc1, fc2 orthogonal and mirrored              |
-| each of these matrices             | × the rule's `matrix_gain`: 1/√2 on q, k, v, and what its paper puts there; |
+| each of these matrices             | × the block's `matrix_gain`: 1/√2 on q, k, v, and what its paper says;      |
 |                                    | under `init: xavier_separate` 1 for that 1/√2                               |
 | each of these matrices             | × L^-1/2 under `init: depth_scaled`, L the depth of the layer's own stack   |
 | biases of linear maps              | 0                                                                           |
 | `*.norm*`                          | weight 1, bias 0                                                            |
-| what else a rule has               | as its class says: docs/blocks.md                                           |
+| what else a block has              | as its class says: docs/blocks.md                                           |
 | `embeddings.*.weight`              | normal with standard deviation D^-1/2, the row of pad 0                     |
-| a table that a stack's input reads | × the rule's `embedding_gain`: 1, t_fixup (9L)^-1/4; a table of two stacks  |
+| a table that a stack's input reads | × the block's `embedding_gain`: 1, t_fixup (9L)^-1/4; a table of two stacks |
 |                                    | takes the source side's, unless that is 1                                   |
 
 `init: auto` is depth_scaled for b2t and b2t_no_ln, whose published code does so (their paper, Takase et al. 2023,
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from deepnmt import config
-from deepnmt.model.blocks import RULES, Matrix, Place
+from deepnmt.model.blocks import BLOCKS, LayerPosition, Matrix
 from deepnmt.model.dropout import stable_hash
 from deepnmt.model.embedding import TABLES
 from deepnmt.model.feedforward import ShiftedLinear
@@ -49,18 +49,18 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def init_layer(layer: Layer, place: Place, stack: config.Stack, seed: int) -> None:
+def init_layer(layer: Layer, position: LayerPosition, stack: config.Stack, seed: int) -> None:
     """Draws every matrix of the layer and zeroes its biases; see the table above."""
-    linears = {**_SELF_ATTENTION, **(_CROSS_ATTENTION if place.side == "decoder" else {}), **_FFN}
-    rule = RULES[stack.block]
+    linears = {**_SELF_ATTENTION, **(_CROSS_ATTENTION if position.side == "decoder" else {}), **_FFN}
+    rule = BLOCKS[stack.block]
     depth_scaled = stack.init == "depth_scaled" or (stack.init == "auto" and rule.depth_scaled)
-    scale, separate = place.depth**-0.5 if depth_scaled else 1.0, stack.init == "xavier_separate"
+    scale, separate = position.depth**-0.5 if depth_scaled else 1.0, stack.init == "xavier_separate"
     for path, matrices in linears.items():
         linear = layer.get_submodule(path)
         assert isinstance(linear, nn.Linear)
         generator = generator_for(seed, f"{layer.name}.{path}.weight")
         for part, matrix in zip(linear.weight.chunk(len(matrices)), matrices, strict=True):
-            rule.draw(part, matrix, rule.matrix_gain(place, matrix, separate) * scale, generator)
+            rule.draw(part, matrix, rule.matrix_gain(position, matrix, separate) * scale, generator)
         nn.init.zeros_(linear.bias)
         if isinstance(linear, ShiftedLinear):
             nn.init.zeros_(linear.shift)
@@ -75,12 +75,12 @@ def init_table(table: nn.Embedding, name: str, gain: float, seed: int) -> None:
 
 
 def table_gain(model: config.Model, name: str) -> float:
-    """The factor that the stacks which read the table put on it (`Rule.embedding_gain`); see above."""
+    """The factor that the stacks which read the table put on it (`Block.embedding_gain`); see above."""
     tables, depths = TABLES[model.tied], (model.encoder.layers, model.decoder.layers)
     gain = 1.0
     if tables["trg"] == name:
-        gain = RULES[model.decoder.block].embedding_gain(Place("decoder", 0, *depths, model.width))
+        gain = BLOCKS[model.decoder.block].embedding_gain(LayerPosition("decoder", 0, *depths, model.width))
     if tables["src"] == name:
-        source = RULES[model.encoder.block].embedding_gain(Place("encoder", 0, *depths, model.width))
+        source = BLOCKS[model.encoder.block].embedding_gain(LayerPosition("encoder", 0, *depths, model.width))
         gain = gain if source == 1.0 else source
     return gain

@@ -1,4 +1,4 @@
-"""Encoder and decoder layers: sub-layers in a row, joined by the layer's residual rule (`residual.py`).
+"""Encoder and decoder layers: sub-layers in a row, joined by the layer's block (`blocks.py`).
 
 `B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `K` beams.
 """
@@ -9,31 +9,29 @@ from torch import Tensor, nn
 
 from deepnmt import config
 from deepnmt.model.attention import CrossAttention, SelfAttention
-from deepnmt.model.blocks import RULES, Place
+from deepnmt.model.blocks import BLOCKS, LayerPosition, Stream, newest
 from deepnmt.model.dropout import Dropout, seed_dropout
-from deepnmt.model.history import Stream, newest
 
 
 class Layer(nn.Module):
-    """What encoder and decoder layers share: self-attention, FFN, rule, and dropout seeded at the entry.
+    """What encoder and decoder layers share: self-attention, FFN, block, and dropout seeded at the entry.
 
     Args:
         model: the shapes and dropouts.
-        place: where the layer stands.
+        position: where the layer stands.
         seed: the run's seed; with the layer's name and the micro-batch's key it fixes the dropout masks.
     """
 
-    def __init__(self, model: config.Model, place: Place, seed: int) -> None:
+    def __init__(self, model: config.Model, position: LayerPosition, seed: int) -> None:
         super().__init__()
-        stack = model.encoder if place.side == "encoder" else model.decoder
-        self.name = f"{place.side}.layers.{place.index}"
+        self.name = f"{position.side}.layers.{position.index}"
         self.seed = seed
         self.random = max(model.dropout, model.attention_dropout, model.activation_dropout) > 0
-        rule = RULES[stack.block]
-        self.self_attn = SelfAttention(model.width, model.heads, model.attention_dropout, rule.linear)
-        self.ffn = rule.feed_forward(model.width, model.ffn, model.activation, model.activation_dropout)
+        block = BLOCKS[model.stack(position.side).block]
+        self.self_attn = SelfAttention(model.width, model.heads, model.attention_dropout, block.linear)
+        self.ffn = block.feed_forward(model.width, model.ffn, model.activation, model.activation_dropout)
         self.dropout = Dropout(model.dropout)
-        self.rule = rule(place)
+        self.rule = block(position)  # the attribute's name is in every checkpoint
 
     def seed_masks(self, x: Stream, dropout_key: int) -> None:
         """Makes the dropout masks of this call a function of (seed, key, layer)."""
@@ -45,7 +43,7 @@ class EncoderLayer(Layer):
     """Self-attention and FFN."""
 
     def forward(self, x: Stream, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
-        """x [B, S, D] and key mask [B, 1, 1, S] (true: seen) to [B, S, D]; see `history.Stream`."""
+        """x [B, S, D] and key mask [B, 1, 1, S] (true: seen) to [B, S, D]; see `blocks.Stream`."""
         self.seed_masks(x, dropout_key)
         return self.rule(
             x,
@@ -59,8 +57,8 @@ class EncoderLayer(Layer):
 class DecoderLayer(Layer):
     """Causal self-attention, cross-attention to the memory, and FFN."""
 
-    def __init__(self, model: config.Model, place: Place, seed: int) -> None:
-        super().__init__(model, place, seed)
+    def __init__(self, model: config.Model, position: LayerPosition, seed: int) -> None:
+        super().__init__(model, position, seed)
         self.cross_attn = CrossAttention(model.width, model.heads, model.attention_dropout, self.rule.linear)
 
     def forward(self, x: Stream, memory: Tensor, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:

@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer, and the state of its incremental decoding.
+"""The encoder-decoder Transformer.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `V` vocabulary, `K` beams.
 Parameters are called the same in every layout: `embeddings.shared.weight`, `encoder.layers.17.ffn.fc1.weight`,
@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from deepnmt import config
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import RULES, Place, Side
+from deepnmt.model.blocks import BLOCKS, LayerPosition, Side, Stream
+from deepnmt.model.cache import Cache
 from deepnmt.model.embedding import TABLES, InputLayer, Use
-from deepnmt.model.history import Stream
 from deepnmt.model.init import init_layer, init_table, table_gain
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss
@@ -29,21 +29,16 @@ from deepnmt.tokens import PAD
 
 def build_layer(model: config.Model, side: Side, index: int, seed: int) -> Layer:
     """Layer `index` (from 0) of a stack, alone, with the weights and dropout masks it has in the whole model."""
-    place = Place(side, index, model.encoder.layers, model.decoder.layers, model.width)
-    layer: Layer
-    if side == "encoder":
-        layer = EncoderLayer(model, place, seed)
-        init_layer(layer, place, model.encoder, seed)
-    else:
-        layer = DecoderLayer(model, place, seed)
-        init_layer(layer, place, model.decoder, seed)
+    position = LayerPosition.of(model, side, index)
+    layer = (EncoderLayer if side == "encoder" else DecoderLayer)(model, position, seed)
+    init_layer(layer, position, model.stack(side), seed)
     return layer
 
 
 def build_top(model: config.Model, side: Side) -> nn.Module:
     """What stands on a stack, alone: it takes the last layer's output to the stack's output [B, T, D]."""
-    stack = model.encoder if side == "encoder" else model.decoder
-    return RULES[stack.block].top(Place(side, stack.layers, model.encoder.layers, model.decoder.layers, model.width))
+    stack = model.stack(side)
+    return BLOCKS[stack.block].top(LayerPosition.of(model, side, stack.layers))
 
 
 def build_table(model: config.Model, use: Use, vocab: int, seed: int) -> nn.Embedding:
@@ -92,70 +87,13 @@ class StackInput(nn.Module):
 
 
 class Stack(nn.Module):
-    """One side of the model: input layer, layers and what the rule puts on top: nothing, a norm, or DLCL's mixture."""
+    """One side of the model: input layer, layers and what the block puts on top: nothing, a norm, or DLCL's mixture."""
 
     def __init__(self, model: config.Model, side: Side, seed: int) -> None:
         super().__init__()
-        stack = model.encoder if side == "encoder" else model.decoder
         self.input = InputLayer(model, side, seed)
-        self.layers = nn.ModuleList(build_layer(model, side, index, seed) for index in range(stack.layers))
+        self.layers = nn.ModuleList(build_layer(model, side, index, seed) for index in range(model.stack(side).layers))
         self.norm = build_top(model, side)
-
-
-def _move(store: Tensor, dim: int, places: Tensor, movers: Tensor) -> None:
-    """Writes what `store` holds at `movers` of a dimension to its `places`."""
-    store.index_copy_(dim, places, store.index_select(dim, movers))
-
-
-class Cache:
-    """What decoding remembers between steps, for B sentences with K hypotheses each.
-
-    A sentence's hypotheses share one store of self-attention keys and values [B, H, max_steps·K, d], in which slot
-    p·K + j belongs to the j-th hypothesis of position p. Which slots a hypothesis goes on from is its row of `lineage`,
-    0 there and -inf elsewhere: reordering moves these numbers and no key or value. Those of the cross-attention are
-    kept once for each sentence [B, H, S, d].
-    """
-
-    def __init__(self, past: Tensor, source: list[tuple[Tensor, Tensor]], mask: Tensor | None, beams: int) -> None:
-        self.past = past  # [layers, 2, B, H, max_steps·K, d], filled up to `position`
-        self.lineage = past.new_full((past.size(2) * beams, past.size(4)), -torch.inf)
-        self.own = past.new_full((beams, beams), -torch.inf).fill_diagonal_(0.0)
-        self.source = source
-        self.mask = mask
-        self.beams = beams
-        self.position = 0
-
-    def reorder(self, rows: Tensor) -> None:
-        """Hypothesis r goes on from the past of hypothesis rows[r]; rows [B·K] index the present hypotheses."""
-        self.lineage = self.lineage.index_select(0, rows)
-
-    def advance(self, hypotheses: int) -> tuple[Tensor | None, slice]:
-        """One position further: what the first `hypotheses` of each sentence see there, themselves included
-        [B, 1, hypotheses, slots up to the position's] (None: everything), and the position's slots."""
-        here = slice(self.position * self.beams, (self.position + 1) * self.beams)
-        self.position += 1
-        if self.beams == 1:
-            return None, here
-        lineage = self.lineage.view(-1, self.beams, self.lineage.size(1))
-        lineage[:, :, here] = self.own
-        return lineage[:, None, :hypotheses, : here.stop], here
-
-    def select(self, sentences: Tensor) -> None:
-        """Keeps these sentences [B'] with all their hypotheses, in this order.
-
-        A sentence that keeps its place is not copied.
-        """
-        count, filled = len(sentences), self.position * self.beams
-        places = (sentences != torch.arange(count, device=sentences.device)).nonzero().squeeze(1)
-        movers = sentences[places]
-        _move(self.past[..., :filled, :], 2, places, movers)
-        self.past = self.past[:, :, :count]
-        for k, v in self.source:
-            _move(k, 0, places, movers)
-            _move(v, 0, places, movers)
-        self.source = [(k[:count], v[:count]) for k, v in self.source]
-        self.lineage = self.lineage.unflatten(0, (-1, self.beams)).index_select(0, sentences).flatten(0, 1)
-        self.mask = None if self.mask is None else self.mask.index_select(0, sentences)
 
 
 class Transformer(nn.Module):

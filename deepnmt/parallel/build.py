@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile
-from deepnmt.model.blocks import RULES
+from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.local import LocalEngine
@@ -34,7 +34,7 @@ def check_layout(recipe: Recipe, world: int) -> DsConfig | None:
             )
         return None
     for side, stack in (("encoder", recipe.model.encoder), ("decoder", recipe.model.decoder)):
-        if stages and RULES[stack.block].needs_history:
+        if stages and BLOCKS[stack.block].needs_history:
             raise UserError(
                 f"model.{side}.block is {stack.block}, whose layers read the outputs of all layers below, but "
                 f"parallel.pipeline_stages is {stages}, and stages pass on the last layer's output alone; set "

@@ -17,6 +17,7 @@ from deepnmt.checkpoint.checkpoint import list_checkpoints
 from deepnmt.config import Recipe
 from deepnmt.doctor.nonfinite import first_non_finite
 from deepnmt.errors import UserError
+from deepnmt.model.blocks import BLOCKS, PostLN
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine, MicroBatch
 from deepnmt.parallel.tensors import take_over
@@ -137,8 +138,9 @@ def _advice(seen: Seen, recipe: Recipe) -> str:
             f"(now {recipe.schedule.warmup}), train.clip (now {recipe.train.clip:g}; 0 is none)")
     if seen.kind == "fp16" and seen.place is not None and seen.fp32 is None:
         return f"Try a bf16 or fp32 ds_config, or {rate}."
-    post = "post_ln" in (recipe.model.encoder.block, recipe.model.decoder.block)
-    other = ", or, in a new run, a block made for depth (admin, b2t, deepnorm, pre_ln)" if post else ""
+    deep = ", ".join(sorted(name for name, block in BLOCKS.items() if block.made_for_depth))
+    post = PostLN in (BLOCKS[recipe.model.encoder.block], BLOCKS[recipe.model.decoder.block])
+    other = f", or, in a new run, a block made for depth ({deep})" if post else ""
     return f"Try {rate}{other}. If it broke at once, look at the data."
 
 

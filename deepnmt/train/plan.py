@@ -10,7 +10,7 @@ from deepnmt.checkpoint.average import check_average_last
 from deepnmt.config import Model, Recipe, Stack, dump_recipe
 from deepnmt.data.batching import PlanStream
 from deepnmt.data.prepared import open_prepared
-from deepnmt.model.blocks import RULES
+from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import moments_of, warmup_note
@@ -43,7 +43,7 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
     layers = 0
     for stack, second in ((model.encoder, built(2, 1) - one), (model.decoder, built(1, 2) - one)):
         more = stack.layers - 1
-        layers += more * second + RULES[stack.block].needs_history * more * (more - 1) // 2
+        layers += more * second + BLOCKS[stack.block].needs_history * more * (more - 1) // 2
     tables = {"all": (trg_vocab - 8), "decoder": (src_vocab - 8) + (trg_vocab - 8),
               "none": (src_vocab - 8) + 2 * (trg_vocab - 8)}[model.tied]
     return one + layers + tables * model.width

@@ -11,7 +11,8 @@ from deepnmt.data.batching import MicroBatch, PlanStream, Position, collate
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
-from deepnmt.model.admin import SIDES, AdminProfile, ProfileBatch, measure
+from deepnmt.model.admin import AdminProfile, ProfileBatch, measure
+from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.parallel.tensors import to_tensors
 from deepnmt.plots import draw_admin_profile
 from deepnmt.ranks import Ranks
@@ -26,7 +27,7 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
         UserError: neither stack is Admin, or a file holds its ω already; there is no prepared data; the run folder
             cannot be written to.
     """
-    if not _is_admin(recipe):
+    if not recipe.model.profiled:
         encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
         raise UserError(f"model.encoder.block is {encoder} and model.decoder.block {decoder}, but only admin is "
                         "profiled; set one of them to admin, or train without a profile")
@@ -49,7 +50,7 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
 
     Collective; every rank returns the same numbers.
     """
-    if not _is_admin(recipe):
+    if not recipe.model.profiled:
         return None
     if recipe.admin.profile is not None:
         return AdminProfile.load(recipe.admin.profile, recipe.model)
@@ -67,7 +68,7 @@ def profile_on(
         data: the fingerprint of the prepared data, for the provenance.
         show: show progress and the time left on standard error.
     """
-    if not _is_admin(recipe):
+    if not recipe.model.profiled:
         return None
     return measure(recipe.model, *vocabs, recipe.seed, batches, ranks.sum,
                    input_variance=recipe.admin.input_variance, data=data, show=show)
@@ -105,15 +106,11 @@ def table(profile: AdminProfile) -> str:
     return "\n".join(lines)
 
 
-def _is_admin(recipe: Recipe) -> bool:
-    return "admin" in (recipe.model.encoder.block, recipe.model.decoder.block)
-
-
 def _measure(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile:
     source, target = data.vocabs()
     if ranks.first:
-        stacks = " and ".join(f"{stack.layers} {side} layers" for side, stack in
-                              zip(SIDES, (recipe.model.encoder, recipe.model.decoder)) if stack.block == "admin")
+        stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in SIDES
+                              if BLOCKS[recipe.model.stack(side).block].profiled)
         print(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens", file=sys.stderr, flush=True)
     measured = profile_on(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
                           data.fingerprint, ranks.first)

@@ -26,7 +26,7 @@ from deepnmt.doctor.gradient_probe import gradients, half_zeros
 from deepnmt.doctor.patient import Patient
 from deepnmt.doctor.probes import ProbeBatch, mean_loss, sublayers, watching
 from deepnmt.doctor.update_probe import moved
-from deepnmt.model.admin import SIDES
+from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 
 BLOCKS = get_args(Block)

@@ -16,8 +16,7 @@ from deepnmt.config import Model
 from deepnmt.doctor.gradient_probe import gradients
 from deepnmt.doctor.probes import watching
 from deepnmt.doctor.training_probe import TrainingProbe
-from deepnmt.model.admin import SUBLAYERS
-from deepnmt.model.blocks import RULES
+from deepnmt.model.blocks import BLOCKS, SUBLAYERS
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.tokens import PAD
@@ -88,11 +87,11 @@ def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
             for number, part in enumerate(parts):
                 rms = float(branches[f"{layer}.rule.adds.{number}"].square().mean().sqrt())
                 assert found[f"{layer}.{part}/branch_rms"] == pytest.approx(rms, rel=1e-5)
-                assert (f"{layer}.{part}/norm_gradient" in found) == RULES[block].layer_norms
+                assert (f"{layer}.{part}/norm_gradient" in found) == BLOCKS[block].layer_norms
             if side == "decoder" and block in ("post_ln", "b2t", "admin_closed_form", "dlcl_post"):
                 five = [found[f"{layer}.{part}/{kind}_gradient"] for part in parts for kind in ("branch", "norm")][:5]
                 assert five == pytest.approx(places[layer], rel=1e-4), (index, layer)
-    if not RULES[block].layer_norms:  # d loss / d F = a · d loss / d x, and the layer's x is behind its last branch
+    if not BLOCKS[block].layer_norms:  # d loss / d F = a · d loss / d x, and the layer's x is behind its last branch
         assert found["decoder.layers.1.ffn/branch_gradient"] == pytest.approx(
             0.5 * found["decoder.layers.1/gradient_norm"], rel=1e-5)
 

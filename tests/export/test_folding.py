@@ -17,11 +17,11 @@ from deepnmt.checkpoint.checkpoint import list_checkpoints, load_model, load_mom
 from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.export.post_ln import FOLDABLE, _compute_in_float64, fold_weights, save_folded
-from deepnmt.model.blocks import RULES
+from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.transformer import Transformer
 
 VOCAB = 40  # tiny_run's
-KNOWN = [block for block in FOLDABLE if block in RULES]
+KNOWN = [block for block in FOLDABLE if block in BLOCKS]
 
 
 def shapes(encoder: str, decoder: str, tied: str = "all", **settings: Any) -> config.Model:

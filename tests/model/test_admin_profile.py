@@ -15,7 +15,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from deepnmt.config import Model
 from deepnmt.errors import UserError
-from deepnmt.model.admin import SIDES, AdminProfile, ProfileBatch, measure, omega_of
+from deepnmt.model.admin import AdminProfile, ProfileBatch, measure, omega_of
+from deepnmt.model.blocks import SIDES
 from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import Transformer
 from deepnmt.plots import draw_admin_profile, draw_comparison, draw_learning_curve

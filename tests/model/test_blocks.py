@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepnmt.config import HISTORY_BLOCKS
-from deepnmt.model.blocks import RULES, AdminClosedForm, B2TNoLN, DeepNorm, Place, ReZeroPostLN, Rule, Side, TFixup
-from deepnmt.model.history import Stream, newest
+from deepnmt import config
+from deepnmt.config import HISTORY_BLOCKS, PROFILED_BLOCKS
+from deepnmt.model.blocks import (
+    BLOCKS,
+    AdminClosedForm,
+    B2TNoLN,
+    Block,
+    DeepNorm,
+    LayerPosition,
+    ReZeroPostLN,
+    Side,
+    Stream,
+    TFixup,
+    newest,
+)
 
 D = 16
 SIDES: list[Side] = ["encoder", "decoder"]
 
 
-def place(side: Side, layers: tuple[int, int] = (6, 4)) -> Place:
-    return Place(side, 1, *layers, D)
+def place(side: Side, layers: tuple[int, int] = (6, 4)) -> LayerPosition:
+    return LayerPosition(side, 1, *layers, D)
 
 
-def rule_of(block: str, side: Side) -> Rule:
+def rule_of(block: str, side: Side) -> Block:
     """The rule of layer 1 (of 0, 1, ...) with random gains, biases, ω and other parameters."""
     torch.manual_seed(3)
-    rule = RULES[block](place(side))
+    rule = BLOCKS[block](place(side))
     with torch.no_grad():
         for parameter in rule.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -38,10 +52,10 @@ def branches_of(side: Side) -> list[nn.Linear]:
 def stream_of(block: str) -> Stream:
     """What layer 1 is given: the output of layer 0, or a tensor for the stack's input besides."""
     torch.manual_seed(5)
-    return (torch.randn(2, 5, D), 2 * torch.randn(2, 5, D)) if RULES[block].needs_history else torch.randn(2, 5, D)
+    return (torch.randn(2, 5, D), 2 * torch.randn(2, 5, D)) if BLOCKS[block].needs_history else torch.randn(2, 5, D)
 
 
-def normalised(x: Tensor, rule: Rule, i: int | str) -> Tensor:
+def normalised(x: Tensor, rule: Block, i: int | str) -> Tensor:
     """LayerNorm i of the rule, or the one of this name, from its definition."""
     centred = x - x.mean(-1, keepdim=True)
     name = i if isinstance(i, str) else f"norms.{i}"
@@ -49,73 +63,73 @@ def normalised(x: Tensor, rule: Rule, i: int | str) -> Tensor:
     return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
 
 
-def post_ln(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def post_ln(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     for i in range(len(f)):
         x = normalised(x + f[i](x), rule, i)
     return x
 
 
-def pre_ln(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def pre_ln(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     for i in range(len(f)):
         x = x + f[i](normalised(x, rule, i))
     return x
 
 
-def admin(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def admin(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     for i in range(len(f)):
         x = normalised(x * rule.get_parameter(f"omegas.{i}") + f[i](x), rule, i)
     return x
 
 
-def b2t(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def b2t(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     h1 = normalised(x + f[0](x), rule, 0)
     h = h1 if side == "encoder" else normalised(h1 + f[1](h1), rule, 1)
     return normalised(x + h + f[-1](h), rule, len(f) - 1)
 
 
-def deepnorm(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def deepnorm(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     alpha = 0.81 * (6**4 * 4) ** 0.0625 if side == "encoder" else (3 * 4) ** 0.25
     for i in range(len(f)):
         x = normalised(alpha * x + f[i](x), rule, i)
     return x
 
 
-def b2t_no_ln(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def b2t_no_ln(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     h1 = x + f[0](x)
     h = h1 if side == "encoder" else h1 + f[1](h1)
     return (0.5 if side == "encoder" else 4 / 12) * x + 16**-0.2 * (h + f[-1](h))  # L = 6 and 4, both under 9
 
 
-def rezero(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def rezero(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     for branch in f:
         x = x + rule.get_parameter("a") * branch(x)
     return x
 
 
-def rezero_post_ln(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def rezero_post_ln(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     for i in range(len(f)):
         x = normalised(x + rule.get_parameter("a") * f[i](x), rule, i)
     return x
 
 
-def fixup(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def fixup(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     for i in range(len(f)):
         x = x + rule.get_parameter(f"scales.{i}") * f[i](x)
     return x
 
 
-def t_fixup(x: Tensor, f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def t_fixup(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     for branch in f:
         x = x + branch(x)
     return x
 
 
-def dlcl(y: tuple[Tensor, Tensor], f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def dlcl(y: tuple[Tensor, Tensor], f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     w = rule.get_parameter("mix.weights")  # the first of y was normed by the layer below
     return pre_ln(w[0] * y[0] + w[1] * normalised(y[1], rule, "mix.norm"), f, rule, side)
 
 
-def dlcl_post(y: tuple[Tensor, Tensor], f: list[nn.Linear], rule: Rule, side: Side) -> Tensor:
+def dlcl_post(y: tuple[Tensor, Tensor], f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
     w = rule.get_parameter("mix.weights")
     return post_ln(normalised(w[0] * y[0] + w[1] * y[1], rule, "mix.norm"), f, rule, side)
 
@@ -139,11 +153,19 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
 
 
 def test_every_block_has_a_reference() -> None:
-    assert REFERENCES.keys() == RULES.keys()
+    assert REFERENCES.keys() == BLOCKS.keys()
+
+
+def test_the_page_has_a_row_for_each_block() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "blocks.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    assert [row[1].strip(" `") for row in rows] == list(BLOCKS) == list(get_args(config.Block))
+    assert [row[9].strip(" *") == "no" for row in rows] == [block.needs_history for block in BLOCKS.values()]
+    assert [row[10].strip() == "yes" for row in rows] == [block.foldable for block in BLOCKS.values()]
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("block", list(RULES))
+@pytest.mark.parametrize("block", list(BLOCKS))
 def test_block_follows_its_formula(block: str, side: Side) -> None:
     rule, f, x = rule_of(block, side), branches_of(side), stream_of(block)
     torch.testing.assert_close(newest(rule(x, f)), REFERENCES[block](x, f, rule, side), rtol=1e-5, atol=1e-5)
@@ -163,13 +185,14 @@ def test_a_layer_hands_on_what_it_was_given(block: str, side: Side) -> None:
 
 
 def test_the_recipe_knows_the_blocks_that_need_history() -> None:
-    assert [block for block in RULES if RULES[block].needs_history] == list(HISTORY_BLOCKS)
+    assert [block for block in BLOCKS if BLOCKS[block].needs_history] == list(HISTORY_BLOCKS)
+    assert [block for block in BLOCKS if BLOCKS[block].profiled] == list(PROFILED_BLOCKS)
 
 
 @pytest.mark.parametrize("block", ["admin", "deepnorm", "rezero_post_ln"])
 @pytest.mark.parametrize("side", SIDES)
 def test_reduction_to_post_ln_is_exact(side: Side, block: str) -> None:
-    post, reduced = rule_of("post_ln", side), RULES[block](place(side))
+    post, reduced = rule_of("post_ln", side), BLOCKS[block](place(side))
     reduced.load_state_dict(post.state_dict(), strict=False)  # Admin's ω stays at its initial 1
     if isinstance(reduced, DeepNorm):
         reduced.alpha = 1.0
@@ -199,13 +222,13 @@ def test_deepnorm_constants(
 @pytest.mark.parametrize("side", SIDES)
 def test_rezero_starts_as_the_identity(side: Side) -> None:
     x = stream_of("rezero")
-    assert torch.equal(RULES["rezero"](place(side))(x, branches_of(side)), x)
+    assert torch.equal(BLOCKS["rezero"](place(side))(x, branches_of(side)), x)
 
 
 @pytest.mark.parametrize("pre_norm", [True, False])
 def test_dlcl_starts_from_the_mean(pre_norm: bool) -> None:
     """Layer 3 of a new stack, given y_0 … y_3."""
-    rule = RULES["dlcl" if pre_norm else "dlcl_post"](Place("encoder", 3, 6, 4, D))
+    rule = BLOCKS["dlcl" if pre_norm else "dlcl_post"](LayerPosition("encoder", 3, 6, 4, D))
     ys = tuple(torch.randn(4, 2, 5, D).unbind())
     mixed, _ = rule.get_submodule("mix")(ys)
     if pre_norm:
@@ -220,7 +243,7 @@ def test_dlcl_starts_from_the_mean(pre_norm: bool) -> None:
     (60, 512, 0.54109, 0.28717),
 ])
 def test_b2t_no_ln_constants(layers: int, width: int, alpha: float, beta: float) -> None:
-    for at in (Place("encoder", 0, layers, 3, width), Place("decoder", 0, 3, layers, width)):
+    for at in (LayerPosition("encoder", 0, layers, 3, width), LayerPosition("decoder", 0, 3, layers, width)):
         assert B2TNoLN.constants(at) == pytest.approx((alpha, beta), abs=1e-5)
 
 
@@ -244,7 +267,7 @@ def test_admin_closed_form_is_its_constant(layers: tuple[int, int], encoder: flo
             assert parameter.tolist() == pytest.approx([omega] * D, abs=1e-5)
 
 
-@pytest.mark.parametrize("block", list(RULES))
+@pytest.mark.parametrize("block", list(BLOCKS))
 @pytest.mark.parametrize("side", SIDES)
 def test_adds_see_each_branch_output_in_order(side: Side, block: str) -> None:
     rule, f = rule_of(block, side), branches_of(side)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt import config
-from deepnmt.model.blocks import RULES, Admin, DeepNorm, Place, Side
+from deepnmt.model.blocks import BLOCKS, Admin, DeepNorm, LayerPosition, Side
 from deepnmt.model.dropout import Dropout, stable_hash
 from deepnmt.model.embedding import sinusoids
 from deepnmt.model.transformer import Transformer, build_embedding, build_layer
 from deepnmt.tokens import PAD
 
-BLOCKS: list[config.Block] = list(get_args(config.Block))
+NAMES: list[config.Block] = list(get_args(config.Block))
 SIDES: list[Side] = ["encoder", "decoder"]
 D, V = 16, 21
 
@@ -43,7 +43,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 # ---- initialisation
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", NAMES)
 @pytest.mark.parametrize("side", SIDES)
 def test_a_layer_built_alone_is_the_models(side: Side, block: config.Block) -> None:
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def gain_of(block: config.Block, side: Side, matrix: str) -> float:
     """The factor on the Xavier bound that the paper of the block names, for 2 + 2 layers and the default init."""
     fused, query = (2**-0.5 if matrix in ("q", "k", "v") else 1.0), matrix in ("q", "k")
     if block == "deepnorm":
-        return 1.0 if query else DeepNorm.constants(Place(side, 1, 2, 2, D))[1]
+        return 1.0 if query else DeepNorm.constants(LayerPosition(side, 1, 2, 2, D))[1]
     if block == "fixup":  # 2·2 + 3·2 branches
         return {"fc1": 10**-0.5, "fc2": 0.0, "out": 0.0}.get(matrix, fused * 10 ** (-1 / 6))
     if block == "t_fixup":
@@ -110,7 +110,7 @@ def matrices(state: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", NAMES)
 def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Side) -> None:
     """Each draw is a fixed uniform one times its bound, so the ratio to Post-LN's is exactly the gain."""
     state = build_layer(shapes(block), side, 1, 1).state_dict()
@@ -129,7 +129,7 @@ def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Si
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", NAMES)
 def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> None:
     """Each matrix of a stack of 4 is halved, whatever else the block does to it; nothing else changes."""
     scaled, plain = (build_layer(shapes(block, init=init, layers=4), side, 1, 1).state_dict()
@@ -139,7 +139,7 @@ def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> Non
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", NAMES)
 def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, side: Side) -> None:
     """Each of them that had 1/√2 is √2 times as large, nothing else changes; deepnorm never had it."""
     whole, plain = (build_layer(shapes(block, init=init), side, 1, 1).state_dict()
@@ -153,7 +153,7 @@ def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, s
         assert 0.9 * xavier_bound(D, D) < separate["self_attn", "q"].abs().max() <= xavier_bound(D, D)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", NAMES)
 def test_only_b2t_is_depth_scaled_by_itself(block: config.Block) -> None:
     auto, chosen = (build_layer(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in
                     ("auto", "depth_scaled" if block in ("b2t", "b2t_no_ln") else "xavier"))
@@ -217,7 +217,7 @@ def test_tying_all_refuses_two_vocabularies() -> None:
         Transformer(shapes(), V, V + 1, 1)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", NAMES)
 def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
     model = Transformer(shapes(block), V, V, 1)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
@@ -229,7 +229,7 @@ def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
     assert any(".norms." in name for name in names) != without
     assert ("encoder.norm.weight" in names) == ("decoder.norm.bias" in names) == (block == "pre_ln")
     mixed = {"encoder.layers.1.rule.mix.weights", "decoder.layers.0.rule.mix.norm.bias", "decoder.norm.mix.weights"}
-    assert mixed & names == (mixed if RULES[block].needs_history else set())
+    assert mixed & names == (mixed if BLOCKS[block].needs_history else set())
     assert ("encoder.norm.norm.weight" in names) == (block == "dlcl")
 
 
@@ -341,7 +341,7 @@ def test_hash_is_stable() -> None:
 # ---- types
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_finite(dtype: torch.dtype, block: config.Block) -> None:
     model = Transformer(shapes(block, dropout=0.1), V, V, 1, label_smoothing=0.1).to(dtype).train()

@@ -22,7 +22,7 @@ from deepnmt.config import Block, Model
 from deepnmt.doctor.fresh import fresh_model
 from deepnmt.doctor.probes import ProbeBatch, mean_loss
 from deepnmt.model.attention import attend
-from deepnmt.model.norm import LayerNorm
+from deepnmt.model.blocks import LayerNorm
 from deepnmt.model.transformer import Transformer
 
 TYPES = (torch.bfloat16, torch.float16)

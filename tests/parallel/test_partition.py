@@ -10,7 +10,7 @@ import pytest
 
 from deepnmt.config import Block, Model, Recipe, check_recipe
 from deepnmt.errors import UserError
-from deepnmt.model.blocks import RULES
+from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.embedding import TABLES
 from deepnmt.parallel.build import check_layout
 from deepnmt.parallel.pipeline.partition import Partition, Unit, cost_units, partition, unit_names
@@ -64,7 +64,7 @@ def test_costs_are_the_matrix_products() -> None:
     assert twice["output"].cost == units["output"].cost
 
 
-BLOCKS = [block for block in get_args(Block) if not RULES[block].needs_history]
+BLOCKS = [block for block in get_args(Block) if not BLOCKS[block].needs_history]
 BOUNDS = [(0, 9), (0, 4, 9), (0, 6, 9), (0, 1, 5, 8, 9)]
 
 

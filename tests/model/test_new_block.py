@@ -1,0 +1,32 @@
+"""A new block is one class and one word: nothing else in deepnmt knows its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import tiny_engines
+import torch
+from torch import Tensor
+
+from deepnmt.model.blocks import BLOCKS, Block, Branch
+from deepnmt.ranks import Ranks
+
+
+class Halved(Block):
+    """x ← LN_i(x + F_i(x) / 2)."""
+
+    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
+        for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
+            x = norm(x + add(branch(x)) / 2)
+        return x
+
+
+def test_a_block_of_ones_own_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BLOCKS, "halved", Halved)
+    recipe, ranks = tiny_engines.recipe_of("local"), Ranks(0, 1, 0, 1, torch.device("cpu"))
+    stack = recipe.model.encoder.model_copy(update={"block": "halved"})  # past the config's list of words
+    model = recipe.model.model_copy(update={"encoder": stack, "decoder": stack})
+    engine = tiny_engines.build(recipe.model_copy(update={"model": model}), ranks)
+    losses = [tiny_engines.step(engine, tiny_engines.batches(1, 2), ranks)[0] for _ in range(5)]
+    assert isinstance(engine.module.get_submodule("decoder.layers.1.rule"), Halved) and losses[-1] < 0.8 * losses[0]
