@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -21,3 +22,8 @@ class Batch:
     tensors: tuple[Tensor, ...]
     key: int
     tokens: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.tensors[0].device

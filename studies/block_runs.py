@@ -18,16 +18,17 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
+from deepnmt.batch import Batch
 from deepnmt.config import Init, Recipe, check_recipe
-from deepnmt.data.batching import Batch, PlanStream, Position, collate, plan_eval
+from deepnmt.data.batching import Position, Stream, collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split, open_prepared
 from deepnmt.doctor.fresh import initialisation
 from deepnmt.errors import UserError
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.tensors import to_tensors
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 from deepnmt.train.divergence import Drops
@@ -143,20 +144,17 @@ def _train(
 
     Ends early where so many updates in a row are dropped as end a training (`divergence.LIMIT`).
     """
-    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
     position, drops = Position(0, 0), Drops()
     losses: list[float] = []
     done = dropped = 0
     while done < recipe.train.updates:
-        passes = position.epoch + position.index / stream.epoch_size(position.epoch)
-        planned, position = stream.at(position, recipe.batch.accumulation)
-        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, done + 1, recipe.train.updates, passes)
-        batches = [(collate(stream.split(item.epoch), item.indices), item.number) for item in planned]
-        tokens = sum(batch.tokens for batch, _ in batches)
-        shown = [(*to_tensors(batch if source else without_source(batch), ranks.device), number)
-                 for batch, number in batches]
-        stats = engine.train_step(shown, tokens, rate)
-        losses.append(stats.nll / tokens)
+        update = stream.update(position, recipe.batch.accumulation, 0, 1, ranks.device)
+        position = update.next
+        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, done + 1, recipe.train.updates, update.passes)
+        shown = update.batches if source else [without_source(batch) for batch in update.batches]
+        stats = engine.train_step(shown, update.tokens, rate)
+        losses.append(stats.nll / update.tokens)
         if stats.applied:
             done += 1
             drops.clear()
@@ -192,21 +190,21 @@ def validation_loss(engine: Engine, split: Split, tokens: int, ranks: Ranks, sou
     before = np.roll(plan.order, 1)
     batches = []
     for place in range(len(plan)):
-        batch = collate(split, plan[place])
+        batch = collate(split, plan[place], 0, ranks.device)
         if sources == "exchanged":
-            other = collate(split, before[plan.starts[place] : plan.starts[place + 1]])
-            batch = replace(batch, src=other.src, src_lengths=other.src_lengths)
+            other = collate(split, before[plan.starts[place] : plan.starts[place + 1]], 0, ranks.device)
+            batch = replace(batch, tensors=(*other.tensors[:2], *batch.tensors[2:]))
         elif sources == "none":
             batch = without_source(batch)
         batches.append(batch)
-    sums = engine.evaluate([(*to_tensors(batch, ranks.device), 0) for batch in batches])
+    sums = engine.evaluate(batches)
     return sum(nll for _, nll in sums) / sum(batch.tokens for batch in batches)
 
 
 def without_source(batch: Batch) -> Batch:
     """The same targets, beside sources of nothing but the end of the sentence, [B, 1]."""
-    sentences = len(batch.src)
-    return replace(batch, src=np.full((sentences, 1), EOS), src_lengths=np.ones(sentences, dtype=np.int64))
+    src, lengths, *target = batch.tensors
+    return replace(batch, tensors=(src.new_full((len(src), 1), EOS), torch.ones_like(lengths), *target))
 
 
 def frequencies_loss(train: Split, valid: Split, vocab: int) -> float:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.doctor.change import Growth, fit_line, random_change
 from deepnmt.doctor.fresh import fresh_model
 from deepnmt.doctor.gradient_probe import Gradients, gradients
 from deepnmt.doctor.plots import draw_growth, draw_lines
-from deepnmt.doctor.probes import ProbeBatch
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.model.blocks import SIDES
@@ -43,7 +43,7 @@ class Small:
 
     def model(
         self, block: str, layers: tuple[int, int], seed: int, init: str = "auto"
-    ) -> tuple[Transformer, ProbeBatch]:
+    ) -> tuple[Transformer, Batch]:
         """A fresh model of one block without dropout, and its batch."""
         shape = Model.model_validate({
             "width": self.width, "heads": 4, "ffn": 2 * self.width, "dropout": 0.0, "max_length": 32,
@@ -52,13 +52,13 @@ class Small:
         batch = self.batch(seed)
         return fresh_model(shape, _VOCAB, _VOCAB, seed, [batch]), batch
 
-    def batch(self, seed: int) -> ProbeBatch:
+    def batch(self, seed: int) -> Batch:
         """Sentences of 19 random symbols and eos on both sides."""
         draw = torch.Generator().manual_seed(seed)
         src, trg = (torch.randint(PAD + 1, _VOCAB, (self.sentences, 20), generator=draw) for _ in range(2))
         src[:, -1] = trg[:, -1] = EOS
         trg_in = torch.cat([torch.full((self.sentences, 1), BOS), trg[:, :-1]], dim=1)
-        return src, torch.full((self.sentences,), 20), trg_in, trg, seed
+        return Batch((src, torch.full((self.sentences,), 20), trg_in, trg), seed, trg.numel())
 
 
 def reproduce(name: str, folder: Path, small: Small) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deepnmt.doctor.probes import ProbeBatch
+from deepnmt.batch import Batch
 from deepnmt.model.dropout import stable_hash
 from deepnmt.tokens import BOS, EOS, PAD
 
@@ -59,7 +59,7 @@ class ToyTask:
         length = (self.shortest + self.longest) / 2
         return (math.log(self.symbols) + math.log(self.successors) * (length - 1)) / (length + 1)
 
-    def batch(self, number: int, sentences: int) -> ProbeBatch:
+    def batch(self, number: int, sentences: int) -> Batch:
         """Batch `number`, a function of it and the seed: src [B, S], src_lengths [B], trg_in [B, T], trg_out [B, T]."""
         draw = torch.Generator().manual_seed(stable_hash(self.seed, "batch", number))
         lengths = torch.randint(self.shortest, self.longest + 1, (sentences,), generator=draw)
@@ -70,7 +70,7 @@ class ToyTask:
             walk[:, place] = self._next[walk[:, place - 1], chosen]
         src, trg = (_closed(symbols + _FIRST, lengths) for symbols in (walk, self._alphabet[walk]))
         trg_in = torch.cat([torch.full((sentences, 1), BOS), trg[:, :-1].masked_fill(trg[:, :-1] == EOS, PAD)], dim=1)
-        return src, lengths + 1, trg_in, trg, number
+        return Batch((src, lengths + 1, trg_in, trg), number, int((trg != PAD).sum()))
 
 
 def _closed(symbols: Tensor, lengths: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from deepnmt.batch import Batch
 from deepnmt.config import Init, Recipe, check_recipe
 from deepnmt.doctor.fresh import fresh_model, initialisation
 from deepnmt.doctor.many import Precision, train_side_by_side
-from deepnmt.doctor.probes import ProbeBatch
 from deepnmt.doctor.verdict import (
     TRIAL,
     other_sources,
@@ -27,7 +27,6 @@ from deepnmt.doctor.verdict import (
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.tokens import PAD
 from studies.toy_task import ToyTask
 
 Mark = Literal["source", "context"]
@@ -177,11 +176,11 @@ def point_recipe(point: Point, settings: Settings) -> Recipe:
     }, "a point of the grid")
 
 
-def tokens_of(batch: ProbeBatch) -> int:
+def tokens_of(batch: Batch) -> int:
     """Target tokens, eos counted."""
-    return int((batch[3] != PAD).sum())
+    return batch.tokens
 
 
-def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> None:
+def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
     """One update by the recipe's optimizer, from moments of zero, at the peak rate."""
-    LocalEngine(model, recipe, batch[0].device).train_step([batch], tokens_of(batch), recipe.optimizer.lr)
+    LocalEngine(model, recipe, batch.device).train_step([batch], tokens_of(batch), recipe.optimizer.lr)

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.engine import Engine
 from deepnmt.ranks import Ranks
+from deepnmt.tokens import PAD
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 40
@@ -37,9 +40,14 @@ def build(recipe: Recipe, ranks: Ranks) -> Engine:
     return start_engine(recipe, (VOCAB, VOCAB), ranks)
 
 
-def batches(update: int, count: int) -> list[MicroBatch]:
+def batch_of(src: Tensor, lengths: Tensor, trg_in: Tensor, trg_out: Tensor, key: int = 0) -> Batch:
+    """A micro-batch of translation, its tokens counted."""
+    return Batch((src, lengths, trg_in, trg_out), key, int((trg_out != PAD).sum()))
+
+
+def batches(update: int, count: int) -> list[Batch]:
     """`count` micro-batches of unequal sizes, lengths and token counts."""
-    made: list[MicroBatch] = []
+    made = []
     for number in range(count):
         draw = torch.Generator().manual_seed(100 * update + number)
         rows, source, target = 1 + number % 5, 5 + 2 * (number % 3), 9 - number
@@ -49,12 +57,12 @@ def batches(update: int, count: int) -> list[MicroBatch]:
         trg_out = trg[:, 1:].clone()
         if rows > 1:
             lengths[0], src[0, 3:], trg_out[0, 1:] = 3, 3, 3
-        made.append((src, lengths, trg[:, :-1], trg_out, 1000 * update + number))
+        made.append(batch_of(src, lengths, trg[:, :-1], trg_out, 1000 * update + number))
     return made
 
 
-def step(engine: Engine, plan: list[MicroBatch], ranks: Ranks, rate: float = 1e-2) -> tuple[float, float, float, bool]:
+def step(engine: Engine, plan: list[Batch], ranks: Ranks, rate: float = 1e-2) -> tuple[float, float, float, bool]:
     """One update on `plan`, shared by the processes: loss a token, gradient norm, loss scale, whether applied."""
-    tokens = sum(int((batch[3] != 3).sum()) for batch in plan)
+    tokens = sum(batch.tokens for batch in plan)
     stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
     return ranks.sum([stats.loss / tokens])[0], stats.grad_norm, stats.loss_scale, stats.applied

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from deepnmt.batch import Batch
 from deepnmt.data.prepared import Indices, Lengths, Split
 from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS, PAD
@@ -128,15 +129,24 @@ class Position:
     index: int
 
 
-class MicroBatch(NamedTuple):
-    """`number` is unique in a run and a function of the position alone; `indices` are into the split of `epoch`."""
+@dataclass(frozen=True)
+class Update:
+    """The micro-batches of one update.
 
-    number: int
-    indices: Indices
-    epoch: int
+    Attributes:
+        batches: this process's share.
+        tokens: target tokens of all processes' micro-batches together.
+        passes: how often the training text was seen before this update.
+        next: the position after it.
+    """
+
+    batches: list[Batch]
+    tokens: int
+    passes: float
+    next: Position
 
 
-class PlanStream:
+class Stream:
     """The micro-batches of all epochs, one after the other. Reaching any position costs one epoch's plan."""
 
     def __init__(self, split: Split, tokens: int, seed: int) -> None:
@@ -160,8 +170,16 @@ class PlanStream:
         """The number of micro-batches in an epoch; with sampled segmentations it differs between epochs."""
         return len(self.plan(epoch))
 
-    def at(self, position: Position, count: int) -> tuple[list[MicroBatch], Position]:
-        """The `count` micro-batches from `position` on, over ends of epochs, and the position after them.
+    def waste(self, epoch: int) -> float:
+        """The share of padding in an epoch, 0 to 1."""
+        return self.plan(epoch).waste
+
+    def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
+        """Micro-batch `index` of `epoch`; its key is unique in a run."""
+        return collate(self.split(epoch), self.plan(epoch)[index], (epoch << 32) + index, device)
+
+    def update(self, position: Position, count: int, rank: int, world: int, device: torch.device) -> Update:
+        """The `count` micro-batches from `position` on, over ends of epochs, shared among `world` in turn.
 
         Raises:
             UserError: the epoch has fewer micro-batches than the position says: data or `batch.tokens` have changed.
@@ -170,14 +188,17 @@ class PlanStream:
         if index > self.epoch_size(epoch):
             raise UserError(f"training stopped at micro-batch {index} of epoch {epoch}, which now has "
                             f"{self.epoch_size(epoch)}; go on with the data and batch.tokens the run began with")
-        batches: list[MicroBatch] = []
-        while True:
-            plan = self.plan(epoch)
-            last = min(len(plan), index + count - len(batches))
-            batches += [MicroBatch((epoch << 32) + m, plan[m], epoch) for m in range(index, last)]
-            epoch, index = (epoch + 1, 0) if last == len(plan) else (epoch, last)
-            if len(batches) == count:
-                return batches, Position(epoch, index)
+        passes = epoch + index / self.epoch_size(epoch)
+        batches, tokens = [], 0
+        for number in range(count):
+            if index == self.epoch_size(epoch):
+                epoch, index = epoch + 1, 0
+            tokens += int(self.split(epoch).trg_lengths[self.plan(epoch)[index]].sum())
+            if number % world == rank:
+                batches.append(self.batch(epoch, index, device))
+            index += 1
+        after = Position(epoch + 1, 0) if index == self.epoch_size(epoch) else Position(epoch, index)
+        return Update(batches, tokens, passes, after)
 
     def _enter(self, epoch: int) -> None:
         if epoch == self._epoch:
@@ -188,30 +209,17 @@ class PlanStream:
         self._epoch = epoch
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch as int64 arrays, pad 3 behind the sentences.
+def collate(split: Split, indices: Indices | Sequence[int], key: int, device: torch.device) -> Batch:
+    """The sentences `indices` (at least one) of a split as one micro-batch, in this order, pad behind the sentences.
 
-    Attributes:
-        src: [B, S], pieces + eos.
-        src_lengths: [B], eos counted.
-        trg_in: [B, T], bos + pieces.
-        trg_out: [B, T], pieces + eos.
-        tokens: the target tokens of all sentences, eos counted.
+    Its tensors: src [B, S], pieces + eos; src_lengths [B], eos counted; trg_in [B, T], bos + pieces; trg_out [B, T],
+    pieces + eos.
     """
-
-    src: Indices
-    src_lengths: Indices
-    trg_in: Indices
-    trg_out: Indices
-    tokens: int
-
-
-def collate(split: Split, indices: Indices | Sequence[int]) -> Batch:
-    """The sentences `indices` (at least one) of a split as one micro-batch, in this order."""
     rows = np.asarray(indices, dtype=np.int64)
     src, src_lengths = split.sources.with_eos(rows)
     trg_out, trg_lengths = split.targets.with_eos(rows)
     trg_in = np.full_like(trg_out, BOS)
     trg_in[:, 1:] = np.where(trg_out[:, :-1] == EOS, PAD, trg_out[:, :-1])
-    return Batch(src, src_lengths, trg_in, trg_out, int(trg_lengths.sum()))
+    arrays = (src, src_lengths, trg_in, trg_out)
+    tensors = tuple(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
+    return Batch(tensors, key, int(trg_lengths.sum()))

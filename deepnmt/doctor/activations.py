@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepnmt.doctor.probes import ProbeBatch, hooks, layer_outputs, layers_of, real_positions, stack_outputs
+from deepnmt.batch import Batch
+from deepnmt.doctor.probes import hooks, layer_outputs, layers_of, real_positions, stack_outputs
 from deepnmt.model.blocks import SUBLAYERS, Side, Stream, newest
 from deepnmt.model.transformer import Transformer
 
@@ -45,7 +46,7 @@ class Range:
 
 
 @torch.no_grad()
-def ranges(model: Transformer, batch: ProbeBatch) -> dict[str, Range]:
+def ranges(model: Transformer, batch: Batch) -> dict[str, Range]:
     """By layer, as in `encoder.layers.3`, in evaluation mode."""
     was_training = model.training
     model.eval()
@@ -84,7 +85,7 @@ def ranges(model: Transformer, batch: ProbeBatch) -> dict[str, Range]:
 
 
 @torch.no_grad()
-def likeness(model: Transformer, batch: ProbeBatch, side: Side) -> list[list[float]]:
+def likeness(model: Transformer, batch: Batch, side: Side) -> list[list[float]]:
     """The mean cosine between the outputs of each two layers of a stack [L][L], in evaluation mode."""
     was_training = model.training
     model.eval()

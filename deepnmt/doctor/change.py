@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepnmt.doctor.probes import ProbeBatch, layer_outputs, matrices, stack_outputs
+from deepnmt.batch import Batch
+from deepnmt.doctor.probes import layer_outputs, matrices, stack_outputs
 from deepnmt.model.blocks import Side
 from deepnmt.model.init import generator_for
 from deepnmt.model.transformer import Transformer
@@ -69,7 +70,7 @@ def change(before: Tensor, after: Tensor) -> float:
     return float((after - before).square().mean() / before.var(correction=0))
 
 
-def compare(model: Transformer, batch: ProbeBatch, before: dict[Side, Tensor]) -> dict[Side, float]:
+def compare(model: Transformer, batch: Batch, before: dict[Side, Tensor]) -> dict[Side, float]:
     """The change of both stacks' outputs since `before` (of `stack_outputs`)."""
     after = stack_outputs(model, batch)
     return {side: change(before[side], after[side]) for side in before}
@@ -98,7 +99,7 @@ def perturbed(model: Transformer, size: float, seed: int) -> Iterator[None]:
 
 
 def random_change(
-    model: Transformer, batch: ProbeBatch, size: float = 0.01, trials: int = 3
+    model: Transformer, batch: Batch, size: float = 0.01, trials: int = 3
 ) -> dict[Side, float]:
     """The mean change of both outputs over `trials` draws of noise, in evaluation mode; see `perturbed`."""
     was_training = model.training
@@ -115,7 +116,7 @@ def random_change(
 
 @torch.no_grad()
 def layer_changes(
-    model: Transformer, batch: ProbeBatch, size: float = 0.01, trials: int = 3
+    model: Transformer, batch: Batch, size: float = 0.01, trials: int = 3
 ) -> dict[Side, list[float]]:
     """The mean change of every layer's output in one model over draws of noise, in evaluation mode."""
     was_training = model.training

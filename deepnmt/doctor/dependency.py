@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepnmt.doctor.probes import ProbeBatch, hooks, layers_of, real_positions
+from deepnmt.batch import Batch
+from deepnmt.doctor.probes import hooks, layers_of, real_positions
 from deepnmt.model.blocks import Block, Side, Stream
 from deepnmt.model.transformer import Transformer
 
@@ -25,7 +26,7 @@ Norms = list[tuple[nn.LayerNorm, Tensor]]  # the LayerNorms of a module and what
 
 
 @torch.no_grad()
-def dependency(model: Transformer, batch: ProbeBatch, side: Side) -> list[list[float]]:
+def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]]:
     """β of a stack with n sub-layers on a batch, in evaluation mode: rows i = 0 … n, columns j = 0 … i.
 
     Row i is what enters branch i + 1 (row n: the stack's output), column 0 the stack's own input, column j branch j.
@@ -60,9 +61,9 @@ class _Seen:
         self.top: Tensor
 
 
-def _forward(model: Transformer, batch: ProbeBatch, side: Side) -> _Seen:
+def _forward(model: Transformer, batch: Batch, side: Side) -> _Seen:
     seen = _Seen()
-    src, lengths, trg_in, _, key = batch
+    (src, lengths, trg_in, _), key = batch.tensors, batch.key
 
     def enter(_module: nn.Module, inputs: Any) -> None:
         seen.inputs.append(inputs[0])

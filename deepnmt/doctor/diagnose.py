@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import (
     MOMENTS,
     find_checkpoint,
@@ -35,7 +37,7 @@ from deepnmt.doctor.gradient_probe import HalfZeros, gradients, half_zeros
 from deepnmt.doctor.many import Precision
 from deepnmt.doctor.page import summary, write_page
 from deepnmt.doctor.patient import Patient, first_batch, fresh, patient_of
-from deepnmt.doctor.probes import ProbeBatch, plain_loss
+from deepnmt.doctor.probes import plain_loss
 from deepnmt.doctor.update_probe import moved
 from deepnmt.doctor.variants import alternatives
 from deepnmt.doctor.verdict import (
@@ -57,7 +59,6 @@ from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import check_layout
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.settings import shipped
-from deepnmt.tokens import PAD
 
 AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")  # what a checkpoint's recipe does not settle
 LOST = 0.5  # of a layer's gradients, above which fp16 is said to fail; thought of, not learned
@@ -142,7 +143,8 @@ def _about(patient: Patient) -> dict[str, Any]:
         "decoder": f"{model.decoder.layers} layers, {model.decoder.block}",
         "width": model.width, "ffn": model.ffn, "parameters": sum(p.numel() for p in patient.model.parameters()),
         "learning rate": recipe.optimizer.lr, "schedule": recipe.schedule.name, "warm-up": recipe.schedule.warmup,
-        "sentences": len(patient.batch[0]), "target tokens": patient.tokens, "device": str(patient.batch[0].device),
+        "sentences": len(patient.batch.tensors[0]), "target tokens": patient.tokens,
+        "device": str(patient.batch.device),
     }
 
 
@@ -168,11 +170,11 @@ def precision_of(recipe: Recipe) -> Precision:
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
-def one_update(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> None:
+def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
     """The first update of a fresh model, in place, but at the peak rate, and Adam's where the optimizer is RAdam, whose
     first five updates are plain momentum (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
-    engine = LocalEngine(model, _adaptive(recipe), batch[0].device)
-    engine.train_step([batch], int((batch[3] != PAD).sum()), recipe.optimizer.lr)
+    engine = LocalEngine(model, _adaptive(recipe), batch.device)
+    engine.train_step([batch], batch.tokens, recipe.optimizer.lr)
 
 
 def _adaptive(recipe: Recipe) -> Recipe:
@@ -181,17 +183,17 @@ def _adaptive(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": name})})
 
 
-def trial(model: Transformer, recipe: Recipe, batch: ProbeBatch) -> list[float]:
+def trial(model: Transformer, recipe: Recipe, batch: Batch) -> list[float]:
     """Updates of a fresh model on one batch, in place, and the plain losses that `trial_features` asks for; each with
     dropout masks of its own, as training has, and Adam's where the optimizer is RAdam, as in `one_update`."""
-    engine = LocalEngine(model, _adaptive(recipe), batch[0].device)
-    tokens = int((batch[3] != PAD).sum())
+    engine = LocalEngine(model, _adaptive(recipe), batch.device)
+    tokens = batch.tokens
     rates = trial_rates(recipe.optimizer.lr, recipe.schedule.warmup)
-    during = [engine.train_step([(*batch[:4], batch[4] + number)], tokens, rate).nll / tokens
+    during = [engine.train_step([replace(batch, key=batch.key + number)], tokens, rate).nll / tokens
               for number, rate in enumerate(rates)]
     model.eval()
     with torch.no_grad():
-        after = [model(*tensors, key).nll / tokens for *tensors, key in (batch, other_sources(batch))]
+        after = [model(*each.tensors, each.key).nll / tokens for each in (batch, other_sources(batch))]
     return [*during, *map(float, after)]
 
 
@@ -201,7 +203,7 @@ def _update(patient: Patient) -> None:
     if checkpoint is None or not (checkpoint / MOMENTS).exists():
         one_update(model, recipe, batch)
         return
-    engine = LocalEngine(model, recipe, batch[0].device)
+    engine = LocalEngine(model, recipe, batch.device)
     engine.import_state(load_weights(checkpoint), load_moments(checkpoint), load_state(checkpoint).optimizer_step)
     engine.train_step([batch], patient.tokens, due_rate(patient))
 
@@ -279,7 +281,7 @@ def between_checkpoints(patient: Patient) -> list[Any]:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.copy_(before[name])
-            norms = gradients(model.to(patient.batch[0].device), patient.batch).matrices
+            norms = gradients(model.to(patient.batch.device), patient.batch).matrices
             pairs.append(moved(update_of(first[0]), update_of(folder), before, after, norms))
         first = folder, after
     return pairs

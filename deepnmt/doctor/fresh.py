@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from deepnmt.batch import Batch
 from deepnmt.config import Init, Model
-from deepnmt.doctor.probes import ProbeBatch
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile, InputVariance, measure
 from deepnmt.model.blocks import BLOCKS
@@ -19,7 +19,7 @@ def fresh_model(
     src_vocab: int,
     trg_vocab: int,
     seed: int,
-    batches: Sequence[ProbeBatch],
+    batches: Sequence[Batch],
     *,
     label_smoothing: float = 0.0,
     input_variance: InputVariance = "measured",
@@ -31,7 +31,7 @@ def fresh_model(
     if model.profiled:
         measured = profile or measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance)
         measured.apply(built)
-    return built.to(batches[0][0].device if batches else torch.device("cpu"))
+    return built.to(batches[0].device if batches else torch.device("cpu"))
 
 
 def with_depth(model: Model, encoder: int, decoder: int) -> Model:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepnmt.batch import Batch
 from deepnmt.doctor.probes import (
-    ProbeBatch,
     layers_of,
     matrices,
     mean_loss,
@@ -59,7 +59,7 @@ class Gradients:
         return {"loss": self.loss, "outputs": self.outputs, "matrices": self.matrices, "places": self.places}
 
 
-def gradients(model: Transformer, batch: ProbeBatch) -> Gradients:
+def gradients(model: Transformer, batch: Batch) -> Gradients:
     """One forward and one backward pass in evaluation mode (no dropout); the model's own `.grad` is left empty."""
     norms: dict[str, float] = {}
     wanted = {name for side in SIDES for name in sublayers(model, side)}
@@ -121,7 +121,7 @@ class HalfZeros:
                    default=math.nan)
 
 
-def half_zeros(model: Transformer, batch: ProbeBatch, scale: float, accumulation: int = 1) -> HalfZeros:
+def half_zeros(model: Transformer, batch: Batch, scale: float, accumulation: int = 1) -> HalfZeros:
     """Runs an fp16 copy of the model on the batch with its loss multiplied by `scale`, forward and backward.
 
     Args:

@@ -20,8 +20,8 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from deepnmt.batch import Batch
 from deepnmt.config import LossScale, Optimizer
-from deepnmt.doctor.probes import ProbeBatch
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -65,7 +65,7 @@ class _Scales:
 
 
 def train_side_by_side(
-    models: Sequence[Transformer], batches: Iterable[ProbeBatch], rates: Iterable[Sequence[float]], settings: Optimizer,
+    models: Sequence[Transformer], batches: Iterable[Batch], rates: Iterable[Sequence[float]], settings: Optimizer,
     precision: Precision = "fp32", loss_scale: LossScale | None = None,
 ) -> Iterator[list[float]]:
     """Trains K models without dropout by Adam; yields their losses, nats a target token, update by update.
@@ -94,11 +94,11 @@ def train_side_by_side(
         return functional_call(scored, parameters, tensors)
 
     losses_of = vmap(loss_of, in_dims=(0, None, None, None, None))
-    for (*tensors, _), rate in zip(batches, rates, strict=False):
+    for batch, rate in zip(batches, rates, strict=False):
         pieces = flat.to(DTYPES[precision]).split([shape.numel() for shape in shapes], dim=1)
         stacked = {name: piece.unflatten(1, shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
         with sdpa_kernel(SDPBackend.MATH):  # the fused attention would be run model by model
-            losses = losses_of(stacked, *tensors) / (tensors[3] != PAD).sum()
+            losses = losses_of(stacked, *batch.tensors) / batch.tokens
         [gradient] = torch.autograd.grad((losses if scales is None else losses * scales.scales).sum(), flat)
         with torch.no_grad():
             dropped = [] if scales is None else (~scales.unscale(gradient)).nonzero().flatten().tolist()

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from deepnmt.batch import Batch
 from deepnmt.model.transformer import Transformer
 
-# src [B,S], src_lengths [B], trg_in [B,T], trg_out [B,T], and the key of the dropout masks
-Batch = tuple[Tensor, Tensor, Tensor, Tensor, int]
 What = Literal["weight", "input", "output", "loss", "gradient of the output", "gradient"]
 
 
@@ -52,9 +51,9 @@ def first_non_finite(model: Transformer, batches: Sequence[Batch], factor: float
     model.train()
     hooks = watch.attach(model)
     try:
-        for *tensors, key in batches:
+        for batch in batches:
             model.zero_grad(set_to_none=True)
-            sums = model(*tensors, key)
+            sums = model(*batch.tensors, batch.key)
             watch.see(sums.loss, "loss", "")
             if watch.found is None:
                 (sums.loss * factor).backward()

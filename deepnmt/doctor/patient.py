@@ -7,18 +7,16 @@ from pathlib import Path
 
 import torch
 
+from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
 from deepnmt.config import Recipe
-from deepnmt.data.batching import PlanStream, Position, collate
+from deepnmt.data.batching import Stream, collate
 from deepnmt.data.prepared import PreparedData
 from deepnmt.doctor.fresh import fresh_model
-from deepnmt.doctor.probes import ProbeBatch
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.tensors import to_tensors
 from deepnmt.ranks import Ranks
-from deepnmt.tokens import PAD
 from deepnmt.train.profile import profile_for
 
 
@@ -30,7 +28,7 @@ class Patient:
 
     recipe: Recipe
     model: Transformer
-    batch: ProbeBatch
+    batch: Batch
     vocabs: tuple[int, int]
     checkpoint: Path | None
     profile: AdminProfile | None = None
@@ -41,28 +39,27 @@ class Patient:
     @property
     def tokens(self) -> int:
         """Target tokens of the batch."""
-        return int((self.batch[3] != PAD).sum())
+        return self.batch.tokens
 
 
-def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.device) -> ProbeBatch:
+def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.device) -> Batch:
     """The run's first micro-batch, cut to as many sentences as have about so many target tokens, at least two.
 
     Raises:
         UserError: it has but one sentence.
     """
-    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
-    [item], _ = stream.at(Position(0, 0), 1)
-    split = stream.split(0)
-    if len(item.indices) < 2:
+    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    split, indices = stream.split(0), stream.plan(0)[0]
+    if len(indices) < 2:
         raise UserError(f"batch.tokens is {recipe.batch.tokens}, so that the first micro-batch has one sentence, but "
                         "sentences are compared with one another; give more, as in "
                         f"batch.tokens={2 * recipe.batch.tokens}")
-    reached = split.trg_lengths[item.indices].cumsum()
+    reached = split.trg_lengths[indices].cumsum()
     count = max(2, int((reached <= tokens).sum()))
-    return (*to_tensors(collate(split, item.indices[:count]), device), item.number)
+    return collate(split, indices[:count], 0, device)
 
 
-def patient_of(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint: Path | None) -> Patient:
+def patient_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Path | None) -> Patient:
     """The fresh model of a recipe, or the one of a checkpoint (or run) under its own recipe, but for what a checkpoint
     does not settle.
 
@@ -72,8 +69,8 @@ def patient_of(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint
     source, target = data.vocabs()
     vocabs = (source.size, target.size)
     if checkpoint is None:
-        profile = profile_for(recipe, data, Ranks(0, 1, 0, 1, batch[0].device))
-        stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+        profile = profile_for(recipe, data, Ranks(0, 1, 0, 1, batch.device))
+        stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
         mean = float(stream.split(0).trg_lengths.sum()) / stream.epoch_size(0)
         return Patient(recipe, fresh(recipe, vocabs, batch, profile), batch, vocabs, None, profile, micro_batch=mean)
     loaded = load_model(checkpoint)
@@ -81,7 +78,7 @@ def patient_of(recipe: Recipe, data: PreparedData, batch: ProbeBatch, checkpoint
         raise UserError(f"{loaded.folder} was trained with vocabularies of {loaded.src_vocab.size} and "
                         f"{loaded.trg_vocab.size} pieces, but {recipe.data.folder} has {vocabs[0]} and {vocabs[1]}; "
                         "give the recipe whose data it was trained on")
-    model = loaded.model.to(batch[0].device)
+    model = loaded.model.to(batch.device)
     model.label_smoothing = loaded.recipe.train.label_smoothing
     given = {"run": recipe.run, "seed": recipe.seed, "data": recipe.data, "batch": recipe.batch,
              "parallel": recipe.parallel, "loss_scale": recipe.loss_scale}
@@ -95,12 +92,12 @@ def _passes(loaded: LoadedModel, data: PreparedData) -> float:
     recipe, state = loaded.recipe, loaded.state
     if recipe.schedule.step_epoch is None:
         return 0.0
-    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
     return state.epoch + state.micro_batch / stream.epoch_size(state.epoch)
 
 
 def fresh(
-    recipe: Recipe, vocabs: tuple[int, int], batch: ProbeBatch, profile: AdminProfile | None = None
+    recipe: Recipe, vocabs: tuple[int, int], batch: Batch, profile: AdminProfile | None = None
 ) -> Transformer:
     """The model as training would begin with it; Admin stacks are profiled on the batch where no profile is given."""
     return fresh_model(recipe.model, *vocabs, recipe.seed, [batch], label_smoothing=recipe.train.label_smoothing,

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepnmt.batch import Batch
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side, newest
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
-# src [B, S], src_lengths [B], trg_in [B, T], trg_out [B, T] on the model's device, and the dropout key
-ProbeBatch = tuple[Tensor, Tensor, Tensor, Tensor, int]
 See = Callable[[str, Tensor], None]
 
 # The matrices stacked in one parameter, from the top.
@@ -124,24 +123,24 @@ def sublayers(model: Transformer, side: Side) -> list[str]:
     return [f"{side}.layers.{index}.{part}" for index in range(len(layers_of(model, side))) for part in SUBLAYERS[side]]
 
 
-def real_positions(batch: ProbeBatch) -> dict[Side, Tensor]:
+def real_positions(batch: Batch) -> dict[Side, Tensor]:
     """Where there is no padding: boolean [B, S] for the encoder, [B, T] for the decoder."""
-    src, lengths, _, trg_out, _ = batch
+    src, lengths, _, trg_out = batch.tensors
     return {"encoder": torch.arange(src.size(1), device=src.device) < lengths[:, None], "decoder": trg_out != PAD}
 
 
 @torch.no_grad()
-def stack_outputs(model: Transformer, batch: ProbeBatch) -> dict[Side, Tensor]:
+def stack_outputs(model: Transformer, batch: Batch) -> dict[Side, Tensor]:
     """Both stacks' outputs at real positions, [positions, D]; dropout as the model's mode says."""
-    src, lengths, trg_in, _, key = batch
-    memory = model.encode(src, lengths, key)
-    hidden = model.decode(trg_in, memory, lengths, key)
+    src, lengths, trg_in, _ = batch.tensors
+    memory = model.encode(src, lengths, batch.key)
+    hidden = model.decode(trg_in, memory, lengths, batch.key)
     real = real_positions(batch)
     return {"encoder": memory[real["encoder"]], "decoder": hidden[real["decoder"]]}
 
 
 @torch.no_grad()
-def layer_outputs(model: Transformer, batch: ProbeBatch) -> dict[Side, list[Tensor]]:
+def layer_outputs(model: Transformer, batch: Batch) -> dict[Side, list[Tensor]]:
     """Every layer's output at real positions [positions, D], from the bottom; dropout as the model's mode says."""
     real = real_positions(batch)
     outputs: dict[Side, list[Tensor]] = {side: [] for side in SIDES}
@@ -154,18 +153,16 @@ def layer_outputs(model: Transformer, batch: ProbeBatch) -> dict[Side, list[Tens
     return outputs
 
 
-def mean_loss(model: Transformer, batch: ProbeBatch) -> Tensor:
+def mean_loss(model: Transformer, batch: Batch) -> Tensor:
     """The smoothed loss in nats a target token, differentiable."""
-    *tensors, key = batch
-    return model(*tensors, key).loss / (batch[3] != PAD).sum()
+    return model(*batch.tensors, batch.key).loss / batch.tokens
 
 
 @torch.no_grad()
-def plain_loss(model: Transformer, batch: ProbeBatch) -> float:
+def plain_loss(model: Transformer, batch: Batch) -> float:
     """The loss without label smoothing in nats a target token, in evaluation mode; the model's mode stays."""
     was_training = model.training
-    *tensors, key = batch
-    found = float(model.eval()(*tensors, key).nll / (batch[3] != PAD).sum())
+    found = float(model.eval()(*batch.tensors, batch.key).nll / batch.tokens)
     model.train(was_training)
     return found
 

@@ -11,20 +11,21 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import torch
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.doctor.activations import token_likeness
 from deepnmt.doctor.change import change, compare, random_change
 from deepnmt.doctor.fresh import initialisation
 from deepnmt.doctor.gradient_probe import Gradients, gradients
 from deepnmt.doctor.many import Precision
-from deepnmt.doctor.probes import ProbeBatch, layer_outputs, plain_loss, stack_outputs
+from deepnmt.doctor.probes import layer_outputs, plain_loss, stack_outputs
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import Side
 from deepnmt.model.transformer import Transformer
@@ -77,7 +78,7 @@ def told(name: str, value: float) -> str:
 
 
 def features(
-    model: Transformer, batch: ProbeBatch, update: Callable[[], None], trial: Callable[[], list[float]], *, rate: float,
+    model: Transformer, batch: Batch, update: Callable[[], None], trial: Callable[[], list[float]], *, rate: float,
     warmup: int, tokens: int, precision: Precision,
 ) -> dict[str, float]:
     """All of `FEATURES` of a model before training, on one batch; its weights are as before on return.
@@ -101,7 +102,7 @@ def precision_features(precision: Precision) -> dict[str, float]:
     return {"bf16": float(precision == "bf16"), "fp16": float(precision == "fp16")}
 
 
-def still_features(model: Transformer, batch: ProbeBatch) -> dict[str, float]:
+def still_features(model: Transformer, batch: Batch) -> dict[str, float]:
     """Those that no learning rate changes."""
     was_training = model.training
     model.eval()
@@ -123,7 +124,7 @@ def still_features(model: Transformer, batch: ProbeBatch) -> dict[str, float]:
     }
 
 
-def update_features(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> dict[str, float]:
+def update_features(model: Transformer, batch: Batch, update: Callable[[], None]) -> dict[str, float]:
     """Those of one update."""
     loss = plain_loss(model, batch)
     moved, after = change_by(model, batch, update)
@@ -140,7 +141,7 @@ def trial_rates(rate: float, warmup: int) -> list[float]:
     return [rate * min(1.0, update / (rise + 1)) for update in range(1, TRIAL + 1)]
 
 
-def trial_features(losses: Sequence[float], batch: ProbeBatch) -> dict[str, float]:
+def trial_features(losses: Sequence[float], batch: Batch) -> dict[str, float]:
     """Those of a trial: a model that is stuck knows how often each token occurs in the batch, and no more.
 
     Args:
@@ -160,9 +161,9 @@ def _held(value: float) -> float:
     return min(max(value, -10.0), 10.0) if not math.isnan(value) else 0.0
 
 
-def token_entropy(batch: ProbeBatch) -> float:
+def token_entropy(batch: Batch) -> float:
     """Of the batch's target tokens by their frequencies in it, in nats."""
-    counts = batch[3][batch[3] != PAD].unique(return_counts=True)[1].double()
+    counts = batch.tensors[3][batch.tensors[3] != PAD].unique(return_counts=True)[1].double()
     shares = counts / counts.sum()
     return float(-(shares * shares.log()).sum())
 
@@ -181,7 +182,7 @@ def kept(model: Transformer) -> Iterator[None]:
         model.train(was_training)
 
 
-def change_by(model: Transformer, batch: ProbeBatch, update: Callable[[], None]) -> tuple[dict[Any, float], float]:
+def change_by(model: Transformer, batch: Batch, update: Callable[[], None]) -> tuple[dict[Any, float], float]:
     """The change of both outputs by an update, and the plain loss after it; weights and mode are put back."""
     with kept(model):
         before = stack_outputs(model.eval(), batch)
@@ -191,7 +192,7 @@ def change_by(model: Transformer, batch: ProbeBatch, update: Callable[[], None])
 
 
 def layer_changes_by(
-    model: Transformer, batch: ProbeBatch, update: Callable[[], None]
+    model: Transformer, batch: Batch, update: Callable[[], None]
 ) -> dict[Side, list[float]]:
     """The change of every layer's output by an update; weights and mode are put back."""
     with kept(model):
@@ -201,10 +202,10 @@ def layer_changes_by(
     return {side: [change(old, new) for old, new in zip(before[side], after[side], strict=True)] for side in before}
 
 
-def other_sources(batch: ProbeBatch) -> ProbeBatch:
+def other_sources(batch: Batch) -> Batch:
     """The same targets, each with the source of the sentence before it."""
-    src, lengths, trg_in, trg_out, key = batch
-    return src.roll(1, 0), lengths.roll(1, 0), trg_in, trg_out, key
+    src, lengths, *target = batch.tensors
+    return replace(batch, tensors=(src.roll(1, 0), lengths.roll(1, 0), *target))
 
 
 def _log(value: float) -> float:

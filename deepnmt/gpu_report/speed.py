@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
+from deepnmt.batch import Batch
 from deepnmt.config import Model, check_recipe
 from deepnmt.files import write_json
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import build_engine, check_layout
-from deepnmt.parallel.engine import MicroBatch, StepStats
+from deepnmt.parallel.engine import StepStats
 from deepnmt.parallel.launch import processes
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import BOS, EOS, PAD
@@ -136,14 +137,14 @@ def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: 
         taken: list[StepStats] = []
 
         @cache
-        def batch_of(size: int, number: int) -> MicroBatch:
+        def batch_of(size: int, number: int) -> Batch:
             return random_batch(size // length, length, vocab, number, ranks)
 
         def update(size: int, number: int) -> float:
             batch = batch_of(size, number % 4)
             wait(ranks.device)
             started = time.perf_counter()
-            taken.append(engine.train_step([batch], batch[3].numel(), 1e-5))
+            taken.append(engine.train_step([batch], batch.tokens, 1e-5))
             wait(ranks.device)
             return time.perf_counter() - started
 
@@ -200,14 +201,14 @@ def step_figures(model: Model, vocab: int, sentences: int, length: int, seconds:
             "model_tflop_per_step": flops / 1e12, "model_tflops": flops / median / 1e12}
 
 
-def random_batch(sentences: int, length: int, vocab: int, seed: int, ranks: Ranks) -> MicroBatch:
+def random_batch(sentences: int, length: int, vocab: int, seed: int, ranks: Ranks) -> Batch:
     """B sentences of `length` random tokens a side, eos last, without padding."""
     draw = torch.Generator().manual_seed(seed)
     src, trg_out = torch.randint(PAD + 1, vocab, (2, sentences, length), generator=draw)
     src[:, -1] = trg_out[:, -1] = EOS
     trg_in = torch.cat([torch.full((sentences, 1), BOS), trg_out[:, :-1]], dim=1)
     lengths = torch.full((sentences,), length)
-    return (src.to(ranks.device), lengths.to(ranks.device), trg_in.to(ranks.device), trg_out.to(ranks.device), seed)
+    return Batch(tuple(each.to(ranks.device) for each in (src, lengths, trg_in, trg_out)), seed, trg_out.numel())
 
 
 def work(job: Path, answer: Path) -> int:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
@@ -33,7 +34,6 @@ from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import Transformer, build_embedding, build_layer, build_top
 from deepnmt.tokens import PAD
 
-ProfileBatch = tuple[Tensor, Tensor, Tensor, Tensor, int]  # src, src_lengths, trg_in, trg_out, dropout key
 Combine = Callable[[list[float]], list[float]]
 InputVariance = Literal["measured", "one"]
 
@@ -162,7 +162,7 @@ def measure(
     src_vocab: int,
     trg_vocab: int,
     seed: int,
-    micro_batches: Sequence[ProfileBatch],
+    batches: Sequence[Batch],
     combine: Combine = list,
     *,
     input_variance: InputVariance = "measured",
@@ -177,8 +177,7 @@ def measure(
     Args:
         model: shapes, dropouts and blocks.
         src_vocab, trg_vocab, seed: as of the `Transformer` that is to be trained: they fix its initial weights.
-        micro_batches: this process's share: ids src [B, S], src_lengths [B], trg_in [B, T] and trg_out [B, T] on the
-            device to run on, and the micro-batch's dropout key. A share may be empty, if not all are.
+        batches: this process's share, on the device to run on. It may be empty, if not all are.
         combine: sums a list of numbers element-wise over all processes; then every process calls `measure`.
         input_variance: what stands for Var[F_0].
         data: the fingerprint of the prepared data, for the provenance.
@@ -190,12 +189,12 @@ def measure(
     counts = [len(names) + 1 if (names := admin_sublayers(model, side)) else 0 for side in SIDES]
     if not any(counts):
         raise ValueError("neither stack is Admin: there is nothing to profile")
-    moments, outputs = _run_encoder(model, src_vocab, seed, micro_batches, show)
+    moments, outputs = _run_encoder(model, src_vocab, seed, batches, show)
     parts = [moments] if counts[0] else []
     if counts[1]:
-        parts.append(_run_decoder(model, trg_vocab, seed, micro_batches, outputs, show))
-    tokens = sum(int((batch[3] != PAD).sum()) for batch in micro_batches)
-    total, *sums = combine([float(tokens), float(len(micro_batches)), *torch.cat(parts).flatten().tolist()])
+        parts.append(_run_decoder(model, trg_vocab, seed, batches, outputs, show))
+    tokens = sum(batch.tokens for batch in batches)
+    total, *sums = combine([float(tokens), float(len(batches)), *torch.cat(parts).flatten().tolist()])
     if not total:
         raise ValueError("no process was given a micro-batch to profile")
     encoder, decoder = torch.tensor(sums[1:], dtype=torch.float64).view(-1, 3).split(counts)
@@ -227,13 +226,14 @@ def omega_of(moments: Tensor, input_variance: InputVariance = "measured") -> lis
 
 
 def _run_encoder(
-    model: Model, vocab: int, seed: int, batches: Sequence[ProfileBatch], show: bool
+    model: Model, vocab: int, seed: int, batches: Sequence[Batch], show: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """The moments of the encoder's input and branches, and each micro-batch's memory [B, S, D]."""
     flows = []
-    for (src, lengths, _, _, key), x in zip(batches, _embed(model, "encoder", vocab, seed, batches), strict=True):
+    for batch, x in zip(batches, _embed(model, "encoder", vocab, seed, batches), strict=True):
+        src, lengths, *_ = batch.tensors
         real = torch.arange(src.size(1), device=src.device) < lengths[:, None]
-        flows.append(_Flow(x, real, (key_mask(lengths, src.size(1)),), key))
+        flows.append(_Flow(x, real, (key_mask(lengths, src.size(1)),), batch.key))
     moments = _run_stack(model, "encoder", seed, flows, show)
     top = build_top(model, "encoder")
     with torch.no_grad():
@@ -241,26 +241,23 @@ def _run_encoder(
 
 
 def _run_decoder(
-    model: Model, vocab: int, seed: int, batches: Sequence[ProfileBatch], memories: list[Tensor], show: bool
+    model: Model, vocab: int, seed: int, batches: Sequence[Batch], memories: list[Tensor], show: bool
 ) -> Tensor:
     """The moments of the decoder's input and branches."""
     embedded = _embed(model, "decoder", vocab, seed, batches)
-    flows = [
-        _Flow(x, trg_out != PAD, (memory, key_mask(lengths, memory.size(1))), key)
-        for (_, lengths, _, trg_out, key), x, memory in zip(batches, embedded, memories, strict=True)
-    ]
+    flows = []
+    for batch, x, memory in zip(batches, embedded, memories, strict=True):
+        _, lengths, _, trg_out = batch.tensors
+        flows.append(_Flow(x, trg_out != PAD, (memory, key_mask(lengths, memory.size(1))), batch.key))
     return _run_stack(model, "decoder", seed, flows, show)
 
 
 @torch.no_grad()
-def _embed(model: Model, side: Side, vocab: int, seed: int, batches: Sequence[ProfileBatch]) -> list[Tensor]:
+def _embed(model: Model, side: Side, vocab: int, seed: int, batches: Sequence[Batch]) -> list[Tensor]:
     """Each micro-batch's input of the stack [B, T, D]; the embedding table is let go of on return."""
     embedding = build_embedding(model, side, vocab, seed).train()
-    embedded = []
-    for src, _, trg_in, _, key in batches:
-        ids = src if side == "encoder" else trg_in
-        embedded.append(embedding.to(ids.device)(ids, key))
-    return embedded
+    ids = 0 if side == "encoder" else 2  # src or trg_in
+    return [embedding.to(batch.device)(batch.tensors[ids], batch.key) for batch in batches]
 
 
 def _run_stack(model: Model, side: Side, seed: int, flows: list[_Flow], show: bool) -> Tensor:

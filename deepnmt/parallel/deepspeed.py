@@ -34,11 +34,11 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
-from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.settings import DsConfig
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -146,7 +146,7 @@ class DeepSpeedEngine:
             refresh = self._half.refresh
             optimizer.register_step_post_hook(lambda *_: refresh())
 
-    def _create_optimizer_state(self, initial: dict[str, torch.Tensor], update: Callable[[MicroBatch], None]) -> None:
+    def _create_optimizer_state(self, initial: dict[str, torch.Tensor], update: Callable[[Batch], None]) -> None:
         """Makes the optimizer create its moments, then sets the weights `initial` and moments of zero.
 
         Args:
@@ -154,7 +154,7 @@ class DeepSpeedEngine:
         """
         token = torch.full((1, 2), 4, dtype=torch.int64, device=self.device)
         self._set_rate(0.0)
-        update((token, torch.tensor([2], device=self.device), token, token, 0))
+        update(Batch((token, torch.tensor([2], device=self.device), token, token), key=0, tokens=2))
         if self.zero in (1, 2):
             link_moments(self.engine.optimizer)
         self.engine.skipped_steps = self.engine.global_steps = 0

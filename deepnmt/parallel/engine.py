@@ -9,11 +9,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from deepnmt.batch import Batch
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import Moment, ScalerState
-
-# src [B,S], src_lengths [B], trg_in [B,T], trg_out [B,T] (int64, on the device), and the global micro-batch number
-MicroBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,10 @@ class Engine(Protocol):
     def module(self) -> nn.Module:
         """What this process computes with: the model, or a pipeline's stage, layers under their canonical names."""
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
+    def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
         """One update from this process's micro-batches; `update_tokens`: target tokens of all processes' together."""
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+    def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
         """Each micro-batch's sums (smoothed loss, plain nll), without dropout and gradients; zeros in a pipeline before
         its last stage. All processes give equally many; the more, the better a pipeline is filled."""
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, moments_of
-from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
+from deepnmt.parallel.engine import ParameterState, StepStats
 
 
 class LocalEngine:
@@ -26,11 +27,11 @@ class LocalEngine:
         self.counts = recipe.optimizer.name != "sgd"  # whether the optimizer counts its steps
         self._applied = 0
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
+    def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
         self.module.train()
         loss = nll = 0.0
-        for *tensors, key in micro_batches:
-            sums = self.module(*tensors, key)
+        for batch in batches:
+            sums = self.module(*batch.tensors, batch.key)
             (sums.loss / update_tokens).backward()
             loss += sums.loss.item()
             nll += sums.nll.item()
@@ -45,10 +46,10 @@ class LocalEngine:
         return StepStats(loss, nll, norm if applied else math.inf, 1.0, applied)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+    def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
         self.module.eval()
-        found = [self.module(*tensors, key) for *tensors, key in micro_batches]
-        return [(sums.loss.item(), sums.nll.item()) for sums in found]
+        sums = [self.module(*batch.tensors, batch.key) for batch in batches]
+        return [(each.loss.item(), each.nll.item()) for each in sums]
 
     def export_state(self) -> Iterator[ParameterState]:
         for name, parameter in self.module.named_parameters():

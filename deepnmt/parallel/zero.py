@@ -18,11 +18,12 @@ import torch.distributed as dist
 from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 from torch import nn
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import clip_gradients
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights
-from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
+from deepnmt.parallel.engine import ParameterState, StepStats
 from deepnmt.parallel.host import give_memory_back
 from deepnmt.parallel.settings import DsConfig
 
@@ -41,20 +42,20 @@ class ZeroEngine(DeepSpeedEngine):
         self._start(module if module is self.module else MasterWeights(module, self.module), settings)
         self._create_optimizer_state(initial, self._update_on_zeros)
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
+    def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
         self.engine.train()
         self._set_rate(rate)
         # DeepSpeed averages over processes; accumulation is left as a plain sum
         scale = self._factor * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
         loss = nll = 0.0
-        for number, (*tensors, key) in enumerate(micro_batches):
-            self.engine.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
-            sums = self.engine(*tensors, key)
+        for number, batch in enumerate(batches):
+            self.engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
+            sums = self.engine(*batch.tensors, batch.key)
             self.engine.backward(sums.loss * scale, scale_wrt_gas=False)
             loss += sums.loss.item()
             nll += sums.nll.item()
-            if number < len(micro_batches) - 1:
+            if number < len(batches) - 1:
                 self.engine.step()
         norm, applied = self._apply()
         self._applied += applied
@@ -79,19 +80,18 @@ class ZeroEngine(DeepSpeedEngine):
             return math.inf, False
         return norm, True
 
-    def _update_on_zeros(self, batch: MicroBatch) -> None:
+    def _update_on_zeros(self, batch: Batch) -> None:
         """One update with gradients of zero."""
-        *tensors, key = batch
         self.engine.eval()  # no dropout; gradients flow all the same
         self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.backward(self.engine(*tensors, key).loss * 0.0, scale_wrt_gas=False)
+        self.engine.backward(self.engine(*batch.tensors, batch.key).loss * 0.0, scale_wrt_gas=False)
         self.engine.step()
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+    def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
         self.engine.eval()
-        found = [self.engine(*tensors, key) for *tensors, key in micro_batches]
-        return [(sums.loss.item(), sums.nll.item()) for sums in found]
+        sums = [self.engine(*batch.tensors, batch.key) for batch in batches]
+        return [(each.loss.item(), each.nll.item()) for each in sums]
 
     def export_state(self) -> Iterator[ParameterState]:
         for name, p in self.local.items():

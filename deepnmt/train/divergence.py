@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
+from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import list_checkpoints
 from deepnmt.config import Recipe
 from deepnmt.doctor.nonfinite import first_non_finite
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import BLOCKS, PostLN
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.tensors import take_over
 from deepnmt.ranks import Ranks
 
@@ -55,7 +56,7 @@ def diverged(
     vocabs: tuple[int, int],
     engine: Engine,
     ranks: Ranks,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[Batch],
     factor: float,
     scale: float,
 ) -> Diverged:
@@ -100,7 +101,7 @@ class Seen:
     room: bool = True
 
 
-def _look(model: Transformer, micro_batches: Sequence[MicroBatch], factor: float, scale: float) -> Seen:
+def _look(model: Transformer, micro_batches: Sequence[Batch], factor: float, scale: float) -> Seen:
     """Where these batches break, in the model's float type and, where that has 16 bits, in fp32."""
     dtype = next(model.parameters()).dtype
     place = first_non_finite(model, micro_batches, factor * scale)

@@ -8,7 +8,7 @@ import torch
 
 from deepnmt.checkpoint.average import check_average_last
 from deepnmt.config import Model, Recipe, Stack, dump_recipe
-from deepnmt.data.batching import PlanStream
+from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.loss import loss_bytes
@@ -110,9 +110,9 @@ def describe(recipe: Recipe) -> str:
         sizes = (source.size, target.size)
         train = data.split("train")
         ratio = train.source_per_target
-        stream = PlanStream(train, recipe.batch.tokens, recipe.seed)
+        stream = Stream(train, recipe.batch.tokens, recipe.seed)
         per_update = chains * recipe.batch.accumulation
-        epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.plan(0).waste:.1f} %)"
+        epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.waste(0):.1f} %)"
     parameters = count_parameters(recipe.model, *sizes)
     cuts = cut(recipe, *sizes, ratio) if stages else None
     memory = memory_estimate(recipe, parameters, sizes[1], world, cuts)

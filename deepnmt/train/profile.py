@@ -6,14 +6,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe
-from deepnmt.data.batching import MicroBatch, PlanStream, Position, collate
+from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
-from deepnmt.model.admin import AdminProfile, ProfileBatch, measure
+from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
-from deepnmt.parallel.tensors import to_tensors
 from deepnmt.plots import draw_admin_profile
 from deepnmt.ranks import Ranks
 
@@ -58,7 +60,7 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
 
 
 def profile_on(
-    recipe: Recipe, vocabs: tuple[int, int], batches: list[ProfileBatch], ranks: Ranks, data: str = "",
+    recipe: Recipe, vocabs: tuple[int, int], batches: list[Batch], ranks: Ranks, data: str = "",
     show: bool = False,
 ) -> AdminProfile | None:
     """ω measured on this rank's `batches` and every other's; None if neither stack is Admin. Collective.
@@ -74,25 +76,17 @@ def profile_on(
                    input_variance=recipe.admin.input_variance, data=data, show=show)
 
 
-def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> list[ProfileBatch]:
+def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> list[Batch]:
     """This rank's share of the profiled batch, on its device.
 
     The batch is the run's first micro-batches, as many as have at most `admin.tokens` target tokens together, but at
     least one and none of the second epoch. Ranks take them in turn, so that there may be none left for the last ones.
     """
-    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
-    chosen: list[MicroBatch] = []
-    tokens, position = 0, Position(0, 0)
-    while position.epoch == 0:
-        [item], position = stream.at(position, 1)
-        tokens += int(stream.split(0).trg_lengths[item.indices].sum())
-        if chosen and tokens > recipe.admin.tokens:
-            break
-        chosen.append(item)
-    return [
-        (*to_tensors(collate(stream.split(0), item.indices), ranks.device), item.number)
-        for item in chosen[ranks.rank :: ranks.world]
-    ]
+    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    plan = stream.plan(0)
+    tokens = np.add.reduceat(stream.split(0).trg_lengths[plan.order], plan.starts[:-1], dtype=np.int64)
+    count = max(1, int((tokens.cumsum() <= recipe.admin.tokens).sum()))
+    return [stream.batch(0, index, ranks.device) for index in range(ranks.rank, count, ranks.world)]
 
 
 def table(profile: AdminProfile) -> str:

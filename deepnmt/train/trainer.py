@@ -24,8 +24,7 @@ from deepnmt.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from deepnmt.config import Recipe, dump_recipe
-from deepnmt.data.batching import MicroBatch as PlannedBatch
-from deepnmt.data.batching import PlanStream, Position, collate
+from deepnmt.data.batching import Position, Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.training_probe import TrainingProbe
 from deepnmt.errors import UserError
@@ -34,9 +33,8 @@ from deepnmt.files import read_log, write_text
 from deepnmt.model.admin import AdminProfile
 from deepnmt.optim import ScalerState, learning_rate, warmup_note
 from deepnmt.parallel.build import check_layout, cut, start_engine
-from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import check_by_deepspeed, untried_deepspeed
-from deepnmt.parallel.tensors import to_tensors
 from deepnmt.plots import draw_admin_profile, draw_learning_curve
 from deepnmt.ranks import Ranks
 from deepnmt.train.divergence import Drops, diverged
@@ -64,7 +62,7 @@ class Trainer:
         begun = bool(list_checkpoints(self.run / "checkpoints"))
         self.data = ranks.together(partial(open_prepared, recipe, texts=not begun, verify=ranks.first))
         self.vocabs = self.data.vocabs()
-        self.stream = PlanStream(self.data.split("train"), recipe.batch.tokens, recipe.seed)
+        self.stream = Stream(self.data.split("train"), recipe.batch.tokens, recipe.seed)
         self.progress = Progress()
         self.interval = Interval()  # since the last progress line
         self.drops = Drops()
@@ -180,22 +178,20 @@ class Trainer:
         started = time.monotonic()
         progress, ranks = self.progress, self.ranks
         per_rank = self.recipe.batch.accumulation
-        here = progress.position
-        passes = here.epoch + here.index / self.stream.epoch_size(here.epoch)
         engine = self.engine
-        planned, after = self.stream.at(here, engine.data_world * per_rank)
-        tokens = sum(int(self.stream.split(item.epoch).trg_lengths[item.indices].sum()) for item in planned)
+        due = self.stream.update(progress.position, engine.data_world * per_rank, engine.data_rank, engine.data_world,
+                                 ranks.device)
+        tokens = due.tokens
         rate = learning_rate(self.recipe.optimizer.lr, self.recipe.schedule, progress.update + 1,
-                             self.recipe.train.updates, passes)
-        mine = [self._micro_batch(item) for item in planned[engine.data_rank :: engine.data_world]]
+                             self.recipe.train.updates, due.passes)
         with self.probe.watching(probed := self.probe.due(progress.update + 1)):
-            stats = engine.train_step(mine, tokens, rate)
+            stats = engine.train_step(due.batches, tokens, rate)
         if probed and stats.applied:
             scale = stats.loss_scale * engine.data_world  # what engines multiply the loss by
             self.monitor.probe(progress.update + 1, self.probe.read(scale, ranks.sum, ranks.largest))
         loss, nll, told, late = ranks.sum([stats.loss, stats.nll, float(self.stop_signal != 0), float(self._late())])
         self.out_of_time = late > 0
-        progress.position = after
+        progress.position = due.next
         if stats.applied:
             progress.update += 1
             progress.target_tokens += tokens
@@ -207,7 +203,7 @@ class Trainer:
                                f"(loss scale {stats.loss_scale:g})", loss=str(loss))
             if self.drops.add(stats.loss_scale):
                 source, target = self.vocabs
-                raise diverged(self.recipe, (source.size, target.size), engine, ranks, mine,
+                raise diverged(self.recipe, (source.size, target.size), engine, ranks, due.batches,
                                engine.data_world / tokens, stats.loss_scale)
         seconds = time.monotonic() - started
         interval.updates += 1
@@ -215,10 +211,6 @@ class Trainer:
         interval.rate, interval.loss_scale = rate, stats.loss_scale
         progress.seconds += seconds
         return told > 0
-
-    def _micro_batch(self, item: PlannedBatch) -> MicroBatch:
-        batch = collate(self.stream.split(item.epoch), item.indices)
-        return (*to_tensors(batch, self.ranks.device), item.number)
 
     def _late(self) -> bool:
         limit = self.recipe.train.max_seconds
@@ -245,7 +237,7 @@ class Trainer:
             "target_tokens_per_second": interval.tokens / interval.seconds,
             "target_tokens": progress.target_tokens,
             "skipped_updates": progress.skipped,
-            "padding_waste": self.stream.plan(progress.position.epoch).waste,
+            "padding_waste": self.stream.waste(progress.position.epoch),
             "training_seconds": progress.seconds,
         }, *self._to_go())
 

@@ -12,8 +12,7 @@ from deepnmt.data.prepared import PreparedData, Split
 from deepnmt.decode.translate import translate_shards
 from deepnmt.evaluate.metrics import scorers
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.engine import Engine, MicroBatch
-from deepnmt.parallel.tensors import to_tensors
+from deepnmt.parallel.engine import Engine
 from deepnmt.ranks import Ranks
 
 # Micro-batches that the engine is given together. P stages idle (P - 1) / (64 + P - 1) of the time, 5 % with 4 of them;
@@ -49,9 +48,8 @@ def _losses(recipe: Recipe, split: Split, engine: Engine, ranks: Ranks) -> list[
     for first in range(0, rounds, AT_ONCE):
         turns = range(first, min(first + AT_ONCE, rounds))
         places = [turn * engine.data_world + engine.data_rank for turn in turns]
-        batches = [collate(split, plan[place if place < len(plan) else 0]) for place in places]
-        micro_batches: list[MicroBatch] = [(*to_tensors(batch, ranks.device), 0) for batch in batches]
-        for place, batch, (loss, nll) in zip(places, batches, engine.evaluate(micro_batches), strict=True):
+        batches = [collate(split, plan[place if place < len(plan) else 0], 0, ranks.device) for place in places]
+        for place, batch, (loss, nll) in zip(places, batches, engine.evaluate(batches), strict=True):
             if place < len(plan):
                 totals = [totals[0] + loss, totals[1] + nll, totals[2] + batch.tokens]
     copies = ranks.world // engine.data_world  # the stages of a pipeline count the same tokens

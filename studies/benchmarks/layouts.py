@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_folder_of, make_run_folder, write_json
 from deepnmt.gpu_report.speed import random_batch
-from deepnmt.model.admin import ProfileBatch
 from deepnmt.parallel.build import check_layout, cut, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.workers import answer_job, run_workers
@@ -199,7 +199,7 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     losses, norms, seconds, idle = [], [], [], []
     for update in range(job["updates"]):
         plan = _batches(job, update, ranks)
-        count = sum(batch[3].numel() for batch in plan)
+        count = sum(batch.tokens for batch in plan)
         ranks.barrier()
         started = time.perf_counter()
         stats = engine.train_step(plan[engine.data_rank :: engine.data_world], count, 1e-4)
@@ -240,7 +240,7 @@ def own_peak() -> float:
     return 1024 * int(held.split()[0])
 
 
-def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[ProfileBatch]:
+def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[Batch]:
     """All micro-batches of an update, of five lengths in turn."""
     lengths = [min(24, job["tokens"]) + n % 5 for n in range(job["micro_batches"])]
     return [

@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import find_checkpoint, load_model
 from deepnmt.config import Model, Recipe, Translate, check_recipe
-from deepnmt.data.batching import PlanStream, Position, collate
+from deepnmt.data.batching import Position, Stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
 from deepnmt.decode.translate import cast, translate_shards
@@ -31,9 +32,7 @@ from deepnmt.files import make_folder_of, write_json
 from deepnmt.model.embedding import sinusoids
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import build_engine
-from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.launch import gpus
-from deepnmt.parallel.tensors import to_tensors
 from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
@@ -157,25 +156,22 @@ def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
     recipe = check_recipe(tree, "benchmark")
     data = open_prepared(recipe)
     source, target = data.vocabs()
-    step: Callable[[list[MicroBatch], int], object]
+    step: Callable[[list[Batch], int], object]
     if job["engine"] == "torch":
         step = PlainLoop(recipe, target.size, ranks).step
     else:
         model = Transformer(recipe.model, source.size, target.size, recipe.seed, recipe.train.label_smoothing)
         engine = build_engine(model, recipe, ranks)
         step = lambda batches, tokens: engine.train_step(batches, tokens, 1e-4)  # noqa: E731
-    stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
     total, started = 0, 0.0
     for update in range(2 * job["updates"]):
         if update % job["updates"] == 0:
             ranks.barrier()
             started, total, position = time.perf_counter(), 0, Position(0, 0)
-        planned, position = stream.at(position, job["micro_batches"])
-        tokens = sum(int(stream.split(b.epoch).trg_lengths[b.indices].sum()) for b in planned)
-        mine = [(*to_tensors(collate(stream.split(b.epoch), b.indices), ranks.device), b.number)
-                for b in planned[ranks.rank :: ranks.world]]
-        step(mine, tokens)
-        total += tokens
+        due = stream.update(position, job["micro_batches"], ranks.rank, ranks.world, ranks.device)
+        step(due.batches, due.tokens)
+        total, position = total + due.tokens, due.next
     ranks.barrier()
     return total / (time.perf_counter() - started)
 
@@ -214,10 +210,10 @@ class PlainLoop:
         self.module = DistributedDataParallel(module) if ranks.world > 1 else module
         self.optimizer = torch.optim.Adam(module.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9)
 
-    def step(self, batches: list[MicroBatch], tokens: int) -> None:
+    def step(self, batches: list[Batch], tokens: int) -> None:
         """One update; gradients of the sum over all processes, divided by the update's target tokens."""
         self.module.train()
-        for src, lengths, trg_in, trg_out, _ in batches:
+        for src, lengths, trg_in, trg_out in (batch.tensors for batch in batches):
             logits = self.module(src, lengths, trg_in)
             loss = F.cross_entropy(logits.flatten(0, 1), trg_out.flatten(), ignore_index=PAD, reduction="sum",
                                    label_smoothing=self.smoothing)

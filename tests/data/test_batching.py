@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from deepnmt.data.batching import PlanStream, Position, collate, plan_epoch, plan_eval, random_order
+from deepnmt.data.batching import Position, Stream, collate, plan_epoch, plan_eval, random_order
 from deepnmt.data.prepared import PreparedData, SideWriter, Split, variant_stem, write_manifest
 from deepnmt.errors import UserError
 
@@ -98,29 +99,40 @@ def test_evaluation_plan_is_sorted_and_complete() -> None:
     assert all(len(plan[m]) * max(src[plan[m]].max(), trg[plan[m]].max()) <= 300 for m in range(len(plan)))
 
 
+CPU = torch.device("cpu")
+
+
 def test_stream_gives_the_same_whatever_the_steps(tmp_path: Path) -> None:
     split = _split(tmp_path, variants=3)
-    one, batches = PlanStream(split, 200, seed=1), []
-    position = Position(0, 0)
+    one, batches = Stream(split, 200, seed=1), []
+    position, tokens = Position(0, 0), 0
     total = sum(one.epoch_size(epoch) for epoch in range(4))
     for _ in range(total):
-        found, position = one.at(position, 1)
-        batches += found
+        update = one.update(position, 1, 0, 1, CPU)
+        batches += update.batches
+        tokens += update.tokens
+        position = update.next
     assert position == Position(4, 0)
-    other = PlanStream(split, 200, seed=1)
-    whole, after = other.at(Position(0, 0), total)
-    assert after == position and [b.number for b in whole] == [b.number for b in batches]
-    assert all(np.array_equal(a.indices, b.indices) and a.epoch == b.epoch for a, b in zip(whole, batches))
-    assert len({b.number for b in whole}) == total
+    other = Stream(split, 200, seed=1)
+    whole = other.update(Position(0, 0), total, 0, 1, CPU)
+    assert whole.next == position and [b.key for b in whole.batches] == [b.key for b in batches]
+    assert whole.tokens == tokens == sum(batch.tokens for batch in batches)
+    assert all(torch.equal(x, y) for a, b in zip(whole.batches, batches) for x, y in zip(a.tensors, b.tensors))
+    assert len({batch.key for batch in batches}) == total
     place = one.epoch_size(0) - 3
-    resumed, after = PlanStream(split, 200, seed=1).at(Position(0, place), 7)
-    assert [b.number for b in resumed] == [b.number for b in whole[place:place + 7]] and after == Position(1, 4)
-    assert resumed[0].number == place and resumed[3].number == 2**32
+    resumed = Stream(split, 200, seed=1).update(Position(0, place), 7, 0, 1, CPU)
+    assert [b.key for b in resumed.batches] == [b.key for b in batches[place:place + 7]]
+    assert resumed.next == Position(1, 4) and resumed.passes == place / one.epoch_size(0)
+    assert resumed.batches[0].key == place and resumed.batches[3].key == 2**32
+    shares = [Stream(split, 200, seed=1).update(Position(0, place), 7, rank, 2, CPU) for rank in range(2)]
+    for rank, share in enumerate(shares):
+        assert [b.key for b in share.batches] == [b.key for b in resumed.batches[rank::2]]
+        assert (share.tokens, share.passes, share.next) == (resumed.tokens, resumed.passes, resumed.next)
 
 
 def test_stream_turns_through_the_variants(tmp_path: Path) -> None:
     split = _split(tmp_path, variants=2)
-    stream = PlanStream(split, 200, seed=1)
+    stream = Stream(split, 200, seed=1)
     for epoch in (0, 1, 2, 5):
         expected = split.variant(epoch % 2)
         assert np.array_equal(stream.split(epoch).src_lengths, expected.src_lengths)
@@ -130,32 +142,32 @@ def test_stream_turns_through_the_variants(tmp_path: Path) -> None:
 
 
 def test_stream_refuses_a_position_of_other_data(tmp_path: Path) -> None:
-    stream = PlanStream(_split(tmp_path), 200, seed=1)
+    stream = Stream(_split(tmp_path), 200, seed=1)
     size = stream.epoch_size(0)
-    assert stream.at(Position(0, size), 1)[0][0].epoch == 1
+    assert stream.update(Position(0, size), 1, 0, 1, CPU).batches[0].key == 1 << 32
     with pytest.raises(UserError, match=f"micro-batch {size + 1} of epoch 0, which now has {size}"):
-        stream.at(Position(0, size + 1), 1)
+        stream.update(Position(0, size + 1), 1, 0, 1, CPU)
 
 
 def test_collate_by_hand(tmp_path: Path) -> None:
     for side, tokens, lengths in (("src", [5, 6, 7], [2, 1]), ("trg", [8, 9, 10, 11], [1, 3])):
         SideWriter(tmp_path, f"train.{side}").add(np.array(tokens, dtype=np.uint16), np.array(lengths))
     write_manifest(tmp_path, {"settings": {}, "inputs": {}, "vocab": {}, "splits": {"train": {"variants": 0}}})
-    batch = collate(PreparedData.open(tmp_path).split("train"), [0, 1])
-    assert batch.src.tolist() == [[5, 6, 2], [7, 2, 3]] and batch.src_lengths.tolist() == [3, 2]
-    assert batch.trg_in.tolist() == [[1, 8, 3, 3], [1, 9, 10, 11]]
-    assert batch.trg_out.tolist() == [[8, 2, 3, 3], [9, 10, 11, 2]]
-    assert batch.tokens == 6 and batch.src.dtype == batch.trg_in.dtype == np.int64
+    batch = collate(PreparedData.open(tmp_path).split("train"), [0, 1], 7, CPU)
+    assert [tensor.tolist() for tensor in batch.tensors] == [
+        [[5, 6, 2], [7, 2, 3]], [3, 2], [[1, 8, 3, 3], [1, 9, 10, 11]], [[8, 2, 3, 3], [9, 10, 11, 2]]]
+    assert (batch.tokens, batch.key) == (6, 7) and {tensor.dtype for tensor in batch.tensors} == {torch.int64}
 
 
 def test_collate_gives_every_sentence_back(tmp_path: Path) -> None:
     split = _split(tmp_path)
     rows = random_order(300, 1)[:40]
-    batch = collate(split, rows)
+    batch = collate(split, rows, 0, CPU)
+    src_in, lengths, trg_in, trg_out = batch.tensors
     for row, i in enumerate(rows):
         src, trg = split.src(i).tolist(), split.trg(i).tolist()
-        assert batch.src[row, : batch.src_lengths[row]].tolist() == [*src, 2]
-        assert batch.trg_in[row, : len(trg) + 1].tolist() == [1, *trg]
-        assert batch.trg_out[row, : len(trg) + 1].tolist() == [*trg, 2]
-        assert (batch.trg_in[row, len(trg) + 1:] == 3).all() and (batch.trg_out[row, len(trg) + 1:] == 3).all()
+        assert src_in[row, : lengths[row]].tolist() == [*src, 2]
+        assert trg_in[row, : len(trg) + 1].tolist() == [1, *trg]
+        assert trg_out[row, : len(trg) + 1].tolist() == [*trg, 2]
+        assert (trg_in[row, len(trg) + 1:] == 3).all() and (trg_out[row, len(trg) + 1:] == 3).all()
     assert batch.tokens == int(split.trg_lengths[rows].sum())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tiny_engines import batch_of
 
+from deepnmt.batch import Batch
 from deepnmt.config import Model
-from deepnmt.doctor.probes import ProbeBatch
 from deepnmt.model.transformer import Transformer
 
 VOCAB, PAD = 40, 3
@@ -29,10 +30,10 @@ def model_of(encoder: str, decoder: str | None = None, layers: tuple[int, int] =
     return model
 
 
-def batch() -> ProbeBatch:
+def batch() -> Batch:
     """Three sentences of different lengths."""
     draw = torch.Generator().manual_seed(11)
     src = torch.randint(4, VOCAB, (3, 6), generator=draw)
     trg = torch.randint(4, VOCAB, (3, 5), generator=draw)
     src[0, 4:], trg[1, 3:] = PAD, PAD
-    return src, torch.tensor([4, 6, 6]), trg.roll(1, 1), trg, 0
+    return batch_of(src, torch.tensor([4, 6, 6]), trg.roll(1, 1), trg)

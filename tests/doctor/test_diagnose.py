@@ -15,16 +15,16 @@ import torch
 
 import deepnmt.doctor.diagnose
 import deepnmt.doctor.patient
+from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
-from deepnmt.data.batching import PlanStream, Position
+from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.change import random_change
 from deepnmt.doctor.diagnose import _features, _in_bf16, between_checkpoints, due_rate, growth, one_update
 from deepnmt.doctor.gradient_probe import Gradients, HalfZeros
 from deepnmt.doctor.patient import first_batch, patient_of
-from deepnmt.doctor.probes import ProbeBatch
 from deepnmt.doctor.variants import alternatives
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile
@@ -75,7 +75,7 @@ def test_a_verdict_of_no_tries_other_recipes(
     monkeypatch.setattr(deepnmt.doctor.diagnose, "LOST", -1.0)  # fp16 fails, whatever it loses
     measured, shares = deepnmt.doctor.diagnose.half_zeros, []
 
-    def keep(model: Transformer, batch: ProbeBatch, scale: float, accumulation: int = 1) -> HalfZeros:
+    def keep(model: Transformer, batch: Batch, scale: float, accumulation: int = 1) -> HalfZeros:
         shares.append(accumulation)
         return measured(model, batch, scale, accumulation)
 
@@ -356,9 +356,8 @@ def test_the_rule_is_told_of_all_processes_and_of_the_precision(
         data = open_prepared(recipe)
         patient = patient_of(recipe, data, first_batch(recipe, data, 100, torch.device("cpu")), None)
         alone, four = (_features(recipe, patient.model, patient, count) for count in (1, 4))
-        stream = PlanStream(data.split("train"), recipe.batch.tokens, recipe.seed)
-        items, _ = stream.at(Position(0, 0), size := stream.epoch_size(0))
-        told = sum(int(stream.split(0).trg_lengths[item.indices].sum()) for item in items) / size
+        stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
+        told = int(stream.split(0).trg_lengths.sum()) / stream.epoch_size(0)
         assert alone["tokens"] == round(3 * told) and four["tokens"] == round(4 * 3 * told)
         assert alone["precision"] == four["precision"] == precision
 
@@ -373,7 +372,7 @@ def test_a_batch_of_one_sentence_is_refused(prepared: Path) -> None:
     for seed in range(40):
         try:
             batch = first_batch(short.model_copy(update={"seed": seed}), data, 100, torch.device("cpu"))
-            assert len(batch[0]) >= 2
+            assert len(batch.tensors[0]) >= 2
         except UserError as error:
             said.add(str(error))
     assert said == {f"batch.tokens is {longest}, so that the first micro-batch has one sentence, but sentences are "

@@ -11,7 +11,8 @@ import tiny_run
 import torch
 
 from deepnmt import config
-from deepnmt.doctor.nonfinite import Batch, NonFinite, first_non_finite
+from deepnmt.batch import Batch
+from deepnmt.doctor.nonfinite import NonFinite, first_non_finite
 from deepnmt.model.transformer import Transformer
 from deepnmt.train import divergence
 from deepnmt.train.divergence import LIMIT, Drops, Seen, _advice, _where
@@ -26,7 +27,7 @@ def model_of() -> Transformer:
 
 def batch_of(key: int = 5) -> Batch:
     ids = torch.randint(4, 20, (2, 6), generator=torch.Generator().manual_seed(key))
-    return ids, torch.tensor([6, 4]), ids, ids, key
+    return Batch((ids, torch.tensor([6, 4]), ids, ids), key, ids.numel())
 
 
 def test_a_finite_model_is_left_as_it_was() -> None:
@@ -90,7 +91,7 @@ def test_weight_and_loss() -> None:
         model.get_parameter("embeddings.shared.weight")[7] = 1e38
         model.get_parameter("decoder.layers.1.rule.norms.2.bias").fill_(10.0)
     ids = torch.full((2, 6), 5)
-    found = first_non_finite(model, [(ids, torch.tensor([6, 4]), ids, torch.full((2, 6), 7), 5)])
+    found = first_non_finite(model, [Batch((ids, torch.tensor([6, 4]), ids, torch.full((2, 6), 7)), 5, 12)])
     assert found is not None and found.what == "loss" and str(found) == "the loss"
 
 

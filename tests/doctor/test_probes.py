@@ -16,6 +16,7 @@ from probe_models import PAD, VOCAB, batch, model_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepnmt.batch import Batch
 from deepnmt.config import Block, load_recipe
 from deepnmt.doctor import dependency as dependency_module
 from deepnmt.doctor.activations import likeness, ranges, token_likeness
@@ -24,7 +25,7 @@ from deepnmt.doctor.dependency import dependency
 from deepnmt.doctor.diagnose import fp16_fault, working_scale
 from deepnmt.doctor.gradient_probe import gradients, half_zeros
 from deepnmt.doctor.patient import Patient
-from deepnmt.doctor.probes import ProbeBatch, mean_loss, sublayers, watching
+from deepnmt.doctor.probes import mean_loss, sublayers, watching
 from deepnmt.doctor.update_probe import moved
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
@@ -33,11 +34,11 @@ BLOCKS = get_args(Block)
 every_block = pytest.mark.parametrize("block", BLOCKS)
 
 
-def real_of(data: ProbeBatch) -> dict[str, Tensor]:
-    return {"encoder": torch.arange(6) < data[1][:, None], "decoder": data[3] != PAD}
+def real_of(data: Batch) -> dict[str, Tensor]:
+    return {"encoder": torch.arange(6) < data.tensors[1][:, None], "decoder": data.tensors[3] != PAD}
 
 
-def caught(model: Transformer, data: ProbeBatch) -> dict[str, list[Any]]:
+def caught(model: Transformer, data: Batch) -> dict[str, list[Any]]:
     """What every module took (`NAME in`) and gave (`NAME`) in one forward pass."""
     seen: dict[str, list[Any]] = {}
     handles = []
@@ -46,7 +47,7 @@ def caught(model: Transformer, data: ProbeBatch) -> dict[str, list[Any]]:
             seen.setdefault(name, []).append(output)
             seen.setdefault(f"{name} in", []).append(inputs[0] if inputs else None)
         handles.append(module.register_forward_hook(keep))
-    model(*data[:4])
+    model(*data.tensors)
     for handle in handles:
         handle.remove()
     return seen
@@ -60,7 +61,7 @@ def normed(parts: list[Tensor], norm: Any, whole: Tensor) -> list[Tensor]:
     return [(part - part.mean(-1, keepdim=True)) / sigma * norm.weight for part in parts]
 
 
-def reference_dependency(model: Transformer, data: ProbeBatch, side: str, block: str) -> list[list[float]]:
+def reference_dependency(model: Transformer, data: Batch, side: str, block: str) -> list[list[float]]:
     """β of Post-LN, Pre-LN and Admin stacks by their definition, a sub-layer at a time."""
     seen, real = caught(model, data), real_of(data)[side]
     x, rows = seen[f"{side}.input"][0], []
@@ -130,7 +131,7 @@ def test_gradients_of_outputs_and_matrices(block: str) -> None:
     where = {"encoder.layers.0.ffn": seen["encoder.layers.0"][0], "decoder.layers.1.ffn": seen["decoder.layers.1"][0],
              "decoder.layers.0.self_attn": seen[f"decoder.layers.0.{inside}"][0]}
     tensors = [x[-1] if isinstance(x, tuple) else x for x in where.values()]
-    loss = seen[""][0].loss / (data[3] != PAD).sum()
+    loss = seen[""][0].loss / data.tokens
     stacked = model.get_parameter("decoder.layers.1.cross_attn.kv.weight")
     expected = torch.autograd.grad(loss, [*tensors, stacked])
     for name, gradient in zip(where, expected[:-1], strict=True):
@@ -149,7 +150,7 @@ def test_five_places_of_a_decoder_layer() -> None:
     rule = "decoder.layers.1.rule.norms"
     places = [seen[f"{rule}.0 in"][0], seen[f"{rule}.0"][0], seen[f"{rule}.1 in"][0], seen[f"{rule}.1"][0],
               seen[f"{rule}.2 in"][0]]
-    expected = torch.autograd.grad(seen[""][0].loss / (data[3] != PAD).sum(), places)
+    expected = torch.autograd.grad(seen[""][0].loss / data.tokens, places)
     assert found["decoder.layers.1"] == pytest.approx([float(each.norm()) for each in expected], rel=1e-4)
     assert list(found) == ["decoder.layers.0", "decoder.layers.1"]
     assert gradients(model_of("pre_ln"), data).places == {} == gradients(model_of("rezero"), data).places
@@ -174,7 +175,7 @@ def test_half_precision_zeros() -> None:
     assert small.lost > 0.5 > 0.05 > large.lost and large.finite
     assert not half_zeros(model, data, 1e7).finite
     assert replace(half_zeros(model, data, 4096.0, accumulation=16), scale=256.0) == large
-    used = len(set(data[0][torch.arange(6) < data[1][:, None]].tolist()) | {PAD})
+    used = len(set(data.tensors[0][torch.arange(6) < data.tensors[1][:, None]].tolist()) | {PAD})
     unused = sum(float((g == 0).sum()) for g in _embedding_gradients(model, data))
     assert large.shares_fp32["embeddings"] == pytest.approx(unused / (3 * VOCAB * 8)) and used < VOCAB
     assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters())
@@ -202,7 +203,7 @@ def test_fp16_fails_where_no_scale_will_do() -> None:
     assert fits.finite and fp16_fault(patient, fits) is None
 
 
-def _embedding_gradients(model: Transformer, data: ProbeBatch) -> tuple[Tensor, ...]:
+def _embedding_gradients(model: Transformer, data: Batch) -> tuple[Tensor, ...]:
     tables = [p for name, p in model.named_parameters() if name.startswith("embeddings.")]
     return torch.autograd.grad(mean_loss(model, data), tables)
 

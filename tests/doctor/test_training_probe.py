@@ -19,7 +19,6 @@ from deepnmt.doctor.training_probe import TrainingProbe
 from deepnmt.model.blocks import BLOCKS, SUBLAYERS
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.tokens import PAD
 from studies.toy_task import ToyTask
 
 TOKENS = 13
@@ -36,7 +35,7 @@ def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
     layer = plain.get_submodule("encoder.layers.1")
     layer.register_forward_pre_hook(lambda _m, given: inputs.append(given[0]))
     layer.register_forward_hook(lambda _m, _i, out: outputs.append(out))
-    loss = plain(*batch()[:4]).loss / TOKENS
+    loss = plain(*batch().tensors).loss / TOKENS
     [expected] = torch.autograd.grad(loss, outputs)
     engine = LocalEngine(model, recipe, torch.device("cpu"))
     with probe.watching(True):
@@ -72,14 +71,14 @@ def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
     branches: dict[str, torch.Tensor] = {}
     inside: dict[str, float] = {}
     with watching(model, lambda name, tensor: branches.__setitem__(name, tensor.detach())):
-        model(*batch()[:4])
+        model(*batch().tensors)
     for name, tensor in branches.items():
         if ".adds." in name or name.endswith(".in"):
             layer = name.partition(".rule.")[0]
             inside[layer] = max(inside.get(layer, 0.0), float(tensor.abs().max()))
     engine, probe = LocalEngine(model, recipe, torch.device("cpu")), TrainingProbe(model, shape, 1)
     with probe.watching(True):
-        engine.train_step([batch()], int((batch()[3] != PAD).sum()), 0.0)
+        engine.train_step([batch()], batch().tokens, 0.0)
     found = probe.read(1.0)
     for side, parts in SUBLAYERS.items():
         for index, layer in ((index, f"{side}.layers.{index}") for index in range(2)):
@@ -115,11 +114,11 @@ def test_processes_add_up_and_missing_layers_count_nothing(tmp_path: Path) -> No
     recipe, model = recipe_of(tmp_path), model_of("b2t", layers=(1, 1))
     probe = TrainingProbe(model.get_submodule("encoder"), recipe.model, 1)  # holds no module of canonical name
     with probe.watching(True):
-        model(*batch()[:4])
+        model(*batch().tensors)
     assert set(probe.read(1.0, lambda sums: [2 * each for each in sums]).values()) == {0.0}
     probe = TrainingProbe(model, recipe.model, 1)
     with probe.watching(True):
-        model(*batch()[:4])
+        model(*batch().tensors)
     found = probe.read(1.0, lambda sums: [2 * each for each in sums], lambda tops: [each + 100.0 for each in tops])
     assert all((value > 100.0) == name.endswith("_largest") for name, value in found.items())
 
@@ -136,11 +135,12 @@ def test_its_cost(tmp_path: Path) -> None:
     for update in range(2 * 12):
         started, probed = time.process_time(), update % 2 == 0
         with probe.watching(probed):
-            engine.train_step([looked_at], looked_at[3].numel(), 1e-4)
+            engine.train_step([looked_at], looked_at.tensors[3].numel(), 1e-4)
         if probed:
             probe.read(1.0)
         seconds[probed].append(time.process_time() - started)
     probed_s, plain_s = (sorted(seconds[probed][2:])[5] for probed in (True, False))  # medians, the first two left out
     share = (probed_s - plain_s) / plain_s / 100
-    print(f"{looked_at[3].numel()} positions, {plain_s:.3f} s an update, {probed_s:.3f} s probed: {100 * share:.2f} %")
+    positions = looked_at.tensors[3].numel()
+    print(f"{positions} positions, {plain_s:.3f} s an update, {probed_s:.3f} s probed: {100 * share:.2f} %")
     assert share <= 0.02

@@ -25,7 +25,6 @@ from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.tokens import PAD
 from studies import verdict_fit
 from studies.toy_task import ToyTask
 from studies.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
@@ -38,9 +37,11 @@ TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
 
 def test_toy_task_is_a_permuted_walk() -> None:
     task = ToyTask(symbols=6, successors=2, shortest=3, longest=5, seed=4)
-    src, lengths, trg_in, trg_out, key = task.batch(7, 200)
-    assert all(torch.equal(a, b) for a, b in zip(task.batch(7, 200)[:4], (src, lengths, trg_in, trg_out), strict=True))
-    assert not torch.equal(task.batch(8, 200)[0][:, :3], src[:, :3]) and key == 7
+    batch = task.batch(7, 200)
+    assert all(torch.equal(a, b) for a, b in zip(task.batch(7, 200).tensors, batch.tensors, strict=True))
+    src, lengths, trg_in, trg_out = batch.tensors
+    assert not torch.equal(task.batch(8, 200).tensors[0][:, :3], src[:, :3]) and batch.key == 7
+    assert batch.tokens == int(lengths.sum())
     pairs, follows = set(), set()
     rows = zip(src.tolist(), lengths.tolist(), trg_in.tolist(), trg_out.tolist(), strict=True)
     for row, length, inputs, outputs in rows:
@@ -303,7 +304,7 @@ def test_side_by_side_is_one_by_one(blocks: str) -> None:
         engine = LocalEngine(model, recipe, torch.device("cpu"))
         for update in range(4):
             batch = task.batch(update, 3)
-            tokens = int((batch[3] != 3).sum())
+            tokens = batch.tokens
             alone = engine.train_step([batch], tokens, rates[update][place]).nll / tokens
             assert together[update][place] == pytest.approx(alone, rel=2e-4)
 
@@ -316,7 +317,7 @@ def test_the_doctor_measures_what_the_grid_measured() -> None:
         recipe = point_recipe(point, TINY)
         model = fresh_model(recipe.model, size, size, point.seed, [first])
         asked = features(model, batch, partial(one_update, model, recipe, batch), partial(trial, model, recipe, batch),
-                         rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=int((first[3] != PAD).sum()),
+                         rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=first.tokens,
                          precision="bf16")
         assert asked.keys() == found.keys() == FEATURES.keys()
         assert asked == pytest.approx(found, rel=1e-3, abs=1e-3)

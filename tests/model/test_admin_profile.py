@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_engines import batch_of
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.errors import UserError
-from deepnmt.model.admin import AdminProfile, ProfileBatch, measure, omega_of
+from deepnmt.model.admin import AdminProfile, measure, omega_of
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import Transformer
@@ -31,9 +34,9 @@ def shape(encoder: str = "admin", decoder: str = "admin", layers: tuple[int, int
     })
 
 
-def batches(sizes: tuple[int, ...] = (2, 5, 3), extra: int = 0) -> list[ProfileBatch]:
+def batches(sizes: tuple[int, ...] = (2, 5, 3), extra: int = 0) -> list[Batch]:
     """Micro-batches of unequal sizes, the first sentence of each the shortest, with `extra` columns of padding."""
-    made: list[ProfileBatch] = []
+    made = []
     for key, rows in enumerate(sizes):
         draw = torch.Generator().manual_seed(key)
         src = torch.full((rows, 7 + extra), PAD)
@@ -42,7 +45,7 @@ def batches(sizes: tuple[int, ...] = (2, 5, 3), extra: int = 0) -> list[ProfileB
         trg[:, :6] = torch.randint(4, VOCAB, (rows, 6), generator=draw)
         lengths = torch.full((rows,), 7)
         lengths[0], src[0, 3:], trg[0, 2:] = 3, PAD, PAD
-        made.append((src, lengths, trg.clone(), trg, 100 + key))
+        made.append(batch_of(src, lengths, trg.clone(), trg, 100 + key))
     return made
 
 
@@ -51,7 +54,7 @@ def chain(entering: float, variances: list[float]) -> list[float]:
     return [1.0, *(math.sqrt(entering + sum(variances[:i])) for i in range(1, len(variances)))]
 
 
-def whole_model(model: Model, data: list[ProfileBatch]) -> dict[str, list[float]]:
+def whole_model(model: Model, data: list[Batch]) -> dict[str, list[float]]:
     """ω of both stacks, from hooks on the whole built model and `torch.var` over all its outputs at once."""
     built = Transformer(model, VOCAB, VOCAB, SEED).train()
     seen: dict[str, list[torch.Tensor]] = {}
@@ -63,9 +66,10 @@ def whole_model(model: Model, data: list[ProfileBatch]) -> dict[str, list[float]
                 lambda _m, _i, output, name=name: seen[name].append(output[real[name.split(".")[0]]])
             )
     with torch.no_grad():
-        for src, lengths, trg_in, trg_out, key in data:
+        for batch in data:
+            src, lengths, _, trg_out = batch.tensors
             real.update(encoder=torch.arange(src.size(1)) < lengths[:, None], decoder=trg_out != PAD)
-            built(src, lengths, trg_in, trg_out, key)
+            built(*batch.tensors, batch.key)
     variances = {name: torch.cat(parts).double().var(correction=0).item() for name, parts in seen.items()}
     return {side: chain(variances[f"{side}.input"], [v for n, v in variances.items() if n.startswith(f"{side}.layers")])
             for side in SIDES}
@@ -102,7 +106,7 @@ def test_dropout_is_on_and_follows_key_and_seed() -> None:
     first = measure(model, VOCAB, VOCAB, SEED, data).encoder
     torch.manual_seed(99)
     assert measure(model, VOCAB, VOCAB, SEED, data).encoder == first
-    other_keys = [(*batch[:4], batch[4] + 1) for batch in data]
+    other_keys = [replace(batch, key=batch.key + 1) for batch in data]
     assert measure(model, VOCAB, VOCAB, SEED, other_keys).encoder != first
     assert measure(model, VOCAB, VOCAB, SEED + 1, data).encoder != first
 
@@ -182,7 +186,7 @@ def test_json_keeps_every_bit(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "new" / "p.json").read_text(encoding="utf-8"))
     assert list(content["omega"])[:3] == [f"encoder.layers.{name}" for name in ("0.self_attn", "0.ffn", "1.self_attn")]
     assert list(content["omega"])[-2:] == ["decoder.layers.1.cross_attn", "decoder.layers.1.ffn"]
-    assert content["provenance"]["target_tokens"] == sum(int((b[3] != PAD).sum()) for b in batches())
+    assert content["provenance"]["target_tokens"] == sum(batch.tokens for batch in batches())
     assert content["provenance"]["model"] == shape().model_dump() and content["provenance"]["data"] == "abc"
     other = measure(shape(), VOCAB, VOCAB, SEED, batches(), data="abd")
     other.save(tmp_path / "other.json")

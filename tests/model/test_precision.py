@@ -14,13 +14,15 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from tiny_engines import batch_of
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from deepnmt.batch import Batch
 from deepnmt.config import Block, Model
 from deepnmt.doctor.fresh import fresh_model
-from deepnmt.doctor.probes import ProbeBatch, mean_loss
+from deepnmt.doctor.probes import mean_loss
 from deepnmt.model.attention import attend
 from deepnmt.model.blocks import LayerNorm
 from deepnmt.model.transformer import Transformer
@@ -97,7 +99,7 @@ def test_every_block_in_fp16_as_documented() -> None:
     """The fp16 column of docs/blocks.md, which `-s` prints; see what stands under the table there."""
     draw = torch.Generator().manual_seed(1)
     src, trg = (torch.randint(4, 1000, (8, length), generator=draw) for length in (24, 25))
-    batch: ProbeBatch = (src, torch.full((8,), 24), trg[:, :-1], trg[:, 1:], 0)
+    batch = batch_of(src, torch.full((8,), 24), trg[:, :-1], trg[:, 1:])
     text = (Path(__file__).parents[2] / "docs" / "blocks.md").read_text(encoding="utf-8")
     rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
     for block in get_args(Block):
@@ -117,7 +119,7 @@ def test_every_block_in_fp16_as_documented() -> None:
 
 
 @torch.no_grad()
-def largest_output(model: Transformer, batch: ProbeBatch) -> tuple[float, float]:
+def largest_output(model: Transformer, batch: Batch) -> tuple[float, float]:
     """The largest magnitude that any module puts out or any norm takes in, and the loss in nats a token."""
     found: list[float] = []
 

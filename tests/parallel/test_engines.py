@@ -15,12 +15,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_engines import batch_of
 from warm import Warm
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import build_engine
-from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.ranks import Ranks
 
@@ -66,9 +68,9 @@ def recipe(layout: str, accumulation: int, trial: Trial) -> Recipe:
     }, "test")
 
 
-def batches(update: int) -> list[MicroBatch]:
+def batches(update: int) -> list[Batch]:
     """Four micro-batches of unequal sizes and lengths."""
-    made: list[MicroBatch] = []
+    made = []
     for number in range(MICRO_BATCHES):
         draw = torch.Generator().manual_seed(100 * update + number)
         rows, source, target = 2 + number, 5 + 2 * number, 9 - number
@@ -78,7 +80,7 @@ def batches(update: int) -> list[MicroBatch]:
         lengths[0], src[0, 3:] = 3, 3
         trg_out = trg[:, 1:].clone()
         trg_out[0, 2:] = 3
-        made.append((src, lengths, trg[:, :-1], trg_out, 1000 * update + number))
+        made.append(batch_of(src, lengths, trg[:, :-1], trg_out, 1000 * update + number))
     return made
 
 
@@ -87,7 +89,7 @@ def steps(engine: Engine, ranks: Ranks, first: int, last: int) -> list[list[floa
     trace = []
     for update in range(first, last):
         plan = batches(update)
-        tokens = sum(int((b[3] != 3).sum()) for b in plan)
+        tokens = sum(batch.tokens for batch in plan)
         stats = engine.train_step(plan[ranks.rank :: ranks.world], tokens, 1e-3)
         assert stats.applied
         trace.append([*ranks.sum([stats.loss / tokens]), stats.grad_norm])

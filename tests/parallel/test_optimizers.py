@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks
+from tiny_engines import batch_of
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import build_engine
-from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.ranks import Ranks
 
@@ -37,13 +39,14 @@ def recipe(layout: str, optimizer: dict[str, Any]) -> Recipe:
     }, "test")
 
 
-def micro_batches(update: int) -> list[MicroBatch]:
+def micro_batches(update: int) -> list[Batch]:
     """Two of unequal lengths."""
-    made: list[MicroBatch] = []
+    made = []
     for number in range(2):
         draw = torch.Generator().manual_seed(10 * update + number)
         src, trg = (torch.randint(4, VOCAB, (2 + number, 7 - number), generator=draw) for _ in range(2))
-        made.append((src, torch.full((2 + number,), 7 - number), trg, trg.roll(-1, dims=1), 10 * update + number))
+        lengths = torch.full((2 + number,), 7 - number)
+        made.append(batch_of(src, lengths, trg, trg.roll(-1, dims=1), 10 * update + number))
     return made
 
 
@@ -58,7 +61,7 @@ def build(layout: str, optimizer: dict[str, Any], ranks: Ranks) -> Engine:
 def steps(engine: Engine, ranks: Ranks, first: int, last: int) -> None:
     for update in range(first, last):
         plan = micro_batches(update)
-        tokens = sum(b[3].numel() for b in plan)
+        tokens = sum(batch.tokens for batch in plan)
         assert engine.train_step(plan[ranks.rank :: ranks.world], tokens, 0.05).applied
 
 

@@ -18,11 +18,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tiny_engines import batch_of
 from warm import Warm
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.parallel.build import check_layout, start_engine
-from deepnmt.parallel.engine import Engine, MicroBatch
+from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.pipeline.partition import Partition, cost_units
 from deepnmt.ranks import Ranks
@@ -84,9 +86,9 @@ def recipe(case: Case, accumulation: int, control: str = "") -> Recipe:
     )
 
 
-def batches(update: int, count: int) -> list[MicroBatch]:
+def batches(update: int, count: int) -> list[Batch]:
     """Micro-batches of unequal sizes and lengths, with padding."""
-    made: list[MicroBatch] = []
+    made = []
     for number in range(count):
         draw = torch.Generator().manual_seed(100 * update + number)
         rows, source, target = 2 + number % 3, 4 + 2 * (number % 5), 9 - number % 4
@@ -96,14 +98,14 @@ def batches(update: int, count: int) -> list[MicroBatch]:
         lengths[0], src[0, 3:] = 3, 3
         trg_out = trg[:, 1:].clone()
         trg_out[0, 2:] = 3
-        made.append((src, lengths, trg[:, :-1], trg_out, (update << 32) + number))
+        made.append(batch_of(src, lengths, trg[:, :-1], trg_out, (update << 32) + number))
     return made
 
 
 def update(engine: Engine, number: int, count: int, ranks: Ranks, rate: float) -> list[float]:
     """One update of `count` micro-batches over all data-parallel ranks; loss a token, plain loss a token, norm."""
     plan = batches(number, count)
-    tokens = sum(int((b[3] != 3).sum()) for b in plan)
+    tokens = sum(batch.tokens for batch in plan)
     stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
     assert stats.applied
     sums = [stats.loss / tokens, stats.nll / tokens]

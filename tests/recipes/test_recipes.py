@@ -13,12 +13,13 @@ import pytest
 import torch
 import yaml
 from pydantic import BaseModel
+from tiny_engines import batch_of
 
+from deepnmt.batch import Batch
 from deepnmt.cli import main
 from deepnmt.config import Block, Corpus, Model, Recipe, load_recipe
 from deepnmt.model.admin import measure
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.local import LocalEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,12 +114,12 @@ def model_of(block: str, encoder: int, decoder: int, width: int) -> Model:
                                  "decoder": {"block": block, "layers": decoder}})
 
 
-def micro_batch(vocab: int = VOCAB, sentences: int = 2, length: int = 6) -> MicroBatch:
+def micro_batch(vocab: int = VOCAB, sentences: int = 2, length: int = 6) -> Batch:
     """Pairs of random words."""
     generator = torch.Generator().manual_seed(3)
     src, trg = (torch.randint(4, vocab, (sentences, length), generator=generator) for _ in range(2))
     trg_in = torch.cat([torch.full((sentences, 1), 1), trg[:, :-1]], dim=1)
-    return src, torch.full((sentences,), length), trg_in, trg, 0
+    return batch_of(src, torch.full((sentences,), length), trg_in, trg)
 
 
 def one_update(model: Model, tmp_path: Path) -> None:
@@ -129,9 +130,9 @@ def one_update(model: Model, tmp_path: Path) -> None:
     update_once(Recipe.model_validate(tree), VOCAB, micro_batch())
 
 
-def update_once(recipe: Recipe, vocab: int, batch: MicroBatch) -> None:
+def update_once(recipe: Recipe, vocab: int, batch: Batch) -> None:
     """Builds the model as a run would, Admin profiled, and makes an update on the local engine."""
-    model, tokens = recipe.model, batch[3].numel()
+    model, tokens = recipe.model, batch.tokens
     module = Transformer(model, vocab, vocab, recipe.seed, recipe.train.label_smoothing)
     if model.encoder.block == "admin":
         measure(model, vocab, vocab, recipe.seed, [batch]).apply(module)

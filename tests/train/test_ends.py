@@ -15,7 +15,7 @@ import torch
 
 from deepnmt.checkpoint.checkpoint import load_state
 from deepnmt.config import load_recipe
-from deepnmt.data.batching import PlanStream
+from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.parallel.launch import processes
 from deepnmt.train.log import Monitor
@@ -83,7 +83,7 @@ def test_the_best_by_bleu_is_the_highest(run: Run) -> None:
 
 def test_epochs_end_the_run_and_the_time_left_knows(run: Run, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=2048"])
-    sizes = PlanStream(open_prepared(recipe).split("train"), 2048, recipe.seed)
+    sizes = Stream(open_prepared(recipe).split("train"), 2048, recipe.seed)
     updates = math.ceil((sizes.epoch_size(0) + sizes.epoch_size(1)) / 2)
     told: list[tuple[int, float]] = []
     monkeypatch.setattr(Monitor, "train", lambda *arguments: told.append(arguments[3:]))

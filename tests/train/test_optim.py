@@ -8,12 +8,13 @@ from typing import Literal
 
 import pytest
 import torch
+from tiny_engines import batch_of
 
+from deepnmt.batch import Batch
 from deepnmt.config import Optimizer, Recipe, Schedule, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import LossScaler, build_optimizer, clip_gradients, learning_rate, moments_of, warmup_note
-from deepnmt.parallel.engine import MicroBatch
 from deepnmt.parallel.local import LocalEngine
 
 Name = Literal["adam", "adamw", "radam", "radamw", "sgd"]
@@ -181,10 +182,10 @@ def engine_of(optimizer: dict[str, object]) -> LocalEngine:
     return LocalEngine(Transformer(recipe.model, 20, 20, 1), recipe, torch.device("cpu"))
 
 
-def micro_batch(number: int) -> MicroBatch:
+def micro_batch(number: int) -> Batch:
     draw = torch.Generator().manual_seed(number)
     src, trg = (torch.randint(4, 20, (2, 5), generator=draw) for _ in range(2))
-    return src, torch.tensor([5, 5]), trg, trg.roll(-1, dims=1), number
+    return batch_of(src, torch.tensor([5, 5]), trg, trg.roll(-1, dims=1), number)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "radam", "radamw", "sgd"])
@@ -231,7 +232,7 @@ def test_sgd_is_the_sum_of_gradients() -> None:
             engine.import_state({state.name: state.weight for state in states}, saved, 2)
         plain = engine_of(settings).module
         plain.load_state_dict(engine.module.state_dict())
-        (plain(*micro_batch(update)).loss / 10).backward()
+        (plain(*micro_batch(update).tensors, update).loss / 10).backward()
         for key, parameter in plain.named_parameters():
             assert parameter.grad is not None
             velocity[key] = 0.9 * velocity[key] + parameter.grad + 0.01 * weights[key]

@@ -29,10 +29,10 @@ class Told(Trainer):
 
     stop_in = 0
 
-    def _micro_batch(self, item: Any) -> Any:
+    def _update(self, interval: Any) -> bool:
         if self.progress.update + 1 == self.stop_in:
             self.stop_signal = signal.SIGTERM
-        return super()._micro_batch(item)
+        return super()._update(interval)
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from deepnmt.batch import Batch
 from deepnmt.config import Translate, load_recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.lines import Hypothesis
 from deepnmt.decode.translate import translate_lines
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.engine import MicroBatch
 from deepnmt.ranks import Ranks
 from deepnmt.train import validate
 
@@ -28,9 +28,10 @@ class Adding:
         self.data_rank, self.data_world = rank, world
         self.calls: list[int] = []
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
-        self.calls.append(len(micro_batches))
-        return [(float(out[out != 3].sum()), float(src[src != 3].sum())) for src, _, _, out, _ in micro_batches]
+    def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
+        self.calls.append(len(batches))
+        return [(float(out[out != 3].sum()), float(src[src != 3].sum()))
+                for src, _, _, out in (batch.tensors for batch in batches)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

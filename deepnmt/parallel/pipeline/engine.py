@@ -29,11 +29,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
-from deepnmt.parallel.engine import MicroBatch, ParameterState, StepStats
+from deepnmt.parallel.engine import ParameterState, StepStats
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.pipeline.stage import Stage, StageMessage, tables_used
 from deepnmt.parallel.settings import DsConfig
@@ -176,12 +177,12 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], update_tokens: int, rate: float) -> StepStats:
+    def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
         self._set_rate(rate)
         # DeepSpeed averages over micro-batches and data-parallel processes
         self.pipe.scale = self._factor * self.micro_batches * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
-        sums = self._run(micro_batches)
+        sums = self._run(batches)
         if self.zero:
             norm = float(self.engine.get_global_grad_norm())
             self._sound = bool(self.engine.was_step_applied()) and math.isfinite(norm) and norm >= 0
@@ -192,14 +193,14 @@ class PipelineEngine(DeepSpeedEngine):
         loss, nll = sum(loss for loss, _ in sums), sum(nll for _, nll in sums)
         return StepStats(loss, nll, self._norm if self._sound else math.inf, scale_used, self._sound)
 
-    def _run(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
+    def _run(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
         """One update; see `_sums`."""
-        if len(micro_batches) != self.micro_batches:
-            raise ValueError(f"an update takes {self.micro_batches} micro-batches, but {len(micro_batches)} were given")
-        self.engine.train_batch(iter([self._message(batch) for batch in micro_batches]))
-        return self._sums(len(micro_batches))
+        if len(batches) != self.micro_batches:
+            raise ValueError(f"an update takes {self.micro_batches} micro-batches, but {len(batches)} were given")
+        self.engine.train_batch(iter([self._message(batch) for batch in batches]))
+        return self._sums(len(batches))
 
-    def _update_on_zeros(self, batch: MicroBatch) -> None:
+    def _update_on_zeros(self, batch: Batch) -> None:
         """One update with gradients of zero."""
         self.pipe.scale = 0.0
         self._run([batch] * self.micro_batches)
@@ -210,9 +211,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.pipe.sums.clear()
         return found or [(0.0, 0.0)] * count
 
-    def _message(self, batch: MicroBatch) -> tuple[StageMessage, torch.Tensor]:
-        src, lengths, trg_in, trg_out, key = batch
-        return (src, lengths, trg_in, trg_out, torch.tensor([key], device=self.device)), trg_out
+    def _message(self, batch: Batch) -> tuple[StageMessage, torch.Tensor]:
+        src, lengths, trg_in, trg_out = batch.tensors
+        return (src, lengths, trg_in, trg_out, torch.tensor([batch.key], device=self.device)), trg_out
 
     def _checked_step(self, lr_kwargs: Any) -> None:
         """Without ZeRO: clipping by the norm over all stages (DeepSpeed takes that of the first alone), and no step on
@@ -236,9 +237,9 @@ class PipelineEngine(DeepSpeedEngine):
                     p.grad.mul_(self.clip / (self._norm + 1e-6))
         self._step_of_deepspeed(lr_kwargs)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[float, float]]:
-        messages = iter([self._message(batch) for batch in micro_batches])
-        count = len(micro_batches)
+    def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
+        messages = iter([self._message(batch) for batch in batches])
+        count = len(batches)
         self.engine.eval_batch(messages, reduce_output=None, bcast_loss=False, num_micro_batches=count)
         return self._sums(count)
 
