@@ -17,17 +17,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from sklearn.tree import DecisionTreeRegressor
 
 from deepnmt.doctor.verdict import FEATURES, VerdictRule
 from deepnmt.errors import UserError
 
-_LEAST_IN_LEAF = 5
 _FOLDS = 5
 _NO_SQUARE = ("warmup", "bf16", "fp16")  # 0 or 1
 _FEWEST = 40  # runs that a rule is made of
 
+Array = npt.NDArray[np.float64]
 Record = dict[str, Any]
 Fitter = Callable[[Sequence[Record]], VerdictRule]
 
@@ -109,7 +113,7 @@ def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) ->
     test = [record for record in records if held_out(record, share)]
     if len(records) < _FEWEST or len({record["learned"] for record in train}) < 2:
         raise UserError(f"{len(records)} runs, of which {sum(bool(r['learned']) for r in records)} learned, are too "
-                        "few or too much alike for a rule; run more of the grid with tools/verdict_grid.py run")
+                        "few or too much alike for a rule; run more of the grid with python -m studies verdict-grid run")
     recipe = choose(train)
     unseen = {}
     for block in sorted({_block(record) for record in records}):
@@ -155,15 +159,15 @@ def folded(records: Sequence[Record], fitter: Fitter) -> float:
     return total / len(records)
 
 
-def _table(records: Sequence[Record], names: Sequence[str]) -> tuple[Tensor, Tensor]:
+def _table(records: Sequence[Record], names: Sequence[str]) -> tuple[Array, Array]:
     """Features [runs, names] and labels [runs], float64."""
-    x = torch.tensor([[record["features"][name] for name in names] for record in records], dtype=torch.float64)
-    return x, torch.tensor([float(record["learned"]) for record in records], dtype=torch.float64)
+    x = np.array([[record["features"][name] for name in names] for record in records], dtype=np.float64)
+    return x, np.array([float(record["learned"]) for record in records])
 
 
-def _spans(records: Sequence[Record], names: Sequence[str]) -> dict[str, list[float]]:
-    values = {name: [float(record["features"][name]) for record in records] for name in names}
-    return {name: [min(found), max(found)] for name, found in values.items()}
+def _spans(x: Array, names: Sequence[str]) -> dict[str, list[float]]:
+    """The least and the largest value of each feature."""
+    return {name: [float(column.min()), float(column.max())] for name, column in zip(names, x.T, strict=True)}
 
 
 def fit_logistic(
@@ -176,76 +180,38 @@ def fit_logistic(
         by_rate: also on the product of each feature with the log rate, so that what a number means may depend on it.
     """
     x, y = _table(records, names)
-    centre, scale = x.mean(0), x.std(0, correction=0).clamp_min(1e-9)
-    z = (x - centre) / scale
+    standard = StandardScaler().fit(x)
+    z = standard.transform(x)
     squared = [place for place, name in enumerate(names) if name not in _NO_SQUARE]
     crossed = [place for place, name in enumerate(names) if name != "rate"] if by_rate else []
     products = z[:, crossed] * z[:, [list(names).index("rate")]] if crossed else z[:, :0]
-    found, bias = _newton(torch.cat([z, z[:, squared].square(), products], dim=1), y, decay)
-    weights, squares, rates = found.split([len(names), len(squared), len(crossed)])
-
-    def spread(values: Tensor, places: list[int]) -> list[float]:
-        return torch.zeros(len(names), dtype=x.dtype).index_copy(0, torch.tensor(places, dtype=torch.int64),
-                                                                 values).tolist()
-
-    body = {"centre": centre.tolist(), "scale": scale.tolist(), "weights": weights.tolist(),
-            "squares": spread(squares, squared), "by_rate": spread(rates, crossed), "bias": bias}
-    return VerdictRule("logistic", list(names), body, _spans(records, names))
-
-
-def _newton(columns: Tensor, y: Tensor, shrink: float) -> tuple[Tensor, float]:
-    """Weights and bias of a logistic regression of y [N] on columns [N, C]."""
-    z = torch.cat([columns, torch.ones(len(columns), 1, dtype=columns.dtype)], dim=1)
-    decay = torch.full((z.size(1),), shrink, dtype=z.dtype)
-    decay[-1] = 1e-6
-    weights = torch.zeros(z.size(1), dtype=z.dtype)
-    for _ in range(30):
-        p = torch.sigmoid(z @ weights)
-        slope = z.t() @ (p - y) + decay * weights
-        curvature = (z * (p * (1 - p))[:, None]).t() @ z + torch.diag(decay)
-        step = torch.linalg.solve(curvature, slope)
-        weights = weights - step
-        if float(step.abs().max()) < 1e-6:
-            break
-    return weights[:-1], float(weights[-1])
+    columns = np.hstack([z, z[:, squared] ** 2, products])
+    if len(set(y)) > 1:
+        model = LogisticRegression(C=1 / decay, solver="newton-cholesky", tol=1e-8).fit(columns, y)
+        weights, bias = model.coef_[0], float(model.intercept_[0])
+    else:  # runs that all ended alike tell nothing about a feature
+        weights, bias = np.zeros(columns.shape[1]), math.log((y.sum() + 1) / (len(y) - y.sum() + 1))
+    linear, squares, rates = np.zeros((3, len(names)))
+    linear[:], squares[squared], rates[crossed] = np.split(weights, [len(names), len(names) + len(squared)])
+    body = {"centre": standard.mean_.tolist(), "scale": standard.scale_.tolist(), "weights": linear.tolist(),
+            "squares": squares.tolist(), "by_rate": rates.tolist(), "bias": bias}
+    return VerdictRule("logistic", list(names), body, _spans(x, names))
 
 
 def fit_tree(records: Sequence[Record], depth: int, names: Sequence[str] = tuple(FEATURES)) -> VerdictRule:
     """A decision tree by Gini impurity, at most `depth` questions deep, at least five runs in a leaf."""
     x, y = _table(records, names)
-    return VerdictRule("tree", list(names), _grow(x, y, names, depth), _spans(records, names))
+    # of labels 0 and 1 the squared error is half the Gini impurity
+    tree = DecisionTreeRegressor(max_depth=depth, min_samples_leaf=5, random_state=0).fit(x, y).tree_
 
+    def node(at: int) -> dict[str, Any]:
+        runs = int(tree.n_node_samples[at])
+        if tree.feature[at] < 0:
+            return {"probability": (float(tree.value[at, 0, 0]) * runs + 1) / (runs + 2), "runs": runs}
+        return {"feature": names[tree.feature[at]], "threshold": float(tree.threshold[at]),
+                "low": node(tree.children_left[at]), "high": node(tree.children_right[at])}
 
-def _grow(x: Tensor, y: Tensor, names: Sequence[str], depth: int) -> dict[str, Any]:
-    leaf = {"probability": float((y.sum() + 1) / (len(y) + 2)), "runs": len(y)}
-    best: tuple[float, int, float] | None = None
-    if depth and len(y) >= 2 * _LEAST_IN_LEAF and 0 < y.sum() < len(y):
-        for column in range(x.size(1)):
-            split = _best_split(x[:, column], y)
-            if split is not None and (best is None or split[0] < best[0]):
-                best = (split[0], column, split[1])
-    if best is None:
-        return leaf
-    low = x[:, best[1]] <= best[2]
-    return {"feature": names[best[1]], "threshold": best[2], "low": _grow(x[low], y[low], names, depth - 1),
-            "high": _grow(x[~low], y[~low], names, depth - 1)}
-
-
-def _best_split(values: Tensor, y: Tensor) -> tuple[float, float] | None:
-    """The impurity (runs × p (1 - p), summed over both sides) and the threshold of the best cut, if there is any."""
-    order = values.argsort(stable=True)
-    v, ones = values[order], y[order].cumsum(0)
-    count = torch.arange(1, len(v) + 1, dtype=v.dtype)
-    left = ones - ones.square() / count
-    ones_right, count_right = ones[-1] - ones, (len(v) - count).clamp_min(1)
-    impurity = left + ones_right - ones_right.square() / count_right
-    allowed = (count >= _LEAST_IN_LEAF) & (len(v) - count >= _LEAST_IN_LEAF)
-    allowed[:-1] &= v[1:] > v[:-1]
-    allowed[-1] = False
-    if not allowed.any():
-        return None
-    cut = int(impurity.masked_fill(~allowed, torch.inf).argmin())
-    return float(impurity[cut]), float((v[cut] + v[cut + 1]) / 2)
+    return VerdictRule("tree", list(names), node(0), _spans(x, names))
 
 
 FITTERS: dict[str, Fitter] = {
