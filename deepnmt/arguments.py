@@ -19,17 +19,17 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; {self.prog} --help lists what there is")
 
 
-def plain_parser(command: str, text: str, example: str) -> argparse.ArgumentParser:
+def plain_parser(command: str, text: str, example: str, program: str = "deepnmt") -> argparse.ArgumentParser:
     """A parser that knows nothing but `--help`; commands add their own arguments."""
     return Parser(
-        prog=f"deepnmt {command}", description=text, epilog=f"example:\n  {example}",
+        prog=f"{program} {command}", description=text, epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )
 
 
-def recipe_parser(command: str, text: str, example: str) -> argparse.ArgumentParser:
+def recipe_parser(command: str, text: str, example: str, program: str = "deepnmt") -> argparse.ArgumentParser:
     """A parser of a recipe and overrides; commands add their own options."""
-    parser = plain_parser(command, text, example)
+    parser = plain_parser(command, text, example, program)
     parser.add_argument("recipe", help="a recipe file, or the folder of a run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
                         help="settings to change, for example model.encoder.layers=18 train.updates=300")

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from deepnmt.arguments import batch_options, given, parse, plain_parser, positive, recipe_parser
+from deepnmt import arguments
+from deepnmt.arguments import batch_options, given, parse, positive
 from deepnmt.cli import Command, run_command
 from deepnmt.config import Init
 from deepnmt.errors import UserError
+
+PROGRAM = "python -m studies"
+plain_parser = partial(arguments.plain_parser, program=PROGRAM)
+recipe_parser = partial(arguments.recipe_parser, program=PROGRAM)
 
 
 def compare(words: list[str]) -> int:
     """Draw the learning curves of several runs in one picture."""
     parser = plain_parser(
         "compare", "Draws the training losses of several runs and prints them as a table.",
-        "python tools/compare_runs.py runs/post_ln runs/admin --output runs/blocks.png",
+        "python -m studies compare runs/post_ln runs/admin --output runs/blocks.png",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--output", default="runs/comparison.png", metavar="FILE", help="the picture")
@@ -38,9 +44,9 @@ def verdict_grid(words: list[str]) -> int:
         "that lack a feature, without training them. fit: fits the verdict rule on such lines, judges it on runs held\n"
         "out, and writes the rule, a table and a picture beside them. judge: tells how right a finished rule is on\n"
         "runs that it was not fitted on.",
-        "python tools/verdict_grid.py run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
-        "  python tools/verdict_grid.py fit runs/verdict/runs.jsonl\n"
-        "  python tools/verdict_grid.py judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
+        "python -m studies verdict-grid run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
+        "  python -m studies verdict-grid fit runs/verdict/runs.jsonl\n"
+        "  python -m studies verdict-grid judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
     )
     parser.add_argument("action", choices=["run", "measure", "fit", "judge"])
     parser.add_argument("runs", type=Path, metavar="RUNS", help="the file of runs, a line of JSON each")
@@ -97,7 +103,7 @@ def reproduce(words: list[str]) -> int:
         "corollaries: output change under noise, 1 to 100 layers (Admin, corollaries 1 and 2).\n"
         "vanishing: gradients of every layer at 18L-18L (Admin, figure 3; B2T, figures 3 and 4).\n"
         "last_ffn: the last FFN's gradient against depth (Pre-LN paper, figure 3).\nWrites a JSON file and a picture.",
-        "python tools/reproduce.py corollaries --output runs/reproduce",
+        "python -m studies reproduce corollaries --output runs/reproduce",
     )
     parser.add_argument("name", choices=["corollaries", "vanishing", "last_ffn"])
     parser.add_argument("--output", type=Path, default=Path("runs/reproduce"), metavar="FOLDER")
@@ -122,7 +128,7 @@ def compare_blocks(words: list[str]) -> int:
         "Trains a recipe with one block after the other, at several depths, each from scratch, and once without\n"
         "sources. Writes OUTPUT/runs.jsonl (a line a run; said again, it goes on with what is missing), a table of\n"
         "what each learned, blocks.md, and a picture, blocks.png. The recipe's data must be prepared.",
-        "python tools/compare_blocks.py recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
+        "python -m studies compare-blocks recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
         " --processes 2",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/blocks"), metavar="FOLDER",
@@ -168,7 +174,8 @@ def benchmark(words: list[str]) -> int:
         "benchmark",
         "Target tokens/s of the training loop against a plain loop over torch.nn.Transformer of the same shape on the\n"
         "same batches; sentences/s of translation with and without the cache.",
-        "python tools/benchmark.py recipes/multi30k/de-en_4l-4l.yaml batch.tokens=2048 --translate runs/multi30k_de-en",
+        "python -m studies benchmark recipes/multi30k/de-en_4l-4l.yaml batch.tokens=2048"
+        " --translate runs/multi30k_de-en",
     )
     parser.add_argument("--updates", type=int, default=20, metavar="N", help="timed updates a round (default 20)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (default 3)")
@@ -188,7 +195,7 @@ def layouts(words: list[str]) -> int:
         "layouts",
         "Takes the same updates, on random batches of the recipe's shape, in each layout. A layout is local,\n"
         "CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES, CONFIG a file of ds_configs/ without .json.",
-        "python tools/compare_layouts.py recipes/demo/admin_18l-18l.yaml --layouts local zero3_fp32:2"
+        "python -m studies layouts recipes/demo/admin_18l-18l.yaml --layouts local zero3_fp32:2"
         " pipeline_zero1_fp32:2",
     )
     parser.add_argument("--layouts", nargs="+", required=True, metavar="LAYOUT")
@@ -212,7 +219,7 @@ def pipeline_idle(words: list[str]) -> int:
         "pipeline-idle",
         "Runs a pipeline, one process a stage, with more and more micro-batches an update, and compares the time its\n"
         "stages wait with (stages - 1) / (micro-batches + stages - 1). Writes idle.json and idle.png.",
-        "python tools/pipeline_idle.py recipes/demo/admin_18l-18l.yaml --stages 2 --counts 1 2 4 8 16",
+        "python -m studies pipeline-idle recipes/demo/admin_18l-18l.yaml --stages 2 --counts 1 2 4 8 16",
     )
     parser.add_argument("--config", default="pipeline_zero1_fp32", metavar="NAME",
                         help="of ds_configs/ (default: %(default)s)")
@@ -244,7 +251,7 @@ STUDIES: dict[str, Command] = {
 
 def main(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
     """`python -m studies NAME ...`; see `run_command`."""
-    return run_command("python -m studies", STUDIES, command, arguments)
+    return run_command(PROGRAM, STUDIES, command, arguments)
 
 
 if __name__ == "__main__":

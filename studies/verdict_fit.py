@@ -113,7 +113,8 @@ def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) ->
     test = [record for record in records if held_out(record, share)]
     if len(records) < _FEWEST or len({record["learned"] for record in train}) < 2:
         raise UserError(f"{len(records)} runs, of which {sum(bool(r['learned']) for r in records)} learned, are too "
-                        "few or too much alike for a rule; run more of the grid with python -m studies verdict-grid run")
+                        "few or too much alike for a rule; run more of the grid with python -m studies "
+                        "verdict-grid run")
     recipe = choose(train)
     unseen = {}
     for block in sorted({_block(record) for record in records}):

@@ -182,7 +182,7 @@ def _require_features(records: Sequence[dict[str, Any]], names: Iterable[str], r
     lacking = {name for record in records for name in names if name not in record["features"]}
     if lacking:
         raise UserError(f"{runs} has runs without {', '.join(sorted(lacking))}; add it, without training them again, "
-                        f"with tools/verdict_grid.py measure {runs}")
+                        f"with python -m studies verdict-grid measure {runs}")
 
 
 def _fresh_runs(made: list[dict[str, Any]], rule: VerdictRule, runs: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -193,7 +193,7 @@ def _fresh_runs(made: list[dict[str, Any]], rule: VerdictRule, runs: Path) -> tu
     fresh = [record for record in made if _digest(record) not in fitted]
     if not fresh:
         raise UserError(f"the rule was fitted on all {len(made)} runs of {runs}, which says nothing; make others with "
-                        "tools/verdict_grid.py run, for example with --seeds 2")
+                        "python -m studies verdict-grid run, for example with --seeds 2")
     left_out = len(made) - len(fresh)
     return fresh, [f"left out: {left_out} runs that the rule was fitted on"] if left_out else []
 
@@ -266,7 +266,7 @@ def _some_runs(runs: Path) -> list[dict[str, Any]]:
     """`read_runs`, or `UserError` where there are none."""
     if not (found := read_runs(runs)):
         raise UserError(f"{f'{runs} has 0 runs' if runs.exists() else f'there is no file {runs}'}; make runs with "
-                        f"tools/verdict_grid.py run {runs}")
+                        f"python -m studies verdict-grid run {runs}")
     return found
 
 

@@ -80,13 +80,18 @@ def warm() -> Iterator[Warm]:
 @pytest.fixture(scope="session")
 def tool() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs `tools/NAME.py` with arguments as a user would, and returns what it said."""
+    return lambda name, *arguments, **env: _said([str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)], env)
 
-    def run(name: str, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT,
-                              env={**os.environ, **env})
 
-    return run
+@pytest.fixture(scope="session")
+def study() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `python -m studies NAME` with arguments, and returns what it said."""
+    return lambda name, *arguments, **env: _said(["-m", "studies", name, *map(str, arguments)], env)
+
+
+def _said(words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, check=False, cwd=ROOT,
+                          env={**os.environ, **env})
 
 
 @pytest.fixture

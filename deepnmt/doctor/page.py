@@ -15,7 +15,7 @@ from deepnmt.doctor.change import Growth
 from deepnmt.doctor.verdict import plainly, told
 
 Findings = Mapping[str, Any]
-_NO_RULE = "none: no rule comes with this version; fit one with tools/verdict_grid.py and give it with --rule"
+_NO_RULE = "none: no rule comes with this version; fit one with python -m studies verdict-grid and give it with --rule"
 _SIDES = ("encoder", "decoder")
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}

@@ -381,11 +381,11 @@ class VerdictRule:
                 raise KeyError
         except OSError as error:
             raise UserError(f"verdict rule {path} cannot be read ({error.strerror}); fit one with "
-                            "tools/verdict_grid.py fit") from None
+                            "python -m studies verdict-grid fit") from None
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise UserError(f"{path} is not a verdict rule of version {_VERSION}; fit one with tools/verdict_grid.py "
-                            "fit") from None
+            raise UserError(f"{path} is not a verdict rule of version {_VERSION}; fit one with python -m studies "
+                            "verdict-grid fit") from None
         if unknown := [name for name in rule.names if name not in FEATURES]:
             raise UserError(f"{path} asks for {', '.join(unknown)}, which is not measured; known: "
-                            f"{', '.join(FEATURES)}; fit a rule anew with tools/verdict_grid.py fit")
+                            f"{', '.join(FEATURES)}; fit a rule anew with python -m studies verdict-grid fit")
         return rule

@@ -31,6 +31,7 @@ from deepnmt.model.admin import AdminProfile
 from deepnmt.model.transformer import Transformer
 from deepnmt.ranks import Ranks
 from deepnmt.train.profile import profile_for
+from studies.__main__ import main as studies
 from studies.papers import LEAST_DEEP, Small, reproduce, way_down
 
 ONE = "parallel.threads=1"
@@ -331,7 +332,7 @@ def test_papers_in_small(name: str, tmp_path: Path) -> None:
 def test_papers_as_documented(tmp_path: Path) -> None:
     """The commands of docs/results.md, and what the papers say comes of them."""
     for words in ("corollaries --width 128 --sentences 4 --trials 9", "vanishing", "last_ffn"):
-        assert main("reproduce", [*words.split(), "--output", str(tmp_path)]) == 0
+        assert studies("reproduce", [*words.split(), "--output", str(tmp_path)]) == 0
     grown, vanished, last = (json.loads((tmp_path / f"{name}.json").read_text())
                              for name in ("corollaries", "vanishing", "last_ffn"))
     law = {block: growth["linear" if block == "post_ln" else "logarithmic"]["r2"]

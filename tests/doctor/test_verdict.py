@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from deepnmt.cli import main
 from deepnmt.config import LossScale
 from deepnmt.doctor.diagnose import one_update, trial
 from deepnmt.doctor.fresh import fresh_model, with_init
@@ -26,6 +25,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
 from studies import verdict_fit
+from studies.__main__ import main
 from studies.toy_task import ToyTask
 from studies.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
 from studies.verdict_grid import _digest, fit_grid, grid, judge_runs, measure_anew, read_runs, run_grid
@@ -412,7 +412,8 @@ def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^the rule was fitted on all 6 runs of .*fresh.jsonl, which says nothing; m"):
         judge_runs(file, tmp_path / "rule.json")
     replace(rule, names=["layers", "tokens"], spans={**rule.spans, "layers": [0.0, 2.0]}).save(tmp_path / "rule.json")
-    lacking = "has runs without layers; add it, without training them again, with tools/verdict_grid.py measure"
+    lacking = ("has runs without layers; add it, without training them again, with "
+               "python -m studies verdict-grid measure")
     for fails in (lambda: judge_runs(file, tmp_path / "rule.json"), lambda: fit_grid(file, ship=False)):
         with pytest.raises(UserError, match="has runs without "):
             fails()
@@ -421,12 +422,12 @@ def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    ("verdict-grid judge none.jsonl", "there is no file none.jsonl; make runs with tools/verdict_grid.py run none"),
-    ("verdict-grid fit none.jsonl", "there is no file none.jsonl; make runs with tools/verdict_grid.py run none"),
-    ("verdict-grid measure none.jsonl", "there is no file none.jsonl; make runs with tools/verdict_grid.py run none"),
+    ("verdict-grid judge none.jsonl", "no file none.jsonl; make runs with python -m studies verdict-grid run none"),
+    ("verdict-grid fit none.jsonl", "no file none.jsonl; make runs with python -m studies verdict-grid run none"),
+    ("verdict-grid measure none.jsonl", "no file none.jsonl; make runs with python -m studies verdict-grid run none"),
     ("verdict-grid run notes.md", "notes.md, line 1, is not a run of a verdict grid, which has features, final, point"),
     ("verdict-grid judge foreign.jsonl", "foreign.jsonl, line 1, is not a run of a verdict grid"),
-    ("verdict-grid judge empty.jsonl", "empty.jsonl has 0 runs; make runs with tools/verdict_grid.py run empty.jsonl"),
+    ("verdict-grid judge empty.jsonl", "0 runs; make runs with python -m studies verdict-grid run empty.jsonl"),
     ("verdict-grid judge other.jsonl", "other.jsonl, line 1, is not a run of a verdict grid"),
     ("reproduce corollaries --width 6", "--width is 6, must be a multiple of 4, the number of heads"),
     ("reproduce vanishing --trials 0", "--trials is 0, must be 1 or more"),

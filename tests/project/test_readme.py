@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
 from deepnmt.parallel.launch import free_port
+from studies import __main__ as studies
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -155,16 +156,22 @@ def refuse(*_: object, **__: object) -> None:
     raise UserError("not here")
 
 
+def program(command: str) -> tuple[str, Callable[..., int]]:
+    """What a user types before the command, and what runs it."""
+    return (studies.PROGRAM, studies.main) if command in studies.STUDIES else ("deepnmt", main)
+
+
 def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     """The words of the lines that `--help` ends with."""
+    typed, run = program(command)
     with pytest.raises(SystemExit) as ended:
-        main(command, ["--help"])
+        run(command, ["--help"])
     text = capsys.readouterr().out
-    assert ended.value.code == 0 and f"usage: deepnmt {command}" in text
+    assert ended.value.code == 0 and f"usage: {typed} {command}" in text
     return [shlex.split(line) for line in text.partition("example:\n")[2].replace("\\\n", " ").splitlines()]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *studies.STUDIES])
 def test_help_ends_with_an_example_that_is_understood(
         command: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The example gets past its arguments and recipe, and is then refused for want of text, data or checkpoint."""
@@ -173,23 +180,28 @@ def test_help_ends_with_an_example_that_is_understood(
     lines = examples(command, capsys)
     assert lines
     for example in lines:
-        script = next(word for word in example if word.endswith(".py"))
-        assert f'main("{command}")' in (ROOT / script).read_text(encoding="utf-8")
+        if command in COMMANDS:
+            script = next(word for word in example if word.endswith(".py"))
+            assert f'main("{command}")' in (ROOT / script).read_text(encoding="utf-8")
+        else:
+            script = command
+            assert example[:4] == ["python", "-m", "studies", command]
         assert example[0] != "deepspeed" or "--quiet" in example
         words = example[example.index(script) + 1 :] + (["--dry-run"] if command == "train" else [])
-        code = main(command, words)
+        code = program(command)[1](command, words)
         said = capsys.readouterr().err
         assert "lists what there is" not in said, said
         assert code == (0 if command == "train" else 2), said
         assert command == "train" or any(want in said for want in WANTED), said
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *studies.STUDIES])
 def test_an_option_that_there_is_not_is_said_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(command, ["--nonsense=1"]) == 2
+    typed, run = program(command)
+    assert run(command, ["--nonsense=1"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith("deepnmt: ")
-    assert said.endswith(f"; deepnmt {command} --help lists what there is\n")
+    assert said.endswith(f"; {typed} {command} --help lists what there is\n")
 
 
 def test_the_example_of_prepare_works_beside_the_demo(
@@ -203,6 +215,7 @@ def test_the_example_of_prepare_works_beside_the_demo(
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(None, ["--help"]) == 0
-    listed = re.findall(r"^  ([a-z-]+) +(\S.*)$", capsys.readouterr().out, flags=re.MULTILINE)
-    assert [name for name, _ in listed] == list(COMMANDS) and all(text.endswith(".") for _, text in listed)
+    for run, commands in ((main, COMMANDS), (studies.main, studies.STUDIES)):
+        assert run(None, ["--help"]) == 0
+        listed = re.findall(r"^  ([a-z-]+) +(\S.*)$", capsys.readouterr().out, flags=re.MULTILINE)
+        assert [name for name, _ in listed] == list(commands) and all(text.endswith(".") for _, text in listed)

@@ -22,18 +22,18 @@ def write_log(run: Path, losses: dict[int, float]) -> None:
     (run / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def test_compare_draws_and_tabulates(tool: Tool, tmp_path: Path) -> None:
+def test_compare_draws_and_tabulates(study: Tool, tmp_path: Path) -> None:
     write_log(tmp_path / "one", {10: 6.0, 20: 5.0, 30: 4.5})
     write_log(tmp_path / "two", {10: 6.5, 20: 6.25})
-    done = tool("compare_runs", tmp_path / "one", tmp_path / "two", "--output", tmp_path / "picture.png")
+    done = study("compare", tmp_path / "one", tmp_path / "two", "--output", tmp_path / "picture.png")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert rows[:3] == [["update", "10", "20"], ["one", "6.000", "5.000"], ["two", "6.500", "6.250"]]
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_names_what_is_missing(tool: Tool, tmp_path: Path) -> None:
-    done = tool("compare_runs", tmp_path)
+def test_compare_names_what_is_missing(study: Tool, tmp_path: Path) -> None:
+    done = study("compare", tmp_path)
     assert done.returncode == 2 and "holds no log.jsonl" in done.stderr and "Traceback" not in done.stderr
 
 

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.prepared import PreparedData, Split
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
+from studies.__main__ import main
 from studies.block_plots import spread
 from studies.block_runs import System, frequencies_loss, run_system, validation_loss
 from studies.blocks import Systems, _read, _results, outcome, panels
@@ -118,10 +118,10 @@ def test_an_older_study_goes_on(prepared: Path, tmp_path: Path) -> None:
         ("1L-1L", ["pre_ln, no source", "post_ln"]), ("1L-1L, init: depth_scaled", ["post_ln"])]
 
 
-def test_two_processes(prepared: Path, tmp_path: Path, tool: Tool) -> None:
+def test_two_processes(prepared: Path, tmp_path: Path, study: Tool) -> None:
     words = [prepared / "recipe.yaml", ONE, "train.updates=3", "--depths", 1, "--blocks", "admin"]
     for count in (1, 2):
-        done = tool("compare_blocks", *words, "--output", tmp_path / str(count), "--processes", count)
+        done = study("compare-blocks", *words, "--output", tmp_path / str(count), "--processes", count)
         assert done.returncode == 0, done.stderr
     alone, both = ({json.dumps(r["system"]): {**r, "seconds": 0} for r in lines(tmp_path / str(n))} for n in (1, 2))
     assert alone == both and len(both) == 2

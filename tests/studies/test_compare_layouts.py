@@ -13,8 +13,8 @@ Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 SMALL = ["--vocab", 50, "--tokens", 48, "--micro-batches", 2]
 
 
-def test_layouts_take_the_same_updates_from_the_same_profile(prepared: Path, tmp_path: Path, tool: Tool) -> None:
-    done = tool("compare_layouts", prepared / "recipe.yaml", *SMALL, "--updates", 2, "--output", tmp_path / "a.json",
+def test_layouts_take_the_same_updates_from_the_same_profile(prepared: Path, tmp_path: Path, study: Tool) -> None:
+    done = study("layouts", prepared / "recipe.yaml", *SMALL, "--updates", 2, "--output", tmp_path / "a.json",
                 "--layouts", "local", "pipeline_zero1_fp32:2")
     assert done.returncode == 0, done.stderr
     local, other = json.loads((tmp_path / "a.json").read_text())["rows"]
@@ -29,8 +29,8 @@ def test_layouts_take_the_same_updates_from_the_same_profile(prepared: Path, tmp
     assert len({row.split()[-1] for row in rows}) == 1
 
 
-def test_idle_time_is_measured_and_drawn(prepared: Path, tmp_path: Path, tool: Tool) -> None:
-    done = tool("pipeline_idle", prepared / "recipe.yaml", *SMALL[:4], "--counts", 2, "--output", tmp_path)
+def test_idle_time_is_measured_and_drawn(prepared: Path, tmp_path: Path, study: Tool) -> None:
+    done = study("pipeline-idle", prepared / "recipe.yaml", *SMALL[:4], "--counts", 2, "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     [row] = json.loads((tmp_path / "idle.json").read_text())["rows"]
     assert row["formula"] == pytest.approx(1 / 3)
@@ -38,7 +38,7 @@ def test_idle_time_is_measured_and_drawn(prepared: Path, tmp_path: Path, tool: T
     assert (tmp_path / "idle.png").stat().st_size > 5_000
 
 
-def test_layouts_of_another_form_are_named(prepared: Path, tool: Tool) -> None:
-    done = tool("compare_layouts", prepared / "recipe.yaml", "--layouts", "zero3:two")
+def test_layouts_of_another_form_are_named(prepared: Path, study: Tool) -> None:
+    done = study("layouts", prepared / "recipe.yaml", "--layouts", "zero3:two")
     assert done.returncode == 2 and "zero3:two" in done.stderr and "CONFIG:PROCESSES" in done.stderr
     assert "Traceback" not in done.stderr

@@ -13,9 +13,9 @@ from typing import cast
 
 import pytest
 
-from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.parallel.engine import Engine
+from studies.__main__ import main
 from studies.benchmarks.layouts import BusyClock, own_peak, parse_layout
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from deepnmt.cli import main
 from studies import blocks as block_study
+from studies.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 GRID = '{"point": {"encoder": "b2t"}, "settings": {"width": 32}, "features": {"layers": 1.8}, "learned": true}'
