@@ -52,6 +52,7 @@ admin: {{tokens: 512}}
 optimizer: {{lr: 5.0e-3}}
 schedule: {{warmup: 4}}
 train: {{updates: 12, clip: 1.0, log_every: 1, validate_every: 6, save_every: 4, valid_sentences: 8}}
+parallel: {{threads: 1}}
 translate: {{beam: 4, nbest: 2, max_extra: 5}}
 average_last: 2
 """

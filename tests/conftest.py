@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 import pytest
 import torch
 from refusals import Refused
 from warm import Warm
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 ROOT = Path(__file__).resolve().parents[1]
 
 RECIPE = """
@@ -49,6 +50,7 @@ train:
   validate_every: 5
   save_every: 3
   valid_sentences: 8
+parallel: {{threads: 1}}
 translate: {{beam: 2, max_extra: 5}}
 average_last: 2
 """
