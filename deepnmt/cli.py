@@ -165,9 +165,9 @@ def _fold(words: list[str]) -> int:
     parser.add_argument("--output", metavar="FOLDER", help="where the folded model goes (default: RUN/folded)")
     found, recipe = parse(parser, words)
     settable(found, ["run"], "a trained model is folded as it is")
-    from deepnmt.export.fold import fold_run
+    from deepnmt.export import EXPORTERS
 
-    print(fold_run(recipe, checkpoint=found.checkpoint, output=found.output))
+    print(EXPORTERS["post_ln"](recipe, found.checkpoint, found.output))
     return 0
 
 
@@ -191,8 +191,8 @@ def _translate(words: list[str]) -> int:
 
     with processes(recipe.parallel.threads) as ranks:
         translate_files(Path(found.checkpoint or recipe.run), found.input, found.output, recipe.translate,
-                        form=found.form, seed=recipe.seed, device=ranks.device, rank=ranks.rank, world=ranks.world,
-                        gather=ranks.gather_bytes, expected=expected_model(found, recipe, found.checkpoint))
+                        form=found.form, seed=recipe.seed, ranks=ranks,
+                        expected=expected_model(found, recipe, found.checkpoint))
     return 0
 
 
@@ -226,7 +226,7 @@ def _evaluate(words: list[str]) -> int:
     with processes(recipe.parallel.threads) as ranks:
         table = evaluate_run(recipe, tests=found.test, hypotheses=found.hypotheses, checkpoint=found.checkpoint,
                              output=found.output, expected=expected_model(found, recipe, found.checkpoint),
-                             device=ranks.device, rank=ranks.rank, world=ranks.world, gather=ranks.gather_bytes)
+                             ranks=ranks)
         if ranks.first:
             print(table)
     return 0

@@ -1,4 +1,5 @@
-"""Plain files: written aside and renamed into place, folders that can be written to, hashes, lines of JSON."""
+"""Plain files: written aside and renamed into place, folders that can be written to, hashes, lines of JSON; tables
+of text."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+from tabulate import tabulate
 
 from deepnmt.errors import UserError
 
@@ -139,3 +142,9 @@ def drop_partial_line(path: Path) -> None:
                 file.write(b"\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; name another") from None
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Rows of text under each other, the first `left` columns flush left and the others flush right."""
+    sides = [*["left"] * left, *["right"] * (len(rows[0]) - left)]
+    return tabulate(rows, tablefmt="plain", colalign=sides, disable_numparse=True)

@@ -6,7 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
+
+from deepnmt.ranks import Ranks
+
+Gather = Callable[[bytes], "list[bytes] | None"]
 
 _TESTS = Path(__file__).resolve().parent
 _PATHS = ":".join(map(str, (_TESTS.parent, _TESTS, *(room for room in _TESTS.iterdir() if room.is_dir()))))
@@ -31,3 +38,10 @@ def run_on_ranks(world: int, target: str, *arguments: str, timeout: float = 600)
             process.kill()
     codes = [process.returncode for process in running]
     assert codes == [0] * world, f"exit codes {codes}\n" + "\n".join(outputs)
+
+
+def played(rank: int, world: int, gather: Gather = lambda _: None) -> Ranks:
+    """One of several processes on the CPU, whose `gather_bytes` is `gather`."""
+    ranks = Ranks(rank, world, rank, world, torch.device("cpu"))
+    object.__setattr__(ranks, "gather_bytes", gather)
+    return ranks

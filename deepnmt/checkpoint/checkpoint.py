@@ -94,6 +94,11 @@ class LoadedModel:
     state: TrainingState
     folder: Path
 
+    @property
+    def vocabs(self) -> tuple[Vocabulary, Vocabulary]:
+        """Source and target."""
+        return self.src_vocab, self.trg_vocab
+
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-BOS, EOS, PAD = 1, 2, 3  # ids in every vocabulary
+from deepnmt.tokens import BOS, EOS, PAD
+
 NEVER = (BOS, PAD)  # tokens no hypothesis contains
 
 BLOCK = 16  # logits a block of `best_entries` holds: the fastest of 8 … 64 on a CPU at V = 8,000

@@ -3,7 +3,7 @@
 What all of them share. A hypothesis is a sequence of tokens other than bos and pad. It ends with eos, or is cut when
 it reaches its sentence's limit without one. Its length n counts its tokens and, where it has ended, eos. Its
 log-probability is the sum of the model's log-probabilities (fp32, over the whole vocabulary) of the n tokens; its score
-is that divided by the length penalty at n (`scores.LengthPenalty`).
+is that divided by the length penalty at n (`next_tokens.LengthPenalty`).
 
 `B` sentences, `b` of them still searched, `K` beams or samples, `N` hypotheses asked for, `M` longest limit,
 `V` vocabulary.
@@ -11,15 +11,17 @@ is that divided by the length penalty at n (`scores.LengthPenalty`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from deepnmt.decode.next_tokens import BOS, EOS, NEVER, LengthPenalty, extensions, log_normalisers
+from deepnmt.decode.next_tokens import NEVER, LengthPenalty, extensions, log_normalisers
 from deepnmt.decode.steppers import Stepper
 from deepnmt.errors import UserError
+from deepnmt.tokens import BOS, EOS
 
 # Sentences that are done leave the batch once they are this share of it.
 LEAVE = 0.125
@@ -56,20 +58,13 @@ class _Finished:
             divisor: the length penalty.
             ended: whether by eos.
         """
-        keep = self.scores.size(1)
-        scores, best = torch.cat([self.scores[sentences], sums / divisor], dim=1).topk(keep)
-        lengths = torch.full_like(sums, length, dtype=torch.int64)
-        ends = torch.full_like(sums, ended, dtype=torch.bool)
+        scores, best = torch.cat([self.scores[sentences], sums / divisor], dim=1).topk(self.scores.size(1))
         self.scores[sentences] = scores
-        self.sums[sentences] = torch.cat([self.sums[sentences], sums], dim=1).gather(1, best)
-        self.lengths[sentences] = torch.cat([self.lengths[sentences], lengths], dim=1).gather(1, best)
-        self.ended[sentences] = torch.cat([self.ended[sentences], ends], dim=1).gather(1, best)
+        for kept, new in ((self.sums, sums), (self.lengths, torch.full_like(sums, length, dtype=torch.int64)),
+                          (self.ended, torch.full_like(sums, ended, dtype=torch.bool))):
+            kept[sentences] = torch.cat([kept[sentences], new], dim=1).gather(1, best)
         pool = torch.cat([self.tokens[sentences], tokens], dim=1)
         self.tokens[sentences] = pool.gather(1, best[:, :, None].expand(-1, -1, pool.size(2)))
-
-    def worst(self, sentences: Tensor) -> Tensor:
-        """The score [b] a hypothesis of these sentences [b] must beat to be taken in."""
-        return self.scores[sentences, -1]
 
     def candidates(self) -> list[list[Candidate]]:
         """Of each sentence its hypotheses, best first. Raises `UserError` where the model's scores are no numbers."""
@@ -82,6 +77,75 @@ class _Finished:
              for tokens, length, score, log_prob, ended in zip(*sentence, strict=True) if score > -torch.inf]
             for sentence in zip(*(column.tolist() for column in columns), strict=True)
         ]
+
+
+class _Step(NamedTuple):
+    """What a step makes of b sentences' K live hypotheses; a log-probability of -inf marks what is none.
+
+    ended: [b, K] log-probabilities of those of before that eos ends. live, nexts: [b, K] log-probabilities of those
+    that go on, and their new tokens. parents: [b, K] which of before each goes on from; None: its own.
+    """
+
+    ended: Tensor
+    live: Tensor
+    nexts: Tensor
+    parents: Tensor | None
+
+
+def _grow(
+    stepper: Stepper, limits: Tensor, sums: Tensor, keep: int, penalty: LengthPenalty,
+    extend: Callable[[Tensor, Tensor, Tensor, int], _Step], is_done: Callable[[Tensor, _Step, Tensor], Tensor],
+) -> list[list[Candidate]]:
+    """Grows hypotheses token by token until every sentence is done; those that reach their limit end as they are.
+
+    Args:
+        stepper: B·K rows, nothing stepped yet.
+        limits: [B] most tokens of a hypothesis, eos counted; >= 1.
+        sums: [B, K] log-probabilities of the empty hypotheses.
+        keep: N.
+        penalty: of the score.
+        extend: from logits [b·K, V], sentences [b], log-probabilities [b, K] and a length with the new token.
+        is_done: [b], from sentences [b], their step and the scores [b] that a hypothesis must beat to be among the N.
+    """
+    device, longest = limits.device, int(limits.max())
+    finished = _Finished(len(limits), keep, longest, device)
+    sentences, order = torch.arange(len(limits), device=device), torch.arange(sums.size(1), device=device)
+    tokens = torch.zeros(*sums.shape, longest, dtype=torch.int64, device=device)
+    last = torch.full((sums.numel(),), BOS, device=device)
+    for length in range(1, longest + 1):
+        step = extend(stepper.step(last), sentences, sums, length)
+        divisor, parents, sums = penalty.divisor(length), step.parents, step.live
+        finished.offer(sentences, step.ended, tokens, length - 1, divisor, ended=True)
+        if parents is not None:
+            tokens = tokens.gather(1, parents[:, :, None].expand_as(tokens))
+        tokens[:, :, length - 1] = step.nexts
+        cut = limits[sentences] == length
+        if bool(cut.any()):
+            at_limit = sums.masked_fill(~cut[:, None], -torch.inf)
+            finished.offer(sentences, at_limit, tokens, length, divisor, ended=False)
+        done = cut | is_done(sentences, step, finished.scores[sentences, -1])
+        stay = _staying(done)
+        if len(stay) == 0:
+            break
+        if len(stay) <= (1 - LEAVE) * len(done):
+            stepper.select(stay)
+            sentences, tokens, sums = sentences[stay], tokens[stay], sums[stay]
+            parents = None if parents is None else parents[stay]
+        else:
+            sums[done] = -torch.inf
+        # At first all hypotheses of a sentence hold the same.
+        if parents is not None and length > 1 and not torch.equal(parents, order.expand_as(parents)):
+            stepper.reorder((torch.arange(len(parents), device=device)[:, None] * len(order) + parents).flatten())
+        last = tokens[:, :, length - 1].flatten()
+    return finished.candidates()
+
+
+def _staying(done: Tensor) -> Tensor:
+    """The numbers [b'] of the sentences that are not done [b], most in their place: those from b' on fill the gaps."""
+    stay = (~done).nonzero().squeeze(1)
+    order = torch.arange(len(stay), device=done.device)
+    order[done[: len(stay)]] = stay[stay >= len(stay)]
+    return order
 
 
 def beam_search(
@@ -109,61 +173,27 @@ def beam_search(
         penalty: of the score.
         patience: > 0, or None to go on until nothing can be gained.
     """
-    device, longest = limits.device, int(limits.max())
-    finished = _Finished(len(limits), nbest, longest, device)
+    device = limits.device
     counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses ended, for `patience`
     last_divisors = torch.tensor([penalty.divisor(limit) for limit in limits.tolist()], device=device)
-    sentences = torch.arange(len(limits), device=device)
-    order = torch.arange(beams, device=device)
-    tokens = torch.zeros(len(limits), beams, longest, dtype=torch.int64, device=device)
-    last = torch.full((len(limits) * beams,), BOS, device=device)
-    sums = torch.full((len(limits), beams), -torch.inf, device=device)
-    sums[:, 0] = 0.0  # all beams start alike, so one of them is enough
-    for length in range(1, longest + 1):
-        logits = stepper.step(last)
+    start = torch.full((len(limits), beams), -torch.inf, device=device)
+    start[:, 0] = 0.0  # all beams start alike, so one of them is enough
+
+    def extend(logits: Tensor, sentences: Tensor, sums: Tensor, length: int) -> _Step:
         log_probs, nexts, ends = extensions(logits, min(beams, logits.size(1)))
-        divisor, ended = penalty.divisor(length), sums + ends.view_as(sums)
-        finished.offer(sentences, ended, tokens, length - 1, divisor, ended=True)
+        live, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
+        return _Step(sums + ends.view_as(sums), live, nexts.view(len(sums), -1).gather(1, best),
+                     best // log_probs.size(1))
 
-        sums, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
-        parents = best // log_probs.size(1)
-        tokens = tokens.gather(1, parents[:, :, None].expand_as(tokens))
-        tokens[:, :, length - 1] = nexts.view(len(sums), -1).gather(1, best)
-
-        cut = limits[sentences] == length
-        if bool(cut.any()):
-            at_limit = sums.masked_fill(~cut[:, None], -torch.inf)
-            finished.offer(sentences, at_limit, tokens, length, divisor, ended=False)
-        done = cut | (sums[:, 0] / last_divisors[sentences] <= finished.worst(sentences))
+    def is_done(sentences: Tensor, step: _Step, worst: Tensor) -> Tensor:
+        done = step.live[:, 0] / last_divisors[sentences] <= worst
         if patience is not None:
-            counts[sentences] += _among_best(ended, sums)
+            values, columns = torch.cat([step.live, step.ended], dim=1).topk(beams)
+            counts[sentences] += ((columns >= beams) & (values > -torch.inf)).sum(1)
             done |= counts[sentences] >= patience * beams
-        stay = _staying(done)
-        if len(stay) == 0:
-            break
-        if len(stay) <= (1 - LEAVE) * len(done):
-            stepper.select(stay)
-            sentences, tokens, sums, parents = sentences[stay], tokens[stay], sums[stay], parents[stay]
-        else:
-            sums[done] = -torch.inf
-        if length > 1 and not torch.equal(parents, order.expand_as(parents)):  # at first all beams hold the same
-            stepper.reorder((torch.arange(len(parents), device=device)[:, None] * beams + parents).flatten())
-        last = tokens[:, :, length - 1].flatten()
-    return finished.candidates()
+        return done
 
-
-def _among_best(ended: Tensor, live: Tensor) -> Tensor:
-    """How many of the log-probabilities `ended` [b, K] are among the K highest of these and `live` [b, K]: [b]."""
-    values, places = torch.cat([live, ended], dim=1).topk(live.size(1))
-    return ((places >= live.size(1)) & (values > -torch.inf)).sum(1)
-
-
-def _staying(done: Tensor) -> Tensor:
-    """The numbers [b'] of the sentences that are not done [b], most in their place: those from b' on fill the gaps."""
-    stay = (~done).nonzero().squeeze(1)
-    order = torch.arange(len(stay), device=done.device)
-    order[done[: len(stay)]] = stay[stay >= len(stay)]
-    return order
+    return _grow(stepper, limits, start, nbest, penalty, extend, is_done)
 
 
 class Choice(Protocol):
@@ -178,7 +208,7 @@ def most_likely(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
     return logits.argmax(1)
 
 
-class Draw:
+class Sample:
     """The choice of sampling: from softmax(logits / temperature), by inverting its cumulative distribution.
 
     Args:
@@ -203,7 +233,7 @@ def follow(
 ) -> list[list[Candidate]]:
     """`count` hypotheses of each sentence, each grown on its own token by token until eos or the limit; best first.
 
-    Greedy search is one hypothesis with `most_likely`, sampling is several with `Draw`. The log-probabilities are the
+    Greedy search is one hypothesis with `most_likely`, sampling is several with `Sample`. The log-probabilities are the
     model's own, whatever the temperature.
 
     Args:
@@ -213,32 +243,16 @@ def follow(
         choice: of the next token.
         penalty: of the score.
     """
-    device, longest = limits.device, int(limits.max())
-    finished = _Finished(len(limits), count, longest, device)
-    sentences = torch.arange(len(limits), device=device)
-    tokens = torch.zeros(len(limits), count, longest, dtype=torch.int64, device=device)
-    sums = torch.zeros(len(limits), count, device=device)  # -inf: this hypothesis is finished
-    last = torch.full((len(limits) * count,), BOS, device=device)
-    for length in range(1, longest + 1):
-        logits = stepper.step(last).float()
+
+    def extend(logits: Tensor, sentences: Tensor, sums: Tensor, length: int) -> _Step:
+        logits = logits.float()
         norm = log_normalisers(logits)
         logits[:, NEVER] = -torch.inf
-        last = choice(logits, sentences, length - 1)
-        sums = sums + (logits.gather(1, last[:, None]).squeeze(1) - norm).view_as(sums)
-        nexts = last.view_as(sums)
+        chosen = choice(logits, sentences, length - 1)
+        sums = sums + (logits.gather(1, chosen[:, None]).squeeze(1) - norm).view_as(sums)
+        nexts = chosen.view_as(sums)
+        eos = nexts == EOS
+        return _Step(sums.masked_fill(~eos, -torch.inf), sums.masked_fill(eos, -torch.inf), nexts, None)
 
-        divisor, eos = penalty.divisor(length), nexts == EOS
-        cut = (limits[sentences] == length)[:, None] & ~eos
-        finished.offer(sentences, sums.masked_fill(~eos, -torch.inf), tokens, length - 1, divisor, ended=True)
-        tokens[:, :, length - 1] = nexts
-        finished.offer(sentences, sums.masked_fill(~cut, -torch.inf), tokens, length, divisor, ended=False)
-        sums = sums.masked_fill(eos | cut, -torch.inf)
-        done = (sums == -torch.inf).all(1)
-        stay = _staying(done)
-        if len(stay) == 0:
-            break
-        if len(stay) <= (1 - LEAVE) * len(done):
-            stepper.select(stay)
-            sentences, tokens, sums, nexts = sentences[stay], tokens[stay], sums[stay], nexts[stay]
-        last = nexts.flatten()
-    return finished.candidates()
+    return _grow(stepper, limits, torch.zeros(len(limits), count, device=limits.device), count, penalty, extend,
+                 lambda _, step, __: (step.live == -torch.inf).all(1))

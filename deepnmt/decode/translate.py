@@ -1,45 +1,63 @@
 """The translation job: lines of text in, as many lines out, in the same order.
 
 An empty line gives an empty line, an over-long one is cut with a warning. Several processes share the lines of one
-input.
+input. What is written is UTF-8.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
 import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 from deepnmt import config
 from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import load_model, require_model
 from deepnmt.data.text import read_lines
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.lines import Form, Hypothesis, one_line, progressing, record, writing
-from deepnmt.decode.next_tokens import EOS, PAD, LengthPenalty
-from deepnmt.decode.search import Candidate, Draw, beam_search, follow, most_likely
+from deepnmt.decode.next_tokens import LengthPenalty
+from deepnmt.decode.search import Candidate, Sample, beam_search, follow, most_likely
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
 from deepnmt.errors import UserError
+from deepnmt.files import replacing
+from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
+from deepnmt.ranks import Ranks
+from deepnmt.tokens import EOS, PAD
 
 CHUNK = 10_000  # lines sorted by length, translated and written together: what the job holds in memory
+PLAIN_SECONDS = 30.0  # between two progress lines where standard error is not a terminal
 
-Gather = Callable[[bytes], "list[bytes] | None"]  # every process's bytes, in rank order, to rank 0; None elsewhere
+Form = Literal["text", "tsv", "jsonl"]
+Progress = Callable[[int], object]  # is told how many lines are done by now
 
 log = logging.getLogger(__name__)
 
-EMPTY = Hypothesis("", 0.0, 0.0, 0, True)
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A translation: detokenised text on one line; its score (log-probability over length penalty); its number of
+    tokens, without eos; whether it `ended` with eos or was cut at its longest length."""
+
+    text: str
+    score: float
+    log_prob: float
+    tokens: int
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -50,188 +68,7 @@ class Report:
     seconds: float
 
 
-def cast(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
-    """The same model, its weights now in that type. The table of positions stays fp32."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
-
-
-def silent(lines: int) -> None:
-    """The listener that says nothing."""
-
-
-def alone(data: bytes) -> list[bytes] | None:
-    """The gathering of a single process."""
-    return [data]
-
-
-def translate_lines(
-    model: Transformer,
-    vocabs: tuple[Vocabulary, Vocabulary],
-    lines: Iterable[str],
-    settings: config.Translate,
-    *,
-    seed: int = 1,
-    numbers: Iterable[int] | None = None,
-    stepper: MakeStepper = CachedStepper,
-    advance: Callable[[int], None] = silent,
-    warn: bool = True,
-) -> list[list[Hypothesis]]:
-    """Translates on the model's device.
-
-    Args:
-        model: of any mode and float type; its mode is put back.
-        vocabs: source and target.
-        lines: texts. One without a token gives one empty hypothesis; one longer than the model allows is cut.
-        settings: the search.
-        seed: of sampling. A line's samples are a function of (seed, its number, model) alone.
-        numbers: of the lines, for sampling and warnings; 1, 2, … if not given.
-        stepper: how the model is stepped.
-        advance: told after each batch how many lines it held.
-        warn: whether to say which lines are cut.
-
-    Returns:
-        For each line, in their order, at most `settings.nbest` hypotheses, best first.
-
-    Raises:
-        UserError: the model's scores are not numbers.
-    """
-    src_vocab, trg_vocab = vocabs
-    search = _Search(model, settings, seed, stepper)
-    texts = list(lines)
-    ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
-    sources = [_source(src_vocab, text, number if warn else None, search.longest)
-               for text, number in zip(texts, ids, strict=True)]
-    results: list[list[Hypothesis]] = [[EMPTY] for _ in texts]
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for batch in _batches([len(source) for source in sources], settings.batch_tokens, search.width):
-                found = search([sources[i] for i in batch], [ids[i] for i in batch])
-                for i, candidates in zip(batch, found, strict=True):
-                    results[i] = [_hypothesis(trg_vocab, candidate) for candidate in candidates]
-                advance(len(batch))
-    finally:
-        model.train(training)
-    return results
-
-
-def _source(vocab: Vocabulary, text: str, number: int | None, limit: int) -> list[int]:
-    """A line's token ids with eos, at most `limit`; none for an empty line. What is cut is said if it has a number."""
-    pieces = vocab.encode(text.strip())
-    if number is not None and len(pieces) >= limit:
-        log.warning("line %d has %d tokens; only its first %d are translated (model.max_length is %d)",
-                    number, len(pieces), limit - 1, limit)
-    return [*pieces[: limit - 1], EOS] if pieces else []
-
-
-def _batches(lengths: Sequence[int], tokens: int, width: int) -> Iterator[list[int]]:
-    """Numbers of the sentences with tokens, longest first, in batches of at most `tokens` positions.
-
-    Padding counts, and a sentence counts once for each of its `width` hypotheses: memory does not depend on the beam.
-    """
-    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
-    start = 0
-    while start < len(order):
-        size = max(1, tokens // (lengths[order[start]] * width))
-        yield order[start : start + size]
-        start += size
-
-
-class _Search:
-    """The search that `settings` describe, for one batch after the other. Source lengths and limits count eos."""
-
-    def __init__(self, model: Transformer, settings: config.Translate, seed: int, stepper: MakeStepper) -> None:
-        self.model, self.settings, self.seed, self.stepper = model, settings, seed, stepper
-        self.longest = model.encoder.input.positions.size(0)  # model.max_length
-        # hypotheses that grow at once for a sentence
-        self.width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest}[settings.method]
-
-    def __call__(self, sources: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[list[Candidate]]:
-        """The hypotheses of sources (token ids with eos) that stand in lines `numbers`, best first."""
-        settings, device = self.settings, self.model.output_weight.device
-        rows = [torch.tensor(source) for source in sources]
-        src = pad_sequence(rows, batch_first=True, padding_value=PAD).to(device)
-        lengths = [len(source) for source in sources]
-        longest = [self._limit(length) for length in lengths]
-        limits = torch.tensor(longest, device=device)
-        state = self.stepper(self.model, src, torch.tensor(lengths, device=device), self.width, max(longest))
-        penalty = LengthPenalty(settings.length_penalty, settings.alpha)
-        if settings.method == "beam":
-            return beam_search(state, limits, self.width, settings.nbest, penalty, settings.patience)
-        if settings.method == "greedy":
-            return follow(state, limits, self.width, most_likely, penalty)
-        draw = Draw(self._uniforms(numbers, longest).to(device), settings.temperature)
-        return follow(state, limits, self.width, draw, penalty)
-
-    def _limit(self, length: int) -> int:
-        """The most tokens of a translation of `length` tokens."""
-        return min(self.longest, max(1, int(self.settings.max_ratio * length) + self.settings.max_extra))
-
-    def _uniforms(self, numbers: Sequence[int], limits: Sequence[int]) -> Tensor:
-        """Numbers in [0, 1) [B, width, M], those of a line a function of (seed, the line's number)."""
-        drawn = torch.zeros(len(numbers), self.width, max(limits))
-        for row, number, limit in zip(drawn, numbers, limits, strict=True):
-            generator = np.random.default_rng((self.seed, number))
-            row[:, :limit] = torch.from_numpy(generator.random((self.width, limit), dtype=np.float32))
-        return drawn
-
-
-def _hypothesis(vocab: Vocabulary, candidate: Candidate) -> Hypothesis:
-    text = one_line(vocab.decode(candidate.tokens))
-    return Hypothesis(text, candidate.score, candidate.log_prob, len(candidate.tokens), candidate.ended)
-
-
-def translate_shards(
-    model: Transformer,
-    vocabs: tuple[Vocabulary, Vocabulary],
-    lines: Iterable[str],
-    settings: config.Translate,
-    *,
-    seed: int = 1,
-    rank: int = 0,
-    world: int = 1,
-    gather: Gather = alone,
-    stepper: MakeStepper = CachedStepper,
-    progress: Callable[[int], None] = silent,
-    warn: bool = True,
-) -> Iterator[list[Hypothesis]]:
-    """`translate_lines` for any number of lines, shared among `world` processes which all call this with the same
-    `lines` and exhaust it. Rank 0 gets every line's hypotheses in order, the others get none.
-
-    Lines pass in chunks of `CHUNK`; of a chunk each process takes every `world`-th line in the order of length, so that
-    all finish together. What they gather is JSON, nothing is unpickled. `progress` is told how many lines are done.
-    """
-    start = 0
-    stream = iter(lines)
-    while chunk := list(itertools.islice(stream, CHUNK)):
-        mine = sorted(range(len(chunk)), key=lambda i: (-len(chunk[i]), i))[rank::world]
-        found = translate_lines(
-            model, vocabs, [chunk[i] for i in mine], settings, seed=seed, numbers=[start + i + 1 for i in mine],
-            stepper=stepper, advance=_Count(start, len(chunk), world, progress).add, warn=warn,
-        )
-        shard = [[i, [list(asdict(h).values()) for h in best]] for i, best in zip(mine, found, strict=True)]
-        shards = gather(json.dumps(shard).encode())
-        start += len(chunk)
-        if shards is not None:
-            whole = {i: [Hypothesis(*h) for h in best] for part in shards for i, best in json.loads(part)}
-            yield from (whole[i] for i in range(len(chunk)))
-            progress(start)
-
-
-class _Count:
-    """Turns the lines this process has done of a chunk into those done by all: the others are about as far."""
-
-    def __init__(self, start: int, size: int, world: int, progress: Callable[[int], None]) -> None:
-        self._start, self._size, self._world, self._progress = start, size, world, progress
-        self._own = 0
-
-    def add(self, lines: int) -> None:
-        self._own += lines
-        self._progress(self._start + min(self._size, self._own * self._world))
+# -- the job -----------------------------------------------------------------------------------------------------------
 
 
 def translate_files(
@@ -242,10 +79,7 @@ def translate_files(
     *,
     form: Form = "text",
     seed: int = 1,
-    device: torch.device | str = "cpu",
-    rank: int = 0,
-    world: int = 1,
-    gather: Gather = alone,
+    ranks: Ranks | None = None,
     stepper: MakeStepper = CachedStepper,
     expected: config.Model | None = None,
 ) -> Report:
@@ -259,8 +93,8 @@ def translate_files(
         form: text: the best translation of each line, alone. tsv: "line, rank, score, text" for each hypothesis, line
             and rank from 1. jsonl: one object for each line.
         seed: of sampling.
-        device: of the model.
-        rank, world, gather: of several processes, see `translate_shards`. Rank 0 writes and reports progress.
+        ranks: of several processes, see `translate_shards`; without, this one on the CPU. Rank 0 writes and reports
+            progress.
         stepper: how the model is stepped.
         expected: what the checkpoint must hold; without, any model.
 
@@ -268,20 +102,32 @@ def translate_files(
         UserError: a file cannot be read or written, or is not UTF-8; `form` cannot hold what is asked for; the model
             is not the one `expected`.
     """
-    lines_in, lines_out = _checked(source, target, settings.nbest, form, world)
+    ranks = ranks or Ranks.alone()
+    if form == "text" and settings.nbest > 1:
+        raise UserError(f"translate.nbest is {settings.nbest}, but the format text holds one translation a line; "
+                        "choose the format tsv or jsonl, or translate.nbest=1")
+    if source == "-" and ranks.world > 1:
+        raise UserError(f"standard input reaches one process only, but {ranks.world} were launched; name an input "
+                        "file, or launch one process")
+    lines_in, lines_out = (None if name == "-" else Path(name) for name in (source, target))
+    if lines_in is not None and not lines_in.is_file():
+        raise UserError(f"there is no input file {lines_in}; give an existing text or .gz file, or - for the standard "
+                        "input")
+    if lines_in is not None and lines_out is not None and lines_out.exists() and lines_out.samefile(lines_in):
+        raise UserError(f"output {lines_out} is the input file itself; give another output")
+    if lines_out is not None and lines_out.is_dir():
+        raise UserError(f"output {lines_out} is a folder; give the name of a file in it")
     loaded = load_model(folder)
     require_model(loaded.folder, expected)
-    if rank == 0:
+    if ranks.first:
         warn_if_outdated(loaded.folder)
-    model, vocabs = cast(loaded.model, settings.precision).to(device), (loaded.src_vocab, loaded.trg_vocab)
+    model = cast(loaded.model, settings.precision).to(ranks.device)
     begin = time.perf_counter()
     written = 0
     with progressing() as progress:
-        translated = translate_shards(
-            model, vocabs, read_lines(lines_in), settings, seed=seed, rank=rank, world=world, gather=gather,
-            stepper=stepper, progress=progress.at if rank == 0 else silent,
-        )
-        if rank > 0:
+        translated = translate_shards(model, loaded.vocabs, read_lines(lines_in), settings, ranks, seed=seed,
+                                      stepper=stepper, progress=progress if ranks.first else silent)
+        if not ranks.first:
             return Report(sum(1 for _ in translated), time.perf_counter() - begin)
         with writing(lines_out) as out:
             for written, hypotheses in enumerate(translated, start=1):
@@ -292,20 +138,206 @@ def translate_files(
     return report
 
 
-def _checked(source: str, target: str, nbest: int, form: Form, world: int) -> tuple[Path | None, Path | None]:
-    """Input and output as paths, None for a standard stream. Raises `UserError` where they cannot be used."""
-    if form == "text" and nbest > 1:
-        raise UserError(f"translate.nbest is {nbest}, but the format text holds one translation a line; choose the "
-                        "format tsv or jsonl, or translate.nbest=1")
-    if source == "-" and world > 1:
-        raise UserError(f"standard input reaches one process only, but {world} were launched; name an input file, or "
-                        "launch one process")
-    lines_in, lines_out = (None if name == "-" else Path(name) for name in (source, target))
-    if lines_in is not None and not lines_in.is_file():
-        raise UserError(f"there is no input file {lines_in}; give an existing text or .gz file, or - for the standard "
-                        "input")
-    if lines_in is not None and lines_out is not None and lines_out.exists() and lines_out.samefile(lines_in):
-        raise UserError(f"output {lines_out} is the input file itself; give another output")
-    if lines_out is not None and lines_out.is_dir():
-        raise UserError(f"output {lines_out} is a folder; give the name of a file in it")
-    return lines_in, lines_out
+def cast(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
+    """The same model, its weights now in that type. The table of positions stays fp32."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def silent(lines: int) -> None:
+    """The progress that says nothing."""
+
+
+@contextmanager
+def progressing() -> Iterator[Progress]:
+    """Progress on standard error: a bar where that is a terminal, a line every `PLAIN_SECONDS` elsewhere."""
+    begin = said = time.monotonic()
+
+    def report(lines: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= PLAIN_SECONDS:
+            said = now
+            print(f"{lines:,} lines translated in {now - begin:.0f} s", file=sys.stderr, flush=True)
+
+    if sys.stderr.isatty():
+        with tqdm(unit=" lines", leave=False) as bar:
+            yield lambda lines: bar.update(lines - bar.n)
+    else:
+        yield report
+
+
+@contextmanager
+def writing(target: Path | None) -> Iterator[TextIO]:
+    """Where output goes: standard output (None), or a file that appears under its name only when it is complete
+    (see `files.replacing`).
+
+    Raises:
+        UserError: the file cannot be made, or the disk is full.
+    """
+    if target is None:
+        out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="\n")  # whatever the locale says
+        try:
+            yield out
+        finally:
+            out.detach()
+        return
+    opened = False
+    try:
+        with replacing(target) as stream:
+            opened = True
+            yield stream
+    except OSError as error:
+        if not opened:
+            raise UserError(f"output {target} cannot be written: {error.strerror}; give a file in an existing folder "
+                            "that may be written to") from None
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(f"output {target} cannot be written: no space is left; give a file on another disk") from None
+
+
+def record(number: int, hypotheses: Sequence[Hypothesis], form: Form) -> str:
+    """What is written for line `number` (from 1), with the final line end; `hypotheses` best first.
+
+    text: the best translation. tsv: "line, rank, score, text" for each hypothesis, rank from 1. jsonl: one object.
+    """
+    if form == "text":
+        return hypotheses[0].text + "\n"
+    if form == "tsv":
+        return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
+    return json.dumps({"line": number, "hypotheses": [asdict(h) for h in hypotheses]}, ensure_ascii=False) + "\n"
+
+
+# -- any number of lines, on any number of processes -------------------------------------------------------------------
+
+
+def translate_shards(
+    model: Transformer,
+    vocabs: tuple[Vocabulary, Vocabulary],
+    lines: Iterable[str],
+    settings: config.Translate,
+    ranks: Ranks,
+    *,
+    seed: int = 1,
+    stepper: MakeStepper = CachedStepper,
+    progress: Progress = silent,
+    warn: bool = True,
+) -> Iterator[list[Hypothesis]]:
+    """`translate_lines` for any number of lines, shared among processes which all call this with the same `lines` and
+    exhaust it. Rank 0 gets every line's hypotheses in order, the others get none.
+
+    Lines pass in chunks of `CHUNK`; of a chunk each process takes every `world`-th line in the order of length, so that
+    all finish together. What they gather is JSON, nothing is unpickled. `progress` takes the others to be about as far
+    as this process.
+    """
+    start = 0
+    stream = iter(lines)
+    while chunk := list(itertools.islice(stream, CHUNK)):
+        mine = sorted(range(len(chunk)), key=lambda i: (-len(chunk[i]), i))[ranks.rank :: ranks.world]
+        translated = translate_lines(
+            model, vocabs, [chunk[i] for i in mine], settings, seed=seed, numbers=[start + i + 1 for i in mine],
+            stepper=stepper, warn=warn,
+            progress=lambda own: progress(start + min(len(chunk), own * ranks.world)),  # noqa: B023 (called here only)
+        )
+        shard = [[i, [list(asdict(h).values()) for h in best]] for i, best in zip(mine, translated, strict=True)]
+        shards = ranks.gather_bytes(json.dumps(shard).encode())
+        start += len(chunk)
+        if shards is not None:
+            whole = {i: [Hypothesis(*h) for h in best] for part in shards for i, best in json.loads(part)}
+            yield from (whole[i] for i in range(len(chunk)))
+            progress(start)
+
+
+def translate_lines(
+    model: Transformer,
+    vocabs: tuple[Vocabulary, Vocabulary],
+    lines: Iterable[str],
+    settings: config.Translate,
+    *,
+    seed: int = 1,
+    numbers: Iterable[int] | None = None,
+    stepper: MakeStepper = CachedStepper,
+    progress: Progress = silent,
+    warn: bool = True,
+) -> list[list[Hypothesis]]:
+    """Translates on the model's device.
+
+    Args:
+        model: of any mode and float type; its mode is put back.
+        vocabs: source and target.
+        lines: texts. One without a token gives one empty hypothesis; one longer than the model allows is cut.
+        settings: the search.
+        seed: of sampling. A line's samples are a function of (seed, its number, model) alone.
+        numbers: of the lines, for sampling and warnings; 1, 2, … if not given.
+        stepper: how the model is stepped.
+        progress: told after each batch.
+        warn: whether to say which lines are cut.
+
+    Returns:
+        For each line, in their order, at most `settings.nbest` hypotheses, best first.
+
+    Raises:
+        UserError: the model's scores are not numbers.
+    """
+    src_vocab, trg_vocab = vocabs
+    texts = list(lines)
+    ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
+    longest = _max_length(model)
+    sources: list[list[int]] = []  # token ids with eos; none for an empty line
+    for text, number in zip(texts, ids, strict=True):
+        pieces = src_vocab.encode(text.strip())
+        if warn and len(pieces) >= longest:
+            log.warning("line %d has %d tokens; only its first %d are translated (model.max_length is %d)",
+                        number, len(pieces), longest - 1, longest)
+        sources.append([*pieces[: longest - 1], EOS] if pieces else [])
+    # Hypotheses that grow at once for a sentence. Each counts, padding too, so memory does not depend on the beam.
+    width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest}[settings.method]
+    order = sorted((i for i, source in enumerate(sources) if source), key=lambda i: (-len(sources[i]), i))
+    results = [[Hypothesis("", 0.0, 0.0, 0, True)] for _ in texts]
+    done = 0
+    with evaluating(model), torch.inference_mode():
+        while done < len(order):
+            batch = order[done : done + max(1, settings.batch_tokens // (len(sources[order[done]]) * width))]
+            searched = _search(model, [sources[i] for i in batch], [ids[i] for i in batch], settings, width, seed,
+                               stepper)
+            for i, candidates in zip(batch, searched, strict=True):
+                results[i] = [Hypothesis(one_line(trg_vocab.decode(c.tokens)), c.score, c.log_prob, len(c.tokens),
+                                         c.ended) for c in candidates]
+            done += len(batch)
+            progress(done)
+    return results
+
+
+def _search(
+    model: Transformer, sources: Sequence[Sequence[int]], numbers: Sequence[int], settings: config.Translate,
+    width: int, seed: int, stepper: MakeStepper,
+) -> list[list[Candidate]]:
+    """The hypotheses of one batch of sources, token ids with eos, that stand in lines `numbers`, best first."""
+    device = model.output_weight.device
+    lengths = [len(source) for source in sources]
+    most = [min(_max_length(model), max(1, int(settings.max_ratio * n) + settings.max_extra)) for n in lengths]
+    src = pad_sequence([torch.tensor(source) for source in sources], batch_first=True, padding_value=PAD).to(device)
+    state = stepper(model, src, torch.tensor(lengths, device=device), width, max(most))
+    limits = torch.tensor(most, device=device)
+    penalty = LengthPenalty(settings.length_penalty, settings.alpha)
+    if settings.method == "beam":
+        return beam_search(state, limits, width, settings.nbest, penalty, settings.patience)
+    if settings.method == "greedy":
+        return follow(state, limits, width, most_likely, penalty)
+    uniforms = torch.zeros(len(numbers), width, max(most))
+    for row, number, limit in zip(uniforms, numbers, most, strict=True):
+        generator = np.random.default_rng((seed, number))
+        row[:, :limit] = torch.from_numpy(generator.random((width, limit), dtype=np.float32))
+    return follow(state, limits, width, Sample(uniforms.to(device), settings.temperature), penalty)
+
+
+def _max_length(model: Transformer) -> int:
+    """`model.max_length`, eos counted."""
+    return model.encoder.input.positions.size(0)
+
+
+def one_line(text: str) -> str:
+    """`text` with line breaks and tabs, which a vocabulary with byte pieces can spell, made spaces."""
+    return " ".join(text.splitlines()).replace("\t", " ")

@@ -7,7 +7,7 @@ Text is scored detokenised and cased. Several test sets make one table with thei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import sacrebleu
@@ -15,6 +15,7 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 
 from deepnmt.errors import UserError
+from deepnmt.files import table
 
 METRICS = {"bleu": "BLEU", "chrf": "chrF2", "ter": "TER"}  # our name to SacreBLEU's; of TER, lower is better
 
@@ -81,39 +82,39 @@ class Report:
         values = [scores.values[metric] for scores in self.scores[system].values()]
         return sum(values) / len(values)
 
-    def as_json(self, system: str) -> dict[str, Any]:
-        """`sets` and `average`; with a single test set its scores at the top as well."""
-        by_set = self.scores[system]
-        single = next(iter(by_set.values())).as_json() if len(by_set) == 1 else {}
-        average = {metric: self.average(system, metric) for metric in METRICS}
-        return {**single, "sets": {name: scores.as_json() for name, scores in by_set.items()}, "average": average}
+    def as_json(self) -> dict[str, Any]:
+        """Of one system its name and its scores, of more theirs under `systems`, with `comparisons`. Scores are `sets`
+        and `average`; with a single test set those of it at the top as well."""
+        systems = {}
+        for system, by_set in self.scores.items():
+            sets = {name: scores.as_json() for name, scores in by_set.items()}
+            single = next(iter(sets.values())) if len(sets) == 1 else {}
+            average = {metric: self.average(system, metric) for metric in METRICS}
+            systems[system] = {**single, "sets": sets, "average": average}
+        if len(systems) == 1:
+            return {"system": system, **systems[system]}
+        return {"systems": systems, "comparisons": [asdict(comparison) for comparison in self.comparisons]}
 
     def table(self) -> str:
         """For each metric a row a system, a column a test set, their average and the signature; then comparisons."""
-        blocks = [self._metric_table(metric) for metric in METRICS]
+        blocks = []
+        for metric, name in METRICS.items():
+            sets = list(next(iter(self.scores.values())))
+            rows = [[name + (" (lower is better)" if metric == "ter" else ""), *sets, "average"]]
+            for system, by_set in self.scores.items():
+                values = [*(scores.values[metric] for scores in by_set.values()), self.average(system, metric)]
+                rows.append([system, *(f"{value:.2f}" for value in values)])
+            if len(sets) == 1:
+                rows = [row[:-1] for row in rows]
+            signatures = dict.fromkeys(s.signatures[metric] for by_set in self.scores.values() for s in by_set.values())
+            blocks.append("\n".join([table(rows), *(f"{name}|{signature}" for signature in signatures)]))
         if self.comparisons:
-            blocks.append("\n".join(["paired bootstrap, * where p < 0.05", *map(_sentence, self.comparisons)]))
+            lines = ["paired bootstrap, * where p < 0.05"]
+            for c in self.comparisons:
+                lines.append(f"{c.test_set}: {METRICS[c.metric]} of {c.system} is {c.difference:+.2f} against "
+                             f"{c.baseline}, p = {c.p_value:.4f}{'*' if c.p_value < 0.05 else ''}")
+            blocks.append("\n".join(lines))
         return "\n\n".join(blocks)
-
-    def _metric_table(self, metric: str) -> str:
-        sets = list(next(iter(self.scores.values())))
-        title = METRICS[metric] + (" (lower is better)" if metric == "ter" else "")
-        rows = [[title, *sets, "average"]]
-        for system, by_set in self.scores.items():
-            values = [*(scores.values[metric] for scores in by_set.values()), self.average(system, metric)]
-            rows.append([system, *(f"{value:.2f}" for value in values)])
-        if len(sets) == 1:
-            rows = [row[:-1] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-        signatures = dict.fromkeys(s.signatures[metric] for by_set in self.scores.values() for s in by_set.values())
-        return "\n".join([*lines, *(f"{METRICS[metric]}|{signature}" for signature in signatures)])
-
-
-def _sentence(found: Comparison) -> str:
-    star = "*" if found.p_value < 0.05 else ""
-    return (f"{found.test_set}: {METRICS[found.metric]} of {found.system} is {found.difference:+.2f} against "
-            f"{found.baseline}, p = {found.p_value:.4f}{star}")
 
 
 def score_systems(systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence[EvaluationSet], lang: str) -> Report:

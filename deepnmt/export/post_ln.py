@@ -25,7 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, check_target, load_model, write_checkpoint
+from deepnmt.checkpoint.average import warn_if_outdated
+from deepnmt.checkpoint.checkpoint import (
+    Contents,
+    LoadedModel,
+    check_target,
+    find_checkpoint,
+    load_model,
+    write_checkpoint,
+)
 from deepnmt.config import Model, Recipe, dump_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import BLOCKS, FOLDED, SIDES, DeepNorm, LayerPosition, Side
@@ -54,6 +62,25 @@ class Folded:
     largest_logit: float
 
 
+def fold_run(recipe: Recipe, checkpoint: str | Path | None = None, output: str | Path | None = None) -> str:
+    """Folds and returns a line that says what was written and how exact it is.
+
+    Args:
+        recipe: whose `run` is folded.
+        checkpoint: a checkpoint or run folder to be folded in its place; without, the run's average, else its newest.
+        output: the folder written; without, `folded` in the run folder.
+
+    Raises:
+        UserError: see `save_folded`.
+    """
+    target = Path(output) if output is not None else Path(recipe.run) / "folded"
+    source = find_checkpoint(Path(checkpoint or recipe.run))
+    warn_if_outdated(source)
+    folded = save_folded(source, target)
+    return (f"{folded.folder}: {' and '.join(folded.stacks)} as post_ln; logits of random sentences differ by at most "
+            f"{folded.difference:.1e} in float64 (the largest is {folded.largest_logit:.1f})")
+
+
 def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str, Tensor], Model]:
     """The weights and the shapes of a Post-LN model that computes what `weights` compute under `model`.
 
@@ -75,43 +102,31 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
 
 
 def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict[str, Tensor]:
-    folded = {name: tensor for name, tensor in weights.items() if not _is_omega(name, side)}
+    layers, gain = f"{side}.layers.", f"{side}.input.gain"
+    folded = {name: tensor for name, tensor in weights.items()
+              if not (name.startswith(layers) and ".rule.omegas." in name)}
     norm = ""  # before the sub-layer; none before the first
     for layer in range(model.stack(side).layers):
         for number, reader in enumerate(_READERS[side]):
-            omega = _omega(weights, model, side, layer, number)
+            if BLOCKS[model.stack(side).block] is DeepNorm:
+                alpha = DeepNorm.constants(LayerPosition.of(model, side, layer))[0]
+                omega = torch.full((model.width,), alpha, dtype=torch.float64)
+            else:
+                omega = weights[f"{layers}{layer}.rule.omegas.{number}"].double()
             if not bool((omega != 0).all()):
-                raise UserError(f"ω of sub-layer {number + 1} of {side}.layers.{layer} holds a zero, so its model has "
+                raise UserError(f"ω of sub-layer {number + 1} of {layers}{layer} holds a zero, so its model has "
                                 "no plain post_ln form; use the checkpoint as it is")
-            matrix = f"{side}.layers.{layer}.{reader}"
+            matrix = f"{layers}{layer}.{reader}"
             folded[matrix] = (weights[matrix].double() / omega).float()
             if norm:
                 for name in (f"{norm}.weight", f"{norm}.bias"):
                     folded[name] = (weights[name].double() * omega).float()
-            else:
-                _fold_input(folded, side, omega)
-            norm = f"{side}.layers.{layer}.rule.norms.{number}"
+            elif gain in weights:
+                folded[gain] = (weights[gain].double() * omega).float()
+            elif not bool((omega == 1).all()):
+                folded[gain] = omega.float()
+            norm = f"{layers}{layer}.rule.norms.{number}"
     return folded
-
-
-def _fold_input(folded: dict[str, Tensor], side: Side, omega: Tensor) -> None:
-    """Puts the first sub-layer's ω on the stack's input, together with a gain that is there already."""
-    name = f"{side}.input.gain"
-    gain = folded[name].double() * omega if name in folded else omega
-    if name in folded or not bool((gain == 1).all()):
-        folded[name] = gain.float()
-
-
-def _omega(weights: Mapping[str, Tensor], model: Model, side: Side, layer: int, number: int) -> Tensor:
-    """The factor [D] on x of a sub-layer, in float64."""
-    if BLOCKS[model.stack(side).block] is DeepNorm:
-        alpha = DeepNorm.constants(LayerPosition.of(model, side, layer))[0]
-        return torch.full((model.width,), alpha, dtype=torch.float64)
-    return weights[f"{side}.layers.{layer}.rule.omegas.{number}"].double()
-
-
-def _is_omega(name: str, side: Side) -> bool:
-    return name.startswith(f"{side}.layers.") and ".rule.omegas." in name
 
 
 def save_folded(source: Path, target: Path) -> Folded:
@@ -156,16 +171,16 @@ def _compare(loaded: LoadedModel, weights: Mapping[str, Tensor], recipe: Recipe)
     In float64: in fp32 either model's own rounding is several times what the fold does. `loaded.model` is used up, to
     have one model at a time beside the folded weights.
     """
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     longest = min(24, recipe.model.max_length)
-    src = torch.randint(PAD + 1, loaded.src_vocab.size, (4, longest), generator=draw)
-    trg = torch.randint(PAD + 1, loaded.trg_vocab.size, (4, longest), generator=draw)
+    src = torch.randint(PAD + 1, loaded.src_vocab.size, (4, longest), generator=generator)
+    trg = torch.randint(PAD + 1, loaded.trg_vocab.size, (4, longest), generator=generator)
     lengths = torch.tensor([longest, longest, max(1, longest // 2), 1])
 
     def logits(model: Transformer) -> Tensor:
         _compute_in_float64(model)
-        found = model.logits(model.decode(trg, model.encode(src, lengths), lengths))
-        return torch.cat([found[..., :PAD], found[..., PAD + 1 :]], dim=-1)  # that of pad is -inf
+        all_logits = model.logits(model.decode(trg, model.encode(src, lengths), lengths))
+        return torch.cat([all_logits[..., :PAD], all_logits[..., PAD + 1 :]], dim=-1)  # that of pad is -inf
 
     ours = logits(loaded.model)
     loaded.model.to("meta")  # which holds no numbers

@@ -60,8 +60,8 @@ def _bleu(recipe: Recipe, data: PreparedData, split: Split, model: Transformer, 
     count = recipe.train.valid_sentences or len(split)
     sources, references = split.src_text()[:count], split.trg_text()[:count]
     settings = Translate(method="greedy", batch_tokens=recipe.translate.batch_tokens)
-    translated = translate_shards(model, data.vocabs(), sources, settings, rank=ranks.rank, world=ranks.world,
-                                  gather=ranks.gather_bytes, warn=False)  # the same lines at every validation
+    # without warnings, which would be of the same lines at every validation
+    translated = translate_shards(model, data.vocabs(), sources, settings, ranks, warn=False)
     hypotheses = [best[0].text for best in translated]
     score = b""
     if ranks.first:

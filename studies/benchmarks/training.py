@@ -184,13 +184,11 @@ def _translate_rate(job: dict[str, Any], ranks: Ranks) -> float:
         raise UserError(f"{loaded.recipe.data.folder} has no test set to translate; name one in data.test")
     lines = data.split(names[0]).src_text()
     stepper = CachedStepper if job["cache"] else RecomputingStepper
-    vocabs = (loaded.src_vocab, loaded.trg_vocab)
     settings = Translate.model_validate(job["settings"])
     model = cast(loaded.model, settings.precision).to(ranks.device)
 
     def run(texts: list[str]) -> None:
-        for _ in translate_shards(model, vocabs, texts, settings, rank=ranks.rank,
-                                  world=ranks.world, gather=ranks.gather_bytes, stepper=stepper):
+        for _ in translate_shards(model, loaded.vocabs, texts, settings, ranks, stepper=stepper):
             pass
 
     run(lines[:20])

@@ -12,12 +12,12 @@ from small_models import BLOCKS, VOCAB, model_of, shapes
 from torch import nn
 
 from deepnmt import config
-from deepnmt.decode.lines import Hypothesis
-from deepnmt.decode.next_tokens import BOS, EOS, LengthPenalty
+from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import beam_search
 from deepnmt.decode.steppers import CachedStepper, MakeStepper, RecomputingStepper
-from deepnmt.decode.translate import translate_lines
+from deepnmt.decode.translate import Hypothesis, translate_lines
 from deepnmt.model.transformer import Transformer
+from deepnmt.tokens import BOS, EOS
 
 LINES = ["4 5 6 7 8 9 10", "22", "", "11 4 4 17 6 5 9 20 13 12 8 19", "9 8 7", "   ", "14 15 16 4", "10 11", "5 6 7"]
 WORDS = [0, 4, 5, 6, 7]  # what a vocabulary of 8 can say

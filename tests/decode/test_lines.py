@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepnmt.data.text import read_lines
-from deepnmt.decode.lines import Hypothesis, one_line, progressing, record, writing
+from deepnmt.decode.translate import Hypothesis, one_line, progressing, record, writing
 from deepnmt.errors import UserError
 
 TEXT = "\ufeffein Haus\r\n\n  zwei\u2028Häuser \u0085\rx\nletzte"
@@ -136,8 +136,8 @@ def test_progress_in_a_log_is_rare_and_plain(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with progressing() as progress:
-        progress.at(10)
+        progress(10)
         assert capsys.readouterr().err == ""
-        monkeypatch.setattr("deepnmt.decode.lines.PLAIN_SECONDS", 0.0)
-        progress.at(1234)
+        monkeypatch.setattr("deepnmt.decode.translate.PLAIN_SECONDS", 0.0)
+        progress(1234)
     assert capsys.readouterr().err == "1,234 lines translated in 0 s\n"

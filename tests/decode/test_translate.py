@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import Gather, played
 
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import LoadedModel, TrainingState, load_model, save_checkpoint
 from deepnmt.data.vocab import train_vocabulary
 from deepnmt.decode import translate
-from deepnmt.decode.lines import Hypothesis
 from deepnmt.decode.steppers import RecomputingStepper
-from deepnmt.decode.translate import translate_files, translate_lines, translate_shards
+from deepnmt.decode.translate import Hypothesis, translate_files, translate_lines, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 
@@ -47,7 +47,7 @@ def loaded(checkpoint: Path) -> LoadedModel:
 
 
 def expected(loaded: LoadedModel, settings: config.Translate = SETTINGS) -> list[list[Hypothesis]]:
-    return translate_lines(loaded.model, (loaded.src_vocab, loaded.trg_vocab), LINES, settings)
+    return translate_lines(loaded.model, loaded.vocabs, LINES, settings)
 
 
 @pytest.fixture
@@ -132,9 +132,9 @@ def test_processes_share_the_lines(
     sent: list[list[bytes]] = [[], []]
     seen: list[int] = []
 
-    def run(rank: int, gather: translate.Gather) -> Iterator[list[Hypothesis]]:
-        return translate_shards(loaded.model, (loaded.src_vocab, loaded.trg_vocab), LINES, settings, rank=rank, world=3,
-                                gather=gather, progress=seen.append)
+    def run(rank: int, gather: Gather) -> Iterator[list[Hypothesis]]:
+        return translate_shards(loaded.model, loaded.vocabs, LINES, settings, played(rank, 3, gather),
+                                progress=seen.append)
 
     for rank in (1, 2):
         assert list(run(rank, sent[rank - 1].append)) == []
@@ -162,7 +162,7 @@ def test_what_cannot_be_done_is_said_before_the_model_is_loaded(source: Path, tm
     with pytest.raises(UserError, match=r"translate\.nbest is 2, but the format text holds one"):
         translate_files(nowhere, str(source), "-", SETTINGS.model_copy(update={"nbest": 2}))
     with pytest.raises(UserError, match="standard input reaches one process only, but 2 were launched"):
-        translate_files(nowhere, "-", "-", SETTINGS, world=2)
+        translate_files(nowhere, "-", "-", SETTINGS, ranks=played(0, 2))
 
 
 def test_bad_text_leaves_no_output(checkpoint: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import sacrebleu
 import tiny_run
+from ranks import played
 
 from deepnmt import config
 from deepnmt.arguments import expected_model
@@ -23,7 +24,7 @@ from deepnmt.decode.translate import translate_files, translate_lines
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import evaluate_run, find_sets, read_systems, scores_file
 from deepnmt.evaluate.metrics import EvaluationSet, compare, score_lines, score_systems
-from deepnmt.export.fold import fold_run
+from deepnmt.export.post_ln import fold_run
 
 VERSION = sacrebleu.__version__
 SIGNATURES = {
@@ -274,7 +275,7 @@ def test_all_that_take_the_average_tell_that_it_is_outdated(
     tiny_run.write(recipe, 10)
     folder, newest = average_run(recipe), tiny_run.write(recipe, 20)
     source, out = str(tmp_path / "a.en.gz"), str(tmp_path / "out")
-    translate_files(Path(recipe.run), source, out, recipe.translate, rank=1, world=2, gather=lambda _: None)
+    translate_files(Path(recipe.run), source, out, recipe.translate, ranks=played(1, 2))
     assert caplog.messages == []
     translate_files(Path(recipe.run), source, out, recipe.translate)
     evaluate_run(recipe)
@@ -365,7 +366,7 @@ def test_processes_share_the_lines_and_the_first_scores(recipe: config.Recipe, t
         return [data, parts.pop(0)]
 
     alone = evaluate_run(recipe, output=tmp_path / "alone.json")
-    assert evaluate_run(recipe, output=tmp_path / "no.json", rank=1, world=2, gather=later) == ""
-    assert evaluate_run(recipe, output=tmp_path / "two.json", rank=0, world=2, gather=first) == alone
+    assert evaluate_run(recipe, output=tmp_path / "no.json", ranks=played(1, 2, later)) == ""
+    assert evaluate_run(recipe, output=tmp_path / "two.json", ranks=played(0, 2, first)) == alone
     assert not (tmp_path / "no.json").exists() and not parts
     assert (tmp_path / "two.json").read_bytes() == (tmp_path / "alone.json").read_bytes()

@@ -14,8 +14,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Translate, load_recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.prepared import open_prepared
-from deepnmt.decode.lines import Hypothesis
-from deepnmt.decode.translate import translate_lines
+from deepnmt.decode.translate import Hypothesis, translate_lines
 from deepnmt.model.transformer import Transformer
 from deepnmt.ranks import Ranks
 from deepnmt.train import validate
