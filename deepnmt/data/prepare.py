@@ -197,8 +197,8 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path, report: _Repo
     vocabs = {}
     for side, model in (("src", models[0]), ("trg", models[-1])):
         (folder / f"{side}.spm").write_bytes(model)
-        found = Vocabulary(model)
-        vocabs[side] = {"size": found.size, "sha256": found.fingerprint}
+        trained = Vocabulary(model)
+        vocabs[side] = {"size": trained.size, "sha256": trained.fingerprint}
 
     job = Encoding(models[0], models[-1])
     sampled = replace(job, filters=data.filters, variants=data.subword_variants, kind=vocab.kind,

@@ -114,9 +114,9 @@ class Vocabulary:
 
     def ids(self, piece: str) -> list[int]:
         """The id of a piece; of a character that is none: its bytes' ids with byte fallback, else unk."""
-        found = self._processor.piece_to_id(piece)
-        if found != UNK:
-            return [found]
+        number = self._processor.piece_to_id(piece)
+        if number != UNK:
+            return [number]
         return [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in piece.encode()] if self._bytes else [UNK]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import shutil
 import tempfile
@@ -11,11 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from deepnmt.demo import clauses, grammar, inflection, lexicon, phrases
+from deepnmt.demo.grammar import Grammar
 from deepnmt.errors import UserError
+from deepnmt.files import sha256
 
 _STAMP = "corpus.json"
-_GRAMMAR = tuple(Path(inspect.getfile(module)) for module in (clauses, grammar, inflection, lexicon, phrases))
+_GRAMMAR = ("clauses.py", "grammar.py", "inflection.py", "lexicon.py", "lexicon.tsv", "phrases.py")
 
 
 def make_corpus(
@@ -41,57 +41,35 @@ def make_corpus(
     for name, count in (("pairs", pairs), ("valid", valid), ("test", test)):
         if count < 1:
             raise UserError(f"the demo corpus cannot have {name} = {count}; give 1 or more")
-    settings = {"pairs": pairs, "seed": seed, "valid": valid, "test": test, "grammar": _fingerprint()}
-    found = _complete_corpus(folder)
-    if found is not None and found["settings"] == settings:
-        return found
+    # A corpus of an older grammar is not taken for today's.
+    grammar = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in _GRAMMAR))
+    settings = {"pairs": pairs, "seed": seed, "valid": valid, "test": test, "grammar": grammar.hexdigest()[:16]}
+    try:
+        stamp = json.loads((folder / _STAMP).read_text(encoding="utf-8"))
+        if stamp["settings"] == settings and all(sha256(folder / name) == was for name, was in stamp["sha256"].items()):
+            return stamp
+    except (OSError, ValueError, KeyError):
+        pass  # none, or a damaged one
     if folder.exists() and not (folder.is_dir() and ((folder / _STAMP).is_file() or not any(folder.iterdir()))):
         raise UserError(f"{folder} holds something else than a demo corpus; give a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        stamp = _write(aside, settings, {"test": test, "valid": valid, "train": pairs}, seed)
+        stamp = {"settings": settings, "counts": {"test": test, "valid": valid, "train": pairs}, "words": {},
+                 "sha256": {}}
+        stream = Grammar(seed).pairs()
+        for split, size in stamp["counts"].items():  # test first: it stays the same when the training text grows
+            stamp["words"][split] = {}
+            for lang, sentences in zip(("en", "de"), zip(*islice(stream, size))):
+                file = aside / f"{split}.{lang}"
+                file.write_text("".join(f"{sentence}\n" for sentence in sentences), encoding="utf-8", newline="\n")
+                stamp["sha256"][file.name] = sha256(file)
+                stamp["words"][split][lang] = sum(len(sentence.split()) for sentence in sentences)
+        (aside / _STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
         aside.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return stamp
-
-
-def _write(folder: Path, settings: dict[str, Any], sizes: dict[str, int], seed: int) -> dict[str, Any]:
-    stream = grammar.Grammar(seed).pairs()
-    words: dict[str, dict[str, int]] = {}
-    hashes = {}
-    for split, size in sizes.items():  # test first: it stays the same when the training text grows
-        lines = list(islice(stream, size))
-        words[split] = {}
-        for lang, sentences in zip(("en", "de"), zip(*lines, strict=True), strict=True):
-            data = "".join(f"{sentence}\n" for sentence in sentences).encode()
-            (folder / f"{split}.{lang}").write_bytes(data)
-            hashes[f"{split}.{lang}"] = hashlib.sha256(data).hexdigest()
-            words[split][lang] = len(data.split())
-    stamp = {"settings": settings, "counts": sizes, "words": words, "sha256": hashes}
-    (folder / _STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
-    return stamp
-
-
-def _fingerprint() -> str:
-    """Changes with the grammar, so that a corpus of an older one is not taken for today's."""
-    digest = hashlib.sha256()
-    for file in _GRAMMAR:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _complete_corpus(folder: Path) -> dict[str, Any] | None:
-    """The stamp of a corpus whose files are all there and unchanged, or None."""
-    try:
-        stamp = json.loads((folder / _STAMP).read_text(encoding="utf-8"))
-        for name, expected in stamp["sha256"].items():
-            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != expected:
-                return None
-    except (OSError, ValueError, KeyError):
-        return None
     return stamp

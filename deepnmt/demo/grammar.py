@@ -9,17 +9,14 @@ nicht, relative clauses, prepositions and their cases, pronouns that follow the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 
 from deepnmt.demo import inflection as forms
-from deepnmt.demo import lexicon
-from deepnmt.demo.clauses import Action, Clause, Pair, Phrase, State, attach, common, noun_phrase, relative_pronoun
+from deepnmt.demo.clauses import Action, Clause, Pair, Phrase, State, attach, noun_phrase, relative_pronoun
 from deepnmt.demo.inflection import ACC, DAT
-from deepnmt.demo.lexicon import Noun, Verb
-from deepnmt.demo.phrases import KNOWN, Phrases, adjectives_for, back_to, it_for, nouns_tagged
+from deepnmt.demo.lexicon import ROWS, Verb, adjectives, nouns, verbs, verbs_for
+from deepnmt.demo.phrases import KNOWN, Phrases, back_to, it_for
 
 _CASES = {"a": ACC, "d": DAT}
-_SOMEONE = nouns_tagged("person")[0]
 _ANY_MODE = {"present": 8, "past": 5, "future": 3, "can": 2, "must": 2, "want": 2, "should": 1}
 _TIMELESS = {"present": 8, "past": 5}
 _LONGEST = 18  # English words of a sentence
@@ -27,42 +24,19 @@ _LONGEST = 18  # English words of a sentence
 _CONJUNCTIONS = (("because", "weil"), ("although", "obwohl"), ("if", "wenn"))
 _MODES_ABOVE = {"present": 4, "past": 2, "future": 2}
 _MODES_BELOW = {  # for each mode of a main clause, those of its subordinate clause
-
     "present": {"present": 6, "can": 1, "must": 1, "want": 2},
     "past": {"past": 1},
     "future": {"present": 5, "want": 2, "must": 1},
 }
-_WHO = Phrase("who", "whom", ("wer", "wen", "wem"), 2, "who")
+_VERBS = {"transitive": 12, "ditransitive": 4, "intransitive": 2, "located live": 3, "placed": 2, "prepositional": 4,
+          "motion": 3, "posed": 2}
+_VERBS_OF_PERSONS = {kinds: weight for kinds, weight in _VERBS.items() if kinds != "posed"}
+_WHO = Phrase("who", ("wer", "wen", "wem"), 2, "who", None, "whom")
 _FOR = ("buy", "cook", "write", "repair", "paint")  # verbs of things done for someone
-
-
-@cache
-def verbs_for(noun: Noun) -> tuple[Verb, ...]:
-    """The verbs that take a noun as their only object."""
-    tags = set(noun.tags.split())
-    return tuple(verb for verb in lexicon.TRANSITIVE if tags & set(verb.objects.split()))
 
 
 class Grammar(Phrases):
     """Writes sentence pairs; the same seed writes the same pairs."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self._sentences: dict[Callable[[], Pair], int] = {
-            self.statement: 30, self.fronted: 12, self.question: 6, self.asked: 9, self.coordinated: 5,
-            self.subordinate: 14, self.that: 8, self.relative: 8, self.anaphor: 7, self.compared: 4, self.counted: 8,
-        }
-        self._frames: dict[Callable[[Action], None], tuple[Verb, ...]] = {
-            self._transitive: lexicon.TRANSITIVE, self._ditransitive: lexicon.DITRANSITIVE,
-            self._intransitive: lexicon.INTRANSITIVE, self._located: (*lexicon.LOCATED, lexicon.LIVE),
-            self._posed: lexicon.POSED, self._placed: lexicon.PLACED, self._prepositional: lexicon.PREPOSITIONAL,
-            self._motion: lexicon.MOTION,
-        }
-        self._frame_weights: dict[Callable[[Action], None], int] = {
-            self._transitive: 12, self._ditransitive: 4, self._intransitive: 2, self._located: 3, self._placed: 2,
-            self._prepositional: 4, self._motion: 3, self._posed: 2,
-        }
-        self._frame_weights_of_persons = {f: n for f, n in self._frame_weights.items() if f != self._posed}
 
     def pairs(self) -> Iterator[Pair]:
         """English and German sentences, no two alike on either side."""
@@ -77,8 +51,14 @@ class Grammar(Phrases):
 
     def sentence(self) -> Pair:
         """One pair of any kind; it may have come before."""
-        en, de = self.weighted(self._sentences)()
-        return en[0].upper() + en[1:], de[0].upper() + de[1:]
+        kinds: dict[Callable[[], Pair], int] = {
+            self.statement: 30, self.fronted: 12, self.question: 6, self.asked: 9, self.coordinated: 5,
+            self.subordinate: 14, self.that: 8, self.relative: 8, self.anaphor: 7, self.compared: 4, self.counted: 8,
+        }
+        kind = self.weighted(kinds)
+        end = "?" if kind in (self.question, self.asked) else "."
+        en, de = (f"{text[0].upper()}{text[1:]}{end}" for text in kind())
+        return en, de
 
     # Clauses
 
@@ -91,12 +71,11 @@ class Grammar(Phrases):
             subject: of a person; None makes one that suits the verb.
             adverb, negation: how likely each is.
         """
-        complete = self.weighted(self._frame_weights if subject is None else self._frame_weights_of_persons)
-        verb = self.pick(self._frames[complete])
+        verb = self.pick(verbs(self.weighted(_VERBS_OF_PERSONS if subject else _VERBS)))
         mode = self.mode(verb, modes)
         negated = mode != "must" and self.chance(negation)
         clause = Action(subject or self.subject(verb.subjects, negated), verb, mode, negated=negated)
-        complete(clause)
+        self.complete(clause)
         if not verb.stative and self.chance(adverb):
             clause.adverb = self.adverb(mode)
         return clause
@@ -107,6 +86,10 @@ class Grammar(Phrases):
             clause = self.action(adverb=0, negation=negation)
             if not clause.verb.stative:
                 return clause
+
+    def bare(self, verb: Verb) -> Action:
+        """A clause of nothing but subject and verb."""
+        return Action(self.subject(verb.subjects), verb, self.mode(verb, _ANY_MODE))
 
     def mode(self, verb: Verb, modes: dict[str, int]) -> str:
         """A mode the verb has; past is left out where English would not show it (read)."""
@@ -122,48 +105,42 @@ class Grammar(Phrases):
             hour = self.between(1, 12)
             word = "ein" if hour == 1 else forms.number_de(hour)
             return f"at {forms.number_en(hour)} o'clock", f"um {word} Uhr"
-        en, de, _ = self.pick([row for row in lexicon.ADVERBS if mode in row[2].split()])
+        en, de, _ = self.pick([row for row in ROWS["adverb"] if mode in row[2].split()])
         return en, de
 
-    def _transitive(self, clause: Action) -> None:
-        phrase = self.object(clause.verb.objects, clause.subject, clause.negated)
-        clause.objects = [(phrase, _CASES[clause.verb.case])]
-        if clause.verb.en in _FOR and not clause.negated and self.chance(0.2):
-            clause.adjunct = self.companion("for", "für", "person", clause.subject)
-
-    def _ditransitive(self, clause: Action) -> None:
-        receiver = self.pronoun(but=clause.subject) if self.chance(0.25) else self.phrase("person", KNOWN)
-        if receiver.en_object == "her":  # "send her jackets" would leave open whose they are
-            thing = self.phrase(clause.verb.objects, KNOWN)
-        else:
-            thing = self.object(clause.verb.objects, clause.subject, clause.negated)
-        clause.objects = [(receiver, DAT), (thing, ACC)]
-
-    def _intransitive(self, clause: Action) -> None:
-        """Nothing to add."""
-
-    def _located(self, clause: Action) -> None:
-        if clause.verb is not lexicon.LIVE and self.chance(0.15):
-            clause.adjunct = self.companion("without", "ohne", "person animal", clause.subject)
-        elif clause.verb is lexicon.LIVE or self.chance(0.8):
-            clause.adjunct = self.place()
-
-    def _posed(self, clause: Action) -> None:
-        clause.adjunct = self.adjunct((*lexicon.POSITIONS[:2], ("in", "in", "inside container")), DAT)
-
-    def _placed(self, clause: Action) -> None:
-        thing = self.object(clause.verb.objects, clause.subject, clause.negated)
-        clause.objects = [(thing, ACC)]
-        clause.adjunct = self.adjunct(lexicon.POSITIONS, ACC)
-
-    def _prepositional(self, clause: Action) -> None:
-        en, de = clause.verb.prep
-        pronoun = "person" in clause.verb.objects and self.chance(0.2)
-        phrase = self.pronoun(but=clause.subject) if pronoun else self.phrase(clause.verb.objects, KNOWN)
-        clause.adjunct = f"{en} {phrase.en_object}", attach(de, phrase.de[_CASES[clause.verb.case]])
-
-    def _motion(self, clause: Action) -> None:
-        clause.adjunct = self.adjunct(lexicon.DIRECTIONS, ACC)
+    def complete(self, clause: Action) -> None:
+        """Adds what the verb takes beside its subject."""
+        verb, subject, tags, case = clause.verb, clause.subject, clause.verb.objects, _CASES[clause.verb.case]
+        match verb.kind:
+            case "transitive":
+                clause.objects = [(self.object(tags, subject, clause.negated), case)]
+                if verb.en in _FOR and not clause.negated and self.chance(0.2):
+                    clause.adjunct = self.companion("for", "für", "person", subject)
+            case "ditransitive":
+                receiver = self.pronoun(but=subject) if self.chance(0.25) else self.phrase("person", KNOWN)
+                if receiver.en_object == "her":  # "send her jackets" would leave open whose they are
+                    thing = self.phrase(tags, KNOWN)
+                else:
+                    thing = self.object(tags, subject, clause.negated)
+                clause.objects = [(receiver, DAT), (thing, ACC)]
+            case "located":
+                if self.chance(0.15):
+                    clause.adjunct = self.companion("without", "ohne", "person animal", subject)
+                elif self.chance(0.8):
+                    clause.adjunct = self.place()
+            case "live":
+                clause.adjunct = self.place()
+            case "posed":
+                clause.adjunct = self.adjunct([*ROWS["position"][:2], ("in", "in", "inside container")], DAT)
+            case "placed":
+                clause.objects = [(self.object(tags, subject, clause.negated), ACC)]
+                clause.adjunct = self.adjunct(ROWS["position"], ACC)
+            case "prepositional":
+                pronoun = "person" in tags and self.chance(0.2)
+                phrase = self.pronoun(but=subject) if pronoun else self.phrase(tags, KNOWN)
+                clause.adjunct = f"{verb.en_prep} {phrase.en_object}", attach(verb.de_prep, phrase.de[case])
+            case "motion":
+                clause.adjunct = self.adjunct(ROWS["direction"], ACC)
 
     def state(self, subject: Phrase, modes: dict[str, int] = _TIMELESS) -> State:
         """A clause with be and an adjective."""
@@ -172,8 +149,8 @@ class Grammar(Phrases):
 
     def quality(self, phrase: Phrase) -> Pair:
         """An adjective that goes with a noun, or a person, and is not said of it already."""
-        noun = phrase.noun or _SOMEONE
-        adjective = self.pick([a for a in adjectives_for(noun) if f" {a.en} " not in phrase.en])
+        fitting = adjectives(phrase.noun or nouns("person")[0])
+        adjective = self.pick([a for a in fitting if f" {a.en} " not in phrase.en])
         return adjective.en, adjective.de
 
     def doing_to(self, phrase: Phrase, subject: Phrase, modes: dict[str, int], but: Verb | None = None) -> Action:
@@ -182,72 +159,60 @@ class Grammar(Phrases):
         verb = self.pick([verb for verb in verbs_for(phrase.noun) if verb is not but])
         return Action(subject, verb, self.mode(verb, modes), [(phrase, _CASES[verb.case])])
 
-    # Sentences
+    # Sentences, without their first capital and their end
 
     def statement(self) -> Pair:
         """The man feeds the dog. / Der Mann füttert den Hund."""
         clause: Clause = self.action() if self.chance(0.9) else self.state(self.subject("person animal thing"))
-        return f"{clause.english()}.", f"{clause.german()}."
+        return clause.pair()
 
     def fronted(self) -> Pair:
         """Today the man feeds the dog. / Heute füttert der Mann den Hund."""
         clause = self.lively(negation=0.15)
         en, de = self.adverb(clause.mode)
-        return f"{en} {clause.english()}.", f"{clause.german(front=de)}."
+        return f"{en} {clause.english()}", clause.german(front=de)
 
     def question(self) -> Pair:
         """Does the man feed the dog? / Füttert der Mann den Hund?"""
         clause: Clause = self.action(negation=0) if self.chance(0.9) else self.state(self.subject("person animal"))
-        if isinstance(clause, State):
-            clause.negated = False
-        return f"{clause.english_question()}?", f"{clause.german(front='')}?"
+        clause.negated = False
+        return clause.english_question(), clause.german(front="")
 
     def asked(self) -> Pair:
         """Whom does the man help? / Wem hilft der Mann? Or with who, what, which, how many, where, when, why."""
         kind = self.weighted({"who": 2, "what": 3, "which": 3, "how many": 2, "where": 3, "when": 1, "why": 2})
-        if kind == "who":
-            clause = self.action(subject=_WHO, negation=0)
-            return f"{clause.english()}?", f"{clause.german()}?"
-        if kind in ("what", "which", "how many"):
-            return self._asked_object(kind)
-        if kind == "where":
-            clause, de = self._asked_place()
-        else:
-            clause, de = self.lively(negation=0), {"when": "wann", "why": "warum"}[kind]
-        return f"{clause.english_question(kind)}?", f"{clause.german(front=de)}?"
-
-    def _asked_object(self, kind: str) -> Pair:
-        verb = self.pick(lexicon.TRANSITIVE)
-        case = _CASES[verb.case]
-        clause = Action(self.subject(verb.subjects), verb, self.mode(verb, _ANY_MODE))
-        if kind == "which":
-            asked = self.phrase(verb.objects, {"which": 1})
-            word, front = asked.en, asked.de[case]
-        elif kind == "how many":
-            asked = noun_phrase(self.pick(nouns_tagged(verb.objects)), ("how many", "wie viele"), "number", True)
-            word, front = asked.en, asked.de[case]
-        else:
-            person = "person" in verb.objects
-            word, front = ("whom", _WHO.de[case]) if person else ("what", "was")
-        return f"{clause.english_question(word)}?", f"{clause.german(front=front)}?"
-
-    def _asked_place(self) -> tuple[Action, str]:
-        verb = self.pick((*lexicon.LOCATED, *lexicon.POSED, *lexicon.PLACED, *lexicon.MOTION, lexicon.LIVE))
-        clause = Action(self.subject(verb.subjects), verb, self.mode(verb, _ANY_MODE))
-        if verb in lexicon.PLACED:
-            clause.objects = [(self.object(verb.objects, clause.subject), ACC)]
-        return clause, "wohin" if verb in lexicon.PLACED or verb in lexicon.MOTION else "wo"
+        word = kind
+        match kind:
+            case "who":
+                return self.action(subject=_WHO, negation=0).pair()
+            case "when" | "why":
+                clause, front = self.lively(negation=0), {"when": "wann", "why": "warum"}[kind]
+            case "where":
+                verb = self.pick(verbs("located posed placed motion live"))
+                clause, front = self.bare(verb), "wohin" if verb.kind in ("placed", "motion") else "wo"
+                if verb.kind == "placed":
+                    clause.objects = [(self.object(verb.objects, clause.subject), ACC)]
+            case _:
+                verb = self.pick(verbs("transitive"))
+                clause = self.bare(verb)
+                if kind == "what":
+                    word, front = ("whom", _WHO.de[_CASES[verb.case]]) if "person" in verb.objects else ("what", "was")
+                else:
+                    thing = (self.phrase(verb.objects, {"which": 1}) if kind == "which" else
+                             noun_phrase(self.pick(nouns(verb.objects)), ("how many", "wie viele"), "number", True))
+                    word, front = thing.en, thing.de[_CASES[verb.case]]
+        return clause.english_question(word), clause.german(front=front)
 
     def coordinated(self) -> Pair:
         """The man sleeps, but the dog waits. / Der Mann schläft, aber der Hund wartet."""
         mode = {self.weighted(_MODES_ABOVE): 1}
         first, second = self.action(mode, adverb=0.1), self.action(mode, adverb=0)
         en, de = self.pick(((" and ", " und "), (", but ", ", aber ")))
-        return f"{first.english()}{en}{second.english()}.", f"{first.german()}{de}{second.german()}."
+        return f"{first.english()}{en}{second.english()}", f"{first.german()}{de}{second.german()}"
 
     def subordinate(self) -> Pair:
         """He calls her because she is old. / Er ruft sie an, weil sie alt ist. Or the subordinate clause first."""
-        en, de = self.pick(_CONJUNCTIONS)
+        en, de = conjunction = self.pick(_CONJUNCTIONS)
         above = {k: v for k, v in _MODES_ABOVE.items() if not (en == "if" and k == "past")}
         main = self.action(above, adverb=0.15, negation=0.1)
         subject = back_to(main.subject) if self.chance(0.5) else None
@@ -258,19 +223,19 @@ class Grammar(Phrases):
         else:
             sub = self.action(below, subject, adverb=0.1, negation=0.1)
         if self.chance(0.35):
-            return f"{en} {sub.english()}, {main.english()}.", f"{de} {sub.german_final()}, {main.german(front='')}."
-        return f"{main.english()} {en} {sub.english()}.", f"{main.german()}, {de} {sub.german_final()}."
+            return f"{en} {sub.english()}, {main.english()}", f"{de} {sub.german_final()}, {main.german(front='')}"
+        return _joined(main, conjunction, sub)
 
     def that(self) -> Pair:
         """I know that / why she calls. / Ich weiß, dass / warum sie anruft."""
-        verb = self.pick(lexicon.SAYING)
+        verb = self.pick(verbs("saying"))
         clause = Action(self.subject("person"), verb)
-        en, de = "that", "dass"
         below = self.action(adverb=0.15, negation=0.1)
+        conjunction = ("that", "dass")
         if verb.en == "know" and self.chance(0.6):
-            en, de = self.pick((("whether", "ob"), ("why", "warum")))
+            conjunction = self.pick((("whether", "ob"), ("why", "warum")))
             clause.negated = self.chance(0.6)
-        return f"{clause.english()} {en} {below.english()}.", f"{clause.german()}, {de} {below.german_final()}."
+        return _joined(clause, conjunction, below)
 
     def relative(self) -> Pair:
         """The man who helps me is old. I know the man you help. / Der Mann, der mir hilft, ist alt. ..."""
@@ -281,22 +246,20 @@ class Grammar(Phrases):
         else:
             head = self.phrase("person animal thing food", KNOWN)
             about = self.doing_to(head, self.subject("person"), _TIMELESS)
-            case = about.objects[0][1]
+            ((_, case),) = about.objects
             about.objects = []
             pronoun = relative_pronoun(head, subject=False)
             en, de = f"{pronoun.en} {about.english()}", f"{pronoun.de[case]} {about.german_final()}"
         if self.chance(0.5):
-            subject = common(f"{head.en} {en}", (f"{head.de[0]}, {de},",), head.slot, "relative", head.noun)
-            state = self.state(subject)
-            return f"{state.english()}.", f"{state.german()}."
+            subject = Phrase(f"{head.en} {en}", (f"{head.de[0]}, {de},",), head.slot, "relative", head.noun)
+            return self.state(subject).pair()
         main = self.doing_to(head, self.subject("person"), _TIMELESS)
-        return f"{main.english()} {en}.", f"{main.german()}, {de}."
+        return f"{main.english()} {en}", f"{main.german()}, {de}"
 
     def anaphor(self) -> Pair:
         """The man sells the lamp because it is old. / Der Mann verkauft die Lampe, weil sie alt ist."""
-        subject = self.subject("person")
-        while (again := back_to(subject)) is None:
-            subject = self.subject("person")
+        while (again := back_to(subject := self.subject("person"))) is None:
+            pass
         thing = self.phrase("animal thing food", KNOWN)
         main = self.doing_to(thing, subject, _MODES_ABOVE)
         modes = _MODES_BELOW[main.mode]
@@ -305,51 +268,52 @@ class Grammar(Phrases):
         if self.chance(0.5):
             sub = State(it, self.quality(thing), "past" if main.mode == "past" else "present")
         elif self.chance(0.3):
-            verb = lexicon.GIVE
-            sub = Action(again, verb, self.mode(verb, modes), [(self.phrase("person", KNOWN), DAT), (it, ACC)])
+            give = verbs("ditransitive")[0]
+            sub = Action(again, give, self.mode(give, modes), [(self.phrase("person", KNOWN), DAT), (it, ACC)])
         else:
             sub = self.doing_to(thing, again, modes, but=main.verb)
             sub.objects = [(it, case) for _, case in sub.objects]
-        en, de = self.pick(_CONJUNCTIONS[:2])
-        return f"{main.english()} {en} {sub.english()}.", f"{main.german()}, {de} {sub.german_final()}."
+        return _joined(main, self.pick(_CONJUNCTIONS[:2]), sub)
 
     def compared(self) -> Pair:
         """The lamp is older than the table. / Die Lampe ist älter als der Tisch. Or as old as / so alt wie."""
         tags = self.pick(("person", "animal", "thing", "food", "place"))
         first, second = self.phrase(tags, KNOWN), self.phrase(tags, KNOWN)
         assert first.noun is not None and second.noun is not None
-        also = adjectives_for(second.noun, compared=True)
-        adjective = self.pick([a for a in adjectives_for(first.noun, compared=True) if a in also])
+        also = adjectives(second.noun, compared=True)
+        adjective = self.pick([a for a in adjectives(first.noun, compared=True) if a in also])
         if tags == "person" and self.chance(0.3):
             second = self.pronoun()
         if self.chance(0.7):
             predicate = f"{adjective.en_more} than {second.en_object}", f"{adjective.de_more} als {second.de[0]}"
         else:
             predicate = f"as {adjective.en} as {second.en_object}", f"so {adjective.de} wie {second.de[0]}"
-        state = State(first, predicate, self.weighted(_TIMELESS), self.chance(0.15))
-        return f"{state.english()}.", f"{state.german()}."
+        return State(first, predicate, self.weighted(_TIMELESS), self.chance(0.15)).pair()
 
     def counted(self) -> Pair:
         """Ages, prices, pages and how many there are, with numbers in words up to 9,999."""
         kind = self.weighted({"age": 2, "price": 3, "page": 2, "there": 4})
         if kind == "there":
-            tags, places = self.pick((("building", lexicon.IN_TOWN), ("person animal thing fruit", lexicon.INSIDE)))
+            tags, places = self.pick((("building", "town"), ("person animal thing fruit", "inside")))
             things = self.phrase(tags, {"number": 1})
-            en, de = self.adjunct(places, DAT)
+            en, de = self.adjunct([("in", "in", places)], DAT)
             if self.chance(0.5):
-                return f"there are {things.en} {en}.", f"es gibt {things.de[ACC]} {de}."
-            return f"{en} there are {things.en}.", f"{de} gibt es {things.de[ACC]}."
+                return f"there are {things.en} {en}", f"es gibt {things.de[ACC]} {de}"
+            return f"{en} there are {things.en}", f"{de} gibt es {things.de[ACC]}"
+        number = self.quantity(99) if kind == "age" else self.quantity() if kind == "price" else self.between(1, 1999)
+        en, de = forms.number_en(number), forms.number_de(number)
         if kind == "age":
-            years = self.quantity(99)
-            en, de = forms.number_en(years), forms.number_de(years)
-            state = State(self.subject("person"), (f"{en} years old", f"{de} Jahre alt"), self.weighted(_TIMELESS))
-            return f"{state.english()}.", f"{state.german()}."
+            years = f"{en} years old", f"{de} Jahre alt"
+            return State(self.subject("person"), years, self.weighted(_TIMELESS)).pair()
         if kind == "price":
-            number = self.quantity()
-            euros = common(f"{forms.number_en(number)} euros", (f"{forms.number_de(number)} Euro",) * 3, 3, "number")
-            price = Action(self.phrase("thing", KNOWN), lexicon.COST, objects=[(euros, ACC)])
-            return f"{price.english()}.", f"{price.german()}."
-        number = self.between(1, 1999)
-        page = common(f"page {forms.number_en(number)}", (f"Seite {forms.number_de(number)}",) * 3, 2, "number")
-        clause = Action(self.subject("person"), lexicon.READ, self.mode(lexicon.READ, _ANY_MODE), [(page, ACC)])
-        return f"{clause.english()}.", f"{clause.german()}."
+            euros = Phrase(f"{en} euros", (f"{de} Euro",) * 3, 3, "number")
+            return Action(self.phrase("thing", KNOWN), verbs("cost")[0], objects=[(euros, ACC)]).pair()
+        read = self.bare(next(verb for verb in verbs("transitive") if verb.en == "read"))
+        read.objects = [(Phrase(f"page {en}", (f"Seite {de}",) * 3, 2, "number"), ACC)]
+        return read.pair()
+
+
+def _joined(main: Clause, conjunction: Pair, sub: Clause) -> Pair:
+    """A main clause and its subordinate clause."""
+    en, de = conjunction
+    return f"{main.english()} {en} {sub.english()}", f"{main.german()}, {de} {sub.german_final()}"

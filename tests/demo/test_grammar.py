@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepnmt.demo import lexicon
-from deepnmt.demo.clauses import Action, Pair, Phrase, State, attach, common, noun_phrase, relative_pronoun
+from deepnmt.demo.clauses import Action, Pair, Phrase, State, attach, noun_phrase, relative_pronoun
 from deepnmt.demo.corpus import make_corpus
 from deepnmt.demo.grammar import Grammar
 from deepnmt.demo.inflection import (
@@ -30,14 +30,8 @@ from deepnmt.demo.inflection import (
     verb_en,
 )
 from deepnmt.demo.lexicon import Adjective, Noun, Verb
-from deepnmt.demo.phrases import back_to, it_for
+from deepnmt.demo.phrases import PRONOUNS, back_to, it_for
 from deepnmt.errors import UserError
-
-VERBS = [
-    *lexicon.TRANSITIVE, *lexicon.DITRANSITIVE, *lexicon.INTRANSITIVE, *lexicon.LOCATED, *lexicon.POSED,
-    *lexicon.PLACED, *lexicon.PREPOSITIONAL, *lexicon.MOTION, *lexicon.SAYING, lexicon.LIVE, lexicon.COST,
-]
-PRONOUNS = {row[0]: Phrase(row[0], row[1], row[2:5], row[5], "pronoun") for row in lexicon.PRONOUNS}
 
 
 def noun(en: str) -> Noun:
@@ -45,7 +39,7 @@ def noun(en: str) -> Noun:
 
 
 def verb(en: str, de: str = "") -> Verb:
-    return next(v for v in VERBS if v.en == en and de in ("", v.de))
+    return next(v for v in lexicon.VERBS if v.en == en and de in ("", v.de))
 
 
 def adjective(en: str) -> Adjective:
@@ -169,7 +163,7 @@ PRESENT = {  # ich, du, er, wir
 
 @pytest.mark.parametrize("infinitive", list(PRESENT))
 def test_present_of_german_verbs(infinitive: str) -> None:
-    entry = next(v for v in VERBS if v.de == infinitive)
+    entry = next(v for v in lexicon.VERBS if v.de == infinitive)
     assert " ".join(present_de(entry, slot) for slot in range(4)) == PRESENT[infinitive]
 
 
@@ -287,7 +281,7 @@ def test_pronouns_follow_the_nouns_gender() -> None:
     assert it_for(the("key", plural=True)).en_object == "them"
     taken_up = [back_to(the(en)) for en in ("uncle", "queen", "child")]
     assert [p.en if p else None for p in taken_up] == ["he", "she", None]
-    pair = common("the man and the woman", ("der Mann und die Frau",) * 3, 3, "and")
+    pair = Phrase("the man and the woman", ("der Mann und die Frau",) * 3, 3, "and")
     assert back_to(pair) == PRONOUNS["they"]
 
 
@@ -295,7 +289,7 @@ def test_every_lexicon_entry_is_sound() -> None:
     tags = {tag for n in lexicon.NOUNS for tag in n.tags.split()}
     for n in lexicon.NOUNS:
         assert n.gender in "mfn" and n.de[0].isupper() and n.de_plural[0].isupper(), n
-    for v in VERBS:
+    for v in lexicon.VERBS:
         auxiliary, participle = v.perfect.split()
         prefix = v.de.rpartition("|")[0]
         assert auxiliary in ("hat", "ist") and v.de.endswith("n") and participle.startswith(prefix), v
