@@ -38,66 +38,68 @@ def recipe_parser(command: str, text: str, example: str, program: str = "deepnmt
 
 def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Recipe]:
     """Options may stand between overrides. A run's folder is the run, wherever it was moved since it was trained."""
-    found = parser.parse_intermixed_args(words)
-    folder = Path(found.recipe)
+    args = parser.parse_intermixed_args(words)
+    folder = Path(args.recipe)
     if (folder / "manifest.json").is_file():
         raise UserError(f"{folder} is no run and no recipe; give the folder of the run, and a single checkpoint of it "
                         "with --checkpoint where the command has that")
     here = [f"run={json.dumps(str(folder))}"] if folder.is_dir() else []
-    return found, load_recipe(found.recipe, [*here, *found.overrides])
+    return args, load_recipe(args.recipe, [*here, *args.overrides])
 
 
-def expected_model(found: argparse.Namespace, recipe: Recipe, checkpoint: object) -> Model | None:
+def expected_model(args: argparse.Namespace, recipe: Recipe, checkpoint: object) -> Model | None:
     """The recipe's model, which the one that is loaded must be; None where a checkpoint is named that may hold any."""
-    named = any(words.partition("=")[0].split(".")[0] == "model" for words in found.overrides)
+    named = any(words.partition("=")[0].split(".")[0] == "model" for words in args.overrides)
     return None if checkpoint and not named else recipe.model
 
 
-def settable(found: argparse.Namespace, sections: Sequence[str], why: str) -> None:
-    """Raises `UserError` where a setting is given on the line that is none of these, and in none of these sections,
-    since it would change nothing."""
-    for words in found.overrides:
+def settable(args: argparse.Namespace, sections: Sequence[str], why: str) -> None:
+    """Raises `UserError` where a setting is given on the command line that is none of these, and in none of these
+    sections, since it would change nothing."""
+    for words in args.overrides:
         if not f"{words.partition('=')[0]}.".startswith(tuple(f"{section}." for section in sections)):
             raise UserError(f"{words} has no say here, since {why}; leave it out (what has: {', '.join(sections)})")
 
 
-def given(found: argparse.Namespace) -> set[str]:
-    """The dotted names of all settings, and groups of them, that stand on the line."""
+def given(args: argparse.Namespace) -> set[str]:
+    """The dotted names of all settings, and groups of them, on the command line."""
     tree: dict[str, Any] = {}
-    for words in found.overrides:
+    for words in args.overrides:
         override(tree, words)
-    return set(_names(tree))
+
+    def names(group: dict[str, Any], prefix: str) -> Iterator[str]:
+        for name, value in group.items():
+            yield f"{prefix}{name}"
+            if isinstance(value, dict):
+                yield from names(value, f"{prefix}{name}.")
+
+    return set(names(tree, ""))
 
 
-def _names(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _names(value, f"{prefix}{name}.")
+def profiled(args: argparse.Namespace, recipe: Recipe, asked: Sequence[str] = ("tokens", "input_variance")) -> None:
+    """Raises `UserError` where the command line says how Admin is profiled and nothing will be.
 
-
-def profiled(found: argparse.Namespace, recipe: Recipe, asked: Sequence[str] = ("tokens", "input_variance")) -> None:
-    """Raises `UserError` where the line says how Admin is profiled and nothing will be.
-
-    On the line alone: a recipe may say it and have its blocks changed by overrides.
+    On the command line alone: a recipe may say it and have its blocks changed by overrides.
 
     Args:
         asked: the settings that have no other use in the command.
     """
-    blocks = (recipe.model.encoder.block, recipe.model.decoder.block)
-    why = ""
-    if not recipe.model.profiled:
-        why = f"model.encoder.block is {blocks[0]} and model.decoder.block {blocks[1]}, neither of them admin"
+    encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
+    if "admin" not in (encoder, decoder):
+        why = f"model.encoder.block is {encoder} and model.decoder.block {decoder}, neither of them admin"
     elif recipe.admin.profile is not None:
         why = f"the profile is read from admin.profile ({recipe.admin.profile})"
-    names, usual = given(found), Admin()
-    for name, value, default in (("tokens", recipe.admin.tokens, usual.tokens),
-                                 ("input_variance", recipe.admin.input_variance, usual.input_variance)):
-        if why and name in asked and f"admin.{name}" in names and value != default:
+    else:
+        return
+    named = given(args)
+    for name in asked:
+        value = getattr(recipe.admin, name)
+        if f"admin.{name}" in named and value != getattr(Admin(), name):
             raise UserError(f"admin.{name}={value} has no say here, since {why}; leave it out")
 
 
 def numbers(option: str, text: str | None, separator: str) -> list[int] | None:
+    """The whole numbers in an option's text. Raises `UserError` where it holds anything else."""
     if text is None:
         return None
     try:
@@ -107,17 +109,17 @@ def numbers(option: str, text: str | None, separator: str) -> list[int] | None:
                         f"800{separator}1000") from None
 
 
+def positive(args: argparse.Namespace, *names: str) -> None:
+    """Raises `UserError` for an option whose number, or one of whose numbers, is below 1."""
+    for name in names:
+        value = vars(args)[name]
+        for number in value if isinstance(value, list) else [value]:
+            if number < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {number}, must be 1 or more")
+
+
 def batch_options(parser: argparse.ArgumentParser) -> None:
     """What random batches look like, and who computes on them."""
     parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of a micro-batch, a side (default 512)")
     parser.add_argument("--vocab", type=int, default=8000, metavar="V", help="default 8000")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process (default 1)")
-
-
-def positive(found: argparse.Namespace, *names: str) -> None:
-    """Raises `UserError` for an option whose number, or one of whose numbers, is below 1."""
-    for name in names:
-        value = vars(found)[name]
-        for number in value if isinstance(value, list) else [value]:
-            if number < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {number}, must be 1 or more")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -196,11 +196,9 @@ def beam_search(
     return _grow(stepper, limits, start, nbest, penalty, extend, is_done)
 
 
-class Choice(Protocol):
-    """How a hypothesis that is on its own goes on."""
-
-    def __call__(self, logits: Tensor, sentences: Tensor, step: int) -> Tensor:
-        """The next tokens [b·K] of sentences [b] at a step, from 0, given logits [b·K, V] (-inf: forbidden)."""
+# How a hypothesis that is on its own goes on: the next tokens [b·K] of sentences [b] at a step, from 0, given logits
+# [b·K, V] (-inf: forbidden).
+Choice = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def most_likely(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
@@ -208,7 +206,7 @@ def most_likely(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
     return logits.argmax(1)
 
 
-class Sample:
+def sampling(uniforms: Tensor, temperature: float) -> Choice:
     """The choice of sampling: from softmax(logits / temperature), by inverting its cumulative distribution.
 
     Args:
@@ -217,15 +215,13 @@ class Sample:
         temperature: below 1 the likely tokens become more likely.
     """
 
-    def __init__(self, uniforms: Tensor, temperature: float) -> None:
-        self.uniforms = uniforms
-        self.temperature = temperature
-
-    def __call__(self, logits: Tensor, sentences: Tensor, step: int) -> Tensor:
+    def sample(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
         # In float64 an fp32 number below 1 times the total stays below the total, so the search never runs off the end.
-        mass = (logits.double() / self.temperature).softmax(1).cumsum(1)
-        points = self.uniforms[sentences, :, step].double().view(-1, 1) * mass[:, -1:]
+        mass = (logits.double() / temperature).softmax(1).cumsum(1)
+        points = uniforms[sentences, :, step].double().view(-1, 1) * mass[:, -1:]
         return torch.searchsorted(mass, points, right=True).squeeze(1)
+
+    return sample
 
 
 def follow(
@@ -233,8 +229,8 @@ def follow(
 ) -> list[list[Candidate]]:
     """`count` hypotheses of each sentence, each grown on its own token by token until eos or the limit; best first.
 
-    Greedy search is one hypothesis with `most_likely`, sampling is several with `Sample`. The log-probabilities are the
-    model's own, whatever the temperature.
+    Greedy search is one hypothesis with `most_likely`, samples are several with `sampling`. The log-probabilities are
+    the model's own, whatever the temperature.
 
     Args:
         stepper: B·`count` rows, nothing stepped yet.

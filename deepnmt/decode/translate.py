@@ -30,7 +30,7 @@ from deepnmt.checkpoint.checkpoint import load_model, require_model
 from deepnmt.data.text import read_lines
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.next_tokens import LengthPenalty
-from deepnmt.decode.search import Candidate, Sample, beam_search, follow, most_likely
+from deepnmt.decode.search import Candidate, beam_search, follow, most_likely, sampling
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
 from deepnmt.errors import UserError
 from deepnmt.files import replacing
@@ -60,14 +60,6 @@ class Hypothesis:
     ended: bool
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a process has done: lines it wrote, and the seconds that took without loading the model."""
-
-    lines: int
-    seconds: float
-
-
 # -- the job -----------------------------------------------------------------------------------------------------------
 
 
@@ -82,8 +74,8 @@ def translate_files(
     ranks: Ranks | None = None,
     stepper: MakeStepper = CachedStepper,
     expected: config.Model | None = None,
-) -> Report:
-    """Translates a file with the model of a checkpoint or run folder.
+) -> int:
+    """Translates a file with the model of a checkpoint or run folder, and returns how many lines it wrote.
 
     Args:
         folder: as for `checkpoint.load_model`.
@@ -128,14 +120,13 @@ def translate_files(
         translated = translate_shards(model, loaded.vocabs, read_lines(lines_in), settings, ranks, seed=seed,
                                       stepper=stepper, progress=progress if ranks.first else silent)
         if not ranks.first:
-            return Report(sum(1 for _ in translated), time.perf_counter() - begin)
+            return sum(1 for _ in translated)  # none
         with writing(lines_out) as out:
             for written, hypotheses in enumerate(translated, start=1):
                 out.write(record(written, hypotheses, form))
-    report = Report(written, time.perf_counter() - begin)
-    print(f"{report.lines:,} lines in {report.seconds:.1f} s: {report.lines / report.seconds:.1f} lines/s",
-          file=sys.stderr)
-    return report
+    seconds = time.perf_counter() - begin
+    print(f"{written:,} lines in {seconds:.1f} s: {written / seconds:.1f} lines/s", file=sys.stderr)
+    return written
 
 
 def cast(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
@@ -330,7 +321,7 @@ def _search(
     for row, number, limit in zip(uniforms, numbers, most, strict=True):
         generator = np.random.default_rng((seed, number))
         row[:, :limit] = torch.from_numpy(generator.random((width, limit), dtype=np.float32))
-    return follow(state, limits, width, Sample(uniforms.to(device), settings.temperature), penalty)
+    return follow(state, limits, width, sampling(uniforms.to(device), settings.temperature), penalty)
 
 
 def _max_length(model: Transformer) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepnmt.decode.next_tokens import BLOCK, ROWS, LengthPenalty, best_entries, extensions, log_normalisers
-from deepnmt.decode.search import Candidate, Sample, _staying, beam_search, follow, most_likely
+from deepnmt.decode.search import Candidate, _staying, beam_search, follow, most_likely, sampling
 from deepnmt.errors import UserError
 
 BOS, EOS, PAD = 1, 2, 3
@@ -259,7 +259,7 @@ def test_samples_have_the_models_distribution(temperature: float) -> None:
     logits[BOS] = -torch.inf
     probabilities = (logits.double() / temperature).softmax(0)
     uniforms = torch.from_numpy(np.random.default_rng(5).random((1, draws, 1), dtype=np.float32))
-    tokens = Sample(uniforms, temperature)(logits.expand(draws, -1), torch.tensor([0]), 0)
+    tokens = sampling(uniforms, temperature)(logits.expand(draws, -1), torch.tensor([0]), 0)
     frequencies = tokens.bincount(minlength=VOCAB) / draws
     spread = (probabilities * (1 - probabilities) / draws).sqrt()
     assert bool(((frequencies - probabilities).abs() <= 4 * spread).all())
@@ -270,13 +270,13 @@ def test_the_extreme_uniforms_draw_tokens_that_may_be_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]])
     below_one = float(np.nextafter(np.float32(1), np.float32(0)))
     for uniform, token in ((0.0, 1), (below_one, 2)):
-        assert Sample(torch.full((1, 1, 1), uniform), 1.0)(logits, torch.tensor([0]), 0).item() == token
+        assert sampling(torch.full((1, 1, 1), uniform), 1.0)(logits, torch.tensor([0]), 0).item() == token
 
 
 def test_samples_are_scored_by_the_model_and_sorted() -> None:
     limits, penalty, count = [6, 2, 9], LengthPenalty("average", 1.0), 8
     uniforms = torch.from_numpy(np.random.default_rng(1).random((3, count, 9), dtype=np.float32))
-    found = follow(TableStepper(3, count), torch.tensor(limits), count, Sample(uniforms, 0.8), penalty)
+    found = follow(TableStepper(3, count), torch.tensor(limits), count, sampling(uniforms, 0.8), penalty)
     for sentence, limit in enumerate(limits):
         assert len(found[sentence]) == count
         assert [c.score for c in found[sentence]] == sorted((c.score for c in found[sentence]), reverse=True)

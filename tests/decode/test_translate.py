@@ -60,11 +60,11 @@ def source(tmp_path: Path) -> Path:
 def test_as_many_lines_out_as_in_and_in_order(
     checkpoint: Path, loaded: LoadedModel, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = translate_files(checkpoint, str(source), str(tmp_path / "out"), SETTINGS)
+    written = translate_files(checkpoint, str(source), str(tmp_path / "out"), SETTINGS)
     out = (tmp_path / "out").read_text(encoding="utf-8").split("\n")
     assert out == [best[0].text for best in expected(loaded)] + [""]
     assert [bool(line) for line in out[:-1]] == [bool(line.strip()) for line in LINES]
-    assert report.lines == len(LINES)
+    assert written == len(LINES)
     assert "8 lines in " in capsys.readouterr().err
 
 
@@ -99,7 +99,7 @@ def test_nbest_lists(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_pa
 
 def test_an_empty_file_gives_an_empty_file(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "in").touch()
-    assert translate_files(checkpoint, str(tmp_path / "in"), str(tmp_path / "out"), SETTINGS).lines == 0
+    assert translate_files(checkpoint, str(tmp_path / "in"), str(tmp_path / "out"), SETTINGS) == 0
     assert (tmp_path / "out").read_bytes() == b""
 
 

@@ -21,8 +21,8 @@ SETTINGS = config.Translate(beam=3, nbest=2, max_ratio=1.0, max_extra=4)
 def translate_together(folder: str, source: str, target: str) -> None:
     """What each process runs."""
     with processes() as ranks:
-        report = translate_files(Path(folder), source, target, SETTINGS, form="jsonl", ranks=ranks)
-        assert report.lines == (7 if ranks.first else 0)
+        written = translate_files(Path(folder), source, target, SETTINGS, form="jsonl", ranks=ranks)
+        assert written == (7 if ranks.first else 0)
 
 
 def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
