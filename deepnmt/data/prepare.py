@@ -228,7 +228,8 @@ def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: En
     stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
     writers = [[SideWriter(folder, f"{stem}.{side}") for side in ("src", "trg")] for stem in stems]
     kept = np.flatnonzero(verdicts == KEPT)
-    final, done, unknown = verdicts.copy(), 0, [0, 0]
+    judged: list[Verdicts] = []
+    unknown = [0, 0]
     pairs = (pair for pair, verdict in zip(read_pairs(corpus), verdicts, strict=True) if verdict == KEPT)
     with report.counting(f"{name}: encoding", len(kept)) as count:
         for chunk in encode_pairs(pairs, job, min(workers, 1 + len(kept) // CHUNK)):
@@ -237,10 +238,10 @@ def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: En
                     writer.add(*pieces)
             for side, pieces in enumerate(chunk.sides[0]):
                 unknown[side] += int(np.count_nonzero(pieces.tokens == UNK))
-            end = done + len(chunk.verdicts)
-            final[kept[done:end]] = chunk.verdicts
-            done = end
+            judged.append(chunk.verdicts)
             count(len(chunk.verdicts))
+    final = verdicts.copy()
+    final[kept] = np.concatenate(judged)
     _require_pairs(final)
     return {"read": len(final), "pairs": int(np.count_nonzero(final == KEPT)), "left_out": tally(final),
             "src_tokens": writers[0][0].end, "trg_tokens": writers[0][1].end, "src_unknown": unknown[0],

@@ -89,6 +89,7 @@ class Side:
         self.lengths: Lengths = (self._pieces + 1).astype(np.int32)  # eos is counted
 
     def __getitem__(self, i: int) -> Tokens:
+        """The pieces of sentence `i`, without bos and eos."""
         start = self._offsets[i]
         return self._tokens[start:start + self._pieces[i]]
 
@@ -127,14 +128,6 @@ class Split:
     def source_per_target(self) -> float:
         """Source tokens for each target token, eos counted."""
         return float(self.src_lengths.mean() / self.trg_lengths.mean())
-
-    def src(self, i: int) -> Tokens:
-        """The pieces of source sentence `i`, without eos."""
-        return self.sources[i]
-
-    def trg(self, i: int) -> Tokens:
-        """The pieces of target sentence `i`, without bos and eos."""
-        return self.targets[i]
 
     def variant(self, k: int) -> Split:
         """The `k`-th sampled segmentation of the same sentences, `0 <= k < variants`."""

@@ -34,11 +34,33 @@ def split_tsv(
     if valid < 1 or test < 1 or valid + test >= 1000:
         raise UserError(f"{valid} + {test} of 1,000 sentences cannot be held out; give 1 or more for validation and "
                         "for test, below 1,000 together")
-    _check_sides(tsv, folder, columns, langs)
+    if min(columns) < 1 or columns[0] == columns[1]:
+        raise UserError(f"--columns is {columns[0]} {columns[1]}, must be two different columns counted from 1, for "
+                        "example 1 2")
+    if langs[0] == langs[1] or any(not lang or "/" in lang for lang in langs):
+        raise UserError(f"--langs is {langs[0]!r} {langs[1]!r}, must be two different endings of files without a /, "
+                        "for example de en")
+    # Texts must not take the place of `tsv`, which is read while they are written.
+    for name in ("train", "valid", "test"):
+        for lang in langs:
+            with suppress(OSError):  # one of them is not there
+                if tsv.samefile(folder / f"{name}.{lang}"):
+                    raise UserError(f"{tsv} would be overwritten by {name}.{lang} in {folder}; name another folder")
+
     corpus = Corpus(tsv=[str(tsv)], columns=list(columns))
-    kept, sources = _held_out(corpus, valid, test)
+    first: dict[str, dict[str, Pair]] = {"valid": {}, "test": {}}  # one pair a target sentence
+    sources: dict[str, set[str]] = {"valid": set(), "test": set()}
+    for pair in read_pairs(corpus):
+        name = split_of(pair[1], valid, test)
+        if name != "train":
+            first[name].setdefault(key(pair[1]), pair)
+            sources[name].add(key(pair[0]))
+    kept = {name: list(pairs.values()) for name, pairs in first.items()}
+    kept["valid"] = [pair for pair in kept["valid"] if key(pair[0]) not in sources["test"]]
     if not (kept["valid"] and kept["test"]):
         raise UserError(f"{tsv} has too few sentences to hold {valid} + {test} of 1,000 out; give larger shares")
+
+    held_out = sources["valid"] | sources["test"]
     counts = {"train": 0, **{name: len(pairs) for name, pairs in kept.items()}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +71,7 @@ def split_tsv(
         with ExitStack() as stack:
             files = [stack.enter_context(open(folder / f"train.{lang}", "w", encoding="utf-8")) for lang in langs]
             for pair in read_pairs(corpus):
-                if split_of(pair[1], valid, test) == "train" and key(pair[0]) not in sources:
+                if split_of(pair[1], valid, test) == "train" and key(pair[0]) not in held_out:
                     counts["train"] += 1
                     for file, text in zip(files, pair):
                         file.write(f"{text}\n")
@@ -61,22 +83,6 @@ def split_tsv(
     return counts
 
 
-def _check_sides(tsv: Path, folder: Path, columns: tuple[int, int], langs: tuple[str, str]) -> None:
-    """Raises `UserError` where the sides are no two columns, or where their texts would overwrite each other or `tsv`,
-    which is read while they are written."""
-    if min(columns) < 1 or columns[0] == columns[1]:
-        raise UserError(f"--columns is {columns[0]} {columns[1]}, must be two different columns counted from 1, for "
-                        "example 1 2")
-    if langs[0] == langs[1] or any(not lang or "/" in lang for lang in langs):
-        raise UserError(f"--langs is {langs[0]!r} {langs[1]!r}, must be two different endings of files without a /, "
-                        "for example de en")
-    for name in ("train", "valid", "test"):
-        for lang in langs:
-            with suppress(OSError):  # one of them is not there
-                if tsv.samefile(folder / f"{name}.{lang}"):
-                    raise UserError(f"{tsv} would be overwritten by {name}.{lang} in {folder}; name another folder")
-
-
 def split_of(sentence: str, valid: int, test: int) -> str:
     """The text that the pairs of a target sentence stand in; `valid` and `test` of every 1,000 sentences."""
     draw = int.from_bytes(hashlib.blake2b(key(sentence).encode(), digest_size=8).digest(), "big") % 1000
@@ -86,17 +92,3 @@ def split_of(sentence: str, valid: int, test: int) -> str:
 def key(sentence: str) -> str:
     """The sentence's letters and digits without case: what makes two sentences one. Without any, the sentence."""
     return "".join(filter(str.isalnum, sentence.casefold())) or sentence
-
-
-def _held_out(corpus: Corpus, valid: int, test: int) -> tuple[dict[str, list[Pair]], set[str]]:
-    """The pairs of validation and test, one a target sentence, and the keys of all their sources."""
-    first: dict[str, dict[str, Pair]] = {"valid": {}, "test": {}}
-    sources: dict[str, set[str]] = {"valid": set(), "test": set()}
-    for pair in read_pairs(corpus):
-        name = split_of(pair[1], valid, test)
-        if name != "train":
-            first[name].setdefault(key(pair[1]), pair)
-            sources[name].add(key(pair[0]))
-    kept = {name: list(pairs.values()) for name, pairs in first.items()}
-    kept["valid"] = [pair for pair in kept["valid"] if key(pair[0]) not in sources["test"]]
-    return kept, sources["valid"] | sources["test"]

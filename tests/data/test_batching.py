@@ -165,7 +165,7 @@ def test_collate_gives_every_sentence_back(tmp_path: Path) -> None:
     batch = collate(split, rows, 0, CPU)
     src_in, lengths, trg_in, trg_out = batch.tensors
     for row, i in enumerate(rows):
-        src, trg = split.src(i).tolist(), split.trg(i).tolist()
+        src, trg = split.sources[i].tolist(), split.targets[i].tolist()
         assert src_in[row, : lengths[row]].tolist() == [*src, 2]
         assert trg_in[row, : len(trg) + 1].tolist() == [1, *trg]
         assert trg_out[row, : len(trg) + 1].tolist() == [*trg, 2]

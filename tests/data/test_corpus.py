@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import io
-import lzma
 from pathlib import Path
 
 import numpy as np
@@ -36,22 +32,19 @@ def test_aligned_lines_are_stripped_and_only_newlines_end_them(tmp_path: Path) -
         ("one", "1"), ("two\u2028more\x85still", "2"), ("", "3"), ("last", "4")]
 
 
-def _zst(data: bytes) -> bytes:
-    with io.BytesIO() as packed:
-        with xopen(packed, "wb", threads=0, format="zst") as stream:
-            stream.write(data)
-        return packed.getvalue()
+def _pack(file: Path, data: bytes) -> None:
+    with xopen(file, "wb", threads=0) as stream:
+        stream.write(data)
 
 
-PACK = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": _zst, ".bz2": bz2.compress}
-PACKED = pytest.mark.parametrize("suffix", PACK)
+PACKED = pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst", ".bz2"])
 
 
 @PACKED
 def test_packed_and_plain_files_follow_one_another(tmp_path: Path, suffix: str) -> None:
     first = _aligned(tmp_path, b"a\nb\n", b"A\nB\n")
     for side in "xy":
-        (tmp_path / f"b.{side}{suffix}").write_bytes(PACK[suffix](f"{side}1\n{side}2\n".encode()))
+        _pack(tmp_path / f"b.{side}{suffix}", f"{side}1\n{side}2\n".encode())
     both = Corpus(src=[*first.src, str(tmp_path / f"b.x{suffix}")], trg=[*first.trg, str(tmp_path / f"b.y{suffix}")])
     assert list(read_pairs(both)) == [("a", "A"), ("b", "B"), ("x1", "y1"), ("x2", "y2")]
 
@@ -85,7 +78,7 @@ def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
 def test_damaged_packed_files(tmp_path: Path, damage, words: str, suffix: str) -> None:
     lines = "".join(f"{number * 7919 % 1000003}\n" for number in range(20000)).encode()
     for side in "xy":
-        (tmp_path / f"d.{side}{suffix}").write_bytes(PACK[suffix](lines))
+        _pack(tmp_path / f"d.{side}{suffix}", lines)
     bad = tmp_path / f"d.y{suffix}"
     bad.write_bytes(damage(bad.read_bytes()))
     message = _fault(Corpus(src=[str(tmp_path / f"d.x{suffix}")], trg=[str(bad)]))

@@ -46,13 +46,13 @@ def test_arrays_come_back(folder: Path) -> None:
     data = PreparedData.open(folder)
     split = data.split("train")
     assert len(split) == 4 and data.splits == ["train", "valid"]
-    assert [split.src(i).tolist() for i in range(4)] == SRC
-    assert [split.trg(i).tolist() for i in range(4)] == TRG
+    assert [split.sources[i].tolist() for i in range(4)] == SRC
+    assert [split.targets[i].tolist() for i in range(4)] == TRG
     assert split.src_lengths.tolist() == [4, 1, 2, 6] and split.src_lengths.dtype == np.int32
     assert split.trg_lengths.tolist() == [2, 3, 1, 4]
-    assert split.src(0).dtype == np.uint16 and isinstance(split.src(0).base, np.memmap)
+    assert split.sources[0].dtype == np.uint16 and isinstance(split.sources[0].base, np.memmap)
     variant = split.variant(0)
-    assert [variant.src(i).tolist() for i in range(4)] == SAMPLED
+    assert [variant.sources[i].tolist() for i in range(4)] == SAMPLED
     with pytest.raises(IndexError):
         split.variant(1)
     with pytest.raises(UserError, match=r"has no split 'test.a'; it has train, valid"):
@@ -67,7 +67,7 @@ def test_rows_are_padded_behind_eos(folder: Path) -> None:
 def test_cut_keeps_eos_and_leaves_short_sentences(folder: Path) -> None:
     split = PreparedData.open(folder).split("valid").truncated(3)
     assert split.src_lengths.tolist() == [3, 1, 2, 3] and split.trg_lengths.tolist() == [2, 3, 1, 3]
-    assert split.src(3).tolist() == [4, 4] and split.trg(3).tolist() == [10, 11]
+    assert split.sources[3].tolist() == [4, 4] and split.targets[3].tolist() == [10, 11]
     assert split.sources.with_eos(np.array([0]))[0].tolist() == [[5, 6, 2]]
 
 

@@ -86,18 +86,18 @@ def test_whole_folder(tmp_path: Path) -> None:
     assert src.bytes == trg.bytes and src.size == 80
 
     train, texts = data.split("train"), (tmp_path / "train.src").read_text(encoding="utf-8").split("\n")
-    assert len(train) == 600 and [src.decode(train.src(i).tolist()) for i in range(600)] == texts[:600]
+    assert len(train) == 600 and [src.decode(train.sources[i].tolist()) for i in range(600)] == texts[:600]
     assert int(train.src_lengths.sum()) == counts["src_tokens"] + 600
     for k in range(2):
         variant = train.variant(k)
-        assert [src.decode(variant.src(i).tolist()) for i in range(600)] == texts[:600]
+        assert [src.decode(variant.sources[i].tolist()) for i in range(600)] == texts[:600]
         assert variant.src_lengths.sum() > 1.05 * train.src_lengths.sum() and variant.src_lengths.max() <= 61
     assert not np.array_equal(train.variant(0).src_lengths, train.variant(1).src_lengths)
 
     valid = data.split("valid")  # nothing is left out of it, and its lines stay aligned
     assert len(valid) == 31 and valid.src_lengths[0] == 1
     assert valid.src_text() == (tmp_path / "valid.src").read_text(encoding="utf-8").split("\n")[:-1]
-    assert [trg.decode(valid.trg(i).tolist()) for i in range(31)] == valid.trg_text()
+    assert [trg.decode(valid.targets[i].tolist()) for i in range(31)] == valid.trg_text()
     assert not (tmp_path / "data.partial").exists()
 
 

@@ -172,8 +172,8 @@ def test_the_mark_of_frequencies(prepared: Path) -> None:
     data = PreparedData.open(prepared / "data")
     train, valid = data.split("train"), data.split("valid")
     size = data.vocabs()[1].size
-    counts = Counter(t for i in range(len(train)) for t in [*train.trg(i).tolist(), 2])
-    tokens = [t for i in range(len(valid)) for t in [*valid.trg(i).tolist(), 2]]
+    counts = Counter(t for i in range(len(train)) for t in [*train.targets[i].tolist(), 2])
+    tokens = [t for i in range(len(valid)) for t in [*valid.targets[i].tolist(), 2]]
     expected = -sum(math.log((counts[t] + 1) / (counts.total() + size)) for t in tokens) / len(tokens)
     assert frequencies_loss(train, valid, size) == pytest.approx(expected, abs=1e-9)
 
@@ -191,14 +191,14 @@ def test_sources_are_exchanged_or_left_out(prepared: Path) -> None:
     def loss(source_of: Callable[[int], list[int]]) -> float:
         total = 0.0
         for place, i in enumerate(order):
-            src, trg = source_of(place), valid.trg(i).tolist()
+            src, trg = source_of(place), valid.targets[i].tolist()
             with torch.no_grad():
                 total += module.eval()(torch.tensor([src]), torch.tensor([len(src)]), torch.tensor([[1, *trg]]),
                                        torch.tensor([[*trg, 2]])).nll.item()
         return total / int(valid.trg_lengths.sum())
 
     def own(place: int) -> list[int]:
-        return [*valid.src(order[place]).tolist(), 2]
+        return [*valid.sources[order[place]].tolist(), 2]
 
     def close(source_of: Callable[[int], list[int]]) -> Any:
         return pytest.approx(loss(source_of), abs=1e-5)
