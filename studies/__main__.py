@@ -194,7 +194,8 @@ def layouts(words: list[str]) -> int:
     parser = recipe_parser(
         "layouts",
         "Takes the same updates, on random batches of the recipe's shape, in each layout. A layout is local,\n"
-        "CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES, CONFIG a file of ds_configs/ without .json.",
+        "CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES, CONFIG a file of ds_configs/ and a precision, such as\n"
+        "zero3_bf16; pipeline_ before it makes every process a stage.",
         "python -m studies layouts recipes/demo/admin_18l-18l.yaml --layouts local zero3_fp32:2"
         " pipeline_zero1_fp32:2",
     )
@@ -222,7 +223,7 @@ def pipeline_idle(words: list[str]) -> int:
         "python -m studies pipeline-idle recipes/demo/admin_18l-18l.yaml --stages 2 --counts 1 2 4 8 16",
     )
     parser.add_argument("--config", default="pipeline_zero1_fp32", metavar="NAME",
-                        help="of ds_configs/ (default: %(default)s)")
+                        help="file of ds_configs/ and precision (default: %(default)s)")
     parser.add_argument("--stages", type=int, default=2, metavar="P", help="default 2")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="M",
                         help="micro-batches an update (default 1 2 4 8 16)")

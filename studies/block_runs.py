@@ -29,6 +29,7 @@ from deepnmt.errors import UserError
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.settings import Layout
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 from deepnmt.train.divergence import Drops
@@ -121,7 +122,7 @@ def run_system(system: System, recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
                         "give a longer one with data.valid")
     source, target = data.vocabs()
     started = time.monotonic()
-    engine = start_engine(made, (source.size, target.size), ranks, profile_for(made, data, ranks))
+    engine = start_engine(made, Layout(), (source.size, target.size), ranks, profile_for(made, data, ranks))
     losses, dropped = _train(engine, made, data, ranks, system.source)
     whole = len(losses) == made.train.updates + dropped
     tokens = made.batch.tokens

@@ -12,6 +12,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 
@@ -19,11 +20,24 @@ ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 40
 
 
+def parallel(layout: str, stages: int = 0) -> dict[str, Any]:
+    """The recipe's section for "local", or for a file of ds_configs and a precision, such as "zero3_offload_bf16"."""
+    zero, _, precision = layout.rpartition("_")
+    if layout == "local":
+        return {"ds_config": None}
+    return {"ds_config": str(ROOT / "ds_configs" / f"{zero}.json"), "precision": precision, "pipeline_stages": stages}
+
+
+def options(layout: str, stages: int = 0) -> tuple[str, ...]:
+    """The same on the command line."""
+    return tuple(f"parallel.{name}={'null' if value is None else value}"
+                 for name, value in parallel(layout, stages).items())
+
+
 def recipe_of(
     layout: str, accumulation: int = 1, stages: int = 0, loss_scale: dict[str, float] | None = None, **train: Any
 ) -> Recipe:
-    """`layout`: "local", a name in ds_configs, or a path. The FFN's 25 are no multiple of 2 or 4 processes."""
-    known = {"local": None, **{path.stem: str(path) for path in (ROOT / "ds_configs").glob("*.json")}}
+    """`layout`: see `parallel`. The FFN's 25 are no multiple of 2 or 4 processes."""
     return check_recipe({
         "run": "unused", "seed": 3,
         "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}},
@@ -31,13 +45,13 @@ def recipe_of(
         "model": {"width": 16, "heads": 2, "ffn": 25, "dropout": 0.2,
                   "encoder": {"block": "admin", "layers": 2}, "decoder": {"block": "b2t", "layers": 2}},
         "train": {"updates": 100, **train},
-        "parallel": {"ds_config": known.get(layout, layout), "pipeline_stages": stages},
+        "parallel": parallel(layout, stages),
         "loss_scale": loss_scale or {},
     }, "test")
 
 
 def build(recipe: Recipe, ranks: Ranks) -> Engine:
-    return start_engine(recipe, (VOCAB, VOCAB), ranks)
+    return start_engine(recipe, layout_of(recipe, ranks.world), (VOCAB, VOCAB), ranks)
 
 
 def batch_of(src: Tensor, lengths: Tensor, trg_in: Tensor, trg_out: Tensor, key: int = 0) -> Batch:

@@ -38,17 +38,49 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     tree = read_tree(file)
     for word in overrides or []:
         override(tree, word)
+    named = {word.partition("=")[0] for word in overrides or []}
+    parallel = tree.get("parallel")
+    if "parallel.ds_config" in named and "parallel.precision" not in named and isinstance(parallel, dict):
+        layout = parallel["ds_config"]
+        if layout is None or _OLD_LAYOUT.fullmatch(str(layout)):  # either has a precision of its own
+            parallel.pop("precision", None)
     return check_recipe(tree, str(file))
 
 
 def check_recipe(tree: dict[str, Any], origin: str) -> Recipe:
     """Checks a tree of settings; `origin` names it in the error. Raises `UserError` with every fault, one a line."""
     tree, faults = expand(tree)
+    faults += _split_old_layout(tree)
     faults += find_faults(Recipe, tree, {Corpus: {"src": ["-"], "trg": ["-"]}})
     if faults:
         head = f"{origin} has {'a fault' if len(faults) == 1 else f'{len(faults)} faults'}:"
         raise UserError("\n".join([head, *(f"  {fault}" for fault in faults)]))
     return Recipe.model_validate(tree)
+
+
+_OLD_LAYOUT = re.compile(r"(.*/|)(pipeline_|)(zero[0-3](?:_offload)?)_(fp32|bf16|fp16)\.json")
+
+
+def _split_old_layout(tree: dict[str, Any]) -> list[str]:
+    """Reads a `ds_config` of version 0.1, whose file was named after its precision (ds_configs/zero1_bf16.json,
+    pipeline_zero1_fp16.json), as the two settings of today; a file of that name that is there is the user's own, and
+    stays. Returns what is wrong with it."""
+    parallel = tree.get("parallel")
+    match = _OLD_LAYOUT.fullmatch(str(parallel.get("ds_config"))) if isinstance(parallel, dict) else None
+    if not isinstance(parallel, dict) or match is None:
+        return []
+    folder, pipeline, zero, precision = match.groups()
+    asked = parallel.setdefault("precision", precision)
+    if Path(match[0]).is_file():
+        return []
+    parallel["ds_config"] = f"{folder}{zero}.json"
+    if asked != precision:
+        return [f"parallel.ds_config is {match[0]}, which is in {precision}, but parallel.precision is {asked}; set "
+                f"parallel.ds_config={folder}{zero}.json"]
+    if pipeline and not parallel.get("pipeline_stages"):
+        return [f"parallel.ds_config is {match[0]}, which is for pipelines, but parallel.pipeline_stages is 0; set "
+                f"parallel.pipeline_stages, or take {folder}{zero}.json with parallel.precision={precision}"]
+    return []
 
 
 def dump_recipe(recipe: Recipe) -> str:

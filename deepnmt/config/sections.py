@@ -12,6 +12,7 @@ Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_n
 HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # `needs_history`
 PROFILED_BLOCKS = ("admin",)  # `profiled`
 Init = Literal["auto", "xavier", "xavier_separate", "depth_scaled"]
+Precision = Literal["fp32", "bf16", "fp16"]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -236,9 +237,17 @@ class Parallel(Section):
     """`ds_config`: a DeepSpeed JSON; null runs the plain local engine (one process, fp32)."""
 
     ds_config: str | None = None
+    precision: Precision = "fp32"  # of what is computed; weights and their sums of gradients are kept in fp32 too
     pipeline_stages: Annotated[int, Field(ge=0)] = 0  # the model cut into so many stages; 0: no pipeline
     recompute_layers: Annotated[int, Field(ge=0)] = 0  # in a group whose activations are computed twice; 0: all kept
     threads: Annotated[int, Field(ge=0)] = 0  # per process; 0: the machine's cores shared among its processes
+
+    @model_validator(mode="after")
+    def _local_in_fp32(self) -> Parallel:
+        if self.ds_config is None and self.precision != "fp32":
+            raise ValueError(f"precision ({self.precision}) needs a ds_config, but ds_config is null, which is plain "
+                             "PyTorch in fp32; set ds_config: ds_configs/zero1.json, or precision: fp32")
+        return self
 
 
 class LossScale(Section):

@@ -34,7 +34,6 @@ from deepnmt.doctor.change import Growth, layer_changes, random_change
 from deepnmt.doctor.dependency import dependency
 from deepnmt.doctor.fresh import with_depth
 from deepnmt.doctor.gradient_probe import HalfZeros, gradients, half_zeros
-from deepnmt.doctor.many import Precision
 from deepnmt.doctor.page import summary, write_page
 from deepnmt.doctor.patient import Patient, first_batch, fresh, patient_of
 from deepnmt.doctor.probes import plain_loss
@@ -56,9 +55,7 @@ from deepnmt.folders import DamagedCheckpoint, own_name
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
-from deepnmt.parallel.build import check_layout
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.parallel.settings import shipped
 
 AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")  # what a checkpoint's recipe does not settle
 LOST = 0.5  # of a layer's gradients, above which fp16 is said to fail; thought of, not learned
@@ -117,7 +114,7 @@ def examine(patient: Patient, rule: VerdictRule | None, data_world: int = 1) -> 
     found["gradients"] = gradients(model, batch).as_dict()
     found["ranges"] = {name: each.as_dict() for name, each in ranges(model, batch).items()}
     first = half_zeros(model, batch, _loss_scale(patient), recipe.batch.accumulation)
-    half = working_scale(patient, first) if precision_of(recipe) == "fp16" else first
+    half = working_scale(patient, first) if recipe.parallel.precision == "fp16" else first
     found["half"] = {"scale": half.scale, "asked": first.scale, "finite": half.finite, "shares": half.shares,
                      "shares_fp32": half.shares_fp32, "lost": half.lost}
     _say("output change")
@@ -156,15 +153,7 @@ def _loss_scale(patient: Patient) -> float:
     """The loss scale that a checkpoint's run had reached, else the recipe's own first one where its layout is fp16."""
     if patient.scale is not None:
         return patient.scale
-    return 2.0**patient.recipe.loss_scale.initial_power if precision_of(patient.recipe) == "fp16" else LOSS_SCALE
-
-
-def precision_of(recipe: Recipe) -> Precision:
-    """What the recipe's layout computes in."""
-    if recipe.parallel.ds_config is None:
-        return "fp32"
-    layout = check_layout(recipe, recipe.parallel.pipeline_stages or 1)
-    return layout.precision if layout is not None else "fp32"
+    return 2.0**patient.recipe.loss_scale.initial_power if patient.recipe.parallel.precision == "fp16" else LOSS_SCALE
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -297,16 +286,16 @@ def judge(patient: Patient, rule: VerdictRule, half: HalfZeros, data_world: int 
     """
     values = _features(patient.recipe, patient.model, patient, data_world)
     verdict = rule.judge(values)
-    fp16 = fp16_fault(patient, half) if precision_of(patient.recipe) == "fp16" else None
+    fp16 = fp16_fault(patient, half) if patient.recipe.parallel.precision == "fp16" else None
     answer: dict[str, Any] = {
         "trains": verdict.trains and fp16 is None, "probability": verdict.probability, "reasons": verdict.reasons,
         "fp16": fp16, "features": values,
-        "outside": rule.unseen(patient.recipe, precision_of(patient.recipe)) + verdict.outside,
+        "outside": rule.unseen(patient.recipe, patient.recipe.parallel.precision) + verdict.outside,
         "rule": {**rule.facts, "kind": rule.kind, "unvaried": rule.unvaried}, "instead": {},
     }
     answer["rule"].pop("fitted_points", None)  # hundreds, of no use to a reader
-    if fp16 is not None and (layout := _in_bf16(patient.recipe)) is not None:
-        answer["instead"][f"parallel.ds_config={layout}"] = rule.probability({**values, **precision_features("bf16")})
+    if fp16 is not None:
+        answer["instead"]["parallel.precision=bf16"] = rule.probability({**values, **precision_features("bf16")})
     if not verdict.trains:
         largest = rule.spans.get("tokens", (0.0, 0.0))[1]  # beyond it more is the same to the rule
         for name, recipe in alternatives(patient.recipe, knows_batches=values["tokens"] < largest).items():
@@ -335,19 +324,12 @@ def working_scale(patient: Patient, half: HalfZeros) -> HalfZeros:
     return half
 
 
-def _in_bf16(recipe: Recipe) -> str | None:
-    """The layout beside the recipe's of fp16 that is named like it but for bf16; None where there is no such file."""
-    layout = Path(str(recipe.parallel.ds_config))
-    other = layout.with_name(layout.name.replace("fp16", "bf16"))
-    return str(other) if other != layout and shipped(other).is_file() else None
-
-
 def _features(recipe: Recipe, model: Transformer, patient: Patient, data_world: int) -> dict[str, float]:
     return features(model, patient.batch, partial(one_update, model, recipe, patient.batch),
                     partial(trial, model, recipe, patient.batch), rate=recipe.optimizer.lr,
                     warmup=recipe.schedule.warmup,
                     tokens=max(1, round(patient.micro_batch * recipe.batch.accumulation * data_world)),
-                    precision=precision_of(recipe))
+                    precision=recipe.parallel.precision)
 
 
 def _plain(findings: dict[str, Any]) -> dict[str, Any]:

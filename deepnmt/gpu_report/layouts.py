@@ -36,7 +36,8 @@ def figures(recipe: Recipe, log: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rate = statistics.median(record["target_tokens_per_second"] for record in trained[1:] or trained)
     flops = model_flops(recipe.model, vocab, 1, source, target) / target
     scales = [record["loss_scale"] for record in trained]
-    return {"ds_config": recipe.parallel.ds_config, "stages": recipe.parallel.pipeline_stages,
+    return {"ds_config": recipe.parallel.ds_config, "precision": recipe.parallel.precision,
+            "stages": recipe.parallel.pipeline_stages,
             "updates": trained[-1]["update"], "losses": [(r["update"], r["loss"]) for r in trained],
             "validation": next((r["loss"] for r in reversed(log) if r["type"] == "valid"), None),
             "loss_scales": {"first": scales[0], "lowest": min(scales), "highest": max(scales), "last": scales[-1]},

@@ -137,13 +137,14 @@ class Report:
         self.output, self.tsv, self.minutes, self.budget, self.size, self.toy = output, tsv, minutes, budget, size, toy
         self.deep = {
             layout: load_recipe(recipes / "de-en_60l-12l.yaml",
-                                [*size.deep, f"parallel.ds_config=ds_configs/{layout}.json"])
-            for layout in ("zero1_fp16", "zero1_bf16")
+                                [*size.deep, "parallel.ds_config=ds_configs/zero1.json",
+                                 f"parallel.precision={precision}"])
+            for layout, precision in (("zero1_fp16", "fp16"), ("zero1_bf16", "bf16"))
         }
         self.layouts = {
             layout: load_recipe(recipes / "de-en_60l-12l.yaml",
                                 [*size.deep, *size.updates, *self._places(layout), f"parallel.pipeline_stages={stages}",
-                                 f"parallel.ds_config=ds_configs/{layout}.json"])
+                                 "parallel.ds_config=ds_configs/zero1.json", "parallel.precision=fp16"])
             for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1))
         }
         timed = f"train.max_seconds={60.0 * self.minutes}"
@@ -372,4 +373,5 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     return {"encoder": f"{model.encoder.layers}L {model.encoder.block}",
             "decoder": f"{model.decoder.layers}L {model.decoder.block}", "width": model.width, "ffn": model.ffn,
             "dropout": model.dropout, "vocab": recipe.vocab.size, "batch_tokens": recipe.batch.tokens,
-            "ds_config": recipe.parallel.ds_config, "beam": recipe.translate.beam, "average_last": recipe.average_last}
+            "ds_config": recipe.parallel.ds_config, "precision": recipe.parallel.precision,
+            "beam": recipe.translate.beam, "average_last": recipe.average_last}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 
@@ -67,7 +68,7 @@ def _layouts(layouts: list[dict[str, Any]], corpus: dict[str, Any], facts: dict[
     for run in layouts:
         (first, begun), (last, reached) = run["losses"][0], run["losses"][-1]
         scales = run["loss_scales"]
-        rows.append([run["ds_config"].rpartition("/")[2].removesuffix(".json")
+        rows.append([f"{Path(run['ds_config']).stem}_{run['precision']}"
                      + (f", {run['stages']} stage(s)" if run["stages"] else ""), f"{run['updates']:,}",
                      f"{begun:.3f} (to {first}), {reached:.3f} (to {last})",
                      "-" if run["validation"] is None else f"{run['validation']:.4f}",

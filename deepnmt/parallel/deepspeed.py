@@ -39,7 +39,7 @@ from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
-from deepnmt.parallel.settings import DsConfig
+from deepnmt.parallel.settings import Layout
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -109,35 +109,35 @@ class DeepSpeedEngine:
     """
 
     def __init__(
-        self, recipe: Recipe, device: torch.device, settings: DsConfig, local: dict[str, nn.Parameter]
+        self, recipe: Recipe, device: torch.device, layout: Layout, local: dict[str, nn.Parameter]
     ) -> None:
         self.recipe, self.device, self.local = recipe, device, local
-        self.zero, self.clip = settings.stage, recipe.train.clip
+        self.zero, self.clip = layout.stage, recipe.train.clip
         self.moments = moments_of(recipe.optimizer)
         self.scaler: LossScaler | None = None
         self._half: HalfPrecisionCopy[Any] | None = None
         self._applied = 0
         self._full = torch.zeros(1, device=device)  # made now: a full device has no room for it
-        _check_device(recipe, settings)
+        _check_device(layout)
 
-    def _compute_module(self, module: Module, settings: DsConfig) -> Module:
+    def _compute_module(self, module: Module, layout: Layout) -> Module:
         """`module`, or, in 16 bits without ZeRO, the copy of it that computes."""
-        if self.zero or settings.precision == "fp32":
+        if self.zero or layout.precision == "fp32":
             return module
-        dtype = torch.float16 if settings.precision == "fp16" else torch.bfloat16
+        dtype = torch.float16 if layout.precision == "fp16" else torch.bfloat16
         self._half = half = HalfPrecisionCopy(module.to(self.device), dtype)
         return half.module
 
-    def _start(self, module: nn.Module, settings: DsConfig) -> None:
+    def _start(self, module: nn.Module, layout: Layout) -> None:
         """Puts `module` under DeepSpeed."""
-        tree = settings.tree
+        config = layout.config or {}
         if self.zero == 0:  # deepnmt clips by itself, and 16 bits are its own (`HalfPrecisionCopy`)
-            tree = {key: value for key, value in tree.items() if key not in ("bf16", "fp16")}
-            tree["gradient_clipping"] = 0.0
+            config = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
+            config["gradient_clipping"] = 0.0
         optimizer = build_optimizer(module.parameters(), self.recipe.optimizer, fused=True)
         with contextlib.redirect_stdout(io.StringIO()):
-            self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=tree)
-        if settings.precision == "fp16":
+            self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        if layout.precision == "fp16":
             scale = self.recipe.loss_scale
             self.scaler = LossScaler(2.0**scale.initial_power, scale.window, scale.floor)
             if self.zero:
@@ -265,14 +265,13 @@ def supported_precisions() -> list[str]:
     return [precision for precision, supported in asked.items() if supported]
 
 
-def _check_device(recipe: Recipe, settings: DsConfig) -> None:
+def _check_device(layout: Layout) -> None:
     """Raises `UserError` for a float type that the device does not compute with (fp16 on most CPUs)."""
     device, supported = get_accelerator(), supported_precisions()
-    if settings.precision not in supported:
+    if layout.precision not in supported:
         raise UserError(
-            f"parallel.ds_config is {recipe.parallel.ds_config}, which computes in {settings.precision}, but this "
-            f"machine's {device.device_name()} has no {settings.precision}; name a configuration in "
-            f"{'bf16 or fp32' if 'bf16' in supported else 'fp32'}"
+            f"parallel.precision is {layout.precision}, but this machine's {device.device_name()} has no "
+            f"{layout.precision}; set parallel.precision={'bf16 or fp32' if 'bf16' in supported else 'fp32'}"
         )
 
 

@@ -1,7 +1,8 @@
-"""The DeepSpeed JSON: read, completed from the recipe, and refused where the two disagree.
+"""The layout: where and in what float type a run computes. Read from the recipe and its DeepSpeed JSON once, checked,
+and carried as one value.
 
-The recipe owns batch size, accumulation, optimizer, schedule, clipping and loss scale; those stand as "auto" in the
-JSON (or equal to the recipe). The JSON owns ZeRO, precision, communication and offload, and every key of it that
+The recipe owns precision, pipeline, batch size, accumulation, optimizer, schedule, clipping and loss scale; those stand
+as "auto" in the JSON (or equal to the recipe). The JSON owns ZeRO, communication and offload, and every key of it that
 changes the mathematics must be written, because DeepSpeed's defaults do change it (clipping at 1.0, ...).
 """
 
@@ -15,16 +16,15 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from deepnmt.config import Recipe
+from deepnmt.config import Precision, Recipe
 from deepnmt.errors import UserError
+from deepnmt.parallel.pipeline.partition import check_stages
 
 TRIED_DEEPSPEED = ("0.19.8",)  # versions that the canaries passed with
-
-Precision = Literal["fp32", "bf16", "fp16"]
 
 # Keys whose silent default would change the result, and why.
 _MUST_BE_WRITTEN = {
@@ -42,8 +42,8 @@ _OWNED_WHOLE = {
     "fp16.min_loss_scale": "the recipe's loss_scale.floor owns it",
     "fp16.deepnmt_min_loss_scale": "the recipe's loss_scale.floor owns it",
     "activation_checkpointing": "the recipe's parallel.recompute_layers owns it",
-    "torch_autocast": "only the sections bf16 and fp16 choose the float type",
-    "amp": "only the sections bf16 and fp16 choose the float type",
+    "torch_autocast": "the recipe's parallel.precision chooses the float type",
+    "amp": "the recipe's parallel.precision chooses the float type",
 }
 
 # Keys of what deepnmt does in DeepSpeed's place: the one value they may have, and why.
@@ -53,32 +53,76 @@ _SETTLED = {
     "pipeline.activation_checkpoint_interval": (0, "the recipe's parallel.recompute_layers owns it"),
 }
 
-_FLOATS = ("fp32", "bf16", "fp16")
-
 
 @dataclass(frozen=True)
-class DsConfig:
-    """A completed configuration, the file it came from, and what deepnmt needs to know of it."""
+class Layout:
+    """Where and in what a run computes.
 
-    tree: dict[str, Any]
-    path: str
-    stage: int
-    precision: Precision
+    Attributes:
+        stage: of ZeRO, 0 to 3.
+        stages: of the pipeline; 0: none.
+        data_ranks: see the function of that name.
+        config: the completed DeepSpeed configuration; None: the local engine, which is plain PyTorch.
+        path: of the JSON that it came from.
+    """
+
+    stage: int = 0
+    precision: Precision = "fp32"
+    stages: int = 0
+    data_ranks: int = 1
+    config: dict[str, Any] | None = None
+    path: str = ""
 
 
-def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_note: int = 1) -> DsConfig:
-    """Reads `path` and fills its "auto" values.
+def layout_of(recipe: Recipe, world: int) -> Layout:
+    """The recipe's layout on `world` processes, its DeepSpeed JSON's "auto" values filled.
 
-    deepnmt's batches are counted in tokens and handed over one by one, so DeepSpeed's own count of samples is nominal
-    (`micro_batch_note` a micro-batch).
+    deepnmt's batches are counted in tokens and handed over one by one, so DeepSpeed's own count of samples is nominal,
+    1 a micro-batch.
 
     Raises:
-        UserError: unreadable file, a missing key that would change the mathematics, values that contradict the recipe
-            (all of them at once).
+        UserError: several processes without DeepSpeed, a pipeline that cannot be, an unreadable JSON, or one that
+            misses a key that would change the mathematics or contradicts the recipe (all such faults at once).
     """
+    path, stages, precision = recipe.parallel.ds_config, recipe.parallel.pipeline_stages, recipe.parallel.precision
+    if path is None:
+        if stages:
+            raise UserError(
+                f"parallel.pipeline_stages is {stages}, but parallel.ds_config is null, which is the engine of one "
+                "whole model; set parallel.ds_config=ds_configs/zero1.json"
+            )
+        if world > 1:
+            raise UserError(
+                f"parallel.ds_config is null, which is the engine of one process, but {world} were "
+                "started; set parallel.ds_config=ds_configs/zero1.json or start one process"
+            )
+        return Layout()
+    check_stages(stages, recipe.model.encoder.layers, recipe.model.decoder.layers)
+    if stages and world % stages:
+        near = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        raise UserError(
+            f"parallel.pipeline_stages is {stages}, but {world} process{'es' if world > 1 else ''} cannot be shared "
+            f"among {stages} stages evenly; start a multiple of {stages}, or set it to one of {near}"
+        )
+    chains = data_ranks(recipe, world)
     tree = _read(Path(path))
     faults = [f"{key} must be written: {why}" for key, why in _MUST_BE_WRITTEN.items() if _get(tree, key) is None]
-    _fill_from_recipe(tree, recipe, world, micro_batch_note, faults)
+    _choose_precision(tree, precision, faults)
+    owned: dict[str, tuple[str, float]] = {
+        "train_micro_batch_size_per_gpu": ("batch", 1),
+        "gradient_accumulation_steps": ("batch.accumulation", recipe.batch.accumulation),
+        "train_batch_size": ("batch", recipe.batch.accumulation * chains),
+        "gradient_clipping": ("train.clip", recipe.train.clip),
+        "fp16.initial_scale_power": ("loss_scale.initial_power", recipe.loss_scale.initial_power),
+        "fp16.loss_scale_window": ("loss_scale.window", recipe.loss_scale.window),
+    }
+    for key, (owner, wanted) in owned.items():
+        section, _, name = key.rpartition(".")
+        group = _group(tree, section) if section else tree
+        written = group.get(name, "auto")
+        if written not in ("auto", wanted):
+            faults.append(f'{key} is {json.dumps(written)}, but the recipe\'s {owner} makes it {wanted}; write "auto"')
+        group[name] = wanted
     for key, owner in _OWNED_WHOLE.items():
         if _get(tree, key) is not None:
             faults.append(f"{key} is given, but {owner}; remove it from the JSON")
@@ -86,37 +130,57 @@ def load_ds_config(path: str | Path, recipe: Recipe, world: int, micro_batch_not
         if _get(tree, key) not in (None, value):
             faults.append(f"{key} is {json.dumps(_get(tree, key))}, but {why}; write {value}, or remove it")
     for key in ("communication_data_type", "data_types.grad_accum_dtype"):
-        if _get(tree, key) not in (None, *_FLOATS):
-            faults.append(f"{key} is {json.dumps(_get(tree, key))}, must be one of {', '.join(_FLOATS)}")
-    precision, stage = _precision(tree, faults), _stage(tree, faults)
-    _check_pipeline(tree, faults)
-    if "pipeline" in tree and not recipe.parallel.pipeline_stages:
+        if _get(tree, key) not in (None, *get_args(Precision)):
+            faults.append(f"{key} is {json.dumps(_get(tree, key))}, must be one of {', '.join(get_args(Precision))}")
+    stage = _get(tree, "zero_optimization.stage")
+    if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+        faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
+    # DeepSpeed reads the section, and deepnmt's stages do not go by it
+    if not isinstance(tree.get("pipeline", {}), dict):
+        faults.append(f"pipeline is {json.dumps(tree['pipeline'])}, must be an object, for example {{}}")
+    for key in sorted(_group(tree, "pipeline").keys() - {"activation_checkpoint_interval"}):
+        faults.append(f"pipeline.{key} is given, but has no say here: the recipe's parallel.pipeline_stages owns the "
+                      "number of stages, and deepnmt makes the cuts; remove it from the JSON")
+    if "pipeline" in tree and not stages:
         faults.append("it is for pipelines (it has a pipeline section), but parallel.pipeline_stages is 0; set "
-                      f"parallel.pipeline_stages, or take ds_configs/zero{stage}_{precision}.json")
+                      "parallel.pipeline_stages, or remove the section from the JSON")
     if faults:
         raise UserError("\n  ".join([f"{path} does not fit this run:", *faults]))
-    return DsConfig(tree, str(path), stage, precision)
+    if stages and stage > 1:
+        raise UserError(
+            f"parallel.pipeline_stages is {stages} and {path} has ZeRO stage {stage}, but pipelines keep whole "
+            "gradients and weights on each stage, so they take ZeRO 0 or 1; set "
+            "parallel.ds_config=ds_configs/zero1.json"
+        )
+    return Layout(stage, precision, stages, chains, tree, path)
 
 
-def _fill_from_recipe(
-    tree: dict[str, Any], recipe: Recipe, world: int, micro_batch_note: int, faults: list[str]
-) -> None:
-    """Puts the recipe's values where "auto" stands, or nothing, and notes where another value does."""
-    owned: dict[str, tuple[str, float]] = {
-        "train_micro_batch_size_per_gpu": ("batch", micro_batch_note),
-        "gradient_accumulation_steps": ("batch.accumulation", recipe.batch.accumulation),
-        "train_batch_size": ("batch", micro_batch_note * recipe.batch.accumulation * world),
-        "gradient_clipping": ("train.clip", recipe.train.clip),
-        "fp16.initial_scale_power": ("loss_scale.initial_power", recipe.loss_scale.initial_power),
-        "fp16.loss_scale_window": ("loss_scale.window", recipe.loss_scale.window),
-    }
-    for key, (owner, value) in owned.items():
-        section, _, name = key.rpartition(".")
-        group = _group(tree, section) if section else tree
-        found = group.get(name, "auto")
-        if found not in ("auto", value):
-            faults.append(f'{key} is {json.dumps(found)}, but the recipe\'s {owner} makes it {value}; write "auto"')
-        group[name] = value
+def data_ranks(recipe: Recipe, world: int) -> int:
+    """Processes that compute on different micro-batches: all of them, in a pipeline one for each chain of stages."""
+    return world // (recipe.parallel.pipeline_stages or 1)
+
+
+def _choose_precision(tree: dict[str, Any], precision: Precision, faults: list[str]) -> None:
+    """Leaves of the sections bf16 and fp16, where their `enabled` is "auto" or they are not there, the one that
+    `precision` asks for; notes what contradicts it."""
+    kinds = ("bf16", "fp16")
+    if all(_get(tree, f"{kind}.enabled") is True for kind in kinds):
+        faults.append("bf16 and fp16 are both enabled; keep one")
+        return
+    for kind in kinds:
+        section, wanted = tree.get(kind), kind == precision
+        if section is not None and not isinstance(section, dict):
+            faults.append(f'{kind} is {json.dumps(section)}, must be an object, for example {{"enabled": "auto"}}')
+        elif not section or section.get("enabled") == "auto":
+            tree.pop(kind, None)
+            if wanted:
+                tree[kind] = {**(section or {}), "enabled": True}
+        elif not isinstance(enabled := section.get("enabled"), bool):
+            faults.append(f'{kind}.enabled must be written, true, false or "auto"')
+        elif enabled != wanted:
+            way = f"parallel.precision={kind}" if enabled else "parallel.precision=fp32"
+            faults.append(f"{kind}.enabled is {json.dumps(enabled)}, but the recipe's parallel.precision is "
+                          f'{precision}; write "auto", or set {way}')
 
 
 def untried_deepspeed() -> str | None:
@@ -128,49 +192,46 @@ def untried_deepspeed() -> str | None:
             f"{', '.join(TRIED_DEEPSPEED)}")
 
 
-def check_by_deepspeed(settings: DsConfig) -> None:
-    """Lets DeepSpeed read a configuration. Imports DeepSpeed, so it is for those who go on to use it.
+def check_by_deepspeed(layout: Layout) -> None:
+    """Lets DeepSpeed read a configuration, where there is one. Imports it, so it is for those who go on to use it.
 
     Raises:
         UserError: keys that DeepSpeed does not know, or values it does not take.
     """
+    if layout.config is None:
+        return
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    tree = copy.deepcopy(settings.tree)
+    tree = copy.deepcopy(layout.config)
     del tree["train_batch_size"]  # else it must fit the processes that are there now
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             DeepSpeedConfig(tree)
         return
     except ValidationError as error:
-        faults = [f"{_where(settings.tree, e['loc'])}: {e['msg']}" for e in error.errors()]
+        faults = []
+        for fault in error.errors():  # whose place DeepSpeed tells from the section on that it is in
+            where = fault["loc"]
+            sections = [key for key, group in layout.config.items()
+                        if isinstance(group, dict) and where and where[0] in group]
+            faults.append(f"{'.'.join(map(str, (*sections[:1], *where)))}: {fault['msg']}")
     except Exception as error:  # DeepSpeed raises whatever comes
         faults = [" ".join(str(error).split())]
-    raise UserError("\n  ".join([f"{settings.path} is refused by DeepSpeed:", *faults]))
-
-
-def _where(tree: dict[str, Any], place: tuple[int | str, ...]) -> str:
-    """The dotted key of a fault, whose place DeepSpeed tells from the section on that it is in."""
-    sections = [key for key, group in tree.items() if isinstance(group, dict) and place and place[0] in group]
-    return ".".join(map(str, (*sections[:1], *place)))
-
-
-def shipped(path: Path) -> Path:
-    """`path`, or, where there is no such file, the one of that name that comes with deepnmt."""
-    places = (Path(__file__).resolve().parents[2], Path(sys.prefix, "share", "deepnmt"))
-    return next((p for p in (path, *(place / path for place in places)) if p.is_file()), path)
+    raise UserError("\n  ".join([f"{layout.path} is refused by DeepSpeed:", *faults]))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    path = shipped(path)
-    if not path.is_file():
+    """The JSON at `path`, or, where there is none, the one of that name that comes with deepnmt."""
+    homes = (Path(__file__).resolve().parents[2], Path(sys.prefix, "share", "deepnmt"))
+    file = next((p for p in (path, *(home / path for home in homes)) if p.is_file()), None)
+    if file is None:
         raise UserError(f"parallel.ds_config: there is no file {path}; ds_configs/ holds those that come with deepnmt")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"parallel.ds_config: {path} is not valid JSON: {error}") from None
+        raise UserError(f"parallel.ds_config: {file} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"parallel.ds_config: {path} must hold one JSON object")
+        raise UserError(f"parallel.ds_config: {file} must hold one JSON object")
     return tree
 
 
@@ -185,34 +246,3 @@ def _get(tree: dict[str, Any], dotted: str) -> Any:
 def _group(tree: dict[str, Any], key: str) -> dict[str, Any]:
     """The settings under a key, none where it is no object."""
     return tree[key] if isinstance(tree.get(key), dict) else {}
-
-
-def _check_pipeline(tree: dict[str, Any], faults: list[str]) -> None:
-    """Refuses what DeepSpeed passes over in silence: it reads the section, and deepnmt's stages do not go by it."""
-    if not isinstance(tree.get("pipeline", {}), dict):
-        faults.append(f"pipeline is {json.dumps(tree['pipeline'])}, must be an object, for example {{}}")
-    for key in sorted(_group(tree, "pipeline").keys() - {"activation_checkpoint_interval"}):
-        faults.append(f"pipeline.{key} is given, but has no say here: the recipe's parallel.pipeline_stages owns the "
-                      "number of stages, and deepnmt makes the cuts; remove it from the JSON")
-
-
-def _stage(tree: dict[str, Any], faults: list[str]) -> int:
-    stage = _get(tree, "zero_optimization.stage")
-    if stage is None:
-        return 0  # told of among the keys that must be written
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
-        return 1
-    return int(stage)
-
-
-def _precision(tree: dict[str, Any], faults: list[str]) -> Precision:
-    kinds: tuple[Precision, ...] = ("bf16", "fp16")
-    faults += [f'{kind} is {json.dumps(tree[kind])}, must be an object, for example {{"enabled": true}}'
-               for kind in kinds if kind in tree and not isinstance(tree[kind], dict)]
-    faults += [f"{kind}.enabled must be written, true or false" for kind in kinds
-               if _group(tree, kind) and not isinstance(tree[kind].get("enabled"), bool)]
-    on = [kind for kind in kinds if _group(tree, kind).get("enabled")]
-    if len(on) > 1:
-        faults.append("bf16 and fp16 are both enabled; keep one")
-    return on[0] if on else "fp32"

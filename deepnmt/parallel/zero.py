@@ -25,21 +25,21 @@ from deepnmt.optim import clip_gradients
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights
 from deepnmt.parallel.engine import ParameterState, StepStats
 from deepnmt.parallel.host import give_memory_back
-from deepnmt.parallel.settings import DsConfig
+from deepnmt.parallel.settings import Layout
 
 
 class ZeroEngine(DeepSpeedEngine):
     """See `Engine`. `module` stays the model itself, or is its copy in 16 bits; DeepSpeed owns the update."""
 
-    def __init__(self, module: Transformer, recipe: Recipe, settings: DsConfig, device: torch.device) -> None:
-        super().__init__(recipe, device, settings, dict(module.named_parameters()))
+    def __init__(self, module: Transformer, recipe: Recipe, layout: Layout, device: torch.device) -> None:
+        super().__init__(recipe, device, layout, dict(module.named_parameters()))
         if self.zero == 3:
             give_memory_back()
-        self.module = self._compute_module(module, settings)
+        self.module = self._compute_module(module, layout)
         self.data_rank, self.data_world = dist.get_rank(), dist.get_world_size()
         self.parameters = sum(p.numel() for p in module.parameters())
         initial = {name: p.detach().clone() for name, p in self.local.items()}  # DeepSpeed rounds them in 16 bits
-        self._start(module if module is self.module else MasterWeights(module, self.module), settings)
+        self._start(module if module is self.module else MasterWeights(module, self.module), layout)
         self._create_optimizer_state(initial, self._update_on_zeros)
 
     def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:

@@ -138,7 +138,7 @@ def _advice(seen: Seen, recipe: Recipe) -> str:
     rate = (f"a lower optimizer.lr (now {recipe.optimizer.lr:g}), a longer schedule.warmup "
             f"(now {recipe.schedule.warmup}), train.clip (now {recipe.train.clip:g}; 0 is none)")
     if seen.kind == "fp16" and seen.place is not None and seen.fp32 is None:
-        return f"Try a bf16 or fp32 ds_config, or {rate}."
+        return f"Try parallel.precision=bf16 or fp32, or {rate}."
     deep = ", ".join(sorted(name for name, block in BLOCKS.items() if block.made_for_depth))
     post = PostLN in (BLOCKS[recipe.model.encoder.block], BLOCKS[recipe.model.decoder.block])
     other = f", or, in a new run, a block made for depth ({deep})" if post else ""

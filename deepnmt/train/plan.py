@@ -14,9 +14,10 @@ from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import moments_of, warmup_note
-from deepnmt.parallel.build import check_layout, cut, data_ranks
+from deepnmt.parallel.build import partition_of
 from deepnmt.parallel.launch import rank_from_environment
 from deepnmt.parallel.pipeline.partition import Partition
+from deepnmt.parallel.settings import Layout, layout_of
 
 # Tensors of one width kept for the backward pass, a token and layer, the FFN's inner ones apart; what autograd keeps of
 # a post-LN model is within 5 % of it (tests/train/test_dry_run.py). In 16 bits a CPU attends and norms in fp32 and
@@ -50,7 +51,7 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
 
 
 def memory_estimate(
-    recipe: Recipe, parameters: int, vocab: int, world: int, cuts: Partition | None = None
+    recipe: Recipe, layout: Layout, parameters: int, vocab: int, cuts: Partition | None = None
 ) -> dict[str, float]:
     """Bytes a process holds: weights with gradients, optimizer (fp32 master and moments), activations, and the loss
     over a target vocabulary of `vocab`.
@@ -59,12 +60,10 @@ def memory_estimate(
     micro-batches as it has in flight. With recomputation of groups of n layers, one group's activations and an input
     for every group.
     """
-    layout = check_layout(recipe, world)
-    world = data_ranks(recipe, world)
-    stage, precision = (layout.stage, layout.precision) if layout else (0, "fp32")
-    size = 4 if precision == "fp32" else 2
+    world, stage = layout.data_ranks, layout.stage
+    size = 4 if layout.precision == "fp32" else 2
     share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
-    kept_by_optimizer = 4 * len(moments_of(recipe.optimizer)) + (4 if layout and (stage or size == 2) else 0)
+    kept_by_optimizer = 4 * len(moments_of(recipe.optimizer)) + 4 * (stage > 0 or size == 2)
     tokens, model = recipe.batch.tokens, recipe.model
     device = "cuda" if torch.cuda.is_available() else "cpu"
     each = _KEPT_ON_CPU_IN_16_BITS if device == "cpu" and size == 2 else _KEPT
@@ -99,8 +98,8 @@ def describe(recipe: Recipe) -> str:
     check_average_last(recipe)
     stages = recipe.parallel.pipeline_stages
     world = max(rank_from_environment()[1], stages)
-    layout = check_layout(recipe, world)
-    chains = data_ranks(recipe, world)
+    layout = layout_of(recipe, world)
+    chains = layout.data_ranks
     folder = Path(recipe.data.folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         sizes, epoch, ratio = (recipe.vocab.size, recipe.vocab.size), "not prepared yet", 1.0
@@ -114,9 +113,9 @@ def describe(recipe: Recipe) -> str:
         per_update = chains * recipe.batch.accumulation
         epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.waste(0):.1f} %)"
     parameters = count_parameters(recipe.model, *sizes)
-    cuts = cut(recipe, *sizes, ratio) if stages else None
-    memory = memory_estimate(recipe, parameters, sizes[1], world, cuts)
-    name = "plain PyTorch, fp32" if layout is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
+    cuts = partition_of(recipe, *sizes, ratio) if stages else None
+    memory = memory_estimate(recipe, layout, parameters, sizes[1], cuts)
+    name = "plain PyTorch, fp32" if layout.config is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
     encoder, decoder = recipe.model.encoder, recipe.model.decoder
     rows = {
         "model": f"{encoder.layers}L-{decoder.layers}L, {encoder.block} / {decoder.block}, width {recipe.model.width}",

@@ -18,7 +18,7 @@ from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
 from deepnmt.optim import moments_of
-from deepnmt.parallel.build import data_ranks
+from deepnmt.parallel.settings import data_ranks
 from deepnmt.ranks import Ranks
 
 # Settings, or groups of them, that a run keeps: another value would make it another run, or come too late to count.

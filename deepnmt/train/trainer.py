@@ -32,9 +32,9 @@ from deepnmt.evaluate.metrics import scorers
 from deepnmt.files import read_log, write_text
 from deepnmt.model.admin import AdminProfile
 from deepnmt.optim import ScalerState, learning_rate, warmup_note
-from deepnmt.parallel.build import check_layout, cut, start_engine
+from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import check_by_deepspeed, untried_deepspeed
+from deepnmt.parallel.settings import check_by_deepspeed, layout_of, untried_deepspeed
 from deepnmt.plots import draw_admin_profile, draw_learning_curve
 from deepnmt.ranks import Ranks
 from deepnmt.train.divergence import Drops, diverged
@@ -54,9 +54,8 @@ class Trainer:
         self.recipe, self.ranks = recipe, ranks
         self.run = Path(recipe.run)
         check_average_last(recipe)
-        layout = check_layout(recipe, ranks.world)
-        if layout is not None:
-            check_by_deepspeed(layout)
+        self.layout = layout_of(recipe, ranks.world)
+        check_by_deepspeed(self.layout)
         if recipe.train.valid_bleu:
             scorers(recipe.data.trg_lang)  # better refused now than at the first validation
         begun = bool(list_checkpoints(self.run / "checkpoints"))
@@ -76,7 +75,7 @@ class Trainer:
             changes = changes_since(checkpoint, recipe, self.data.fingerprint, ranks.world) if checkpoint else []
             self.monitor = Monitor(self.run, ranks.first, self._update_of(checkpoint), recipe.train.updates)
             self.engine = self._resume(checkpoint, changes) if checkpoint else self._begin()
-            if layout is not None and (note := untried_deepspeed()):
+            if self.layout.config is not None and (note := untried_deepspeed()):
                 self.monitor.event(self.progress.update, note)
             self.probe = TrainingProbe(self.engine.module, recipe.model, recipe.train.probe_every)
             if ranks.first:
@@ -111,9 +110,10 @@ class Trainer:
         """The model, as drawn, under its engine; a pipeline's stages are told of."""
         source, target = self.vocabs
         ratio = self.data.split("train").source_per_target
-        if self.recipe.parallel.pipeline_stages and self.ranks.first:
-            print(cut(self.recipe, source.size, target.size, ratio).table(self.recipe.batch.accumulation), flush=True)
-        return start_engine(self.recipe, (source.size, target.size), self.ranks, profile, ratio)
+        if self.layout.stages and self.ranks.first:
+            stages = partition_of(self.recipe, source.size, target.size, ratio)
+            print(stages.table(self.recipe.batch.accumulation), flush=True)
+        return start_engine(self.recipe, self.layout, (source.size, target.size), self.ranks, profile, ratio)
 
     def _begin(self) -> Engine:
         profile = profile_for(self.recipe, self.data, self.ranks)

@@ -23,8 +23,9 @@ from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_folder_of, make_run_folder, write_json
 from deepnmt.gpu_report.speed import random_batch
-from deepnmt.parallel.build import check_layout, cut, start_engine
+from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.settings import layout_of
 from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
@@ -72,6 +73,7 @@ def placed(recipe: Recipe, layout: Layout, micro_batches: int) -> Recipe:
     """
     tree = recipe.model_dump()
     tree["parallel"]["ds_config"] = None if layout.config == "local" else f"ds_configs/{layout.config}.json"
+    tree["parallel"].pop("precision")  # of the layout's name
     tree["parallel"]["pipeline_stages"] = layout.stages
     chains = layout.processes // (layout.stages or 1)
     if chains and micro_batches % chains:
@@ -81,7 +83,7 @@ def placed(recipe: Recipe, layout: Layout, micro_batches: int) -> Recipe:
         )
     tree["batch"]["accumulation"] = max(1, micro_batches // max(1, chains))
     made = check_recipe(tree, layout.name)
-    check_layout(made, layout.processes)
+    layout_of(made, layout.processes)
     return made
 
 
@@ -178,7 +180,7 @@ def measure_idle(
             "idle": found["idle"],
             "mean": sum(found["idle"]) / stages,
             "formula": (stages - 1) / (count + stages - 1),
-            "expected": cut(made, vocab, vocab).bubble(count),
+            "expected": partition_of(made, vocab, vocab).bubble(count),
         }
         rows.append(row)
         each = " ".join(f"{100 * idle:5.1f}%" for idle in row["idle"])
@@ -194,7 +196,7 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     recipe = check_recipe(job["recipe"], "layouts")
     vocabs = (job["vocab"], job["vocab"])
     profile = profile_on(recipe, vocabs, _batches(job, 0, ranks)[ranks.rank :: ranks.world], ranks)
-    engine = start_engine(recipe, vocabs, ranks, profile)
+    engine = start_engine(recipe, layout_of(recipe, ranks.world), vocabs, ranks, profile)
     busy = BusyClock(engine) if job["idle"] else None
     losses, norms, seconds, idle = [], [], [], []
     for update in range(job["updates"]):

@@ -33,6 +33,7 @@ from deepnmt.model.embedding import sinusoids
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.launch import gpus
+from deepnmt.parallel.settings import layout_of
 from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
@@ -151,7 +152,9 @@ def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
     """
     tree = job["recipe"]
     own = job["engine"] not in ("torch", "local")
-    tree["parallel"]["ds_config"] = f"ds_configs/{job['engine']}.json" if own else None
+    zero, _, precision = job["engine"].partition("_")
+    tree["parallel"] |= {"ds_config": f"ds_configs/{zero}.json" if own else None,
+                         "precision": precision if own else "fp32"}
     tree["batch"]["accumulation"] = job["micro_batches"] // ranks.world
     recipe = check_recipe(tree, "benchmark")
     data = open_prepared(recipe)
@@ -161,7 +164,7 @@ def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
         step = PlainLoop(recipe, target.size, ranks).step
     else:
         model = Transformer(recipe.model, source.size, target.size, recipe.seed, recipe.train.label_smoothing)
-        engine = build_engine(model, recipe, ranks)
+        engine = build_engine(model, recipe, layout_of(recipe, ranks.world), ranks)
         step = lambda batches, tokens: engine.train_step(batches, tokens, 1e-4)  # noqa: E731
     stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
     total, started = 0, 0.0

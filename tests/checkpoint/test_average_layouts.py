@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from test_optimizers import without_keys
+from tiny_engines import options
 from warm import Warm
 
 from deepnmt.checkpoint.average import average_run
@@ -17,9 +18,9 @@ from deepnmt.config import Translate, load_recipe
 from deepnmt.decode.translate import translate_files
 from deepnmt.evaluate.evaluate import evaluate_run
 
-# processes, ds_config, pipeline stages; accumulation makes up for it, so that every update has two micro-batches
-LOCAL = (1, "null", 0)
-OTHERS = [(2, "ds_configs/zero3_fp32.json", 0), (2, "ds_configs/pipeline_zero1_fp32.json", 2)]
+# processes, layout, pipeline stages; accumulation makes up for it, so that every update has two micro-batches
+LOCAL = (1, "local", 0)
+OTHERS = [(2, "zero3_fp32", 0), (2, "zero1_fp32", 2)]
 BEGUN, UPDATES = 80, 86
 SEARCHES = {"greedy": Translate(method="greedy"), "beam": Translate(beam=4, max_extra=5)}
 
@@ -28,8 +29,8 @@ Layout = tuple[int, str, int]
 
 def trained(warm: Warm, prepared: Path, run: Path, layout: Layout, updates: int, every: int) -> None:
     world, config, stages = layout
-    warm.train(world, prepared / "recipe.yaml", f"run={run}", f"parallel.ds_config={config}",
-               f"parallel.pipeline_stages={stages}", f"batch.accumulation={2 * max(stages, 1) // world}",
+    warm.train(world, prepared / "recipe.yaml", f"run={run}", *options(config, stages),
+               f"batch.accumulation={2 * max(stages, 1) // world}",
                f"train.updates={updates}", f"train.save_every={every}", "train.keep_last=10",
                "train.validate_every=1000", "train.valid_bleu=false")
     assert warm.wait() == [0] * world, warm.said()

@@ -188,7 +188,7 @@ def test_data_of_another_recipe(prepared: Path, refused: Refused, tmp_path: Path
 
 def changed(**settings: Any) -> str:
     """The shipped ZeRO-1 configuration with settings changed; None takes one out."""
-    tree = json.loads((ROOT / "ds_configs" / "zero1_fp32.json").read_text()) | settings
+    tree = json.loads((ROOT / "ds_configs" / "zero1.json").read_text()) | settings
     return json.dumps({key: value for key, value in tree.items() if value is not None})
 
 
@@ -227,6 +227,6 @@ def test_port_of_another_run(prepared: Path, tool: Tool, tmp_path: Path) -> None
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         done = tool("train", prepared / "recipe.yaml", f"run={tmp_path}/run",
-                    "parallel.ds_config=ds_configs/zero1_fp32.json", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                    "parallel.ds_config=ds_configs/zero1.json", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"port {port}, where the processes meet, cannot be opened: Address already in use" in done.stderr

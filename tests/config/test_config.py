@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deepnmt.config import Recipe, check_recipe, dump_recipe, load_recipe
+from deepnmt.config import Parallel, Recipe, check_recipe, dump_recipe, load_recipe
 from deepnmt.errors import UserError
 
 SMALL = """
@@ -275,3 +275,40 @@ def test_the_tree_given_is_left_alone() -> None:
     faults_of(tree)
     assert tree == before
     assert isinstance(check_recipe(changed(), "r.yaml"), Recipe)
+
+
+@pytest.mark.parametrize(("old", "layout", "precision"), [
+    ("ds_configs/zero1_bf16.json", "ds_configs/zero1.json", "bf16"),
+    ("/opt/share/ds_configs/zero3_offload_fp16.json", "/opt/share/ds_configs/zero3_offload.json", "fp16"),
+    ("ds_configs/pipeline_zero0_fp32.json", "ds_configs/zero0.json", "fp32"),
+])
+def test_layouts_of_version_0_1_are_understood(old: str, layout: str, precision: str, recipe_file: Path) -> None:
+    """In a recipe, and on the command line over one of today."""
+    for lines in ([f"parallel={{ds_config: {old}, pipeline_stages: 2}}"],
+                  ["parallel={ds_config: ds_configs/zero1.json, precision: bf16, pipeline_stages: 2}",
+                   f"parallel.ds_config={old}"]):
+        parallel = load_recipe(recipe_file, lines).parallel
+        assert (parallel.ds_config, parallel.precision, parallel.pipeline_stages) == (layout, precision, 2)
+
+
+def test_null_is_fp32_on_the_command_line(recipe_file: Path) -> None:
+    lines = ["parallel={ds_config: ds_configs/zero1.json, precision: bf16}", "parallel.ds_config=null"]
+    assert load_recipe(recipe_file, lines).parallel == Parallel()
+
+
+@pytest.mark.parametrize(("lines", "said"), [
+    (["parallel.ds_config=ds_configs/zero1_bf16.json", "parallel.precision=fp16"],
+     "which is in bf16, but parallel.precision is fp16; set parallel.ds_config=ds_configs/zero1.json"),
+    (["parallel.ds_config=ds_configs/pipeline_zero1_bf16.json"], "is for pipelines, but parallel.pipeline_stages is 0"),
+    (["parallel.precision=bf16", "parallel.ds_config=null"], "parallel: precision (bf16) needs a ds_config"),
+])
+def test_layouts_that_contradict_themselves(lines: list[str], said: str, recipe_file: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe_file, lines)
+    assert said in str(caught.value) and str(caught.value).count("\n") == 1
+
+
+def test_a_file_of_ones_own_keeps_its_name(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "zero1_bf16.json").write_text("{}")
+    parallel = load_recipe(recipe_file, [f"parallel.ds_config={tmp_path}/zero1_bf16.json"]).parallel
+    assert (parallel.ds_config, parallel.precision) == (f"{tmp_path}/zero1_bf16.json", "bf16")

@@ -22,7 +22,7 @@ from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.change import random_change
-from deepnmt.doctor.diagnose import _features, _in_bf16, between_checkpoints, due_rate, growth, one_update
+from deepnmt.doctor.diagnose import _features, between_checkpoints, due_rate, growth, one_update
 from deepnmt.doctor.gradient_probe import Gradients, HalfZeros
 from deepnmt.doctor.patient import first_batch, patient_of
 from deepnmt.doctor.variants import alternatives
@@ -91,7 +91,7 @@ def test_a_verdict_of_no_tries_other_recipes(
     assert set(shares) == {3}  # each of an update's micro-batches has that share of the scale
     assert re.search(r"^verdict +does NOT train in fp16: \d+ % of a layer's gradients are lost to fp16 at loss scale "
                      r"8192 \(probability by the rule alone 0\.", capsys.readouterr().out, flags=re.MULTILINE)
-    assert verdict["instead"][f"parallel.ds_config={LAYOUTS}/zero1_bf16.json"] == verdict["probability"]
+    assert verdict["instead"]["parallel.precision=bf16"] == verdict["probability"]
     assert not verdict["trains"] and verdict["probability"] < 0.5 and len(verdict["outside"]) == 1
     assert verdict["instead"]["optimizer.lr=0.0005"] > 0.9 > 0.5 > verdict["instead"]["schedule.warmup=1"]
     assert {"model.encoder.block=pre_ln model.decoder.block=pre_ln",
@@ -127,19 +127,6 @@ def test_what_is_offered_can_be_said_on_the_line(overrides: tuple[str, ...], pre
         assert told.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
         assert (told.model, told.schedule, told.batch, told.admin) == (
             offered.model, offered.schedule, offered.batch, offered.admin), line
-
-
-def test_a_layout_in_bf16_is_named_only_where_there_is_one(prepared: Path, tmp_path: Path) -> None:
-    def of(layout: Path) -> str | None:
-        return _in_bf16(load_recipe(prepared / "recipe.yaml", [f"parallel.ds_config={layout}"]))
-
-    assert of(LAYOUTS / "zero2_fp16.json") == str(LAYOUTS / "zero2_bf16.json")
-    assert of(Path("ds_configs/zero2_fp16.json")) == "ds_configs/zero2_bf16.json"  # that comes with deepnmt
-    folder = tmp_path / "my_fp16"
-    folder.mkdir()
-    assert of(folder / "zero2_fp16.json") is None and of(folder / "half.json") is None
-    (folder / "zero2_bf16.json").write_text("{}")
-    assert of(folder / "zero2_fp16.json") == str(folder / "zero2_bf16.json")
 
 
 def test_the_model_starts_from_the_profile_that_the_run_would(prepared: Path, tmp_path: Path) -> None:
@@ -350,7 +337,7 @@ def test_the_rule_is_told_of_all_processes_and_of_the_precision(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepnmt.doctor.diagnose, "features", lambda *_, **told: told)
-    lines = {"fp32": [], "bf16": [f"parallel.ds_config={LAYOUTS}/zero1_bf16.json"],
+    lines = {"fp32": [], "bf16": ["parallel.precision=bf16"],
              "fp16": [f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp16.json", "parallel.pipeline_stages=2"]}
     for precision, words in lines.items():
         recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=3", *words])

@@ -122,7 +122,7 @@ def test_words() -> None:
                              "valid": {"tsv": "x"}}, "train": {"updates": 1}})
     narrow, wide = Seen("fp16", "the output of X", 6e4), Seen("fp16", "the output of X", 6e4, "the input of Y")
     assert "16 bits are too narrow" in _where(narrow)
-    assert _advice(narrow, run).startswith("Try a bf16 or fp32 ds_config")
+    assert _advice(narrow, run).startswith("Try parallel.precision=bf16 or fp32")
     assert "first the input of Y" in _where(wide) and "optimizer.lr (now 0.0005)" in _advice(wide, run)
     assert "each micro-batch of the last update is finite" in _where(Seen("bf16"))
     assert "no memory left" in _where(Seen("bf16", room=False))

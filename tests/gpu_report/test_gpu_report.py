@@ -21,7 +21,7 @@ from deepnmt.gpu_report.report import FULL, LEAVING, TOY, Job, Report, TooSlow
 from deepnmt.gpu_report.tables import markdown
 from deepnmt.parallel.deepspeed import _check_device
 from deepnmt.parallel.launch import processes
-from deepnmt.parallel.settings import load_ds_config
+from deepnmt.parallel.settings import layout_of
 from deepnmt.train.trainer import FINISHED, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,15 +68,16 @@ def test_a_precision_that_the_accelerator_lacks_is_left_out(tmp_path: Path, monk
         ("skipped", f"this machine's {machine['device']} does not compute in {precision}")
         for precision in ("fp16", "bf16")]
     recipe = load_recipe(ROOT / "recipes" / "demo" / "admin_18l-18l.yaml",
-                         ["parallel.ds_config=ds_configs/zero1_bf16.json"])
-    with pytest.raises(UserError, match="has no bf16; name a configuration in fp32"):
-        _check_device(recipe, load_ds_config("ds_configs/zero1_bf16.json", recipe, 1))
+                         ["parallel.ds_config=ds_configs/zero1.json", "parallel.precision=bf16"])
+    with pytest.raises(UserError, match="has no bf16; set parallel"):
+        _check_device(layout_of(recipe, 1))
 
 
 def layout_job(prepared: Path, folder: Path, layout: str, stages: int) -> None:
     """The settings that `gpu_layouts` is given, over the tiny corpus."""
     recipe = load_recipe(prepared / "recipe.yaml", [
-        f"run={folder}/{layout}", f"parallel.ds_config=ds_configs/{layout}.json", f"parallel.pipeline_stages={stages}",
+        f"run={folder}/{layout}", "parallel.ds_config=ds_configs/zero1.json", "parallel.precision=fp16",
+        f"parallel.pipeline_stages={stages}",
         "parallel.threads=1", "train.updates=6", "train.validate_every=6", "train.save_every=6", "train.log_every=2",
         "train.valid_bleu=false"])
     (folder / f"{layout}.job").write_text(json.dumps(recipe.model_dump()), encoding="utf-8")
@@ -99,7 +100,7 @@ def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> N
         "corpus": {"status": "done", "seconds": 0.1, "note": "", "figures": {"name": "demo", "pairs": {"train": 600}}},
         **{f"updates {layout}": {"status": "done", "seconds": 0.1, "note": "", "figures": run}
            for layout, run in found.items()}}})
-    heads = ("| zero1_fp16 |", "| pipeline_zero1_fp16, 1 stage")
+    heads = ("| zero1_fp16 |", "| zero1_fp16, 1 stage")
     lines = [line for line in page.splitlines() if line.startswith(heads)]
     assert [line.count("|") for line in lines] == [12, 12] and "demo, 600 pairs" in page
 
@@ -112,7 +113,7 @@ def test_toy_report_of_layouts(tool: Tool, tmp_path: Path) -> None:
     assert list(parts) == ["corpus", "machine", "prepare", "updates zero1_fp16", "updates pipeline_zero1_fp16",
                            "60L-12L zero1_fp16", "60L-12L zero1_bf16"]
     assert {part["status"] for part in parts.values()} == {"done"}
-    assert "| pipeline_zero1_fp16, 1 stage(s) | 6 |" in done.stdout
+    assert "| zero1_fp16, 1 stage(s) | 6 |" in done.stdout
 
 
 def test_failed_and_skipped_parts_are_told(tool: Tool, tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engines import ROOT, VOCAB, batches, step
+from tiny_engines import VOCAB, batches, parallel, step
 from warm import Warm
 
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.doctor.training_probe import TrainingProbe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import processes
+from deepnmt.parallel.settings import layout_of
 
 PAIRS = [("admin_closed_form", "fixup"), ("rezero_post_ln", "t_fixup"), ("looks_linear", "rezero"),
          ("b2t_no_ln", "looks_linear")]
@@ -32,8 +33,7 @@ def recipe(layout: str, world: int, encoder: str, decoder: str) -> Recipe:
         "model": {"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": encoder, "layers": 3},
                   "decoder": {"block": decoder, "layers": 2}},
         "train": {"updates": 10, "clip": 0.5},
-        "parallel": {"ds_config": None if layout == "local" else str(ROOT / "ds_configs" / f"{layout}.json"),
-                     "pipeline_stages": stages},
+        "parallel": parallel(layout.removeprefix("pipeline_"), stages),
     }, "test")
 
 
@@ -42,10 +42,11 @@ def trial(folder: str, layout: str) -> None:
     with processes(threads=1, group=True) as ranks:
         traces, probed = [], {}
         for pair in PAIRS if layout.startswith("pipeline") else PAIRS + HISTORY:
-            engine = start_engine(recipe(layout, ranks.world, *pair), (VOCAB, VOCAB), ranks)
+            made = recipe(layout, ranks.world, *pair)
+            engine = start_engine(made, layout_of(made, ranks.world), (VOCAB, VOCAB), ranks)
             traces.append([step(engine, batches(update, MICRO_BATCHES), ranks)[:2] for update in range(3)])
             if pair == PAIRS[0]:
-                probe = TrainingProbe(engine.module, recipe(layout, ranks.world, *pair).model, 1)
+                probe = TrainingProbe(engine.module, made.model, 1)
                 with probe.watching(True):
                     scale = step(engine, batches(3, MICRO_BATCHES), ranks)[2]
                 probed = probe.read(scale * engine.data_world, ranks.sum, ranks.largest)

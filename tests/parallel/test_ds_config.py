@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from deepnmt.config import Recipe, check_recipe
+from deepnmt.config import Precision, Recipe, check_recipe
 from deepnmt.errors import UserError
-from deepnmt.parallel.settings import load_ds_config, untried_deepspeed
+from deepnmt.parallel.settings import layout_of, untried_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 Write = Callable[..., Path]
 
 
-def recipe_of(stages: int = 0, **loss_scale: float) -> Recipe:
+def recipe_of(path: Path | None = None, precision: str = "fp32", stages: int = 0, **loss_scale: float) -> Recipe:
     corpus = {"tsv": "x"}
     return check_recipe({
         "run": "unused", "train": {"updates": 9, "clip": 0.5}, "batch": {"accumulation": 2}, "loss_scale": loss_scale,
         "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": corpus, "valid": corpus},
-        "parallel": {"pipeline_stages": stages},
+        "parallel": {"ds_config": path and str(path), "precision": precision, "pipeline_stages": stages},
     }, "test")
 
 
@@ -41,21 +41,46 @@ def write(tmp_path: Path) -> Write:
     return changed
 
 
+@pytest.mark.parametrize("precision", get_args(Precision))
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_ones_take_what_the_recipe_says(path: Path) -> None:
-    stages = 2 if path.stem.startswith("pipeline") else 0
-    settings = load_ds_config(path, recipe_of(stages, initial_power=5, window=7), 3)
-    tree = settings.tree
-    assert (tree["gradient_clipping"], tree["gradient_accumulation_steps"], tree["train_batch_size"]) == (0.5, 2, 6)
-    assert f"zero{settings.stage}" in path.stem and path.stem.endswith(settings.precision)
-    if "fp16" in tree:
-        assert (tree["fp16"]["initial_scale_power"], tree["fp16"]["loss_scale_window"]) == (5, 7)
-    assert "auto" not in json.dumps(tree)
+def test_shipped_ones_take_what_the_recipe_says(path: Path, precision: Precision) -> None:
+    """In the words of the JSON files that version 0.1 had for each precision, in pipelines, too."""
+    for stages in (0, *([2] if path.stem in ("zero0", "zero1") else [])):
+        layout = layout_of(recipe_of(path, precision, stages, initial_power=5, window=7), 3 * max(stages, 1))
+        tree = layout.config or {}
+        assert (tree["gradient_clipping"], tree["gradient_accumulation_steps"], tree["train_batch_size"]) == (0.5, 2, 6)
+        assert f"zero{layout.stage}" in path.stem
+        assert (layout.precision, layout.stages, layout.data_ranks) == (precision, stages, 3)
+        assert {key: tree[key] for key in ("bf16", "fp16") if key in tree} == {
+            "fp32": {}, "bf16": {"bf16": {"enabled": True}},
+            "fp16": {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 5, "loss_scale_window": 7,
+                              "hysteresis": 1}}}[precision]
+        assert "auto" not in json.dumps(tree)
+
+
+@pytest.mark.parametrize(("section", "precision", "way"), [
+    ({"bf16": {"enabled": True}}, "fp32", "bf16.enabled is true, but the recipe's parallel.precision is fp32; write "
+                                          '"auto", or set parallel.precision=bf16'),
+    ({"bf16": {"enabled": False}}, "bf16", "or set parallel.precision=fp32"),
+    ({"bf16": {}, "fp16": {"enabled": True}}, "bf16", "or set parallel.precision=fp16"),
+])
+def test_a_json_of_another_precision_than_the_recipe_s(
+    write: Write, section: dict[str, Any], precision: str, way: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        layout_of(recipe_of(write("zero1", **section), precision), 1)
+    assert way in str(caught.value) and str(caught.value).count("\n") == 1
+
+
+def test_a_json_of_one_precision_goes_with_it(write: Write) -> None:
+    for sections in ({"bf16": {"enabled": True}}, {"bf16": {"enabled": True}, "fp16": {"enabled": False}}):
+        config = layout_of(recipe_of(write("zero1", **sections), "bf16"), 1).config or {}
+        assert config["bf16"] == {"enabled": True} and not config.get("fp16", {}).get("enabled")
 
 
 def test_values_equal_to_the_recipe_s_may_stand(write: Write) -> None:
-    path = write("zero1_fp16", "fp16", initial_scale_power=5, loss_scale_window=7, hysteresis=1, loss_scale=0)
-    assert load_ds_config(path, recipe_of(initial_power=5, window=7), 1).precision == "fp16"
+    path = write("zero1", "fp16", initial_scale_power=5, loss_scale_window=7, hysteresis=1, loss_scale=0)
+    assert layout_of(recipe_of(path, "fp16", initial_power=5, window=7), 1).precision == "fp16"
 
 
 @pytest.mark.parametrize(("keys", "said"), [
@@ -65,11 +90,11 @@ def test_values_equal_to_the_recipe_s_may_stand(write: Write) -> None:
     ({"loss_scale": 128}, "fp16.loss_scale is 128, but the loss scale is dynamic"),
     ({"hysteresis": 2}, "fp16.hysteresis is 2, but every overflow halves the loss scale; write 1, or remove it"),
     ({"min_loss_scale": 1}, "fp16.min_loss_scale is given, but the recipe's loss_scale.floor owns it"),
-    ({"enabled": "yes"}, "fp16.enabled must be written, true or false"),
+    ({"enabled": "yes"}, 'fp16.enabled must be written, true, false or "auto"'),
 ])
 def test_a_second_loss_scale_is_refused(write: Write, keys: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
-        load_ds_config(write("zero1_fp16", "fp16", **keys), recipe_of(), 1)
+        layout_of(recipe_of(write("zero1", "fp16", **keys), "fp16"), 1)
     assert said in str(caught.value) and str(caught.value).count("\n") == 1
 
 
@@ -79,36 +104,35 @@ def test_a_second_loss_scale_is_refused(write: Write, keys: dict[str, Any], said
 ])
 def test_float_types_that_are_none(write: Write, keys: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
-        load_ds_config(write("zero1_fp32", **keys), recipe_of(), 1)
+        layout_of(recipe_of(write("zero1", **keys)), 1)
     assert said in str(caught.value)
 
 
 def test_pipelines_and_their_files(write: Write) -> None:
-    with pytest.raises(UserError, match=r"parallel\.pipeline_stages is 0; set .* or take ds_configs/zero1_bf16\.json"):
-        load_ds_config(ROOT / "ds_configs" / "pipeline_zero1_bf16.json", recipe_of(), 1)
-    path = write("pipeline_zero1_fp32", "pipeline", activation_checkpoint_interval=2)
+    with pytest.raises(UserError, match=r"parallel\.pipeline_stages is 0; set .* or remove the section"):
+        layout_of(recipe_of(write("zero1", pipeline={})), 1)
     with pytest.raises(UserError, match=r"activation_checkpoint_interval is 2, but the recipe's parallel\.recompute_"):
-        load_ds_config(path, recipe_of(2), 1)
+        layout_of(recipe_of(write("zero1", pipeline={"activation_checkpoint_interval": 2}), stages=2), 2)
 
 
-@pytest.mark.parametrize(("name", "section", "keys", "said"), [
-    ("zero1_fp32", "", {"activation_checkpointing": {"partition_activations": True}},
+@pytest.mark.parametrize(("stages", "keys", "said"), [
+    (0, {"activation_checkpointing": {"partition_activations": True}},
      "activation_checkpointing is given, but the recipe's parallel.recompute_layers owns it"),
-    ("zero1_fp32", "", {"activation_checkpointing": {}}, "parallel.recompute_layers owns it; remove it from the JSON"),
-    ("zero1_fp32", "", {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-     "torch_autocast is given, but only the sections bf16 and fp16 choose the float type; remove it from the JSON"),
-    ("zero1_fp32", "", {"amp": {"enabled": True, "opt_level": "O1"}},
-     "amp is given, but only the sections bf16 and fp16 choose the float type; remove it from the JSON"),
-    ("pipeline_zero1_fp32", "pipeline", {"stages": 8}, "pipeline.stages is given, but has no say here: the recipe's"),
-    ("pipeline_zero1_fp32", "pipeline", {"partition": "parameters"}, "pipeline.partition is given, but has no say"),
-    ("pipeline_zero1_fp32", "pipeline", {"no_such_key": 1}, "pipeline.no_such_key is given, but has no say here"),
-    ("pipeline_zero1_fp32", "", {"pipeline": 8}, "pipeline is 8, must be an object"),
+    (0, {"activation_checkpointing": {}}, "parallel.recompute_layers owns it; remove it from the JSON"),
+    (0, {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+     "torch_autocast is given, but the recipe's parallel.precision chooses the float type; remove it from the JSON"),
+    (0, {"amp": {"enabled": True, "opt_level": "O1"}},
+     "amp is given, but the recipe's parallel.precision chooses the float type; remove it from the JSON"),
+    (2, {"pipeline": {"stages": 8}}, "pipeline.stages is given, but has no say here: the recipe's"),
+    (2, {"pipeline": {"partition": "parameters"}}, "pipeline.partition is given, but has no say"),
+    (2, {"pipeline": {"no_such_key": 1}}, "pipeline.no_such_key is given, but has no say here"),
+    (2, {"pipeline": 8}, "pipeline is 8, must be an object"),
 ])
 def test_what_would_change_nothing_is_refused(
-    name: str, section: str, keys: dict[str, Any], said: str, write: Write
+    stages: int, keys: dict[str, Any], said: str, write: Write
 ) -> None:
     with pytest.raises(UserError) as caught:
-        load_ds_config(write(name, section, **keys), recipe_of(2 if name.startswith("pipeline") else 0), 1)
+        layout_of(recipe_of(write("zero1", **keys), stages=stages), max(stages, 1))
     assert said in str(caught.value) and str(caught.value).count("\n") == 1
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engines import batch_of
+from tiny_engines import batch_of, parallel
 from warm import Warm
 
 from deepnmt.batch import Batch
@@ -24,6 +24,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
+from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ def recipe(layout: str, accumulation: int, trial: Trial) -> Recipe:
         "model": {"width": 16, "heads": 2, "ffn": 25, "dropout": trial.dropout,
                   "encoder": {"block": encoder, "layers": 2}, "decoder": {"block": decoder, "layers": 2}},
         "train": {"updates": UPDATES, "clip": 0.5},
-        "parallel": {"ds_config": None if layout == "local" else str(ROOT / "ds_configs" / f"{layout}.json"),
+        "parallel": {**parallel(layout),
                      "recompute_layers": 0 if layout == "local" else trial.recompute},
     }, "test")
 
@@ -98,7 +99,8 @@ def steps(engine: Engine, ranks: Ranks, first: int, last: int) -> list[list[floa
 
 def build(layout: str, ranks: Ranks, trial: Trial = TURNS[2][1]) -> Engine:
     settings = recipe(layout, MICRO_BATCHES // ranks.world, trial)
-    return build_engine(Transformer(settings.model, VOCAB, VOCAB, settings.seed, 0.1), settings, ranks)
+    return build_engine(Transformer(settings.model, VOCAB, VOCAB, settings.seed, 0.1), settings,
+                        layout_of(settings, ranks.world), ranks)
 
 
 def compute(folder: str, layout: str, trials: str) -> None:
@@ -225,7 +227,8 @@ def poisoned(layouts: str) -> None:
 # is set.
 POISONED = ["zero0_fp32", "zero0_fp16", "zero1_fp32", "zero1_bf16", "zero2_fp16", "zero3_fp32", "zero3_offload_bf16"]
 if LONG:
-    POISONED = sorted(path.stem for path in (ROOT / "ds_configs").glob("zero*.json"))
+    POISONED = [f"{path.stem}_{bits}" for path in sorted((ROOT / "ds_configs").glob("*.json"))
+                for bits in ("fp32", "bf16", "fp16")]
 
 
 @pytest.mark.parametrize(("world", "layouts"), [(1, ["local"]), (2, POISONED)], ids=["local", "zero"])

@@ -11,18 +11,20 @@ from pathlib import Path
 
 import pytest
 from ranks import run_on_ranks
+from tiny_engines import options
 from warm import TESTS, Warm, train
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
-# processes, ds_config, pipeline stages
-LAYOUTS = [(1, "null", 0), *((2, f"ds_configs/{name}.json", 0) for name in (
+# processes, layout, pipeline stages
+LAYOUTS = [(1, "local", 0), *((2, name, 0) for name in (
     "zero1_fp16", "zero2_fp32", "zero3_bf16", "zero3_offload_bf16")),
-    (3, "ds_configs/pipeline_zero0_fp32.json", 3), (4, "ds_configs/pipeline_zero1_fp32.json", 2)]
+    (3, "zero0_fp32", 3), (4, "zero1_fp32", 2)]
 if LONG:  # every configuration that comes with deepnmt
-    named = {Path(layout).stem for _, layout, _ in LAYOUTS}
-    LAYOUTS += [(2, f"ds_configs/{path.name}", 2 if path.stem.startswith("pipeline") else 0)
-                for path in sorted((TESTS.parent / "ds_configs").glob("*.json")) if path.stem not in named]
-    LAYOUTS += [(4, "ds_configs/pipeline_zero1_fp16.json", 4), (6, "ds_configs/pipeline_zero1_bf16.json", 3)]
+    LAYOUTS += [(2, f"{path.stem}_{precision}", stages)
+                for path in sorted((TESTS.parent / "ds_configs").glob("*.json"))
+                for precision in ("fp32", "bf16", "fp16")
+                for stages in ((0, 2) if path.stem in ("zero0", "zero1") else (0,))]
+    LAYOUTS += [(4, "zero1_fp16", 4), (6, "zero1_bf16", 3)]
 
 
 def job(*arguments: str) -> None:
@@ -43,6 +45,5 @@ def test_all_processes_end_with_0(
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
     for number in range(20 if LONG else 1):
         start = run_on_ranks if LONG and number == 0 else warm.run
-        overrides = (f"run={tmp_path / str(number)}", f"parallel.ds_config={layout}",
-                     f"parallel.pipeline_stages={stages}", "train.updates=2")
+        overrides = (f"run={tmp_path / str(number)}", *options(layout, stages), "train.updates=2")
         start(world, "test_exit_codes:job", str(prepared / "recipe.yaml"), *overrides)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tiny_engines import options
 from warm import Warm
 
 from deepnmt.checkpoint.checkpoint import load_moments, load_weights
@@ -19,6 +20,7 @@ from deepnmt.errors import UserError
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
+from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 from deepnmt.train.trainer import Trainer
 from deepnmt.train.validate import validate
@@ -27,12 +29,12 @@ from deepnmt.train.validate import validate
 def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -> None:
     """Runs on each rank: the gathered weights against the exported ones, and what a validation makes of them."""
     with processes(threads=1, group=True) as ranks:
-        settings = load_recipe(recipe, [f"parallel.ds_config={layout}", f"parallel.pipeline_stages={stages}",
+        settings = load_recipe(recipe, [*options(layout, int(stages)),
                                         "train.valid_sentences=0", "batch.tokens=64"])
         check_texts(settings, ranks)
         data = open_prepared(settings)
         vocabs = data.vocabs()
-        engine = start_engine(settings, (vocabs[0].size, vocabs[1].size), ranks)
+        engine = start_engine(settings, layout_of(settings, ranks.world), (vocabs[0].size, vocabs[1].size), ranks)
         engine.import_state(load_weights(Path(checkpoint)), load_moments(Path(checkpoint)), 12)
         whole = engine.gather_model()
         weights = dict(whole.named_parameters())
@@ -91,8 +93,7 @@ def validated(
     """Loss and BLEU of the validation text in a layout, and the bytes of a weight of the model that decodes."""
     world, name, stages = layout
     output = folder / f"{name}-{stages}.json"
-    path = name if name == "null" else f"ds_configs/{name}.json"
-    warm.run(world, "test_gather:trial", prepared / "recipe.yaml", checkpoint, path, stages, output)
+    warm.run(world, "test_gather:trial", prepared / "recipe.yaml", checkpoint, name, stages, output)
     loss, bleu, size = json.loads(output.read_text())
     return loss, bleu, size
 
@@ -101,13 +102,13 @@ def validated(
 # the same bits, but under ZeRO-3 DeepSpeed's linear rounds a product before it adds the bias (without its
 # memory_efficient_linear the losses are ZeRO-1's); a pipeline of one stage has ZeRO-1's losses, of two stages nearly.
 @pytest.mark.parametrize(("layout", "control", "of_loss", "of_bleu"), [
-    ((2, "zero3_fp32", 0), (1, "null", 0), 1e-6, 0.0),
+    ((2, "zero3_fp32", 0), (1, "local", 0), 1e-6, 0.0),
     ((2, "zero3_bf16", 0), (2, "zero1_bf16", 0), 1e-3, 1.0),
-    ((2, "pipeline_zero1_fp32", 2), (1, "null", 0), 1e-6, 0.0),
-    ((3, "pipeline_zero0_fp32", 3), (1, "null", 0), 1e-6, 0.0),
-    ((4, "pipeline_zero1_fp32", 2), (1, "null", 0), 1e-6, 0.0),
-    ((1, "pipeline_zero1_bf16", 1), (1, "zero1_bf16", 0), 1e-6, 0.0),
-    ((2, "pipeline_zero1_bf16", 2), (2, "zero1_bf16", 0), 1e-4, 0.0),
+    ((2, "zero1_fp32", 2), (1, "local", 0), 1e-6, 0.0),
+    ((3, "zero0_fp32", 3), (1, "local", 0), 1e-6, 0.0),
+    ((4, "zero1_fp32", 2), (1, "local", 0), 1e-6, 0.0),
+    ((1, "zero1_bf16", 1), (1, "zero1_bf16", 0), 1e-6, 0.0),
+    ((2, "zero1_bf16", 2), (2, "zero1_bf16", 0), 1e-4, 0.0),
 ])
 def test_validation_is_that_of_other_layouts(
     layout: tuple[int, str, int], control: tuple[int, str, int], of_loss: float, of_bleu: float, checkpoint: Path,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks
-from tiny_engines import batch_of
+from tiny_engines import batch_of, parallel
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
@@ -16,6 +16,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
+from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ def recipe(layout: str, optimizer: dict[str, Any]) -> Recipe:
                   "decoder": {"block": "post_ln", "layers": 2, "input_gain": True}},
         "optimizer": optimizer,
         "train": {"updates": 10, "clip": 0.5},
-        "parallel": {"ds_config": None if layout == "local" else str(ROOT / "ds_configs" / f"{layout}.json")},
+        "parallel": parallel(layout),
     }, "test")
 
 
@@ -55,7 +56,8 @@ def build(layout: str, optimizer: dict[str, Any], ranks: Ranks) -> Engine:
     settings = settings.model_copy(update={
         "batch": settings.batch.model_copy(update={"accumulation": 2 // ranks.world})
     })
-    return build_engine(Transformer(settings.model, VOCAB, VOCAB, settings.seed, 0.1), settings, ranks)
+    return build_engine(Transformer(settings.model, VOCAB, VOCAB, settings.seed, 0.1), settings,
+                        layout_of(settings, ranks.world), ranks)
 
 
 def steps(engine: Engine, ranks: Ranks, first: int, last: int) -> None:

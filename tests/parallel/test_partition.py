@@ -12,9 +12,9 @@ from deepnmt.config import Block, Model, Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.embedding import TABLES
-from deepnmt.parallel.build import check_layout
 from deepnmt.parallel.pipeline.partition import Partition, Unit, cost_units, partition, unit_names
 from deepnmt.parallel.pipeline.stage import Stage
+from deepnmt.parallel.settings import layout_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,17 +137,17 @@ def recipe(config: str | None, stages: int, **model_settings: object) -> Recipe:
 @pytest.mark.parametrize(
     ("config", "stages", "world", "words"),
     [
-        (None, 2, 2, ["pipeline_stages is 2", "ds_config is null", "pipeline_zero1_fp32.json"]),
-        ("zero2_fp32.json", 2, 2, ["pipeline_stages is 2", "zero2_fp32.json has ZeRO stage 2", "ZeRO 0 or 1"]),
-        ("zero3_bf16.json", 2, 2, ["ZeRO stage 3"]),
-        ("pipeline_zero1_fp32.json", 3, 4, ["pipeline_stages is 3", "4 processes", "one of 1, 2, 4"]),
-        ("pipeline_zero1_fp32.json", 2, 1, ["pipeline_stages is 2", "1 process cannot"]),
-        ("pipeline_zero1_fp32.json", 8, 8, ["pipeline_stages is 8", "4 layers (2 encoder, 2 decoder)", "4 or less"]),
+        (None, 2, 2, ["pipeline_stages is 2", "ds_config is null", "zero1.json"]),
+        ("zero2.json", 2, 2, ["pipeline_stages is 2", "zero2.json has ZeRO stage 2", "ZeRO 0 or 1"]),
+        ("zero3.json", 2, 2, ["ZeRO stage 3"]),
+        ("zero1.json", 3, 4, ["pipeline_stages is 3", "4 processes", "one of 1, 2, 4"]),
+        ("zero1.json", 2, 1, ["pipeline_stages is 2", "1 process cannot"]),
+        ("zero1.json", 8, 8, ["pipeline_stages is 8", "4 layers (2 encoder, 2 decoder)", "4 or less"]),
     ],
 )
 def test_impossible_layouts_are_refused(config: str | None, stages: int, world: int, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        check_layout(recipe(config, stages), world)
+        layout_of(recipe(config, stages), world)
     for word in words:
         assert word in str(caught.value)
 

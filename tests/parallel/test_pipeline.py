@@ -18,18 +18,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_engines import batch_of
+from tiny_engines import batch_of, parallel
 from warm import Warm
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
-from deepnmt.parallel.build import check_layout, start_engine
+from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.pipeline.partition import Partition, cost_units
+from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 VOCAB, VALID = 40, 5
 BLOCKS = [("post_ln", "pre_ln"), ("admin", "b2t"), ("pre_ln", "deepnorm"), ("b2t", "post_ln"), ("deepnorm", "admin")]
 
@@ -42,7 +42,7 @@ class Case:
     stages: int
     accumulation: int
     blocks: int = 0
-    config: str = "pipeline_zero1_fp32"
+    config: str = "zero1_fp32"
     dropout: float = 0.2
     tied: str = "all"
     recompute: int = 0
@@ -77,8 +77,7 @@ def recipe(case: Case, accumulation: int, control: str = "") -> Recipe:
             },
             "train": {"updates": 10, "clip": case.clip},
             "parallel": {
-                "ds_config": None if control == "local" else f"{ROOT}/ds_configs/{control or case.config}.json",
-                "pipeline_stages": 0 if control else case.stages,
+                **parallel(control or case.config, 0 if control else case.stages),
                 "recompute_layers": 0 if control else case.recompute,
             },
         },
@@ -144,13 +143,11 @@ def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 def pipeline(case: Case, ranks: Ranks) -> Engine:
     made = recipe(case, case.accumulation)
     if not case.cuts:
-        return start_engine(made, (VOCAB, VOCAB), ranks)
+        return start_engine(made, layout_of(made, ranks.world), (VOCAB, VOCAB), ranks)
     from deepnmt.parallel.pipeline.engine import PipelineEngine
 
     cuts = Partition(cost_units(made.model, VOCAB, VOCAB), tuple(case.cuts))
-    settings = check_layout(made, ranks.world)
-    assert settings is not None
-    return PipelineEngine(made, (VOCAB, VOCAB), cuts, settings, ranks, None)
+    return PipelineEngine(made, (VOCAB, VOCAB), cuts, layout_of(made, ranks.world), ranks, None)
 
 
 def controls(world: str, cases: str, folder: str) -> None:
@@ -160,7 +157,8 @@ def controls(world: str, cases: str, folder: str) -> None:
         for case in (Case(**values) for values in json.loads(cases)):
             count = int(world) // case.stages * case.accumulation
             name = "local" if case.config.endswith("fp32") else f"zero1_{case.config[-4:]}"
-            engine = start_engine(recipe(case, count, control=name), (VOCAB, VOCAB), ranks)
+            made = recipe(case, count, control=name)
+            engine = start_engine(made, layout_of(made, ranks.world), (VOCAB, VOCAB), ranks)
             found.append(measured(engine, ranks, count, case.updates))
             engine.close()
         torch.save(found, Path(folder, "controls.pt"))
@@ -185,7 +183,7 @@ def trial(cases: str, folder: str) -> None:
             Path(folder, "results.json").write_text(json.dumps(found))
 
 
-ZERO0 = "pipeline_zero0_fp32"
+ZERO0 = "zero0_fp32"
 
 # By processes. Stages 1, 2, 3, 4 × accumulation 1, 2, 8 × data-parallel ranks 1, 2, see the test of it; with all blocks
 # on both sides, all tyings, recomputation, ZeRO 0 and 1, dropout off and on and 20 updates in every number of stages;
@@ -253,8 +251,8 @@ def test_grid_is_whole() -> None:
 
 # 16 bits against ZeRO-1 in the same 16 bits, by processes: only sums of rounded numbers differ. A tied table whose
 # copies are not summed differs by 0.74. More where DEEPNMT_LONG is set: every accumulation, and every other dropout.
-BF16, FP16 = "pipeline_zero1_bf16", "pipeline_zero1_fp16"
-ZERO0_BF16, ZERO0_FP16 = "pipeline_zero0_bf16", "pipeline_zero0_fp16"
+BF16, FP16 = "zero1_bf16", "zero1_fp16"
+ZERO0_BF16, ZERO0_FP16 = "zero0_bf16", "zero0_fp16"
 ROUNDED = {
     2: [
         Case(2, 2, 1, BF16),
@@ -318,7 +316,7 @@ def poisoned(configs: str) -> None:
     with processes(threads=1, group=True) as ranks:
         for config in json.loads(configs):
             case = Case(2, 2, 1, config=config)
-            engine = start_engine(recipe(case, 2), (VOCAB, VOCAB), ranks)
+            engine = pipeline(case, ranks)
             update(engine, 0, 2, ranks, 1e-2)
             before = {s.name: (s.weight, s.exp_avg) for s in engine.export_state()}
             scale = engine.scaler_state()
@@ -339,7 +337,7 @@ def poisoned(configs: str) -> None:
 
 
 def test_non_finite_gradient_of_one_stage_reaches_none(warm: Warm) -> None:
-    configs = [f"pipeline_zero{stage}_{bits}" for stage, bits in product((0, 1), ("fp32", "bf16", "fp16"))]
+    configs = [f"zero{stage}_{bits}" for stage, bits in product((0, 1), ("fp32", "bf16", "fp16"))]
     warm.run(2, "test_pipeline:poisoned", json.dumps(configs))
 
 

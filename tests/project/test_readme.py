@@ -61,7 +61,7 @@ def workplace(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workplace")
     tree: dict[str, Any] = yaml.safe_load((prepared / "recipe.yaml").read_text(encoding="utf-8"))
     tree["run"], tree["data"]["folder"] = "runs/my", "data/my"
-    tree["parallel"] = {"ds_config": "ds_configs/zero1_fp32.json"}
+    tree["parallel"] = {"ds_config": "ds_configs/zero1.json"}
     tree["train"] |= {"updates": 5, "save_every": 1, "validate_every": 5}
     copied = yaml.safe_load((ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8"))
     tree["average_last"] = copied["average_last"]  # the recipe that is copied

@@ -255,6 +255,6 @@ def test_mistakes(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
                 f"train.{name}={none}\n") in said
     assert "there is no block 'post_nl'; known: post_ln, " in said and "layers" in said and "--processes is 0" in said
     assert not (tmp_path / "runs.jsonl").exists()
-    with pytest.raises(UserError, match=r"^parallel.ds_config is ds_configs/zero1_fp32.json, but runs of a study"):
+    with pytest.raises(UserError, match=r"^parallel.ds_config is ds_configs/zero1.json, but runs of a study"):
         run_system(System("post_ln", "post_ln", 1, 0),
-                   recipe_of(prepared, "parallel.ds_config=ds_configs/zero1_fp32.json"), ALONE)
+                   recipe_of(prepared, "parallel.ds_config=ds_configs/zero1.json"), ALONE)

@@ -61,10 +61,10 @@ def test_a_study_for_several_processes_writes_nothing(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "blocks"
-    for words in ([prepared / "recipe.yaml", "parallel.ds_config=ds_configs/zero1_fp32.json", *BLOCKS],
+    for words in ([prepared / "recipe.yaml", "parallel.ds_config=ds_configs/zero1.json", *BLOCKS],
                   [ROOT / "recipes" / "demo" / "admin_18l-18l.yaml"]):
         said = refused(capsys, "compare-blocks", *words, "--output", output)
-        assert "parallel.ds_config is ds_configs/zero1_fp32.json, but runs of a study are trained by the plain" in said
+        assert "parallel.ds_config is ds_configs/zero1.json, but runs of a study are trained by the plain" in said
     assert not output.exists()
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tiny_engines import ROOT, step
+from tiny_engines import parallel, step
 from warm import Warm
 
 from deepnmt.config import Recipe
@@ -15,6 +15,7 @@ from deepnmt.doctor.many import Precision, train_side_by_side
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import processes
+from deepnmt.parallel.settings import layout_of
 from studies.toy_task import ToyTask
 from studies.verdict_points import Point, Settings, point_recipe
 
@@ -25,9 +26,8 @@ PRECISIONS: dict[Precision, float] = {"bf16": 5e-3, "fp16": 2e-3}  # how far los
 
 def recipe(block: str, layout: str, power: int = 13) -> Recipe:
     plain = point_recipe(Point(block, block, 3, RATE, True), Settings(width=16, heads=2, ffn=32))
-    ds_config = str(ROOT / "ds_configs" / f"{layout}.json")
     return plain.model_copy(update={
-        "parallel": plain.parallel.model_copy(update={"ds_config": ds_config}),
+        "parallel": plain.parallel.model_copy(update=parallel(layout)),
         "loss_scale": plain.loss_scale.model_copy(update={"initial_power": power})})
 
 
@@ -36,11 +36,13 @@ def trial(folder: str, precision: str) -> None:
     with processes(threads=1, group=True) as ranks:
         losses = []
         for block in BLOCKS:
-            engine = start_engine(recipe(block, f"zero1_{precision}"), (TASK.vocabulary, TASK.vocabulary), ranks)
+            made = recipe(block, f"zero1_{precision}")
+            engine = start_engine(made, layout_of(made, 1), (TASK.vocabulary, TASK.vocabulary), ranks)
             losses.append([step(engine, [TASK.batch(update, 8)], ranks, RATE)[0] for update in range(UPDATES)])
             engine.close()
         if precision == "fp16":  # the same batch over and over: its loss stands still while the scale falls
-            engine = start_engine(recipe("pre_ln", "zero1_fp16", 24), (TASK.vocabulary, TASK.vocabulary), ranks)
+            made = recipe("pre_ln", "zero1_fp16", 24)
+            engine = start_engine(made, layout_of(made, 1), (TASK.vocabulary, TASK.vocabulary), ranks)
             losses.append([step(engine, [TASK.batch(0, 8)], ranks, RATE)[0] for _ in range(2 * UPDATES)])
             engine.close()
         Path(folder, f"{precision}.json").write_text(json.dumps(losses), encoding="utf-8")

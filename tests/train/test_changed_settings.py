@@ -13,7 +13,7 @@ from warm import Warm
 
 COMMON = ("train.valid_bleu=false", "train.save_every=1", "train.validate_every=100", "train.keep_last=9",
           "train.keep_best=0", "loss_scale.initial_power=3", "loss_scale.window=1")
-FP16 = "parallel.ds_config=ds_configs/zero1_fp16.json"
+FP16 = "parallel.ds_config=ds_configs/zero1_fp16.json"  # as in version 0.1: two settings of today
 BETA1, BETA2, EPS = 0.9, 0.98, 1e-9  # the recipe's defaults
 
 
@@ -50,7 +50,8 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
             f"data.train={{src: {grown[0]}, trg: {grown[1]}}}")
     assert state_of(run, 4)["loss_scale"] == {"scale": 64.0, "clean": 3}
     said = next(record["message"] for record in records(run, "event") if "going on from" in record["message"])
-    for words in ("now parallel.ds_config: ds_configs/zero1_fp16.json -> None", "now train.updates: 3 -> 4",
+    for words in ("now parallel.ds_config: ds_configs/zero1.json -> None", "now parallel.precision: fp16 -> fp32",
+                  "now train.updates: 3 -> 4",
                   "now processes: 2 -> 1", "now micro-batches of an update: 2 -> 1"):
         assert words in said, said
 

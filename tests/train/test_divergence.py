@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tiny_engines import options
 from warm import Warm
 
 from deepnmt.checkpoint.checkpoint import Contents, load_moments, load_state, load_weights, verify, write_checkpoint
@@ -26,26 +27,20 @@ def trained(warm: Warm, world: int, recipe: Path, *overrides: str) -> list[int]:
     return warm.wait()
 
 
-def placed(layout: str, stages: int) -> tuple[str, str]:
-    """The settings of a layout."""
-    path = layout if layout == "null" else f"ds_configs/{layout}.json"
-    return f"parallel.ds_config={path}", f"parallel.pipeline_stages={stages}"
-
-
 Row = tuple[int, str, int]  # processes, layout, pipeline stages
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
-BLOWN: list[Row] = [(1, "null", 0), (2, "zero1_fp16", 0), (2, "pipeline_zero1_fp32", 2)]
-BLOWN_TOO: list[Row] = [(2, "zero3_bf16", 0), (2, "zero1_fp32", 0), (2, "pipeline_zero0_fp32", 2),
-                        (2, "pipeline_zero1_fp16", 2)]
-NAMED: list[Row] = [(1, "null", 0), (2, "pipeline_zero1_fp32", 2)]
+BLOWN: list[Row] = [(1, "local", 0), (2, "zero1_fp16", 0), (2, "zero1_fp32", 2)]
+BLOWN_TOO: list[Row] = [(2, "zero3_bf16", 0), (2, "zero1_fp32", 0), (2, "zero0_fp32", 2),
+                        (2, "zero1_fp16", 2)]
+NAMED: list[Row] = [(1, "local", 0), (2, "zero1_fp32", 2)]
 NAMED_TOO: list[Row] = [(2, "zero3_fp32", 0)]
 
 
 @pytest.mark.parametrize(("world", "layout", "stages"), [*BLOWN, *(BLOWN_TOO if LONG else [])])
 def test_run_that_blew_up(world: int, layout: str, stages: int, prepared: Path, tmp_path: Path, warm: Warm) -> None:
     recipe, run, whole = prepared / "recipe.yaml", tmp_path / "run", tmp_path / "whole"
-    kind = "fp32" if layout == "null" else layout.rpartition("_")[2]
-    common = (*placed(layout, stages), "train.valid_bleu=false")
+    kind = "fp32" if layout == "local" else layout.rpartition("_")[2]
+    common = (*options(layout, stages), "train.valid_bleu=false")
     assert trained(warm, world, recipe, f"run={run}", *common, "train.updates=6") == [0] * world, warm.said()
     # one update at this rate throws every weight out of range
     codes = trained(warm, world, recipe, f"run={run}", *common, "optimizer.lr=1.0e+38", "train.save_every=100")
@@ -75,7 +70,7 @@ def test_every_layout_names_the_layer(
     shutil.copytree(blown, run)
     checkpoint = run / "checkpoints" / "update-00000006"
     before = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
-    codes = trained(warm, world, prepared / "recipe.yaml", f"run={run}", *placed(layout, stages))
+    codes = trained(warm, world, prepared / "recipe.yaml", f"run={run}", *options(layout, stages))
     said, status = warm.said(), json.loads((run / "STATUS.json").read_text())
     assert codes == [2] * world and "Traceback" not in said, said
     assert f"First non-finite in fp32: the output of {BROKEN}; the tensor before it reached" in said

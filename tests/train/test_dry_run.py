@@ -8,13 +8,15 @@ from typing import get_args
 
 import pytest
 import torch
+from tiny_engines import options
 from torch.autograd.graph import saved_tensors_hooks
 
 from deepnmt.config import Block, Model, load_recipe
 from deepnmt.data.batching import plan_epoch
 from deepnmt.data.prepared import PreparedData
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.build import cut
+from deepnmt.parallel.build import partition_of
+from deepnmt.parallel.settings import layout_of
 from deepnmt.train.plan import count_parameters, describe, memory_estimate
 
 
@@ -32,19 +34,19 @@ def test_a_pipelines_stages_are_those_of_training(prepared: Path, monkeypatch: p
     """Plain python prints what as many processes as stages would train with."""
     monkeypatch.delenv("RANK", raising=False)
     recipe = load_recipe(prepared / "recipe.yaml", [
-        "parallel.ds_config=ds_configs/pipeline_zero1_fp32.json", "parallel.pipeline_stages=3", "batch.accumulation=4"
+        "parallel.ds_config=ds_configs/zero1.json", "parallel.pipeline_stages=3", "batch.accumulation=4"
     ])
     data = PreparedData.open(recipe.data.folder)
     train, size = data.split("train"), data.vocabs()[0].size
     ratio = float(train.src_lengths.mean() / train.trg_lengths.mean())  # what the training run balances for
-    table, other = (cut(recipe, size, size, r).table(4) for r in (ratio, 1.0))
+    table, other = (partition_of(recipe, size, size, r).table(4) for r in (ratio, 1.0))
     assert table != other
     said = describe(recipe)
     assert "pipeline of 3 stages on 3 process(es)" in said
     assert said.endswith("\n".join(f"# {line}" for line in table.splitlines()))
     assert "expected bubble with 4 micro-batches" in said
     held = [int(row.split()[-3].replace(",", "")) for row in table.splitlines()[1:-1]]
-    estimate = memory_estimate(recipe, 0, size, 3, cut(recipe, size, size, ratio))
+    estimate = memory_estimate(recipe, layout_of(recipe, 3), 0, size, partition_of(recipe, size, size, ratio))
     assert len(held) == 3 and estimate["weights"] == 4 * max(held)
 
 
@@ -69,7 +71,7 @@ def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest
     # weights, gradients and two moments of 4 bytes; 2 x 27 tensors of width 16 and 4 of FFN 32 a token, 4 at the ends
     held = {"weights": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters,
             "activations": 16384 * 4 * (16 * (2 * 27 + 4) + 4 * 32), "loss": 4 * (2**22 + 16 * vocab)}
-    assert memory_estimate(recipe, parameters, vocab, 1) == held
+    assert memory_estimate(recipe, layout_of(recipe, 1), parameters, vocab) == held
     parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in held.items())
     assert found["memory per process"] == f"about {sum(held.values()) / 2**20:,.0f} MiB + libraries ({parts})"
 
@@ -80,8 +82,8 @@ def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest
 ])
 def test_what_a_layout_shares(layout: str, weights: float, gradients: float, optimizer: float, prepared: Path) -> None:
     """Bytes a parameter on four processes, as the table of docs/layouts.md has them."""
-    recipe = load_recipe(prepared / "recipe.yaml", [f"parallel.ds_config=ds_configs/{layout}.json"])
-    found = memory_estimate(recipe, 1000, 300, 4)
+    recipe = load_recipe(prepared / "recipe.yaml", options(layout))
+    found = memory_estimate(recipe, layout_of(recipe, 4), 1000, 300)
     assert [found[part] / 1000 for part in ("weights", "gradients", "optimizer")] == [weights, gradients, optimizer]
 
 
@@ -93,7 +95,8 @@ def test_activations_are_what_autograd_keeps(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # the model is on the CPU, and so must the figures be
     overrides = [f"model.{name}={value}" for name, value in {"width": 64, "ffn": 128, **change}.items()]
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=256", *overrides,
-                                                    f"parallel.ds_config=ds_configs/zero1_{precision}.json"])
+                                                    "parallel.ds_config=ds_configs/zero1.json",
+                                                    f"parallel.precision={precision}"])
     model = Transformer(recipe.model, 64, 64, 1, 0.1).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     kept = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
     held = []
@@ -106,4 +109,5 @@ def test_activations_are_what_autograd_keeps(
     src, trg = torch.randint(4, 64, (2, 16, 16))
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         model(src, torch.full((16,), 16), trg, trg)
-    assert memory_estimate(recipe, 0, 64, 1)["activations"] == pytest.approx(sum(kept.values()), rel=0.05)
+    estimate = memory_estimate(recipe, layout_of(recipe, 1), 0, 64)
+    assert estimate["activations"] == pytest.approx(sum(kept.values()), rel=0.05)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tiny_engines import options as layout_options
 from torch import equal
 from warm import Warm, kill, train, waiting
 
@@ -25,12 +26,12 @@ from deepnmt.checkpoint.checkpoint import FAIL_POINTS, list_checkpoints, update_
 UPDATES, SAVE_EVERY, VALIDATE_EVERY = (60 if os.environ.get("DEEPNMT_LONG") else 32), 4, 7
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 KILLS = 7 if LONG else 3
-# name: processes, ds_config, pipeline stages. A new layout is one more row.
+# name: processes, layout, pipeline stages. A new layout is one more row.
 LAYOUTS = {
-    "local": (1, "null", 0),
-    "zero1-2": (2, "ds_configs/zero1_fp32.json", 0),
-    "zero3-2": (2, "ds_configs/zero3_fp32.json", 0),
-    "pipeline-2": (2, "ds_configs/pipeline_zero1_fp32.json", 2),
+    "local": (1, "local", 0),
+    "zero1-2": (2, "zero1_fp32", 0),
+    "zero3-2": (2, "zero3_fp32", 0),
+    "pipeline-2": (2, "zero1_fp32", 2),
 }
 
 
@@ -82,9 +83,9 @@ def strike(warm: Warm, world: int, run: Path, goal: int, kind: str, draw: random
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
-    world, ds_config, stages = LAYOUTS[layout]
+    world, name, stages = LAYOUTS[layout]
     recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"
-    options = (f"parallel.ds_config={ds_config}", f"parallel.pipeline_stages={stages}", f"train.updates={UPDATES}",
+    options = (*layout_options(name, stages), f"train.updates={UPDATES}",
                f"train.save_every={SAVE_EVERY}", f"train.validate_every={VALIDATE_EVERY}", "train.keep_last=2")
     warm.train(world, recipe, f"run={whole}", *options)
     assert warm.wait() == [0] * world, warm.said()
@@ -125,10 +126,10 @@ def make_way(checkpoints: Path, step: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS if LONG else ["local"])
 def test_killed_at_every_step_of_a_save(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
-    world, ds_config, stages = LAYOUTS[layout]
+    world, name, stages = LAYOUTS[layout]
     recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"
     updates = len(STEPS) + 2
-    options = (f"parallel.ds_config={ds_config}", f"parallel.pipeline_stages={stages}", f"train.updates={updates}",
+    options = (*layout_options(name, stages), f"train.updates={updates}",
                "train.save_every=1", "train.validate_every=100", "train.keep_last=2", "train.keep_best=0")
     warm.train(world, recipe, f"run={whole}", *options)
     assert warm.wait() == [0] * world, warm.said()

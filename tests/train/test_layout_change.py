@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_engines import options
 from warm import Warm
 
-# processes, ds_config, pipeline stages; accumulation makes up for it, so that every update has four micro-batches
+# processes, layout, pipeline stages; accumulation makes up for it, so that every update has four micro-batches
 Start = tuple[int, str, int]
-STARTS: list[Start] = [(1, "null", 0), (2, "ds_configs/zero1_{}.json", 0), (4, "ds_configs/zero3_{}.json", 0),
-                       (2, "ds_configs/pipeline_zero1_{}.json", 2), (2, "ds_configs/zero2_{}.json", 0),
-                       (4, "ds_configs/pipeline_zero1_{}.json", 2), (1, "ds_configs/zero0_{}.json", 0)]
+STARTS: list[Start] = [(1, "local", 0), (2, "zero1_{}", 0), (4, "zero3_{}", 0), (2, "zero1_{}", 2),
+                       (2, "zero2_{}", 0), (4, "zero1_{}", 2), (1, "zero0_{}", 0)]
 EACH = 4
 
 # In fp16 the scale grows every third update, and one is dropped: in a start of ZeRO-3, after six others.
@@ -56,9 +56,8 @@ def overflowing(*arguments: str) -> int:
 def trained(warm: Warm, recipe: Path, run: Path, start: Start, updates: int, *more: str) -> None:
     world, layout, stages = start
     warm.start(world, "test_layout_change:overflowing" if more else "warm:train", recipe, f"run={run}",
-               f"parallel.ds_config={layout}", f"parallel.pipeline_stages={stages}",
-               f"batch.accumulation={4 * max(stages, 1) // world}", f"train.updates={updates}",
-               "train.validate_every=6", *more)
+               *options(layout, stages), f"batch.accumulation={4 * max(stages, 1) // world}",
+               f"train.updates={updates}", "train.validate_every=6", *more)
     assert warm.wait() == [0] * world, warm.said()
 
 

@@ -20,7 +20,7 @@ from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.ranks import Ranks
 
-# name: processes, ds_config, pipeline stages. A new layout is one more row.
+# name: processes, layout, pipeline stages. A new layout is one more row.
 LAYOUTS = {
     "local": (1, "local", 0),
     "zero1-2": (2, "zero1_fp32", 0),
@@ -28,10 +28,10 @@ LAYOUTS = {
     "zero3-2": (2, "zero3_fp32", 0),
     "zero3-4": (4, "zero3_fp32", 0),
     "offload-2": (2, "zero3_offload_fp32", 0),
-    "pipeline-2": (2, "pipeline_zero1_fp32", 2),
-    "pipeline-4": (4, "pipeline_zero1_fp32", 4),
-    "pipeline-2x2": (4, "pipeline_zero1_fp32", 2),
-    "pipeline-2-zero0": (2, "pipeline_zero0_fp32", 2),
+    "pipeline-2": (2, "zero1_fp32", 2),
+    "pipeline-4": (4, "zero1_fp32", 4),
+    "pipeline-2x2": (4, "zero1_fp32", 2),
+    "pipeline-2-zero0": (2, "zero0_fp32", 2),
 }
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 MICRO_BATCHES, SAVED, MORE = 4, 6, (20 if LONG else 8)

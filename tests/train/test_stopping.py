@@ -123,7 +123,7 @@ def test_all_processes_fail_with_the_last_checkpoint_and_one_says_so(
         prepared: Path, tmp_path: Path, warm: Warm) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     warm.train(2, prepared / "recipe.yaml", f"run={tmp_path}", "train.updates=2", "train.valid_bleu=false",
-               "parallel.ds_config=ds_configs/zero1_fp32.json")
+               "parallel.ds_config=ds_configs/zero1.json")
     assert warm.wait() == [2, 2], warm.said()
     assert warm.said().count("deepnmt: checkpoint folder") == 1, warm.said()
     assert json.loads((tmp_path / "STATUS.json").read_text())["status"] == "failed"

@@ -54,7 +54,7 @@ def train(recipe: Path, processes: int, *overrides: str) -> subprocess.Completed
                           check=False, cwd=ROOT, env=env)
 
 
-@pytest.mark.parametrize(("processes", "layout"), [(1, "null"), (2, "ds_configs/zero1_fp32.json")])
+@pytest.mark.parametrize(("processes", "layout"), [(1, "null"), (2, "ds_configs/zero1.json")])
 def test_stopped_run_goes_on_to_the_last_bit(prepared: Path, tmp_path: Path, processes: int, layout: str) -> None:
     recipe, whole, broken = prepared / "recipe.yaml", tmp_path / "whole", tmp_path / "broken"
     options = (f"parallel.ds_config={layout}",)
@@ -131,7 +131,7 @@ def test_the_status_is_as_new_as_the_progress_line_and_an_untried_deepspeed_is_t
         (update, json.loads((monitor.folder / "STATUS.json").read_text()))))
     monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
     recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path / 'run'}", "train.updates=3",
-                                                    "parallel.ds_config=ds_configs/zero1_fp32.json"])
+                                                    "parallel.ds_config=ds_configs/zero1.json"])
     with processes(1, group=True) as ranks:
         assert train_here(recipe, ranks) == 0
     assert found == [(update, {"status": "running", "update": update}) for update in (1, 2, 3)]
@@ -146,7 +146,7 @@ def test_data_with_a_flipped_bit_is_refused(prepared: Path, tmp_path: Path, proc
     data[0] ^= 1
     file.write_bytes(bytes(data))
     done = train(prepared / "recipe.yaml", processes, f"run={tmp_path / 'run'}", f"data.folder={tmp_path / 'data'}",
-                 "parallel.ds_config=ds_configs/zero1_fp32.json")
+                 "parallel.ds_config=ds_configs/zero1.json")
     assert done.returncode == 2 and done.stderr.count("valid.trg.tokens differs from its manifest") == 1, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
 

@@ -37,7 +37,7 @@ from deepnmt.parallel.deepspeed import DeepSpeedEngine
 from deepnmt.parallel.engine import ParameterState, StepStats
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.pipeline.stage import Stage, StageMessage, tables_used
-from deepnmt.parallel.settings import DsConfig
+from deepnmt.parallel.settings import Layout
 from deepnmt.ranks import Ranks
 
 
@@ -127,7 +127,7 @@ class PipelineEngine(DeepSpeedEngine):
         recipe: of the run; its batch, model, optimizer and clipping count.
         vocabs: source and target vocabulary sizes.
         cuts: which units each stage holds.
-        settings: the DeepSpeed configuration, completed for the data-parallel processes.
+        layout: with the DeepSpeed configuration, completed for the data-parallel processes.
         ranks: the processes, `data-parallel ranks` × stages.
         profile: ω of Admin layers, which start from it.
     """
@@ -137,16 +137,16 @@ class PipelineEngine(DeepSpeedEngine):
         recipe: Recipe,
         vocabs: tuple[int, int],
         cuts: Partition,
-        settings: DsConfig,
+        layout: Layout,
         ranks: Ranks,
         profile: AdminProfile | None,
     ) -> None:
         self.pipe = StageModule(recipe, vocabs, cuts)
         _set_omega(self.pipe.stage, profile)
         local = {name.removeprefix("stage."): p for name, p in self.pipe.named_parameters()}
-        super().__init__(recipe, ranks.device, settings, local)
+        super().__init__(recipe, ranks.device, layout, local)
         self.ranks, self.vocabs, self.micro_batches = ranks, vocabs, recipe.batch.accumulation
-        self.module = self._compute_module(self.pipe.stage, settings)  # what this process computes
+        self.module = self._compute_module(self.pipe.stage, layout)  # what this process computes
         self.pipe.computing = (self.module,)
         self.stages, self.stage = cuts.stages, self.pipe.stage_id
         self.data_rank, self.data_world = self.pipe._grid.data_parallel_id, ranks.world // cuts.stages
@@ -154,7 +154,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.parameters = sum(math.prod(shape) for _, _, shape in self._each_once())
         self._norm, self._sound = 0.0, True  # of the last update: its gradient's norm, and whether it was applied
         initial = {name: p.detach().clone() for name, p in local.items()}  # DeepSpeed rounds them in 16 bits
-        self._start(self.pipe, settings)
+        self._start(self.pipe, layout)
         if self.engine.using_bf16_optimizer:
             _count_replicas_as_nothing(self.engine.optimizer, self.device)
         self.engine._INSTRUCTION_MAP = {**self.engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _sum_tied_gradients}
