@@ -141,6 +141,11 @@ def silent(lines: int) -> None:
     """The progress that says nothing."""
 
 
+def on_bar(bar: tqdm) -> Progress:
+    """The progress that a bar shows."""
+    return lambda lines: bar.update(lines - bar.n)
+
+
 @contextmanager
 def progressing() -> Iterator[Progress]:
     """Progress on standard error: a bar where that is a terminal, a line every `PLAIN_SECONDS` elsewhere."""
@@ -155,7 +160,7 @@ def progressing() -> Iterator[Progress]:
 
     if sys.stderr.isatty():
         with tqdm(unit=" lines", leave=False) as bar:
-            yield lambda lines: bar.update(lines - bar.n)
+            yield on_bar(bar)
     else:
         yield report
 

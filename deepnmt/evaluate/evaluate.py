@@ -20,7 +20,7 @@ from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import RECIPE, load_model, require_model
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.data.text import read_lines, read_pairs
-from deepnmt.decode.translate import cast, translate_shards
+from deepnmt.decode.translate import cast, on_bar, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, score_systems
 from deepnmt.files import write_json
@@ -79,9 +79,8 @@ def evaluate_run(
         for test in sets:
             hidden = None if ranks.first else True  # None: where standard error is no terminal
             with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=hidden) as bar:
-                translated = translate_shards(
-                    model, loaded.vocabs, test.sources, recipe.translate, ranks, seed=recipe.seed,
-                    progress=lambda lines, bar=bar: bar.update(lines - bar.n))  # type: ignore[misc]
+                translated = translate_shards(model, loaded.vocabs, test.sources, recipe.translate, ranks,
+                                              seed=recipe.seed, progress=on_bar(bar))
                 translations.append([best[0].text for best in translated])
         if not ranks.first:
             return ""

@@ -150,7 +150,11 @@ def score_lines(
     Raises:
         UserError: the numbers of lines differ, or there is none; SacreBLEU's tokenizer for `lang` is not installed.
     """
-    _same_length(hypotheses, references[0], name)
+    if len(hypotheses) != len(references[0]):
+        raise UserError(f"{name} has {len(hypotheses)} lines, but the reference has {len(references[0])}; give one "
+                        "translation a line, in the order of the source")
+    if not hypotheses:
+        raise UserError(f"{name} has no lines, so there is nothing to score; give a text with at least one")
     values, signatures = {}, {}
     for metric, scorer in scorers(lang).items():
         values[metric] = float(scorer.corpus_score(hypotheses, references).score)
@@ -161,14 +165,11 @@ def score_lines(
 def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str) -> list[Comparison]:
     """Compares every system with the first on one test set, 1,000 resamples, SacreBLEU's seed ($SACREBLEU_SEED).
 
-    Raises:
-        UserError: as `score_lines`.
+    The systems have the test set's number of lines (see `score_lines`).
     """
-    for system, lines in systems.items():
-        _same_length(lines, test.references[0], f"{system} on {test.name}")
     named = {METRICS[metric]: scorer for metric, scorer in scorers(lang).items()}
-    signatures, found = PairedTest(list(systems.items()), named, test.references, test_type="bs")()
-    results: dict[str, list[Any]] = dict(found)
+    signatures, scored = PairedTest(list(systems.items()), named, test.references, test_type="bs")()
+    results: dict[str, list[Any]] = dict(scored)
     baseline, *others = systems
     comparisons = []
     for metric, name in METRICS.items():
@@ -179,14 +180,6 @@ def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str
             comparisons.append(Comparison(test.name, metric, system, baseline, difference, p_value, float(result.mean),
                                           float(result.ci), str(signatures[name])))
     return comparisons
-
-
-def _same_length(hypotheses: Sequence[str], reference: Sequence[str], name: str) -> None:
-    if len(hypotheses) != len(reference):
-        raise UserError(f"{name} has {len(hypotheses)} lines, but the reference has {len(reference)}; give one "
-                        "translation a line, in the order of the source")
-    if not reference:
-        raise UserError(f"{name} has no lines, so there is nothing to score; give a text with at least one")
 
 
 def scorers(lang: str) -> dict[str, Metric]:

@@ -9,36 +9,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_run
 import torch
-from ranks import Gather, played
+from ranks import Gather, played, run_on_ranks
 
 from deepnmt import config
-from deepnmt.checkpoint.checkpoint import LoadedModel, TrainingState, load_model, save_checkpoint
-from deepnmt.data.vocab import train_vocabulary
+from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
 from deepnmt.decode import translate
 from deepnmt.decode.steppers import RecomputingStepper
 from deepnmt.decode.translate import Hypothesis, translate_files, translate_lines, translate_shards
 from deepnmt.errors import UserError
-from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.launch import processes
 
-SENTENCES = ["the small dog sees a red house", "a cat runs to the old tree", "two birds sing in the green garden"]
 LINES = ["a dog sees the tree", "", "two cats", "the old red house is in the garden", " \t ", "birds", "a", "sing sing"]
 SETTINGS = config.Translate(beam=3, max_ratio=1.0, max_extra=4)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained model of one layer a side, with a vocabulary of 45 pieces."""
-    vocab = train_vocabulary(SENTENCES * 3, config.Vocab(size=45))
-    corpus, stack = config.Corpus(src="train.en", trg="train.de"), config.Stack(layers=1)
-    recipe = config.Recipe(
-        run="run", data=config.Data(folder="data", src_lang="en", trg_lang="de", train=corpus, valid=corpus),
-        model=config.Model(width=16, heads=2, ffn=16, max_length=300, encoder=stack, decoder=stack),
-        train=config.Train(updates=1),
-    )
-    weights = dict(Transformer(recipe.model, 45, 45, seed=2).named_parameters())
-    return save_checkpoint(tmp_path_factory.mktemp("run"), 1, weights, {}, TrainingState(1, 0, 1, 1, None, {}),
-                           config.dump_recipe(recipe), vocab, vocab)
+    """An untrained model of one layer a side, with a vocabulary of 40 pieces."""
+    return tiny_run.write(tiny_run.recipe_of(tmp_path_factory.mktemp("run")), 1, seed=2)
 
 
 @pytest.fixture
@@ -151,6 +141,24 @@ def test_processes_share_the_lines(
         assert [h.score for h in ours] == pytest.approx([h.score for h in alone], abs=1e-5)
     assert seen == sorted(seen)
     assert seen[-1] == len(LINES)
+
+
+def translate_together(folder: str, source: str, target: str) -> None:
+    """What each process runs."""
+    with processes() as ranks:
+        settings = SETTINGS.model_copy(update={"nbest": 2})
+        written = translate_files(Path(folder), source, target, settings, form="jsonl", ranks=ranks)
+        assert written == (len(LINES) if ranks.first else 0)
+
+
+def test_two_processes_write_what_one_writes(checkpoint: Path, source: Path, tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"nbest": 2})
+    translate_files(checkpoint, str(source), str(tmp_path / "one"), settings, form="tsv")
+    run_on_ranks(2, "test_translate:translate_together", str(checkpoint), str(source), str(tmp_path / "two"))
+    one = [line.split("\t") for line in (tmp_path / "one").read_text(encoding="utf-8").splitlines()]
+    two = [json.loads(line) for line in (tmp_path / "two").read_text(encoding="utf-8").splitlines()]
+    flat = [(o["line"], rank, h["text"]) for o in two for rank, h in enumerate(o["hypotheses"], start=1)]
+    assert flat == [(int(n), int(r), text) for n, r, _, text in one]
 
 
 def test_what_cannot_be_done_is_said_before_the_model_is_loaded(source: Path, tmp_path: Path) -> None:
