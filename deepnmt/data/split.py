@@ -22,7 +22,7 @@ def split_tsv(
     either of them is left out, and so is a validation pair whose source stands in the test.
 
     Args:
-        tsv: plain or .gz.
+        tsv: plain or packed.
         columns: of source and target, counted from 1.
         langs: of source and target: the endings of the files.
         valid, test: how many of every 1,000 target sentences.
