@@ -117,11 +117,13 @@ def _train(words: list[str]) -> int:
 
         print(describe(recipe))
         return 0
+    from deepnmt.doctor.nonfinite import explain
+    from deepnmt.doctor.training_probe import watch
     from deepnmt.parallel.launch import processes
     from deepnmt.train.trainer import train
 
     with processes(recipe.parallel.threads, group=recipe.parallel.ds_config is not None) as ranks:
-        return train(recipe, ranks)
+        return train(recipe, ranks, watch=watch, explain=explain)
 
 
 def _average(words: list[str]) -> int:

@@ -202,15 +202,13 @@ def _put_back(before: Path, target: Path) -> None:
 # -- checking ----------------------------------------------------------------------------------------------------------
 
 
-def checked_manifest(
-    folder: Path, files: Collection[str], known: Collection[str], required: Collection[str]
-) -> dict[str, Any]:
-    """The manifest, once it and those of `files` that it lists are found whole.
+def checked_manifest(folder: Path, files: Collection[str] | None, required: Collection[str]) -> dict[str, Any]:
+    """The manifest, once it and those of `files` that it lists (None: all of them) are found whole.
 
     Raises:
         DamagedCheckpoint: the manifest is missing, unreadable, altered or of another format; it names a file outside
-            `known` (so no path leads out of the folder) or lacks one of `required`; one of `files` is missing, a link,
-            or not as long as or not what it was.
+            the folder or lacks one of `required`; one of `files` is missing, a link, or not as long as or not what it
+            was.
     """
     file = folder / MANIFEST
     if file.is_symlink() or not file.is_file():
@@ -223,11 +221,11 @@ def checked_manifest(
     entries = manifest.get("files")
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise DamagedCheckpoint(folder, f"{MANIFEST} lists no files")
-    if foreign := sorted(entries.keys() - known):
+    if foreign := sorted(name for name in entries if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name)):
         raise DamagedCheckpoint(folder, f"{MANIFEST} names {foreign[0]!r}, which no checkpoint has")
     if lacking := sorted(set(required) - entries.keys()):
         raise DamagedCheckpoint(folder, f"{MANIFEST} does not name {lacking[0]}")
-    for name in sorted(entries.keys() & files):
+    for name in sorted(entries.keys() if files is None else entries.keys() & files):
         _check_file(folder, name, entries[name])
     return manifest
 

@@ -22,18 +22,18 @@ import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import Init, Recipe, check_recipe
-from deepnmt.data.batching import Position, Stream, collate, plan_eval
+from deepnmt.data.batching import Stream, collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split, open_prepared
 from deepnmt.doctor.fresh import initialisation
 from deepnmt.errors import UserError
-from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
-from deepnmt.train.divergence import Drops
 from deepnmt.train.profile import profile_for
+from deepnmt.train.state import TrainState
+from deepnmt.train.updates import updates
 
 Sources = Literal["own", "exchanged", "none"]
 
@@ -145,25 +145,20 @@ def _train(
 
     Ends early where so many updates in a row are dropped as end a training (`divergence.LIMIT`).
     """
-    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
-    position, drops = Position(0, 0), Drops()
-    losses: list[float] = []
-    done = dropped = 0
-    while done < recipe.train.updates:
-        update = stream.update(position, recipe.batch.accumulation, 0, 1, ranks.device)
-        position = update.next
-        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, done + 1, recipe.train.updates, update.passes)
-        shown = update.batches if source else [without_source(batch) for batch in update.batches]
-        stats = engine.train_step(shown, update.tokens, rate)
-        losses.append(stats.nll / update.tokens)
-        if stats.applied:
-            done += 1
-            drops.clear()
-        else:
-            dropped += 1
-            if drops.add(stats.loss_scale):
-                break
-    return losses, dropped
+    stream = (Stream if source else Sourceless)(data.split("train"), recipe.batch.tokens, recipe.seed)
+    state, losses = TrainState(), []
+    for done in updates(engine, stream, recipe, state, ranks):
+        losses.append(done.nll / done.update.tokens)
+        if done.hopeless or state.update == recipe.train.updates:
+            break
+    return losses, state.skipped
+
+
+class Sourceless(Stream):
+    """The same targets without their sources."""
+
+    def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
+        return without_source(super().batch(epoch, index, device))
 
 
 def curve(losses: Sequence[float]) -> list[float | None]:

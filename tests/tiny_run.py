@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 from deepnmt import config
-from deepnmt.checkpoint.checkpoint import TrainingState, save_checkpoint
+from deepnmt.checkpoint.checkpoint import Contents, TrainingState, save_checkpoint
 from deepnmt.data.vocab import train_vocabulary
 from deepnmt.model.transformer import Transformer
 
 SENTENCES = ["the small dog sees a red house", "a cat runs to the old tree", "two birds sing in the green garden"]
 VOCAB = train_vocabulary(SENTENCES * 3, config.Vocab(size=40, kind="bpe"))
 OTHER_VOCAB = train_vocabulary(SENTENCES * 3, config.Vocab(size=41, kind="bpe"))
+VOCABS = {"src.spm": VOCAB, "trg.spm": VOCAB}
 
 
 def recipe_of(
@@ -43,11 +44,11 @@ def state_of(update: int, **extra: object) -> TrainingState:
 
 
 def write(
-    recipe: config.Recipe, update: int, seed: int | None = None, vocab: bytes = VOCAB, **extra: object
+    recipe: config.Recipe, update: int, seed: int | None = None, vocabs: Mapping[str, bytes] = VOCABS, **extra: object
 ) -> Path:
     """Saves a checkpoint of the run whose every tensor is a function of `seed` (if not given, of `update`)."""
     weights = weights_of(recipe, update if seed is None else seed)
     moments = {f"{name}.{kind}": weight * factor for name, weight in weights.items()
                for kind, factor in (("exp_avg", 0.5), ("exp_avg_sq", 0.25))}
-    return save_checkpoint(Path(recipe.run) / "checkpoints", update, weights, moments, state_of(update, **extra),
-                           config.dump_recipe(recipe), vocab, vocab)
+    return save_checkpoint(Path(recipe.run) / "checkpoints", Contents(
+        weights, moments, state_of(update, **extra), config.dump_recipe(recipe), vocabs))

@@ -186,10 +186,10 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
     beside = list_checkpoints(target.parent / "checkpoints")
     averaged = {"averaged": [str(folder) for folder in checkpoints], "averaged_updates": [s.update for s in states],
                 "updates_beside": [update_of(path) for path in beside]}
-    src_vocab, trg_vocab = ((newest / name).read_bytes() for name in (SRC_VOCAB, TRG_VOCAB))
+    files = {name: (newest / name).read_bytes() for name in (SRC_VOCAB, TRG_VOCAB)}
     write_checkpoint(target, Contents(
         weights, None, replace(state, loss_scale=None, best={}, extra=averaged),
-        (newest / RECIPE).read_text(encoding="utf-8"), src_vocab, trg_vocab))
+        (newest / RECIPE).read_text(encoding="utf-8"), files))
     return target
 
 

@@ -37,7 +37,8 @@ __all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # which callers catch; 
 
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
-MODEL_FILES = (WEIGHTS, STATE, RECIPE, SRC_VOCAB, TRG_VOCAB)  # what a model is loaded from; each checkpoint has them
+REQUIRED = (WEIGHTS, STATE, RECIPE)  # which each checkpoint has, whatever its task
+MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is loaded from
 FILES = (*MODEL_FILES, MOMENTS)
 
 FAIL_POINTS = (
@@ -71,15 +72,14 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into a checkpoint. Tensors are fp32 and whole; `moments` is None for an average; `metadata` goes into
-    the manifest."""
+    """What goes into a checkpoint. Tensors are fp32 and whole; `moments` is None for an average; `files` are those of
+    the task, in translation its vocabularies; `metadata` goes into the manifest."""
 
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor] | None
     state: TrainingState
     recipe_yaml: str
-    src_vocab: bytes
-    trg_vocab: bytes
+    files: Mapping[str, bytes]
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -99,22 +99,17 @@ class LoadedModel:
         """Source and target."""
         return self.src_vocab, self.trg_vocab
 
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The vocabularies, as a checkpoint carries them."""
+        return {SRC_VOCAB: self.src_vocab.bytes, TRG_VOCAB: self.trg_vocab.bytes}
+
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(
-    checkpoints: Path,
-    update: int,
-    weights: Mapping[str, Tensor],
-    moments: Mapping[str, Tensor],
-    state: TrainingState,
-    recipe_yaml: str,
-    src_vocab: bytes,
-    trg_vocab: bytes,
-    extra_metadata: Mapping[str, Any] | None = None,
-) -> Path:
-    """Writes `checkpoints/update-<update>`; one process of a run calls it, with whole fp32 tensors.
+def save_checkpoint(checkpoints: Path, contents: Contents) -> Path:
+    """Writes `checkpoints/update-<update>`; one process of a run calls it.
 
     What a killed save or deletion left behind is cleared up first.
 
@@ -124,9 +119,10 @@ def save_checkpoint(
     Raises:
         CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
     """
+    update = contents.state.update
     target = checkpoints / f"update-{update:08d}"
     recover_checkpoints(checkpoints)
-    write_checkpoint(target, Contents(weights, moments, state, recipe_yaml, src_vocab, trg_vocab, extra_metadata or {}))
+    write_checkpoint(target, contents)
     for path in list_checkpoints(checkpoints):
         if update_of(path) > update:
             folders.set_aside(path)
@@ -155,8 +151,7 @@ def write_checkpoint(target: Path, contents: Contents) -> None:
     plain = {
         STATE: json.dumps(asdict(contents.state), indent=1).encode(),
         RECIPE: contents.recipe_yaml.encode(),
-        SRC_VOCAB: contents.src_vocab,
-        TRG_VOCAB: contents.trg_vocab,
+        **contents.files,
     }
     writers: dict[str, Callable[[Path], object]] = {}
     writers |= {name: partial(_write_tensors, group) for name, group in tensors.items()}
@@ -290,16 +285,16 @@ def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
 
 def verify(folder: Path) -> None:
     """Compares every file with the manifest, byte for byte. Raises `DamagedCheckpoint` at the first fault."""
-    verify_files(folder, FILES)
+    verify_files(folder, None)
 
 
-def verify_files(folder: Path, files: Collection[str]) -> dict[str, Any]:
-    """Compares these files, as far as the checkpoint has them, with its manifest, and returns that.
+def verify_files(folder: Path, files: Collection[str] | None) -> dict[str, Any]:
+    """Compares these files (None: all that it has) of a checkpoint with its manifest, and returns that.
 
     Raises:
         DamagedCheckpoint: see `folders.checked_manifest`; or the manifest is that of another update than the folder's.
     """
-    manifest = folders.checked_manifest(folder, files, known=FILES, required=MODEL_FILES)
+    manifest = folders.checked_manifest(folder, files, {*REQUIRED, *(files or ())})
     if _is_update(folder) and manifest.get("update") != update_of(folder):
         raise DamagedCheckpoint(folder, f"its {MANIFEST} is that of update {manifest.get('update')}")
     return manifest

@@ -129,6 +129,9 @@ class Position:
     index: int
 
 
+START = Position(0, 0)
+
+
 @dataclass(frozen=True)
 class Update:
     """The micro-batches of one update.

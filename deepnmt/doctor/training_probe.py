@@ -17,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepnmt.config import Model
+from deepnmt.config import Model, Recipe
 from deepnmt.doctor.probes import hooks, norms_of
 from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Stream, newest
+from deepnmt.parallel.engine import Engine, StepStats
+from deepnmt.ranks import Ranks
+from deepnmt.train.updates import Around
 
 Combine = Callable[[list[float]], list[float]]
 
@@ -153,6 +156,21 @@ class TrainingProbe:
                         found[f"{part}/{kind}_gradient"] = math.sqrt(sums[f"{part} {kind} gradient"][0]) / loss_scale
         self._sums, self._largest = {}, {}
         return found
+
+
+def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> Around:
+    """The hook that a run's updates are made under: every `train.probe_every` of them what the probe reads. What it
+    gives is collective."""
+    probe = TrainingProbe(engine.module, recipe.model, recipe.train.probe_every)
+
+    @contextmanager
+    def around(number: int) -> Iterator[Callable[[StepStats], dict[str, float]] | None]:
+        with probe.watching(due := probe.due(number)):
+            # what engines multiply the loss by
+            yield (lambda stats: probe.read(stats.loss_scale * engine.data_world, ranks.sum, ranks.largest)) if due \
+                else None
+
+    return around
 
 
 def _of_layer(name: str, sums: list[float]) -> dict[str, float]:

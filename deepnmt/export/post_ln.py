@@ -157,8 +157,7 @@ def save_folded(source: Path, target: Path) -> Folded:
                         "costs too much, as where an ω is too close to 0; use the checkpoint as it is")
     extra: dict[str, Any] = {**loaded.state.extra, "folded": str(loaded.folder)}
     state = replace(loaded.state, loss_scale=None, extra=extra)
-    write_checkpoint(target, Contents(weights, None, state, dump_recipe(recipe), loaded.src_vocab.bytes,
-                                      loaded.trg_vocab.bytes))
+    write_checkpoint(target, Contents(weights, None, state, dump_recipe(recipe), loaded.files))
     stacks = [f"{side} ({loaded.recipe.model.stack(side).block})" for side in SIDES
               if loaded.recipe.model.stack(side).block in FOLDABLE]
     return Folded(target, stacks, difference, largest)

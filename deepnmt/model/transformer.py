@@ -17,6 +17,7 @@ from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 from deepnmt import config
+from deepnmt.batch import Batch
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import BLOCKS, LayerPosition, Side, Stream
 from deepnmt.model.cache import Cache
@@ -133,6 +134,12 @@ class Transformer(nn.Module):
         memory = self.encode(src, src_lengths, dropout_key)
         hidden = self.decode(trg_in, memory, src_lengths, dropout_key)
         return label_smoothed_loss(hidden, self.output_weight, trg_out, self.label_smoothing, PAD)
+
+    @staticmethod
+    def smallest_batch(device: torch.device) -> Batch:
+        """One sentence of two tokens, for an update that is to change nothing."""
+        ids = torch.full((1, 2), PAD + 1, device=device)
+        return Batch((ids, torch.tensor([2], device=device), ids, ids), key=0, tokens=2)
 
     def encode(self, src: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
         """src [B, S] to the memory [B, S, D]; positions at or after a sentence's length hold nothing of use."""

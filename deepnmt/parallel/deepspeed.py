@@ -34,7 +34,6 @@ from deepspeed.utils import (
 )
 from torch import nn
 
-from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
@@ -146,15 +145,14 @@ class DeepSpeedEngine:
             refresh = self._half.refresh
             optimizer.register_step_post_hook(lambda *_: refresh())
 
-    def _create_optimizer_state(self, initial: dict[str, torch.Tensor], update: Callable[[Batch], None]) -> None:
+    def _create_optimizer_state(self, initial: dict[str, torch.Tensor], update: Callable[[], None]) -> None:
         """Makes the optimizer create its moments, then sets the weights `initial` and moments of zero.
 
         Args:
-            update: takes one update on a micro-batch of nominal content, with gradients of zero.
+            update: takes one update with gradients of zero.
         """
-        token = torch.full((1, 2), 4, dtype=torch.int64, device=self.device)
         self._set_rate(0.0)
-        update(Batch((token, torch.tensor([2], device=self.device), token, token), key=0, tokens=2))
+        update()
         if self.zero in (1, 2):
             link_moments(self.engine.optimizer)
         self.engine.skipped_steps = self.engine.global_steps = 0

@@ -80,8 +80,9 @@ class ZeroEngine(DeepSpeedEngine):
             return math.inf, False
         return norm, True
 
-    def _update_on_zeros(self, batch: Batch) -> None:
+    def _update_on_zeros(self) -> None:
         """One update with gradients of zero."""
+        batch = self.module.smallest_batch(self.device)
         self.engine.eval()  # no dropout; gradients flow all the same
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.backward(self.engine(*batch.tensors, batch.key).loss * 0.0, scale_wrt_gas=False)

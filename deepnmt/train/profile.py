@@ -16,7 +16,6 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
 from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
-from deepnmt.plots import draw_admin_profile
 from deepnmt.ranks import Ranks
 
 
@@ -39,12 +38,18 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
     data = ranks.together(partial(open_prepared, recipe))
     ranks.together(lambda: make_run_folder(Path(recipe.run)) if ranks.first else None)
     measured = _measure(recipe, data, ranks)
-    path = Path(recipe.run) / "admin_profile.json"
     if ranks.first:
-        measured.save(path)
-        draw_admin_profile(measured, path.with_suffix(".png"))
+        save_profile(measured, Path(recipe.run))
         print(table(measured), flush=True)
-    return path
+    return Path(recipe.run) / "admin_profile.json"
+
+
+def save_profile(profile: AdminProfile, run: Path) -> None:
+    """Writes `admin_profile.json` and `.png`."""
+    from deepnmt.plots import draw_admin_profile  # importing matplotlib takes a second
+
+    profile.save(run / "admin_profile.json")
+    draw_admin_profile(profile, run / "admin_profile.png")
 
 
 def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile | None:

@@ -30,7 +30,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what a file system
 
 
 @contextmanager
-def only_trainer(run: Path, ranks: Ranks) -> Iterator[None]:
+def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
     """Holds the lock `RUN/.lock`, while processes train there, by rank 0, which first clears up after a killed save.
     Collective.
 
@@ -42,16 +42,13 @@ def only_trainer(run: Path, ranks: Ranks) -> Iterator[None]:
             written to, or a checkpoint that a kill left aside cannot be given its name back.
     """
     with ExitStack() as held:
-        fault = ""
-        if ranks.first:
-            try:
+        def take() -> None:
+            if ranks.first:
                 make_run_folder(run)
                 _take_lock(run / ".lock", held)
                 recover_checkpoints(run / "checkpoints")
-            except UserError as error:
-                fault = str(error)
-        if fault := ranks.broadcast_bytes(fault.encode()).decode():
-            raise UserError(fault)
+
+        ranks.together(take)
         yield
 
 

@@ -1,29 +1,18 @@
-"""Where a training run stands, and what its next progress line will say; both are kept in checkpoints."""
+"""Where a run stands: what its checkpoints keep in state.json."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deepnmt.data.batching import Position
-
-
-@dataclass
-class Progress:
-    """Where a run stands; becomes `state.json` of a checkpoint."""
-
-    update: int = 0
-    position: Position = field(default_factory=lambda: Position(0, 0))
-    skipped: int = 0
-    target_tokens: int = 0
-    seconds: float = 0.0
-    best: dict[str, Any] = field(default_factory=dict)  # value, update, validations without a better one
-    validations: list[dict[str, Any]] = field(default_factory=list)
+from deepnmt.checkpoint.checkpoint import TrainingState
+from deepnmt.data.batching import START, Position
+from deepnmt.optim import ScalerState
 
 
 @dataclass
 class Interval:
-    """Sums between two progress lines, over all processes."""
+    """Sums between two progress lines, over all processes; `rate` and `loss_scale` are those of the last update."""
 
     loss: float = 0.0
     nll: float = 0.0
@@ -35,9 +24,49 @@ class Interval:
     rate: float = 0.0
     loss_scale: float = 1.0
 
-    def add(self, loss: float, nll: float, tokens: int, gradient_norm: float) -> None:
-        self.loss += loss
-        self.nll += nll
-        self.tokens += tokens
-        self.gradient_norm += gradient_norm
-        self.applied += 1
+
+@dataclass
+class TrainState:
+    """Where a run stands.
+
+    Attributes:
+        update: updates applied; optimizer_step: as the optimizer counts them.
+        position: of the next micro-batch.
+        loss_scale: of fp16, or the last one of a run that has left fp16, else None.
+        best: value, update, and how many validations since were no better (`waited`).
+        skipped: updates dropped because a gradient was not finite.
+        seconds: of updates.
+        validations: figures of each, with `update` and `value`, where lower is better.
+        data_fingerprint: of the prepared data. processes: how many wrote this.
+        interval: since the last progress line.
+    """
+
+    update: int = 0
+    position: Position = START
+    optimizer_step: int = 0
+    loss_scale: ScalerState | None = None
+    best: dict[str, Any] = field(default_factory=dict)
+    skipped: int = 0
+    target_tokens: int = 0
+    seconds: float = 0.0
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    interval: Interval = field(default_factory=Interval)
+    data_fingerprint: str = ""
+    processes: int = 1
+
+    def saved(self) -> TrainingState:
+        """As state.json holds it."""
+        names = ("skipped", "target_tokens", "seconds", "validations", "interval", "data_fingerprint", "processes")
+        own = asdict(self)
+        return TrainingState(self.update, self.position.epoch, self.position.index, self.optimizer_step,
+                             own["loss_scale"], self.best, {name: own[name] for name in names})
+
+    @classmethod
+    def of(cls, saved: TrainingState) -> TrainState:
+        """From the state.json of a checkpoint of a run (not of an average)."""
+        extra = saved.extra
+        scale = saved.loss_scale
+        return cls(saved.update, Position(saved.epoch, saved.micro_batch), saved.optimizer_step,
+                   {"scale": float(scale["scale"]), "clean": int(scale["clean"])} if scale else None, saved.best,
+                   extra["skipped"], extra["target_tokens"], extra["seconds"], extra["validations"],
+                   Interval(**extra.get("interval", {})), extra["data_fingerprint"], extra["processes"])

@@ -26,8 +26,8 @@ class Validation:
 
     loss: float
     perplexity: float
-    bleu: float | None
-    signature: str | None
+    bleu: float | None = None
+    signature: str | None = None
 
 
 def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:

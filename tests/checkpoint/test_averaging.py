@@ -119,7 +119,7 @@ def test_memory_is_that_of_one_model(tmp_path: Path) -> None:
 
 def test_float32_alone_would_lose_the_mean(tmp_path: Path) -> None:
     for number, value in enumerate((2.0**24, 1.0, 1.0)):
-        contents = Contents({"w": torch.tensor([value])}, None, tiny_run.state_of(number), "", b"", b"")
+        contents = Contents({"w": torch.tensor([value])}, None, tiny_run.state_of(number), "", {})
         write_checkpoint(tmp_path / str(number), contents)
     mean = average_weights([tmp_path / str(number) for number in range(3)])["w"]
     assert mean.item() == torch.tensor((2**24 + 2) / 3, dtype=torch.float32).item()
@@ -279,7 +279,8 @@ def test_another_model_is_refused_by_what_differs(
 
 
 def test_another_vocabulary_is_refused(recipe: config.Recipe, tmp_path: Path) -> None:
-    other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other"), 50, vocab=tiny_run.OTHER_VOCAB)
+    vocabs = {**tiny_run.VOCABS, "src.spm": tiny_run.OTHER_VOCAB}
+    other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other"), 50, vocabs=vocabs)
     with pytest.raises(UserError, match=r"the vocabulary src\.spm is another"):
         save_average([_checkpoints(recipe) / "update-00000010", other], tmp_path / "mean")
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 from refusals import Refused, Tool, contents, truncate
 
-from deepnmt.checkpoint.checkpoint import load_model, save_checkpoint
+from deepnmt.checkpoint.checkpoint import Contents, load_model, save_checkpoint
 from deepnmt.cli import main
 from deepnmt.config import dump_recipe
 from deepnmt.errors import UserError
-from deepnmt.ranks import Ranks
+from deepnmt.ranks import Ranks, Result
 from deepnmt.train import resume
-from deepnmt.train.resume import only_trainer
+from deepnmt.train.resume import run_lock
 
 FIRST, NEWEST = "update-00000003", "update-00000006"
 
@@ -99,8 +99,7 @@ def test_weights_of_another_model(run: Path, refused: Refused, tmp_path: Path) -
     ours = load_model(run / "checkpoints" / NEWEST)
     weights = {name: tensor.detach() for name, tensor in ours.model.named_parameters()}
     weights["encoder.layers.0.ffn.fc1.weight"] = torch.zeros(64, 16)
-    other = save_checkpoint(tmp_path, 6, weights, {}, ours.state, dump_recipe(ours.recipe), ours.src_vocab.bytes,
-                            ours.trg_vocab.bytes)
+    other = save_checkpoint(tmp_path, Contents(weights, {}, ours.state, dump_recipe(ours.recipe), ours.files))
     clause = "encoder.layers.0.ffn.fc1.weight is [64, 16] where [32, 16] is expected"
     found = refused("average", run, "--checkpoints", ours.folder, other)
     assert f"{other} is another model than {ours.folder}" in found and clause in found
@@ -172,7 +171,7 @@ def test_a_run_that_another_process_trains(
     here, ready = Ranks(0, 1, 0, 1, torch.device("cpu")), os.pipe()
     pid = os.fork()
     if pid == 0:
-        with only_trainer(run, here):
+        with run_lock(run, here):
             os.write(ready[1], b"!")
             signal.pause()
     os.read(ready[0], 1)
@@ -191,11 +190,11 @@ def test_a_run_that_another_process_trains(
             os.close(end)
     assert contents(run) == before
     # with that process its lock is gone, and what it was writing is of no use
-    with only_trainer(run, here), pytest.raises(UserError, match="another process"), only_trainer(run, here):
+    with run_lock(run, here), pytest.raises(UserError, match="another process"), run_lock(run, here):
         pass
-    with only_trainer(run, here):
+    with run_lock(run, here):
         assert not writing.exists()
-    with pytest.raises(UserError, match="what the first said"), only_trainer(run, Told(1, 2, 1, 2, here.device)):
+    with pytest.raises(UserError, match="what the first said"), run_lock(run, Told(1, 2, 1, 2, here.device)):
         pass
 
 
@@ -204,12 +203,12 @@ def test_a_run_that_another_process_is_leaving(tmp_path: Path, capfd: pytest.Cap
     here, ready = Ranks(0, 1, 0, 1, torch.device("cpu")), os.pipe()
     pid = os.fork()
     if pid == 0:
-        with only_trainer(tmp_path, here):
+        with run_lock(tmp_path, here):
             os.write(ready[1], b"!")
             time.sleep(0.3)
         os._exit(0)
     os.read(ready[0], 1)
-    with only_trainer(tmp_path, here):
+    with run_lock(tmp_path, here):
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
     os.waitpid(pid, 0)
     for end in ready:
@@ -222,7 +221,7 @@ def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     that has no locks is."""
     here = Ranks(0, 1, 0, 1, torch.device("cpu"))
     tmp_path.chmod(0o2775)
-    with only_trainer(tmp_path, here):
+    with run_lock(tmp_path, here):
         assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o664
 
     def fails(number: int) -> Callable[..., None]:
@@ -233,11 +232,11 @@ def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for number in (errno.EACCES, errno.EIO):
         monkeypatch.setattr(resume.fcntl, "flock", fails(number))
         said = rf"\.lock cannot be locked: {os.strerror(number)}; if nobody trains there, delete it"
-        with pytest.raises(UserError, match=said), only_trainer(tmp_path, here):
+        with pytest.raises(UserError, match=said), run_lock(tmp_path, here):
             pass
     for number in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
         monkeypatch.setattr(resume.fcntl, "flock", fails(number))
-        with only_trainer(tmp_path, here):
+        with run_lock(tmp_path, here):
             pass
 
 
@@ -250,16 +249,16 @@ def test_a_run_whose_checkpoint_cannot_be_put_back(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(UserError, match="a kill left of update-00000009"), \
-            only_trainer(tmp_path, Ranks(0, 1, 0, 1, torch.device("cpu"))):
+            run_lock(tmp_path, Ranks(0, 1, 0, 1, torch.device("cpu"))):
         pass
 
 
 class Told(Ranks):
     """Another process than the first."""
 
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        assert data == b""
-        return b"what the first said"
+    def together(self, act: Callable[[], Result]) -> Result:
+        act()  # makes nothing here
+        raise UserError("what the first said")
 
 
 def test_run_folder_that_is_a_file(prepared: Path, refused: Refused, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 
 from deepnmt import config
 from deepnmt.batch import Batch
-from deepnmt.doctor.nonfinite import NonFinite, first_non_finite
+from deepnmt.doctor import nonfinite
+from deepnmt.doctor.nonfinite import NonFinite, RankReport, _advice, _where, explain, first_non_finite
 from deepnmt.model.transformer import Transformer
-from deepnmt.train import divergence
-from deepnmt.train.divergence import LIMIT, Drops, Seen, _advice, _where
+from deepnmt.parallel.engine import StepStats
+from deepnmt.train.divergence import LIMIT, DroppedUpdates, diverged
 
 STACK = config.Stack(block="post_ln", layers=2)
 SETTINGS = config.Model(width=8, heads=2, ffn=12, max_length=16, encoder=STACK, decoder=STACK)
@@ -108,24 +110,29 @@ def test_sixteen_bits_break_where_fp32_does_not() -> None:
 
 
 def test_only_drops_at_one_scale_count() -> None:
-    drops = Drops()
+    drops = DroppedUpdates()
+
+    def add(scale: float, applied: bool = False) -> bool:
+        return drops.count(StepStats(0.0, 0.0, 1.0, scale, applied))
+
     scales = [2.0**k for k in range(10, -6, -1)]
-    assert not any(drops.add(scale) for scale in scales), "a falling scale may still help"
-    assert [drops.add(scales[-1]) for _ in range(LIMIT - 1)] == [False] * (LIMIT - 2) + [True]
-    drops.clear()
-    assert not any(drops.add(1.0) for _ in range(LIMIT - 1)) and drops.add(1.0)
+    assert not any(add(scale) for scale in scales), "a falling scale may still help"
+    assert [add(scales[-1]) for _ in range(LIMIT - 1)] == [False] * (LIMIT - 2) + [True]
+    assert not add(scales[-1], applied=True)
+    assert not any(add(1.0) for _ in range(LIMIT - 1)) and add(1.0)
 
 
 def test_words() -> None:
     run = config.Recipe.model_validate({
         "run": "r", "data": {"folder": "d", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"},
                              "valid": {"tsv": "x"}}, "train": {"updates": 1}})
-    narrow, wide = Seen("fp16", "the output of X", 6e4), Seen("fp16", "the output of X", 6e4, "the input of Y")
+    narrow = RankReport("fp16", "the output of X", 6e4)
+    wide = replace(narrow, fp32="the input of Y")
     assert "16 bits are too narrow" in _where(narrow)
     assert _advice(narrow, run).startswith("Try parallel.precision=bf16 or fp32")
     assert "first the input of Y" in _where(wide) and "optimizer.lr (now 0.0005)" in _advice(wide, run)
-    assert "each micro-batch of the last update is finite" in _where(Seen("bf16"))
-    assert "no memory left" in _where(Seen("bf16", room=False))
+    assert "each micro-batch of the last update is finite" in _where(RankReport("bf16"))
+    assert "no memory left" in _where(RankReport("bf16", room=False))
 
 
 @pytest.mark.parametrize("crowded", ["gather_model", "take_over"])
@@ -137,17 +144,19 @@ def test_no_memory_to_look(crowded: str, tmp_path: Path, monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError
 
     class Ranks:
+        first = True
+
         def gather_bytes(self, data: bytes) -> list[bytes]:
             asked.append(data)
             return [data]
 
     module = Transformer(recipe.model, 40, 40, 1).bfloat16()
-    engine: Any = SimpleNamespace(module=module, gather_model=lambda: module)
+    engine: Any = SimpleNamespace(module=module, gather_model=lambda: module, scaler_state=lambda: None)
     if crowded == "take_over":
-        monkeypatch.setattr(divergence, crowded, full)
+        monkeypatch.setattr(nonfinite, crowded, full)
     else:
         engine.gather_model = full
     ranks: Any = Ranks()
-    said = str(divergence.diverged(recipe, (40, 40), engine, ranks, [], 1.0, 1.0))
+    said = str(diverged(recipe, engine, ranks, [], 1.0, 1.0, explain))
     assert "so the run ends.\n  There was no memory left" in said and "No checkpoint was written yet" in said
     assert len(asked) == (crowded == "take_over")

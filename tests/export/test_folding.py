@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from deepnmt import config
-from deepnmt.checkpoint.checkpoint import list_checkpoints, load_model, load_moments, save_checkpoint, verify
+from deepnmt.checkpoint.checkpoint import (
+    Contents,
+    list_checkpoints,
+    load_model,
+    load_moments,
+    save_checkpoint,
+    verify,
+)
 from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.export.post_ln import FOLDABLE, _compute_in_float64, fold_weights, save_folded
@@ -192,8 +199,8 @@ def trained_run(folder: Path, encoder: str, decoder: str) -> config.Recipe:
     recipe = tiny_run.recipe_of(folder, model=shapes(encoder, decoder).model_dump())
     recipe = recipe.model_copy(update={"admin": config.Admin(profile="omega.json")})
     weights = dict(as_trained(recipe.model).named_parameters())
-    save_checkpoint(folder / "checkpoints", 10, weights, {}, tiny_run.state_of(10), config.dump_recipe(recipe),
-                    tiny_run.VOCAB, tiny_run.VOCAB)
+    save_checkpoint(folder / "checkpoints", Contents(weights, {}, tiny_run.state_of(10),
+                    config.dump_recipe(recipe), tiny_run.VOCABS))
     return recipe
 
 
@@ -256,7 +263,7 @@ def test_logits_are_held_to_an_absolute_difference_in_float64(tmp_path: Path) ->
     weights = dict(load_model(source).model.named_parameters())
     for name in ("weight", "bias"):
         weights[f"decoder.layers.1.rule.norms.2.{name}"].data *= 1000
-    save_checkpoint(tmp_path / "large", 10, weights, {}, tiny_run.state_of(10), config.dump_recipe(recipe),
-                    tiny_run.VOCAB, tiny_run.VOCAB)
+    save_checkpoint(tmp_path / "large", Contents(weights, {}, tiny_run.state_of(10),
+                    config.dump_recipe(recipe), tiny_run.VOCABS))
     with pytest.raises(UserError, match=r"in its logits, of which the largest is \d+\.\d, above 1e-05: rounding the"):
         save_folded(list_checkpoints(tmp_path / "large")[0], tmp_path / "other")

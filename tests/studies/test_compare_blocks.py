@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepnmt.cli import main as train_command
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.prepared import PreparedData, Split
 from deepnmt.errors import UserError
@@ -159,7 +160,7 @@ def test_ctrl_c_ends_all_processes_without_a_word(
 def test_a_run_is_the_training_jobs(prepared: Path, tmp_path: Path) -> None:
     """The same losses as `deepnmt train`, the same validation, for Admin with its profile and two micro-batches."""
     overrides = [ONE, f"run={tmp_path}", "batch.accumulation=2", "train.updates=10", "train.valid_bleu=false"]
-    assert main("train", [str(prepared / "recipe.yaml"), *overrides]) == 0
+    assert train_command("train", [str(prepared / "recipe.yaml"), *overrides]) == 0
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     plain = [math.log(r["perplexity"]) for r in log if r["type"] == "train"]
     found = run_system(System("admin", "admin", 2, 4), recipe_of(prepared, *overrides), ALONE)

@@ -88,8 +88,7 @@ def blown(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) 
     checkpoint = run / "checkpoints" / "update-00000006"
     weights = load_weights(checkpoint)
     weights[f"{BROKEN}.weight"].fill_(3e38)
-    rest = (checkpoint / name for name in ("recipe.yaml", "src.spm", "trg.spm"))
-    recipe, source, target = (file.read_bytes() for file in rest)
-    write_checkpoint(checkpoint, Contents(weights, load_moments(checkpoint), load_state(checkpoint), recipe.decode(),
-                                          source, target))
+    files = {name: (checkpoint / name).read_bytes() for name in ("src.spm", "trg.spm")}
+    write_checkpoint(checkpoint, Contents(weights, load_moments(checkpoint), load_state(checkpoint),
+                                          (checkpoint / "recipe.yaml").read_text(), files))
     return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.parallel.launch import processes
 from deepnmt.train.log import Monitor
+from deepnmt.train.task import TRANSLATION
 from deepnmt.train.trainer import FINISHED, train
 from deepnmt.train.validate import Validation
 
@@ -37,13 +39,12 @@ def run(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
             loss, bleu = next(coming)
             return Validation(loss, math.exp(loss), bleu, "made up")
 
-        monkeypatch.setattr("deepnmt.train.trainer.validate", validated)
-        monkeypatch.setattr("deepnmt.train.trainer.draw_learning_curve", lambda *_: None)
+        monkeypatch.setattr("deepnmt.plots.draw_learning_curve", lambda *_: None)
         recipe = load_recipe(prepared / "recipe.yaml", [
             f"run={tmp_path / 'run'}", "train.validate_every=1", "train.save_every=100", "train.keep_last=1",
             "average_last=1", "model.encoder.block=pre_ln", "model.decoder.block=pre_ln", *overrides])
         with processes(1) as ranks:
-            assert train(recipe, ranks) == FINISHED
+            assert train(recipe, ranks, replace(TRANSLATION, validate=validated)) == FINISHED
         assert next(coming, None) is None, "fewer validations than expected"
         return tmp_path / "run"
 

@@ -8,12 +8,19 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_engines import options
 from warm import Warm
+
+from deepnmt.config import Recipe
+from deepnmt.parallel.engine import Engine
+from deepnmt.ranks import Ranks
+from deepnmt.train.updates import Around
 
 # processes, layout, pipeline stages; accumulation makes up for it, so that every update has four micro-batches
 Start = tuple[int, str, int]
@@ -35,21 +42,23 @@ def records(run: Path, kind: str) -> list[dict[str, float]]:
 def overflowing(*arguments: str) -> int:
     """`deepnmt train` on each rank, but that a layer's output on the first is infinite once, after OVERFLOW updates."""
     from deepnmt.cli import main
-    from deepnmt.train.trainer import Trainer
+    from deepnmt.doctor import training_probe
 
-    plain = Trainer._update
+    def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> Around:
+        hooks: list[Any] = []
 
-    def update(trainer: Trainer, *rest: Any) -> bool:
-        progress = trainer.progress
-        if progress.update != OVERFLOW or progress.skipped or not trainer.ranks.first:
-            return plain(trainer, *rest)
-        layer = dict(trainer.engine.module.named_modules())["encoder.layers.1"]
-        hook = layer.register_forward_hook(lambda module, inputs, output: output * math.inf)
-        told = plain(trainer, *rest)
-        hook.remove()
-        return told
+        @contextmanager
+        def around(number: int) -> Iterator[None]:
+            if number == OVERFLOW + 1 and ranks.first and not hooks:
+                layer = engine.module.get_submodule("encoder.layers.1")
+                hooks.append(layer.register_forward_hook(lambda module, inputs, output: output * math.inf))
+            yield
+            for hook in hooks:
+                hook.remove()
 
-    Trainer._update = update
+        return around
+
+    training_probe.watch = watch
     return main("train", arguments)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,9 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.folders import CheckpointWriteError
 from deepnmt.parallel.launch import processes
-from deepnmt.train.trainer import FINISHED, PREEMPTED, Trainer
+from deepnmt.train.trainer import FINISHED, PREEMPTED, train
 
 UPDATES = 7
-
-
-class Told(Trainer):
-    """A run that is told to stop in an update."""
-
-    stop_in = 0
-
-    def _update(self, interval: Any) -> bool:
-        if self.progress.update + 1 == self.stop_in:
-            self.stop_signal = signal.SIGTERM
-        return super()._update(interval)
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +40,15 @@ def attempt(prepared: Path, run: Path, stop_in: int = 0, *overrides: str) -> int
     recipe = load_recipe(prepared / "recipe.yaml", [
         f"run={run}", f"train.updates={UPDATES}", "train.log_every=3", "train.validate_every=2", "train.save_every=100",
         "train.keep_best=0", "train.valid_bleu=false", *overrides])
+
+    @contextmanager
+    def around(number: int) -> Iterator[None]:
+        if number == stop_in:
+            os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
     with processes(1) as ranks:
-        trainer = Told(recipe, ranks)
-        trainer.stop_in = stop_in
-        try:
-            return trainer.run_to_end()
-        finally:
-            trainer.close()
+        return train(recipe, ranks, watch=lambda *_: around)
 
 
 def said(run: Path, kind: str, *keys: str) -> list[list[Any]]:

@@ -200,10 +200,10 @@ class PipelineEngine(DeepSpeedEngine):
         self.engine.train_batch(iter([self._message(batch) for batch in batches]))
         return self._sums(len(batches))
 
-    def _update_on_zeros(self, batch: Batch) -> None:
+    def _update_on_zeros(self) -> None:
         """One update with gradients of zero."""
         self.pipe.scale = 0.0
-        self._run([batch] * self.micro_batches)
+        self._run([Transformer.smallest_batch(self.device)] * self.micro_batches)
 
     def _sums(self, count: int) -> list[tuple[float, float]]:
         """(loss, nll) of each of the `count` micro-batches that went through; zeros before the last stage."""

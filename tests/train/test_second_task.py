@@ -1,0 +1,120 @@
+"""A second task: a language model, decoder-only, on the target side of the toy task.
+
+It trains, validates, saves and goes on in a plain engine and in ZeRO-1, and nothing of deepnmt is changed for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_engines import parallel
+from torch import Tensor, nn
+from warm import Warm
+
+from deepnmt.batch import Batch
+from deepnmt.checkpoint.checkpoint import load_weights, verify
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.data.batching import Position, Update
+from deepnmt.files import read_log
+from deepnmt.model.loss import LossSums, label_smoothed_loss
+from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.launch import processes
+from deepnmt.ranks import Ranks
+from deepnmt.tokens import PAD
+from deepnmt.train.task import Task
+from deepnmt.train.trainer import train
+from deepnmt.train.validate import Validation
+from studies.toy_task import ToyTask
+
+UPDATES, EPOCH = 16, 6  # micro-batches of an epoch
+
+
+class LanguageModel(nn.Module):
+    """One layer of causal attention between a table and its transpose."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        torch.manual_seed(recipe.seed)
+        width = recipe.model.width
+        self.table = nn.Embedding(ToyTask().vocabulary, width)
+        self.layer = nn.TransformerEncoderLayer(width, recipe.model.heads, recipe.model.ffn, 0.0, batch_first=True)
+
+    def forward(self, given: Tensor, following: Tensor, dropout_key: int = 0) -> LossSums:
+        mask = nn.Transformer.generate_square_subsequent_mask(given.size(1), device=given.device)
+        hidden = self.layer(self.table(given), src_mask=mask, is_causal=True)
+        return label_smoothed_loss(hidden, self.table.weight, following, 0.0, PAD)
+
+    @staticmethod
+    def smallest_batch(device: torch.device) -> Batch:
+        ids = torch.full((1, 2), PAD + 1, device=device)
+        return Batch((ids, ids), key=0, tokens=2)
+
+
+class Walks:
+    """The data, and the stream of its micro-batches."""
+
+    fingerprint = "walks"
+
+    def batch(self, number: int, device: torch.device) -> Batch:
+        made = ToyTask().batch(number, 8)
+        return Batch(tuple(tensor.to(device) for tensor in made.tensors[2:]), number, made.tokens)
+
+    def update(self, position: Position, count: int, rank: int, world: int, device: torch.device) -> Update:
+        first = position.epoch * EPOCH + position.index
+        batches = [self.batch(number, device) for number in range(first, first + count)]
+        return Update(batches[rank::world], sum(batch.tokens for batch in batches), first / EPOCH,
+                      Position(*divmod(first + count, EPOCH)))
+
+    def epoch_size(self, epoch: int) -> int:
+        return EPOCH
+
+    def waste(self, epoch: int) -> float:
+        return 0.0
+
+
+def validate(recipe: Recipe, data: Walks, engine: Engine, ranks: Ranks) -> Validation:
+    batch = data.batch(10**6, ranks.device)
+    [(loss, nll)] = engine.evaluate([batch])
+    return Validation(loss / batch.tokens, nll / batch.tokens)
+
+
+LANGUAGE = Task(
+    check=lambda recipe: None, open=lambda recipe, texts, verify: Walks(), stream=lambda recipe, data: data,
+    start=lambda recipe, layout, data, ranks, begins: build_engine(LanguageModel(recipe), recipe, layout, ranks),
+    validate=validate,
+    files=lambda data: {"symbols.json": json.dumps(ToyTask().symbols).encode()})
+
+
+def trained(run: str, layout: str, updates: str) -> int:
+    """Runs on each rank."""
+    with processes(1, group=layout != "local") as ranks:
+        return train(check_recipe({
+            "run": run, "data": {"folder": "none", "src_lang": "a", "trg_lang": "a", "train": {"tsv": "x"},
+                                 "valid": {"tsv": "x"}},
+            "model": {"width": 16, "heads": 2, "ffn": 32}, "batch": {"accumulation": 2 // ranks.world},
+            "optimizer": {"lr": 0.02}, "schedule": {"name": "constant", "warmup": 0}, "average_last": 1,
+            "train": {"updates": int(updates), "log_every": 1, "validate_every": 4, "save_every": 4, "keep_last": 2,
+                      "valid_bleu": False},
+            "parallel": parallel(layout)}, "test"), ranks, LANGUAGE)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, "local"), (2, "zero1_fp32")])
+def test_a_language_model_trains_and_goes_on(world: int, layout: str, tmp_path: Path, warm: Warm) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for run, updates in ((whole, UPDATES), (broken, UPDATES // 2), (broken, UPDATES)):
+        warm.run(world, "test_second_task:trained", run, layout, updates)
+    ours, theirs = ([(r["type"], r["loss"]) for r in read_log(run / "log.jsonl") if "loss" in r]
+                    for run in (broken, whole))
+    assert ours == theirs and len(ours) == UPDATES + UPDATES // 4
+    assert ours[-1][1] < math.log(ToyTask().vocabulary) < ours[0][1]
+    last = [run / "checkpoints" / f"update-{UPDATES:08d}" for run in (broken, whole)]
+    for checkpoint in last:
+        verify(checkpoint)
+        assert json.loads((checkpoint / "symbols.json").read_text()) == ToyTask().symbols
+    weights = [load_weights(checkpoint) for checkpoint in last]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
