@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from deepnmt.config import Corpus, Recipe
 from deepnmt.data.batching import plan_epoch, random_order
@@ -41,9 +39,8 @@ from deepnmt.data.text import Pair, input_files, read_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
+from deepnmt.progress import Progress, progressing, silent
 from deepnmt.tokens import UNK
-
-PLAIN_SECONDS = 30.0  # between two lines of progress where standard error is no terminal
 
 
 def prepare(recipe: Recipe, *, progress: bool = True) -> Path:
@@ -95,31 +92,18 @@ class _Report:
         if self._shown:
             print(text, file=sys.stderr, flush=True)
 
-    @contextmanager
-    def counting(self, what: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
-        """To be told of pairs done: a bar on a terminal, with the time left where the total is known, or lines."""
-        done, began = 0, time.monotonic()
-        said = began
-
-        def count(pairs: int) -> None:
-            nonlocal done, said
-            done, now = done + pairs, time.monotonic()
-            if now - said >= PLAIN_SECONDS:
-                said = now
-                self.line(f"{what}: {done:,}{f' of {total:,}' if total else ''} pairs in {now - began:.0f} s")
-
-        if not sys.stderr.isatty():
-            yield count
-            return
-        with tqdm(total=total, desc=what, unit=" pairs", unit_scale=True, mininterval=0.5,
-                  disable=not self._shown) as bar:
-            yield bar.update
+    def counting(self, what: str, total: int | None = None) -> AbstractContextManager[Progress]:
+        """To be told how many pairs are done; a bar shows the time left where the total is known."""
+        if not self._shown:
+            return nullcontext(silent)
+        return progressing(f"{what}: {{:,}}{f' of {total:,}' if total else ''} pairs", desc=what, total=total,
+                           unit=" pairs", unit_scale=True, mininterval=0.5)
 
     def reading(self, what: str, pairs: Iterable[Pair]) -> Iterator[Pair]:
         """Passes pairs on and counts them."""
-        with self.counting(what) as count:
-            for pair in pairs:
-                count(1)
+        with self.counting(what) as progress:
+            for done, pair in enumerate(pairs, start=1):
+                progress(done)
                 yield pair
 
 
@@ -231,7 +215,7 @@ def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: En
     judged: list[Verdicts] = []
     unknown = [0, 0]
     pairs = (pair for pair, verdict in zip(read_pairs(corpus), verdicts, strict=True) if verdict == KEPT)
-    with report.counting(f"{name}: encoding", len(kept)) as count:
+    with report.counting(f"{name}: encoding", len(kept)) as progress:
         for chunk in encode_pairs(pairs, job, min(workers, 1 + len(kept) // CHUNK)):
             for sides, side_writers in zip(chunk.sides, writers, strict=True):
                 for pieces, writer in zip(sides, side_writers):
@@ -239,7 +223,7 @@ def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: En
             for side, pieces in enumerate(chunk.sides[0]):
                 unknown[side] += int(np.count_nonzero(pieces.tokens == UNK))
             judged.append(chunk.verdicts)
-            count(len(chunk.verdicts))
+            progress(sum(map(len, judged)))
     final = verdicts.copy()
     final[kept] = np.concatenate(judged)
     _require_pairs(final)

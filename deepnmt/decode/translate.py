@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Literal, TextIO
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from deepnmt import config
 from deepnmt.checkpoint.average import warn_if_outdated
@@ -36,14 +35,13 @@ from deepnmt.errors import UserError
 from deepnmt.files import replacing
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
+from deepnmt.progress import Progress, progressing, silent
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 
 CHUNK = 10_000  # lines sorted by length, translated and written together: what the job holds in memory
-PLAIN_SECONDS = 30.0  # between two progress lines where standard error is not a terminal
 
 Form = Literal["text", "tsv", "jsonl"]
-Progress = Callable[[int], object]  # is told how many lines are done by now
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +114,7 @@ def translate_files(
     model = cast(loaded.model, settings.precision).to(ranks.device)
     begin = time.perf_counter()
     written = 0
-    with progressing() as progress:
+    with progressing("{:,} lines translated", unit=" lines", leave=False) as progress:
         translated = translate_shards(model, loaded.vocabs, read_lines(lines_in), settings, ranks, seed=seed,
                                       stepper=stepper, progress=progress if ranks.first else silent)
         if not ranks.first:
@@ -135,34 +133,6 @@ def cast(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
-
-
-def silent(lines: int) -> None:
-    """The progress that says nothing."""
-
-
-def on_bar(bar: tqdm) -> Progress:
-    """The progress that a bar shows."""
-    return lambda lines: bar.update(lines - bar.n)
-
-
-@contextmanager
-def progressing() -> Iterator[Progress]:
-    """Progress on standard error: a bar where that is a terminal, a line every `PLAIN_SECONDS` elsewhere."""
-    begin = said = time.monotonic()
-
-    def report(lines: int) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now - said >= PLAIN_SECONDS:
-            said = now
-            print(f"{lines:,} lines translated in {now - begin:.0f} s", file=sys.stderr, flush=True)
-
-    if sys.stderr.isatty():
-        with tqdm(unit=" lines", leave=False) as bar:
-            yield on_bar(bar)
-    else:
-        yield report
 
 
 @contextmanager

@@ -20,10 +20,11 @@ from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import RECIPE, load_model, require_model
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.data.text import read_lines, read_pairs
-from deepnmt.decode.translate import cast, on_bar, translate_shards
+from deepnmt.decode.translate import cast, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, score_systems
 from deepnmt.files import write_json
+from deepnmt.progress import on_bar
 from deepnmt.ranks import Ranks
 
 

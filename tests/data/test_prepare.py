@@ -66,7 +66,7 @@ def test_progress_in_a_log_is_plain_lines(
     prepare(_recipe(_tree(tmp_path)))
     said = capsys.readouterr().err
     assert "\r" not in said and "encoding" not in said
-    monkeypatch.setattr("deepnmt.data.prepare.PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr("deepnmt.progress.PLAIN_SECONDS", 0.0)
     (tmp_path / "again").mkdir()
     prepare(_recipe(_tree(tmp_path / "again")))
     said = capsys.readouterr().err

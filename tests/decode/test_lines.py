@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from deepnmt.data.text import read_lines
-from deepnmt.decode.translate import Hypothesis, one_line, progressing, record, writing
+from deepnmt.decode.translate import Hypothesis, one_line, record, writing
 from deepnmt.errors import UserError
+from deepnmt.progress import progressing
 
 TEXT = "\ufeffein Haus\r\n\n  zwei\u2028Häuser \u0085\rx\nletzte"
 LINES = ["ein Haus", "", "  zwei\u2028Häuser \u0085\rx", "letzte"]
@@ -135,9 +136,9 @@ def test_nothing_is_written_through_a_planted_link(tmp_path: Path, monkeypatch: 
 def test_progress_in_a_log_is_rare_and_plain(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with progressing() as progress:
+    with progressing("{:,} lines translated") as progress:
         progress(10)
         assert capsys.readouterr().err == ""
-        monkeypatch.setattr("deepnmt.decode.translate.PLAIN_SECONDS", 0.0)
+        monkeypatch.setattr("deepnmt.progress.PLAIN_SECONDS", 0.0)
         progress(1234)
     assert capsys.readouterr().err == "1,234 lines translated in 0 s\n"
