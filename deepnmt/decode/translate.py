@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from deepnmt import config
 from deepnmt.checkpoint.average import warn_if_outdated
-from deepnmt.checkpoint.checkpoint import load_model, require_model
+from deepnmt.checkpoint.checkpoint import LoadedModel, load_model, require_model
 from deepnmt.data.text import read_lines
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.next_tokens import LengthPenalty
@@ -107,15 +107,11 @@ def translate_files(
         raise UserError(f"output {lines_out} is the input file itself; give another output")
     if lines_out is not None and lines_out.is_dir():
         raise UserError(f"output {lines_out} is a folder; give the name of a file in it")
-    loaded = load_model(folder)
-    require_model(loaded.folder, expected)
-    if ranks.first:
-        warn_if_outdated(loaded.folder)
-    model = cast(loaded.model, settings.precision).to(ranks.device)
+    loaded = load_for_search(folder, settings, ranks, expected)
     begin = time.perf_counter()
     written = 0
     with progressing("{:,} lines translated", unit=" lines", leave=False) as progress:
-        translated = translate_shards(model, loaded.vocabs, read_lines(lines_in), settings, ranks, seed=seed,
+        translated = translate_shards(loaded.model, loaded.vocabs, read_lines(lines_in), settings, ranks, seed=seed,
                                       stepper=stepper, progress=progress if ranks.first else silent)
         if not ranks.first:
             return sum(1 for _ in translated)  # none
@@ -125,6 +121,22 @@ def translate_files(
     seconds = time.perf_counter() - begin
     print(f"{written:,} lines in {seconds:.1f} s: {written / seconds:.1f} lines/s", file=sys.stderr)
     return written
+
+
+def load_for_search(
+    folder: Path, settings: config.Translate, ranks: Ranks, expected: config.Model | None
+) -> LoadedModel:
+    """`load_model`, in the precision and on the device of a search; of an outdated average rank 0 warns.
+
+    Raises:
+        UserError: see `load_model`; the model is not the one `expected`.
+    """
+    loaded = load_model(folder)
+    require_model(loaded.folder, expected)
+    if ranks.first:
+        warn_if_outdated(loaded.folder)
+    cast(loaded.model, settings.precision).to(ranks.device)
+    return loaded
 
 
 def cast(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:

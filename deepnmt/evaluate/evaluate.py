@@ -16,11 +16,10 @@ from sacrebleu.dataset import DATASETS
 from sacrebleu.utils import SACREBLEU_DIR
 from tqdm import tqdm
 
-from deepnmt.checkpoint.average import warn_if_outdated
-from deepnmt.checkpoint.checkpoint import RECIPE, load_model, require_model
+from deepnmt.checkpoint.checkpoint import RECIPE
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.data.text import read_lines, read_pairs
-from deepnmt.decode.translate import cast, translate_shards
+from deepnmt.decode.translate import load_for_search, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, score_systems
 from deepnmt.files import write_json
@@ -70,17 +69,14 @@ def evaluate_run(
     if hypotheses:
         systems = read_systems(hypotheses, sets)
     else:
-        loaded = load_model(Path(checkpoint or recipe.run))
-        require_model(loaded.folder, expected)
+        loaded = load_for_search(Path(checkpoint or recipe.run), recipe.translate, ranks, expected)
         if ranks.first:
-            warn_if_outdated(loaded.folder)
             print(f"scoring the model of {loaded.folder}", file=sys.stderr, flush=True)
-        model = cast(loaded.model, recipe.translate.precision).to(ranks.device)
         translations = []
         for test in sets:
             hidden = None if ranks.first else True  # None: where standard error is no terminal
             with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=hidden) as bar:
-                translated = translate_shards(model, loaded.vocabs, test.sources, recipe.translate, ranks,
+                translated = translate_shards(loaded.model, loaded.vocabs, test.sources, recipe.translate, ranks,
                                               seed=recipe.seed, progress=on_bar(bar))
                 translations.append([best[0].text for best in translated])
         if not ranks.first:

@@ -17,6 +17,7 @@ from torch import nn
 
 from deepnmt.config import Model
 from deepnmt.errors import UserError
+from deepnmt.files import table
 from deepnmt.model.blocks import LayerPosition, Side
 from deepnmt.model.embedding import TABLES, InputLayer, Use
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
@@ -78,19 +79,11 @@ class Partition:
         for stage in range(self.stages):
             held = self.held(stage)
             names = held[0].name if len(held) == 1 else f"{held[0].name} ... {held[-1].name}"
-            rows.append(
-                (
-                    str(stage),
-                    f"{names} ({len(held)})",
-                    f"{self.parameters(stage):,}",
-                    f"{100 * self.cost(stage):.1f} %",
-                )
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows]
+            rows.append((str(stage), f"{names} ({len(held)})", f"{self.parameters(stage):,}",
+                         f"{100 * self.cost(stage):.1f} %"))
         count = f"{micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}"
-        lines.append(f"expected bubble with {count} an update: {100 * self.bubble(micro_batches):.0f} %")
-        return "\n".join(lines)
+        return (f"{table(rows, left=2)}\nexpected bubble with {count} an update: "
+                f"{100 * self.bubble(micro_batches):.0f} %")
 
 
 def unit_names(model: Model) -> list[str]:
