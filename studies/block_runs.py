@@ -24,7 +24,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Init, Recipe, check_recipe
 from deepnmt.data.batching import Stream, collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split, open_prepared
-from deepnmt.doctor.fresh import initialisation
+from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine

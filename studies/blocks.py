@@ -27,7 +27,7 @@ from typing import Any
 from deepnmt.config import Init, Recipe
 from deepnmt.data.encoding import end_with_parent, submit
 from deepnmt.data.prepared import open_prepared
-from deepnmt.doctor.fresh import block_pair
+from deepnmt.doctor.variants import block_pair
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_run_folder, numbered_log
 from deepnmt.model.blocks import BLOCKS

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepnmt.plots import COLOURS, GREY, canvas, save
+from deepnmt.plots import COLOURS, GREY, panels, save
 
 
 def draw_idle_time(rows: Sequence[Mapping[str, Any]], stages: int, path: str | Path) -> None:
@@ -17,7 +17,8 @@ def draw_idle_time(rows: Sequence[Mapping[str, Any]], stages: int, path: str | P
         stages: P.
         path: the PNG to write.
     """
-    figure, axes = canvas("Micro-batches an update", "Idle share of the time, per cent")
+    figure, [axes] = panels([f"Idle time of a pipeline of {stages} stages"], "Micro-batches an update",
+                            "Idle share of the time, per cent")
     counts = [row["micro_batches"] for row in rows]
     axes.plot(
         counts,
@@ -41,7 +42,6 @@ def draw_idle_time(rows: Sequence[Mapping[str, Any]], stages: int, path: str | P
     axes.plot(
         counts, [100 * row["mean"] for row in rows], color=COLOURS[0], marker="o", linewidth=2, label="mean, measured"
     )
-    axes.set_title(f"Idle time of a pipeline of {stages} stages", loc="left")
     axes.set_ylim(bottom=0)
     axes.set_xticks(counts)
     axes.legend(frameon=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -17,10 +17,9 @@ import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import Model
-from deepnmt.doctor.change import Growth, fit_line, random_change
-from deepnmt.doctor.fresh import fresh_model
-from deepnmt.doctor.gradient_probe import Gradients, gradients
-from deepnmt.doctor.plots import draw_growth, draw_lines
+from deepnmt.doctor.measures import Gradients, Growth, fit_line, gradients, noise_change
+from deepnmt.doctor.plots import plot_growth, plot_lines
+from deepnmt.doctor.variants import fresh_model
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.model.blocks import SIDES
@@ -101,17 +100,17 @@ def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]
         changes = []
         spread[block] = []
         for depth in depths:
-            found = [random_change(*small.model(block, (depth, 1), seed), trials=1)["encoder"]
+            found = [noise_change(*small.model(block, (depth, 1), seed), trials=1)["encoder"][0]
                      for seed in range(1, small.trials + 1)]
             changes.append(median(found))
             spread[block].append(found)
             _say(f"{block} {depth}L: {changes[-1]:.3g} ({min(found):.3g} to {max(found):.3g})")
         growths[block] = Growth.of(depths, changes)
-    draw_growth({"encoders under 1 % noise on their matrices": growths}, picture, "Output change against depth")
+    plot_growth({"encoders under 1 % noise on their matrices": growths}, picture, "Output change against depth")
     lines = [f"{block}: R² to N {growth.linear.r2:.3f}, to log N {growth.logarithmic.r2:.3f}; change "
              f"{growth.changes[0]:.2g} at {depths[0]}L, {growth.changes[-1]:.2g} at {depths[-1]}L"
              for block, growth in growths.items()]
-    return {"growth": {block: growth.as_dict() for block, growth in growths.items()}, "by_seed": spread}, lines
+    return {"growth": {block: asdict(growth) for block, growth in growths.items()}, "by_seed": spread}, lines
 
 
 # -- gradients vanish in Post-LN decoders ------------------------------------------------------------------------------
@@ -131,7 +130,7 @@ def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
         for side, part in (("encoder", "ffn"), ("decoder", "ffn"))}
     panels["Post-LN decoder, by sub-layer"] = {part: _medians(norms["post_ln"], "decoder", part)
                                                for part in ("self_attn", "cross_attn", "ffn")}
-    draw_lines(panels, picture, title=f"Gradient of every layer's output, {layers}L-{layers}L", xlabel="layer",
+    plot_lines(panels, picture, title=f"Gradient of every layer's output, {layers}L-{layers}L", xlabel="layer",
                ylabel="gradient norm")
     lines = []
     ratios = {block: {side: median(_bottom_over_top(each, side) for each in found) for side in SIDES}
@@ -144,7 +143,7 @@ def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     lines.append("Post-LN decoder, what the gradient is multiplied by on the way down, geometric mean over layers:")
     lines += [f"  {name} {factor:.3f} ({min(each[name] for each in by_seed):.3f} to "
               f"{max(each[name] for each in by_seed):.3f})" for name, factor in factors.items()]
-    return {"gradients": {block: [each.as_dict() for each in found] for block, found in norms.items()},
+    return {"gradients": {block: [asdict(each) for each in found] for block, found in norms.items()},
             "lowest_over_highest": ratios, "factors": factors}, lines
 
 
@@ -200,7 +199,7 @@ def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
                 values.append(gradients(model, batch).last_ffn)
             norms[block].append(fmean(values))
             _say(f"{block} {depth}L-{depth}L: {norms[block][-1]:.4g}")
-    draw_lines({"decoder's last fc2": norms}, picture, title="Gradient of the last FFN against depth", xs=depths,
+    plot_lines({"decoder's last fc2": norms}, picture, title="Gradient of the last FFN against depth", xs=depths,
                xlabel="layers L", ylabel="gradient norm")
     slopes = {block: fit_line([math.log(n) for n in depths], [math.log(v) for v in values])
               for block, values in norms.items()}

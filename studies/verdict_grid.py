@@ -20,15 +20,14 @@ from typing import Any
 
 import torch
 
-from deepnmt.config import Init
-from deepnmt.doctor.fresh import block_pair
-from deepnmt.doctor.many import Precision
-from deepnmt.doctor.plots import draw_grid
+from deepnmt.config import Init, Precision
+from deepnmt.doctor.variants import block_pair
 from deepnmt.doctor.verdict import FEATURES, SHIPPED, VerdictRule
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_folder_of, write_text
 from deepnmt.model.blocks import BLOCKS
 from studies.verdict_fit import Fitted, confusion, fit_rule, held_out, unpaired
+from studies.verdict_plots import plot_grid
 from studies.verdict_points import (
     OPTIMIZER,
     SCHEDULE,
@@ -109,7 +108,7 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
     rule.save(runs.with_name("verdict.json"))
     if ship:
         rule.save(SHIPPED)
-    draw_grid(records, runs.with_name("verdict.png"))
+    plot_grid(records, runs.with_name("verdict.png"))
     text = report(rule, fitted)
     runs.with_name("verdict.md").write_text(text + "\n", encoding="utf-8")
     return text

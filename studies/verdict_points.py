@@ -12,14 +12,13 @@ from functools import partial
 from typing import Any, Literal
 
 from deepnmt.batch import Batch
-from deepnmt.config import Init, Recipe, check_recipe
-from deepnmt.doctor.fresh import fresh_model, initialisation
-from deepnmt.doctor.many import Precision, train_side_by_side
+from deepnmt.config import Init, Precision, Recipe, check_recipe
+from deepnmt.doctor.variants import fresh_model, initialisation
 from deepnmt.doctor.verdict import (
     TRIAL,
     other_sources,
     precision_features,
-    still_features,
+    static_features,
     trial_features,
     trial_rates,
     update_features,
@@ -27,6 +26,7 @@ from deepnmt.doctor.verdict import (
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
+from studies.side_by_side import train_side_by_side
 from studies.toy_task import ToyTask
 
 Mark = Literal["source", "context"]
@@ -119,7 +119,7 @@ def measure_points(points: list[Point], settings: Settings) -> list[dict[str, fl
     """The features of runs that differ in rate and warm-up only, measured in fp32 on a batch of `PROBE` sentences."""
     first, recipes = points[0], {point.rate: point_recipe(point, settings) for point in points}
     model, batch = _fresh(first, settings), settings.task.batch(0, PROBE)
-    still = still_features(model, batch)
+    still = static_features(model, batch)
     update = {rate: update_features(model, batch, partial(one_update, model, recipe, batch))
               for rate, recipe in recipes.items()}
     rates = [[*trial_rates(point.rate, settings.warmup if point.warmup else 0), 0.0, 0.0] for point in points]
@@ -132,7 +132,7 @@ def measure_points(points: list[Point], settings: Settings) -> list[dict[str, fl
 def point_features(point: Point, settings: Settings) -> dict[str, float]:
     """Those features that the point alone settles, without a model."""
     return {"rate": math.log10(point.rate), "warmup": float(point.warmup),
-            "tokens": math.log10(tokens_of(settings.task.batch(0, point.sentences))),
+            "tokens": math.log10(settings.task.batch(0, point.sentences).tokens),
             **precision_features(point.precision)}
 
 
@@ -176,11 +176,6 @@ def point_recipe(point: Point, settings: Settings) -> Recipe:
     }, "a point of the grid")
 
 
-def tokens_of(batch: Batch) -> int:
-    """Target tokens, eos counted."""
-    return batch.tokens
-
-
 def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
     """One update by the recipe's optimizer, from moments of zero, at the peak rate."""
-    LocalEngine(model, recipe, batch.device).train_step([batch], tokens_of(batch), recipe.optimizer.lr)
+    LocalEngine(model, recipe, batch.device).train_step([batch], batch.tokens, recipe.optimizer.lr)

@@ -7,8 +7,10 @@ And what a run that breaks there says at its end.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
+from deepnmt.doctor.probes import hooks
 from deepnmt.model.blocks import BLOCKS, PostLN
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
@@ -30,7 +33,7 @@ class NonFinite:
     """The first tensor that holds infinities or NaN, in the order of computation.
 
     what: of the module or parameter `name` ("loss" has no name). An input that is not finite where the output before it
-        was arises between two modules: in the attention, or in a rule's sum.
+        was arises between two modules: in the attention, or in a block's sum.
     largest: the largest magnitude in the tensor looked at before; 0 if there was none.
     """
 
@@ -50,81 +53,50 @@ def first_non_finite(model: Transformer, batches: Sequence[Batch], factor: float
         batches: on the model's device.
         factor: what each loss sum is multiplied by before the backward pass, the loss scale included.
     """
-    watch = _Watch()
-    for name, parameter in model.named_parameters():
-        watch.see(parameter, "weight", name)
-    if watch.found is not None:
-        return watch.found
-    was_training = model.training
-    model.train()
-    hooks = watch.attach(model)
-    try:
-        for batch in batches:
-            model.zero_grad(set_to_none=True)
-            sums = model(*batch.tensors, batch.key)
-            watch.see(sums.loss, "loss", "")
-            if watch.found is None:
-                (sums.loss * factor).backward()
-            if watch.found is not None:
-                break
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.zero_grad(set_to_none=True)
-        model.train(was_training)
-    return watch.found
+    first: NonFinite | None = None
+    largest = 0.0
 
-
-class _Watch:
-    """Remembers the first non-finite tensor that it sees."""
-
-    def __init__(self) -> None:
-        self.found: NonFinite | None = None
-        self._largest = 0.0
-
-    def see(self, tensor: Tensor, what: What, name: str) -> None:
-        """Looks at one tensor, in the order of computation."""
-        if self.found is not None or not tensor.is_floating_point() or tensor.numel() == 0:
+    def see(what: What, name: str, tensor: Any) -> None:
+        """Looks at what may be a tensor, in the order of computation."""
+        nonlocal first, largest
+        if first is not None or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
             return
         top = float(tensor.detach().abs().max())  # NaN where there is one
-        if top < float("inf"):
-            self._largest = top
+        if top < math.inf:
+            largest = top
         else:
-            self.found = NonFinite(what, name, self._largest)
+            first = NonFinite(what, name, largest)
 
-    def attach(self, model: nn.Module) -> list[Any]:
-        """Hooks on every module's inputs and outputs, their gradients and those of the parameters."""
-        hooks: list[Any] = []
+    def before(name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for item in inputs:
+            see("input", name, item)
+
+    def after(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        see("output", name, output)
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(partial(see, "gradient of the output", name))
+
+    for name, parameter in model.named_parameters():
+        see("weight", name, parameter)
+    was_training = model.training
+    with hooks() as handles:
         for name, module in model.named_modules():
             if name:
-                hooks.append(module.register_forward_pre_hook(self._before(name)))
-                hooks.append(module.register_forward_hook(self._after(name)))
-        for name, parameter in model.named_parameters():
-            hooks.append(parameter.register_hook(self._gradient("gradient", name)))
-        return hooks
-
-    def _before(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            for item in inputs:
-                if isinstance(item, Tensor):
-                    self.see(item, "input", name)
-
-        return look
-
-    def _after(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def look(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if isinstance(output, Tensor):
-                self.see(output, "output", name)
-                if output.requires_grad:
-                    output.register_hook(self._gradient("gradient of the output", name))
-
-        return look
-
-    def _gradient(self, what: What, name: str) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            self.see(gradient, what, name)
-
-        return look
+                handles += [module.register_forward_pre_hook(partial(before, name)),
+                            module.register_forward_hook(partial(after, name))]
+        handles.extend(p.register_hook(partial(see, "gradient", name)) for name, p in model.named_parameters())
+        model.train()
+        for batch in batches:
+            if first is not None:
+                break
+            model.zero_grad(set_to_none=True)
+            loss = model(*batch.tensors, batch.key).loss
+            see("loss", "", loss)
+            if first is None:
+                (loss * factor).backward()
+    model.zero_grad(set_to_none=True)
+    model.train(was_training)
+    return first
 
 
 @dataclass(frozen=True)
@@ -159,7 +131,10 @@ def explain(
         vocabs = (current.table("src").num_embeddings, current.table("trg").num_embeddings)
         model = Transformer(recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
         take_over(model, current)
-        report = _look(model, batches, factor, scale)
+        report = RankReport(kind)
+        if place := first_non_finite(model, batches, factor * scale):
+            wider = None if kind == "fp32" else first_non_finite(model.float(), batches, factor)
+            report = RankReport(kind, str(place), place.largest, None if wider is None else str(wider))
         del model
     except torch.OutOfMemoryError:
         report = RankReport(kind, room=False)
@@ -169,44 +144,26 @@ def explain(
     return _sentences(next((each for each in reports if each.place), reports[0]), recipe) if reports else []
 
 
-def _look(model: Transformer, batches: Sequence[Batch], factor: float, scale: float) -> RankReport:
-    """Where these batches break, in the model's float type and, where that has 16 bits, in fp32."""
-    dtype = next(model.parameters()).dtype
-    place = first_non_finite(model, batches, factor * scale)
-    if place is None:
-        return RankReport(KINDS[dtype])
-    wider = None if dtype == torch.float32 else first_non_finite(model.float(), batches, factor)
-    return RankReport(KINDS[dtype], str(place), place.largest, None if wider is None else str(wider))
-
-
 def _sentences(worst: RankReport, recipe: Recipe) -> list[str]:
-    """What is said of the process that saw most."""
-    return [_where(worst), _advice(worst, recipe)]
-
-
-def _where(seen: RankReport) -> str:
-    if not seen.room:
-        return "There was no memory left to compute the batch again and to find the place."
-    if seen.place is None:
-        return (f"Computed again one by one in {seen.kind}, each micro-batch of the last update is finite; their sum "
-                "is not, or it was chance.")
-    text = f"First non-finite in {seen.kind}: {seen.place}; the tensor before it reached {seen.largest:.3g}."
-    if seen.kind == "fp32":
-        return text
-    if seen.fp32 is None:
-        return f"{text} In fp32 the same batch is finite: 16 bits are too narrow for this model."
-    return f"{text} In fp32 too, first {seen.fp32}: it is not the 16 bits."
-
-
-def _advice(seen: RankReport, recipe: Recipe) -> str:
+    """Where the process that saw most saw it break, and what to try."""
+    where = f"First non-finite in {worst.kind}: {worst.place}; the tensor before it reached {worst.largest:.3g}."
+    if not worst.room:
+        where = "There was no memory left to compute the batch again and to find the place."
+    elif worst.place is None:
+        where = (f"Computed again one by one in {worst.kind}, each micro-batch of the last update is finite; their sum "
+                 "is not, or it was chance.")
+    elif worst.fp32 is not None:
+        where += f" In fp32 too, first {worst.fp32}: it is not the 16 bits."
+    elif worst.kind != "fp32":
+        where += " In fp32 the same batch is finite: 16 bits are too narrow for this model."
     rate = (f"a lower optimizer.lr (now {recipe.optimizer.lr:g}), a longer schedule.warmup "
             f"(now {recipe.schedule.warmup}), train.clip (now {recipe.train.clip:g}; 0 is none)")
-    if seen.kind == "fp16" and seen.place is not None and seen.fp32 is None:
-        return f"Try parallel.precision=bf16 or fp32, or {rate}."
+    if worst.kind == "fp16" and worst.place is not None and worst.fp32 is None:
+        return [where, f"Try parallel.precision=bf16 or fp32, or {rate}."]
     deep = ", ".join(sorted(name for name, block in BLOCKS.items() if block.made_for_depth))
     post = PostLN in (BLOCKS[recipe.model.encoder.block], BLOCKS[recipe.model.decoder.block])
     other = f", or, in a new run, a block made for depth ({deep})" if post else ""
-    return f"Try {rate}{other}. If it broke at once, look at the data."
+    return [where, f"Try {rate}{other}. If it broke at once, look at the data."]
 
 
 def take_over(model: nn.Module, source: nn.Module) -> None:

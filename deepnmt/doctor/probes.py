@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,53 +44,44 @@ def hooks() -> Iterator[list[torch.utils.hooks.RemovableHandle]]:
             handle.remove()
 
 
-class _LayerWatch:
-    """The points of one layer. A sub-layer's output has no module of its own: it is what the next norm or branch takes.
+def _layer_hooks(
+    name: str, layer: nn.Module, parts: Sequence[str], see: See
+) -> Iterator[torch.utils.hooks.RemovableHandle]:
+    """Hooks on a layer's norms, adds and branches and on the layer itself.
 
-    Where x passes a norm on its way into the next branch (Pre-LN), it is that norm's input; else it is the branch's own
-    input; the last one is the layer's output.
+    A sub-layer's output has no module of its own: it is what the next norm or branch takes. Where x passes a norm on
+    its way into the next branch (Pre-LN), it is that norm's input; else it is the branch's own input; the last one is
+    the layer's output.
     """
+    waiting: set[int] = set()  # the sub-layer whose branch has been joined and whose output is yet to be seen
 
-    def __init__(self, name: str, layer: nn.Module, side: Side, see: See) -> None:
-        self.name, self.layer, self.parts, self.see = name, layer, SUBLAYERS[side], see
-        self.waiting: int | None = None  # the sub-layer whose branch has been joined and whose output is yet to be seen
-
-    def attach(self) -> list[torch.utils.hooks.RemovableHandle]:
-        """Hooks on norms, adds, branches and the layer itself."""
-        rule = self.layer.get_submodule("rule")
-        handles = [self.layer.register_forward_pre_hook(self._begin), self.layer.register_forward_hook(self._end)]
-        for index, part in enumerate(self.parts):
-            add, branch = rule.get_submodule(f"adds.{index}"), self.layer.get_submodule(part)
-            handles.append(add.register_forward_hook(lambda _m, _i, output, index=index: self._added(index, output)))
-            handles.append(branch.register_forward_pre_hook(
-                lambda _m, inputs, index=index: self._reached(index - 1, inputs[0])))
-        for index, norm in enumerate(norms_of(self.layer)):
-            handles.append(norm.register_forward_pre_hook(
-                lambda _m, inputs, index=index: self._normed(index, inputs[0])))
-            handles.append(norm.register_forward_hook(
-                lambda _m, _i, output, index=index: self.see(f"{self.name}.rule.norms.{index}", output)))
-        return handles
-
-    def _begin(self, _module: nn.Module, _inputs: Any) -> None:
-        self.waiting = None
-
-    def _added(self, index: int, output: Tensor) -> None:
-        self.see(f"{self.name}.rule.adds.{index}", output)
-        self.waiting = index
-
-    def _normed(self, index: int, x: Tensor) -> None:
-        self._reached(index - 1, x)
-        self.see(f"{self.name}.rule.norms.{index}.in", x)
-
-    def _reached(self, index: int, x: Tensor) -> None:
+    def reached(index: int, x: Tensor) -> None:
         """Something that belongs to sub-layer index + 1 takes x: then x is the output of `index`, if that is due."""
-        if self.waiting == index:
-            self.waiting = None
-            self.see(f"{self.name}.{self.parts[index]}", x)
+        if index in waiting:
+            waiting.remove(index)
+            see(f"{name}.{parts[index]}", x)
 
-    def _end(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self.waiting = None
-        self.see(f"{self.name}.{self.parts[-1]}", newest(output))
+    def added(index: int, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        see(f"{name}.rule.adds.{index}", output)
+        waiting.add(index)
+
+    def norm_begins(index: int, _module: nn.Module, inputs: Any) -> None:
+        reached(index - 1, inputs[0])
+        see(f"{name}.rule.norms.{index}.in", inputs[0])
+
+    def layer_ends(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        waiting.clear()
+        see(f"{name}.{parts[-1]}", newest(output))
+
+    yield layer.register_forward_hook(layer_ends)
+    for index, part in enumerate(parts):
+        yield layer.get_submodule(f"rule.adds.{index}").register_forward_hook(partial(added, index))
+        yield layer.get_submodule(part).register_forward_pre_hook(
+            lambda _m, inputs, index=index: reached(index - 1, inputs[0]))
+    for index, norm in enumerate(norms_of(layer)):
+        yield norm.register_forward_pre_hook(partial(norm_begins, index))
+        yield norm.register_forward_hook(
+            lambda _m, _i, output, index=index: see(f"{name}.rule.norms.{index}", output))
 
 
 def norms_of(layer: nn.Module) -> list[nn.Module]:
@@ -109,7 +101,7 @@ def watching(model: Transformer, see: See) -> Iterator[None]:
             handles.append(stack.get_submodule("norm").register_forward_hook(
                 lambda _m, _i, output, side=side: see(side, output)))
             for index, layer in enumerate(layers_of(model, side)):
-                handles += _LayerWatch(f"{side}.layers.{index}", layer, side, see).attach()
+                handles.extend(_layer_hooks(f"{side}.layers.{index}", layer, SUBLAYERS[side], see))
         yield
 
 
@@ -129,28 +121,32 @@ def real_positions(batch: Batch) -> dict[Side, Tensor]:
     return {"encoder": torch.arange(src.size(1), device=src.device) < lengths[:, None], "decoder": trg_out != PAD}
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While it lasts the model is in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 @torch.no_grad()
-def stack_outputs(model: Transformer, batch: Batch) -> dict[Side, Tensor]:
-    """Both stacks' outputs at real positions, [positions, D]; dropout as the model's mode says."""
+def outputs_of(model: Transformer, batch: Batch, layers: bool = False) -> dict[Side, list[Tensor]]:
+    """The outputs of both stacks at real positions, each a list of one tensor [positions, D]; with `layers` those of
+    every layer, from the bottom. Dropout as the model's mode says."""
     src, lengths, trg_in, _ = batch.tensors
-    memory = model.encode(src, lengths, batch.key)
-    hidden = model.decode(trg_in, memory, lengths, batch.key)
     real = real_positions(batch)
-    return {"encoder": memory[real["encoder"]], "decoder": hidden[real["decoder"]]}
-
-
-@torch.no_grad()
-def layer_outputs(model: Transformer, batch: Batch) -> dict[Side, list[Tensor]]:
-    """Every layer's output at real positions [positions, D], from the bottom; dropout as the model's mode says."""
-    real = real_positions(batch)
-    outputs: dict[Side, list[Tensor]] = {side: [] for side in SIDES}
+    inside: dict[Side, list[Tensor]] = {side: [] for side in SIDES}
     with hooks() as handles:
         for side in SIDES:
-            for layer in layers_of(model, side):
+            for layer in layers_of(model, side) if layers else []:
                 handles.append(layer.register_forward_hook(
-                    lambda _m, _i, output, side=side: outputs[side].append(newest(output)[real[side]])))
-        stack_outputs(model, batch)
-    return outputs
+                    lambda _m, _i, output, side=side: inside[side].append(newest(output)[real[side]])))
+        memory = model.encode(src, lengths, batch.key)
+        hidden = model.decode(trg_in, memory, lengths, batch.key)
+    return inside if layers else {"encoder": [memory[real["encoder"]]], "decoder": [hidden[real["decoder"]]]}
 
 
 def mean_loss(model: Transformer, batch: Batch) -> Tensor:
@@ -160,11 +156,9 @@ def mean_loss(model: Transformer, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def plain_loss(model: Transformer, batch: Batch) -> float:
-    """The loss without label smoothing in nats a target token, in evaluation mode; the model's mode stays."""
-    was_training = model.training
-    found = float(model.eval()(*batch.tensors, batch.key).nll / batch.tokens)
-    model.train(was_training)
-    return found
+    """The loss without label smoothing in nats a target token, in evaluation mode."""
+    with evaluating(model):
+        return float(model(*batch.tensors, batch.key).nll / batch.tokens)
 
 
 def matrices(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

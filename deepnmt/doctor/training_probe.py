@@ -2,9 +2,9 @@
 
 Of a layer's output its size, variance, largest magnitude, gradient, and how like the layer's input it is; of each
 sub-layer its branch's size and gradient and its LayerNorm's gradient, which in a decoder layer whose norms follow the
-branches are those at the five places of Takase et al. 2023 (B2T), figures 4 and 7 (but for `rezero_post_ln`, whose
-branches are multiplied by a before they join). Hooks stand on the modules for that
-one update only; all other updates run as if there were no probe.
+branches are those at the five points of Takase et al. 2023 (B2T), figures 4 and 7 (but for `rezero_post_ln`, whose
+branches are multiplied by a before they join). Hooks stand on the modules for that one update only; all other updates
+run as if there were no probe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deepnmt.train.updates import Around
 
 Combine = Callable[[list[float]], list[float]]
 
-_OUTPUT, _BRANCH, _GRADIENT = 5, 2, 1  # how many sums of each kind, see `_seen`, `_added` and `_descend`
+_OUTPUT = ("elements", "sum", "squares", "positions", "cosines")  # sums over a layer's outputs
 
 
 class TrainingProbe:
@@ -40,17 +40,16 @@ class TrainingProbe:
 
     def __init__(self, module: nn.Module, model: Model, every: int) -> None:
         self.every = every
-        self.names: list[str] = []  # of all layers
-        self.parts: dict[str, tuple[str, ...]] = {}  # by layer, its sub-layers
-        self.normed: set[str] = set()  # the layers whose sub-layers have LayerNorms
+        self.parts: dict[str, list[str]] = {}  # by layer of the whole model, its sub-layers' full names
+        self.keys: list[str] = []  # every sum of the whole model, in the order that all processes report them
         for side, stack in zip(SIDES, (model.encoder, model.decoder), strict=True):
+            kinds = ["elements", "squares", "branch", *(["norm"] if BLOCKS[stack.block].layer_norms else [])]
             for name in (f"{side}.layers.{index}" for index in range(stack.layers)):
-                self.names.append(name)
-                self.parts[name] = SUBLAYERS[side]
-                if BLOCKS[stack.block].layer_norms:
-                    self.normed.add(name)
+                self.parts[name] = [f"{name}.{part}" for part in SUBLAYERS[side]]
+                self.keys += [f"{name} {kind}" for kind in (*_OUTPUT, "gradient")]
+                self.keys += [f"{part} {kind}" for part in self.parts[name] for kind in kinds]
         here = dict(module.named_modules())
-        self.layers = {name: here[name] for name in self.names if name in here}
+        self.layers = {name: here[name] for name in self.parts if name in here}
         self._sums: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
 
@@ -60,65 +59,52 @@ class TrainingProbe:
 
     @contextmanager
     def watching(self, wanted: bool) -> Iterator[None]:
-        """While it lasts, and if `wanted`, sums and maxima over the layers' outputs and their gradients are taken."""
+        """While it lasts, and if `wanted`, sums and maxima over the layers' outputs and their gradients are taken. No
+        value is waited for here."""
         self._sums, self._largest = {}, {}
         with hooks() as handles:
             for name, layer in (self.layers if wanted else {}).items():
                 handles.append(layer.register_forward_hook(
-                    lambda _m, given, output, name=name: self._seen(name, given[0], output)))
+                    lambda _m, given, output, name=name: self._layer_done(name, given[0], output)))
                 norms = norms_of(layer)
                 for index, part in enumerate(self.parts[name]):
-                    add = layer.get_submodule(f"rule.adds.{index}")
-                    handles.append(add.register_forward_hook(
-                        lambda _m, _i, output, name=name, part=part: self._added(name, part, output)))
-                    if name in self.normed:
+                    handles.append(layer.get_submodule(f"rule.adds.{index}").register_forward_hook(
+                        lambda _m, _i, output, name=name, part=part: self._branch_done(name, part, output)))
+                    if f"{part} norm" in self.keys:
                         handles.append(norms[index].register_forward_hook(
-                            lambda _m, given, output, name=name, part=part: self._normed(name, part, given[0], output)))
+                            lambda _m, given, output, name=name, part=part: self._norm_done(
+                                name, part, given[0], output)))
             yield
 
-    def _seen(self, name: str, given: Stream, stream: Stream) -> None:
-        """Of a layer's output: elements, sum, sum of squares, positions, sum of the cosines with the layer's input, and
-        the largest magnitude; of the gradient: sum of squares. No value is waited for here."""
+    def _layer_done(self, name: str, given: Stream, stream: Stream) -> None:
         output = newest(stream)
         x, below = output.detach().float(), newest(given).detach().float()
         cosines = F.cosine_similarity(x, below, dim=-1)
-        self._add(f"{name} output", [_count(x), x.sum(), _squares(x), _count(cosines), cosines.sum()])
-        self._top(f"{name} output", x)
-        self._descend(f"{name} gradient", output)
+        for kind, value in zip(_OUTPUT, (_count(x), x.sum(), _squares(x), _count(cosines), cosines.sum()), strict=True):
+            self._add(f"{name} {kind}", value)
+        self._raise_largest(f"{name}/output_largest", x)
+        self._add_gradient(f"{name} gradient", output)
 
-    def _added(self, name: str, part: str, branch: Tensor) -> None:
-        """Of a branch's output: elements, sum of squares, largest magnitude, and its gradient's sum of squares."""
-        self._add(f"{name}.{part} branch", [_count(branch), _squares(branch)])
-        self._top(f"{name} inside", branch)
-        self._descend(f"{name}.{part} branch gradient", branch)
+    def _branch_done(self, name: str, part: str, branch: Tensor) -> None:
+        self._add(f"{part} elements", _count(branch))
+        self._add(f"{part} squares", _squares(branch))
+        self._raise_largest(f"{name}/inside_largest", branch)
+        self._add_gradient(f"{part} branch", branch)
 
-    def _normed(self, name: str, part: str, given: Tensor, output: Tensor) -> None:
-        """Of what a LayerNorm takes in, the largest magnitude; of its output, the gradient's sum of squares."""
-        self._top(f"{name} inside", given)
-        self._descend(f"{name}.{part} norm gradient", output)
+    def _norm_done(self, name: str, part: str, given: Tensor, output: Tensor) -> None:
+        self._raise_largest(f"{name}/inside_largest", given)
+        self._add_gradient(f"{part} norm", output)
 
-    def _descend(self, key: str, tensor: Tensor) -> None:
+    def _add(self, key: str, value: Tensor) -> None:
+        self._sums[key] = self._sums[key] + value if key in self._sums else value
+
+    def _add_gradient(self, key: str, tensor: Tensor) -> None:
         if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(lambda grad: self._add(key, [_squares(grad)]))
+            tensor.register_hook(lambda grad: self._add(key, _squares(grad)))
 
-    def _add(self, key: str, values: list[Tensor]) -> None:
-        found = torch.stack(values)
-        self._sums[key] = self._sums[key] + found if key in self._sums else found
-
-    def _top(self, key: str, tensor: Tensor) -> None:
+    def _raise_largest(self, key: str, tensor: Tensor) -> None:
         top = torch.linalg.vector_norm(tensor.detach(), math.inf, dtype=torch.float32)
         self._largest[key] = torch.maximum(self._largest[key], top) if key in self._largest else top
-
-    def _keys(self) -> dict[str, int]:
-        """Every sum of the whole model and its size, in the order that all processes report them."""
-        keys: dict[str, int] = {}
-        for name in self.names:
-            keys |= {f"{name} output": _OUTPUT, f"{name} gradient": _GRADIENT}
-            for part in self.parts[name]:
-                keys |= {f"{name}.{part} branch": _BRANCH, f"{name}.{part} branch gradient": _GRADIENT}
-                if name in self.normed:
-                    keys[f"{name}.{part} norm gradient"] = _GRADIENT
-        return keys
 
     def read(self, loss_scale: float, combine: Combine = list, largest: Combine = list) -> dict[str, float]:
         """What the probed update showed, by layer and sub-layer, padding included.
@@ -135,27 +121,24 @@ class TrainingProbe:
             combine: sums a list element-wise over all processes; then every process calls `read`.
             largest: the same for maxima.
         """
-        keys = self._keys()
-        totals = combine(torch.cat([self._sums.get(key, torch.zeros(size)).cpu() for key, size in keys.items()])
-                         .tolist())
-        tops = [f"{name} {kind}" for name in self.names for kind in ("output", "inside")]
-        top = dict(zip(tops, largest([float(self._largest.get(key, 0.0)) for key in tops]), strict=True))
-        rest = iter(totals)
-        sums = {key: [next(rest) for _ in range(size)] for key, size in keys.items()}
-        found: dict[str, float] = {}
-        for name in self.names:
-            found |= _of_layer(name, sums[f"{name} output"])
-            found[f"{name}/output_largest"] = top[f"{name} output"]
-            found[f"{name}/inside_largest"] = top[f"{name} inside"]
-            found[f"{name}/gradient_norm"] = math.sqrt(sums[f"{name} gradient"][0]) / loss_scale
-            for part in (f"{name}.{each}" for each in self.parts[name]):
-                count, squares = sums[f"{part} branch"]
-                found[f"{part}/branch_rms"] = math.sqrt(squares / count) if count else 0.0
-                for kind in ("branch", "norm"):
-                    if f"{part} {kind} gradient" in sums:
-                        found[f"{part}/{kind}_gradient"] = math.sqrt(sums[f"{part} {kind} gradient"][0]) / loss_scale
+        tops = [f"{name}/{kind}_largest" for name in self.parts for kind in ("output", "inside")]
+        sums = dict(zip(self.keys, combine(_values(self._sums, self.keys)), strict=True))
+        values = dict(zip(tops, largest(_values(self._largest, tops)), strict=True))
         self._sums, self._largest = {}, {}
-        return found
+        for name, parts in self.parts.items():
+            count, total, squares, positions, cosines = (sums[f"{name} {kind}"] for kind in _OUTPUT)
+            values |= {
+                f"{name}/output_rms": math.sqrt(squares / count) if count else 0.0,
+                f"{name}/output_variance": squares / count - (total / count) ** 2 if count else 0.0,
+                f"{name}/cosine_below": cosines / positions if positions else 0.0,
+                f"{name}/gradient_norm": math.sqrt(sums[f"{name} gradient"]) / loss_scale,
+            }
+            for part in parts:
+                count, squares = sums[f"{part} elements"], sums[f"{part} squares"]
+                values[f"{part}/branch_rms"] = math.sqrt(squares / count) if count else 0.0
+                values |= {f"{part}/{kind}_gradient": math.sqrt(sums[f"{part} {kind}"]) / loss_scale
+                           for kind in ("branch", "norm") if f"{part} {kind}" in sums}
+        return values
 
 
 def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> Around:
@@ -173,14 +156,10 @@ def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> Around:
     return around
 
 
-def _of_layer(name: str, sums: list[float]) -> dict[str, float]:
-    """Of a layer's output, from what `_seen` summed."""
-    count, total, squares, positions, cosines = sums
-    return {
-        f"{name}/output_rms": math.sqrt(squares / count) if count else 0.0,
-        f"{name}/output_variance": squares / count - (total / count) ** 2 if count else 0.0,
-        f"{name}/cosine_below": cosines / positions if positions else 0.0,
-    }
+def _values(tensors: dict[str, Tensor], keys: list[str]) -> list[float]:
+    """In the order of the keys, 0 where there is none; fetched from the device at once."""
+    fetched = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True)) if tensors else {}
+    return [fetched.get(key, 0.0) for key in keys]
 
 
 def _count(tensor: Tensor) -> Tensor:

@@ -1,44 +1,94 @@
-"""What a user might try in place of a recipe that will not train: recipes that differ from it in one thing each."""
+"""Other models than the recipe's own: as training would begin with them, and what a user might try in its place."""
 
 from __future__ import annotations
 
-from deepnmt.config import Model, Recipe
-from deepnmt.doctor.fresh import initialisation, with_blocks, with_init
-from deepnmt.model.blocks import BLOCKS
+from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+import torch
+
+from deepnmt.batch import Batch
+from deepnmt.config import Init, Model, Recipe
+from deepnmt.errors import UserError
+from deepnmt.model.admin import AdminProfile, InputVariance, measure
+from deepnmt.model.blocks import BLOCKS, SIDES
+from deepnmt.model.transformer import Transformer
 
 _FACTORS = (1 / 10, 1 / 3, 3, 10)  # on the rate: one that is too small fails as well as one that is too large
 
 
+def fresh_model(
+    model: Model,
+    src_vocab: int,
+    trg_vocab: int,
+    seed: int,
+    batches: Sequence[Batch],
+    *,
+    label_smoothing: float = 0.0,
+    input_variance: InputVariance = "measured",
+    profile: AdminProfile | None = None,
+) -> Transformer:
+    """A model as training would begin with it, on the batches' device; where a stack is Admin, the batches are profiled
+    first, unless a `profile` is given."""
+    built = Transformer(model, src_vocab, trg_vocab, seed, label_smoothing)
+    if model.profiled:
+        measured = profile or measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance)
+        measured.apply(built)
+    return built.to(batches[0].device if batches else torch.device("cpu"))
+
+
+def with_settings(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    """The recipe with other values, by names as in `model.encoder.layers`."""
+    tree = recipe.model_dump()
+    for name, value in settings.items():
+        *path, last = name.split(".")
+        reduce(getitem, path, tree)[last] = value
+    return Recipe.model_validate(tree)
+
+
+def initialisation(block: str, init: Init) -> str:
+    """What `init` comes to with a block: `xavier`, `xavier_separate` or `depth_scaled`."""
+    if init == "auto":
+        return "depth_scaled" if BLOCKS[block].depth_scaled else "xavier"
+    return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused else init
+
+
+def block_pair(word: str) -> tuple[str, str]:
+    """Encoder and decoder block of a word: `admin`, or `post_ln/pre_ln`. Raises `UserError` for an unknown block."""
+    encoder, _, decoder = word.partition("/")
+    for block in (encoder, decoder or encoder):
+        if block not in BLOCKS:
+            raise UserError(f"there is no block {block!r}; known: {', '.join(BLOCKS)}; two with a / between them are "
+                            "encoder and decoder")
+    return encoder, decoder or encoder
+
+
 def alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:
-    """Other recipes, by what one would write on the line to get them.
+    """Recipes that differ from one that will not train in one thing each, by what one would write on the command line
+    to get them.
 
     Args:
         knows_batches: whether larger batches are among them; only for a rule that was fitted on several sizes.
     """
-    found = {}
-    for factor in _FACTORS:
-        optimizer = recipe.optimizer.model_copy(update={"lr": recipe.optimizer.lr * factor})
-        found[f"optimizer.lr={optimizer.lr:.3g}"] = recipe.model_copy(update={"optimizer": optimizer})
+    tried: list[dict[str, Any]] = [{"optimizer.lr": recipe.optimizer.lr * factor} for factor in _FACTORS]
     end = recipe.schedule.step_update or recipe.train.updates
     if recipe.schedule.warmup == 0 and end > 1:
-        warmup = max(1, min(recipe.train.updates // 10, end - 1))
-        schedule = recipe.schedule.model_copy(update={"warmup": warmup})
-        found[f"schedule.warmup={schedule.warmup}"] = recipe.model_copy(update={"schedule": schedule})
+        tried.append({"schedule.warmup": max(1, min(recipe.train.updates // 10, end - 1))})
     if knows_batches:
-        batch = recipe.batch.model_copy(update={"accumulation": 4 * recipe.batch.accumulation})
-        found[f"batch.accumulation={batch.accumulation}"] = recipe.model_copy(update={"batch": batch})
-    model = recipe.model
-    stacks = (model.encoder, model.decoder)
-    others: dict[str, Model] = {}
+        tried.append({"batch.accumulation": 4 * recipe.batch.accumulation})
+    stacks = (recipe.model.encoder, recipe.model.decoder)
+    remeasured = {} if recipe.admin.profile is None else {"admin.profile": None}  # it is of the model as it was
     if not all(initialisation(stack.block, stack.init) == "depth_scaled" for stack in stacks):
-        others["model.encoder.init=depth_scaled model.decoder.init=depth_scaled"] = with_init(model, "depth_scaled")
-    for block, made in BLOCKS.items():
-        if made.made_for_depth and any(stack.block != block for stack in stacks):
-            others[f"model.encoder.block={block} model.decoder.block={block}"] = with_blocks(model, block, block)
-    for line, other in others.items():
-        changed = recipe.model_copy(update={"model": other})
-        if recipe.admin.profile is not None:  # measured on the model as it was
-            line += " admin.profile=null"
-            changed = changed.model_copy(update={"admin": recipe.admin.model_copy(update={"profile": None})})
-        found[line] = changed
-    return found
+        tried.append({f"model.{side}.init": "depth_scaled" for side in SIDES} | remeasured)
+    tried += [{f"model.{side}.block": block for side in SIDES} | remeasured
+              for block, kind in BLOCKS.items()
+              if kind.made_for_depth and any(stack.block != block for stack in stacks)]
+    return {" ".join(f"{name}={_written(value)}" for name, value in settings.items()): with_settings(recipe, settings)
+            for settings in tried}
+
+
+def _written(value: Any) -> str:
+    """A value as on the command line."""
+    return "null" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import torch
-
 from deepnmt.batch import Batch
-from deepnmt.config import Recipe
-from deepnmt.doctor.activations import token_likeness
-from deepnmt.doctor.change import change, compare, random_change
-from deepnmt.doctor.fresh import initialisation
-from deepnmt.doctor.gradient_probe import Gradients, gradients
-from deepnmt.doctor.many import Precision
-from deepnmt.doctor.probes import layer_outputs, plain_loss, stack_outputs
+from deepnmt.config import Precision, Recipe
+from deepnmt.doctor.measures import change, gradients, noise_change, restored, token_similarity, update_change
+from deepnmt.doctor.probes import evaluating, outputs_of, plain_loss
+from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
-from deepnmt.model.blocks import Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -37,7 +31,7 @@ _REASONS = 6  # of a verdict, the weightiest
 _RISE = 20  # of them at most for the warm-up
 _FORMAT, _VERSION = "deepnmt-verdict", 3
 
-# What each feature is, in words. "Change": see `change.py`; all logarithms are to base 10.
+# What each feature is, in words. "Change": see `measures.py`; all logarithms are to base 10.
 FEATURES: dict[str, str] = {
     "noise_encoder": "log change of the encoder's output under 1 % noise on the matrices",
     "noise_decoder": "log change of the decoder's output under 1 % noise on the matrices",
@@ -60,18 +54,22 @@ FEATURES: dict[str, str] = {
     "bf16": "1 in bf16, 0 otherwise",
     "fp16": "1 in fp16, 0 otherwise",
 }
-
-
 _LOGARITHMS = ("layers", "rate", "tokens")  # which a reader knows without the log
+# What all runs had of a recipe, by the name of the rule's fact.
+_SETTINGS = {
+    "schedule": "schedule.name", "dropout": "model.dropout", "attention_dropout": "model.attention_dropout",
+    "activation_dropout": "model.activation_dropout", "weight_decay": "optimizer.weight_decay", "clip": "train.clip",
+    "label_smoothing": "train.label_smoothing",
+}
 
 
-def plainly(name: str) -> str:
+def describe(name: str) -> str:
     """What a feature is, for a reader."""
     return FEATURES[name].removeprefix("log ") if name in _LOGARITHMS else FEATURES[name]
 
 
-def told(name: str, value: float) -> str:
-    """Its value, for a reader."""
+def format_value(name: str, value: float) -> str:
+    """A feature's value, for a reader."""
     if name not in _LOGARITHMS:
         return f"{value:.3g}"
     return f"{10**value:.2g}" if name == "rate" else f"{10**value:,.0f}"
@@ -90,36 +88,34 @@ def features(
         rate, warmup, tokens, precision: of the recipe: peak learning rate, updates of warm-up, target tokens of an
             update, and what it computes in.
     """
-    with kept(model):
+    with restored(model):
         losses = trial()
-    return {**still_features(model, batch), **update_features(model, batch, update), **trial_features(losses, batch),
+    return {**static_features(model, batch), **update_features(model, batch, update), **trial_features(losses, batch),
             "rate": math.log10(rate), "warmup": float(warmup > 0), "tokens": math.log10(tokens),
             **precision_features(precision)}
 
 
 def precision_features(precision: Precision) -> dict[str, float]:
     """What the rule is told of a precision."""
-    return {"bf16": float(precision == "bf16"), "fp16": float(precision == "fp16")}
+    return {name: float(precision == name) for name in ("bf16", "fp16")}
 
 
-def still_features(model: Transformer, batch: Batch) -> dict[str, float]:
+def static_features(model: Transformer, batch: Batch) -> dict[str, float]:
     """Those that no learning rate changes."""
-    was_training = model.training
-    model.eval()
-    found = gradients(model, batch)
-    noise = random_change(model, batch)
-    before = stack_outputs(model, batch)
-    signal = compare(model, other_sources(batch), before)["decoder"]
-    model.train(was_training)
+    norms, noise = gradients(model, batch), noise_change(model, batch)
+    with evaluating(model):
+        before, after = outputs_of(model, batch), outputs_of(model, other_sources(batch))
+    (encoder_low, *_, encoder_top), (decoder_low, *_, decoder_top) = (
+        [_log(norm) for norm in norms.of_stack(side)] for side in ("encoder", "decoder"))
     return {
-        "noise_encoder": _log(noise["encoder"]),
-        "noise_decoder": _log(noise["decoder"]),
-        "gradient_encoder": _gradient_ratio(found, "encoder"),
-        "gradient_decoder": _gradient_ratio(found, "decoder"),
-        "gradient_source": _log(_tops(found, "encoder")[-1]) - _log(_tops(found, "decoder")[-1]),
-        "alike_encoder": token_likeness(before["encoder"]),
-        "alike_decoder": token_likeness(before["decoder"]),
-        "source_signal": _log(signal),
+        "noise_encoder": _log(noise["encoder"][0]),
+        "noise_decoder": _log(noise["decoder"][0]),
+        "gradient_encoder": encoder_low - encoder_top,
+        "gradient_decoder": decoder_low - decoder_top,
+        "gradient_source": encoder_top - decoder_top,
+        "alike_encoder": token_similarity(before["encoder"][0]),
+        "alike_decoder": token_similarity(before["decoder"][0]),
+        "source_signal": _log(change(before["decoder"][0], after["decoder"][0])),
         "layers": math.log10(len(model.encoder.layers) + len(model.decoder.layers)),
     }
 
@@ -127,11 +123,11 @@ def still_features(model: Transformer, batch: Batch) -> dict[str, float]:
 def update_features(model: Transformer, batch: Batch, update: Callable[[], None]) -> dict[str, float]:
     """Those of one update."""
     loss = plain_loss(model, batch)
-    moved, after = change_by(model, batch, update)
+    changes, after = update_change(model, batch, update)
     return {
-        "update_encoder": _log(moved["encoder"]),
-        "update_decoder": _log(moved["decoder"]),
-        "update_loss": min(max(after - loss, -10.0), 10.0) if math.isfinite(after) else 10.0,
+        "update_encoder": _log(changes["encoder"][0]),
+        "update_decoder": _log(changes["decoder"][0]),
+        "update_loss": _clamped(after - loss) if math.isfinite(after) else 10.0,
     }
 
 
@@ -152,54 +148,17 @@ def trial_features(losses: Sequence[float], batch: Batch) -> dict[str, float]:
     end, middle = fmean(during[-5:]), fmean(during[-20:-15])
     if not math.isfinite(end):
         return {"trial_loss": 10.0, "trial_fall": -10.0, "trial_source": 0.0}
-    return {"trial_loss": _held(end - token_entropy(batch)), "trial_fall": _held(middle - end),
-            "trial_source": _held(other - own)}
+    targets = batch.tensors[3]
+    counts = targets[targets != PAD].unique(return_counts=True)[1].double()
+    shares = counts / counts.sum()
+    entropy = float(-(shares * shares.log()).sum())  # of the target tokens by their frequencies in the batch
+    return {"trial_loss": _clamped(end - entropy), "trial_fall": _clamped(middle - end),
+            "trial_source": _clamped(other - own)}
 
 
-def _held(value: float) -> float:
+def _clamped(value: float) -> float:
     """Between -10 and 10 nats; 0 where it is no number."""
     return min(max(value, -10.0), 10.0) if not math.isnan(value) else 0.0
-
-
-def token_entropy(batch: Batch) -> float:
-    """Of the batch's target tokens by their frequencies in it, in nats."""
-    counts = batch.tensors[3][batch.tensors[3] != PAD].unique(return_counts=True)[1].double()
-    shares = counts / counts.sum()
-    return float(-(shares * shares.log()).sum())
-
-
-@contextmanager
-def kept(model: Transformer) -> Iterator[None]:
-    """Puts the model's weights and mode back at the end."""
-    was_training = model.training
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-        model.train(was_training)
-
-
-def change_by(model: Transformer, batch: Batch, update: Callable[[], None]) -> tuple[dict[Any, float], float]:
-    """The change of both outputs by an update, and the plain loss after it; weights and mode are put back."""
-    with kept(model):
-        before = stack_outputs(model.eval(), batch)
-        update()
-        changes = {str(side): value for side, value in compare(model.eval(), batch, before).items()}
-        return changes, plain_loss(model, batch)
-
-
-def layer_changes_by(
-    model: Transformer, batch: Batch, update: Callable[[], None]
-) -> dict[Side, list[float]]:
-    """The change of every layer's output by an update; weights and mode are put back."""
-    with kept(model):
-        before = layer_outputs(model.eval(), batch)
-        update()
-        after = layer_outputs(model.eval(), batch)
-    return {side: [change(old, new) for old, new in zip(before[side], after[side], strict=True)] for side in before}
 
 
 def other_sources(batch: Batch) -> Batch:
@@ -213,16 +172,6 @@ def _log(value: float) -> float:
     if math.isnan(value):
         return 6.0
     return min(max(math.log10(value), -8.0), 6.0) if value > 0 else -8.0
-
-
-def _tops(found: Gradients, side: str) -> list[float]:
-    """The gradient norms of a stack's sub-layer outputs, from the bottom."""
-    return [value for name, value in found.outputs.items() if name.startswith(f"{side}.")]
-
-
-def _gradient_ratio(found: Gradients, side: str) -> float:
-    norms = _tops(found, side)
-    return _log(norms[0]) - _log(norms[-1])
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
@@ -277,16 +226,18 @@ class VerdictRule:
 
     def judge(self, values: Mapping[str, float]) -> Verdict:
         """The verdict with its reasons."""
-        probability = self.probability(values)
+        reasons = self._leaf(values)[1] if self.kind == "tree" else []
         if self.kind == "logistic":
-            pulls = sorted(self._pulls(values).items(), key=lambda item: -abs(item[1]))
-            reasons = [f"{self._told(name, values[name])} speaks {'for' if pull > 0 else 'against'} it ({pull:+.2f})"
-                       for name, pull in pulls[:_REASONS]]
-        else:
-            reasons = self._leaf(values)[1]
-        outside = [f"{plainly(name)} is {told(name, values[name])}, the runs had {told(name, low)} to "
-                   f"{told(name, high)}" for name, (low, high) in self.spans.items()
+            for name, pull in sorted(self._pulls(values).items(), key=lambda item: -abs(item[1]))[:_REASONS]:
+                value, held = values[name], self._held(name, values)
+                taken = (f" (taken for {format_value(name, held)}, the nearest of its runs)"
+                         if abs(held - value) >= 1e-9 else "")
+                reasons.append(f"{describe(name)}: {format_value(name, value)}{taken} speaks "
+                               f"{'for' if pull > 0 else 'against'} it ({pull:+.2f})")
+        outside = [f"{describe(name)} is {format_value(name, values[name])}, the runs had {format_value(name, low)} to "
+                   f"{format_value(name, high)}" for name, (low, high) in self.spans.items()
                    if low < high and not low - 1e-9 <= values[name] <= high + 1e-9]
+        probability = self.probability(values)
         return Verdict(probability >= 0.5, probability, reasons, outside)
 
     @property
@@ -300,50 +251,39 @@ class VerdictRule:
 
         Of what a rule's facts do not tell, nothing is said.
         """
-        found, stacks = [], (recipe.model.encoder, recipe.model.decoder)
-        known = self.facts.get("accuracy_on_a_block_left_out", {})
+        facts, stacks, unseen = self.facts, (recipe.model.encoder, recipe.model.decoder), []
         blocks = "/".join(stack.block for stack in stacks)
+        known = facts.get("accuracy_on_a_block_left_out", {})
         if known and blocks not in known:
-            found.append(f"no run had the blocks {blocks}; fitted without one pair of its own, the rule was right on "
-                         f"{100 * min(known.values()):.0f} to {100 * max(known.values()):.0f} % of that pair's runs")
-        optimizer, inits = self.facts.get("optimizer"), self.facts.get("inits", {})
-        if optimizer is not None and recipe.optimizer.name != optimizer:
-            found.append(f"optimizer.name is {recipe.optimizer.name}, all runs had {optimizer}")
-        ours = "/".join(initialisation(stack.block, stack.init) for stack in stacks)
-        if "init" in self.facts and blocks in known:  # all runs had this one setting
-            all_had = "/".join(initialisation(stack.block, self.facts["init"]) for stack in stacks)
-            inits = {blocks: [all_had], **inits}
-        if ours not in inits.get(blocks, [ours]):
-            found.append(f"the initialisation is {ours} (encoder/decoder), runs of these blocks have "
-                         f"{' or '.join(inits[blocks])}")
-        plain = {"schedule": ("schedule.name", recipe.schedule.name),
-                 "dropout": ("model.dropout", recipe.model.dropout),
-                 "attention_dropout": ("model.attention_dropout", recipe.model.attention_dropout),
-                 "activation_dropout": ("model.activation_dropout", recipe.model.activation_dropout),
-                 "weight_decay": ("optimizer.weight_decay", recipe.optimizer.weight_decay),
-                 "clip": ("train.clip", recipe.train.clip),
-                 "label_smoothing": ("train.label_smoothing", recipe.train.label_smoothing)}
-        found += [f"{setting} is {value}, all runs had {self.facts[fact]}" for fact, (setting, value) in plain.items()
-                  if fact in self.facts and value != self.facts[fact]]
-        if precision not in self.facts.get("precisions", [precision]):
-            found.append(f"it computes in {precision}, the runs in {', '.join(self.facts['precisions'])}")
-        return found
+            unseen.append(f"no run had the blocks {blocks}; fitted without one pair of its own, the rule was right on "
+                          f"{100 * min(known.values()):.0f} to {100 * max(known.values()):.0f} % of that pair's runs")
+        optimizer = recipe.optimizer.name
+        if facts.get("optimizer", optimizer) != optimizer:
+            unseen.append(f"optimizer.name is {optimizer}, all runs had {facts['optimizer']}")
+        ours, theirs = ("/".join(initialisation(stack.block, init or stack.init) for stack in stacks)
+                        for init in (None, facts.get("init")))
+        # Where a rule does not list its runs' initialisations, all of them had the same `init`.
+        inits = facts.get("inits", {}).get(blocks, [theirs if blocks in known else ours])
+        if ours not in inits:
+            unseen.append(f"the initialisation is {ours} (encoder/decoder), runs of these blocks have "
+                          f"{' or '.join(inits)}")
+        unseen += [f"{setting} is {value}, all runs had {facts[fact]}" for fact, setting in _SETTINGS.items()
+                   if fact in facts and (value := attrgetter(setting)(recipe)) != facts[fact]]
+        if precision not in facts.get("precisions", [precision]):
+            unseen.append(f"it computes in {precision}, the runs in {', '.join(facts['precisions'])}")
+        return unseen
 
-    def _told(self, name: str, value: float) -> str:
-        """A feature and its value, and for what the rule takes one that lies outside its runs."""
+    def _held(self, name: str, values: Mapping[str, float]) -> float:
+        """A feature's value, or the nearest that its runs had."""
         low, high = self.spans[name]
-        held = min(max(value, low), high)
-        taken = "" if abs(held - value) < 1e-9 else f" (taken for {told(name, held)}, the nearest of its runs)"
-        return f"{plainly(name)}: {told(name, value)}{taken}"
+        return min(max(values[name], low), high)
 
     def _pulls(self, values: Mapping[str, float]) -> dict[str, float]:
-        body, z = self.body, {}
-        for name, centre, scale in zip(self.names, body["centre"], body["scale"], strict=True):
-            low, high = self.spans[name]
-            z[name] = (min(max(values[name], low), high) - centre) / scale
-        rate = z.get("rate", 0.0)
+        body = self.body
+        z = {name: (self._held(name, values) - centre) / scale
+             for name, centre, scale in zip(self.names, body["centre"], body["scale"], strict=True)}
         columns = zip(self.names, body["weights"], body["squares"], body["by_rate"], strict=True)
-        return {name: (weight + by_rate * rate) * z[name] + square * z[name]**2
+        return {name: (weight + by_rate * z.get("rate", 0.0)) * z[name] + square * z[name]**2
                 for name, weight, square, by_rate in columns}
 
     def _leaf(self, values: Mapping[str, float]) -> tuple[dict[str, Any], list[str]]:
@@ -356,8 +296,7 @@ class VerdictRule:
 
     def save(self, path: Path) -> None:
         """Writes JSON. Raises `UserError` where it cannot."""
-        content = {"format": _FORMAT, "version": _VERSION, "kind": self.kind, "names": self.names, "body": self.body,
-                   "spans": self.spans, "facts": self.facts}
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         try:
             path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:

@@ -46,10 +46,10 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
 
 def save_profile(profile: AdminProfile, run: Path) -> None:
     """Writes `admin_profile.json` and `.png`."""
-    from deepnmt.plots import draw_admin_profile  # importing matplotlib takes a second
+    from deepnmt.plots import plot_admin_profile  # importing matplotlib takes a second
 
     profile.save(run / "admin_profile.json")
-    draw_admin_profile(profile, run / "admin_profile.png")
+    plot_admin_profile(profile, run / "admin_profile.png")
 
 
 def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile | None:

@@ -265,9 +265,9 @@ class Trainer:
                            f"{state.target_tokens:,} target tokens in {state.seconds:.0f} s of updates")
         self.monitor.status("finished", state.update, seconds=round(state.seconds, 1))
         if self.ranks.first:
-            from deepnmt.plots import draw_learning_curve  # importing matplotlib takes a second
+            from deepnmt.plots import plot_learning_curve  # importing matplotlib takes a second
 
-            draw_learning_curve(read_log(self.run / "log.jsonl"), self.run / "curve.png")
+            plot_learning_curve(read_log(self.run / "log.jsonl"), self.run / "curve.png")
         return FINISHED
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,25 +13,29 @@ import pytest
 import torch
 
 import deepnmt.doctor.diagnose
-import deepnmt.doctor.patient
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
-from deepnmt.doctor.change import random_change
-from deepnmt.doctor.diagnose import _features, between_checkpoints, due_rate, growth, one_update
-from deepnmt.doctor.gradient_probe import Gradients, HalfZeros
-from deepnmt.doctor.patient import first_batch, patient_of
+from deepnmt.doctor.diagnose import (
+    _features,
+    between_checkpoints,
+    due_rate,
+    first_batch,
+    growth,
+    loss_scale,
+    one_update,
+    subject_of,
+)
+from deepnmt.doctor.measures import HalfZeros, noise_change
 from deepnmt.doctor.variants import alternatives
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.transformer import Transformer
 from deepnmt.ranks import Ranks
 from deepnmt.train.profile import profile_for
-from studies.__main__ import main as studies
-from studies.papers import LEAST_DEEP, Small, reproduce, way_down
 
 ONE = "parallel.threads=1"
 LAYOUTS = Path(__file__).parents[2] / "ds_configs"
@@ -137,7 +140,7 @@ def test_the_model_starts_from_the_profile_that_the_run_would(prepared: Path, tm
     looked_at = first_batch(ours, data, 60, torch.device("cpu"))
 
     def omegas(recipe: Recipe) -> list[float]:
-        model = patient_of(recipe, data, looked_at, None).model
+        model = subject_of(recipe, data, looked_at, None).model
         return [float(tensor.detach()[0]) for name, tensor in model.named_parameters() if ".omegas." in name]
 
     assert omegas(ours) == [*odd.encoder, *odd.decoder]
@@ -158,9 +161,9 @@ def test_a_run_and_its_checkpoints(
     rates = [line["learning_rate"] for line in log if line["type"] == "train"]
     recipe, begun = load_recipe(run), run / "checkpoints" / "update-00000003"
     data = open_prepared(recipe)
-    patient = patient_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), begun)
-    assert len(rates) == 6 and patient.passes > 1 and patient.passes % 1 > 0
-    assert due_rate(patient) == pytest.approx(rates[3], rel=1e-6) != pytest.approx(0.1 * rates[0], rel=1e-2)
+    subject = subject_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), begun)
+    assert len(rates) == 6 and subject.passes > 1 and subject.passes % 1 > 0
+    assert due_rate(subject) == pytest.approx(rates[3], rel=1e-6) != pytest.approx(0.1 * rates[0], rel=1e-2)
     assert main("diagnose", [str(run), "--tokens", "60", ONE]) == 0
     said = capsys.readouterr().out
     folder = run / "diagnosis-update-00000006"
@@ -194,14 +197,14 @@ def test_a_run_and_its_checkpoints(
 def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.layers=6", "model.decoder.layers=2"])
     data = open_prepared(recipe)
-    patient = patient_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
-    found, last = growth(patient, 1e-3)
+    subject = subject_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
+    found, last = growth(subject)
     for sides in found.values():
         assert sides["encoder"].depths == [1, 2, 3, 4, 6] and sides["decoder"].depths == [1, 2]
         assert len(sides["encoder"].changes) == 5 and len(sides["decoder"].changes) == 2
     assert last["depths"] == [1.0, 2.0] and len(last["norms"]) == 2
-    whole = random_change(patient.model, patient.batch)
-    assert found["1 % noise on the matrices"]["decoder"].changes[-1] == pytest.approx(whole["decoder"], rel=1e-5)
+    whole = noise_change(subject.model, subject.batch)
+    assert found["1 % noise on the matrices"]["decoder"].changes[-1] == pytest.approx(*whole["decoder"], rel=1e-5)
 
 
 def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
@@ -210,9 +213,9 @@ def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
     for name in ("adam", "radam"):
         recipe = load_recipe(prepared / "recipe.yaml", [f"optimizer.name={name}"])
         data = open_prepared(recipe)
-        patient = patient_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
-        one_update(patient.model, recipe, patient.batch)
-        weights.append(patient.model.state_dict())
+        subject = subject_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
+        one_update(subject.model, recipe, subject.batch)
+        weights.append(subject.model.state_dict())
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
@@ -228,13 +231,13 @@ def test_a_damaged_checkpoint_is_passed_over(
     newest = tmp_path / "checkpoints" / "update-00000006"
     loaded = load_model(newest)
     reached = replace(loaded, state=replace(loaded.state, loss_scale={"scale": 512.0, "clean": 3}))
-    monkeypatch.setattr(deepnmt.doctor.patient, "load_model", lambda _folder: reached)
-    patient = patient_of(run, data, first_batch(run, data, 60, torch.device("cpu")), newest)
-    assert [(pair.update, pair.until) for pair in between_checkpoints(patient)] == [(2, 6)]
+    monkeypatch.setattr(deepnmt.doctor.diagnose, "load_model", lambda _folder: reached)
+    subject = subject_of(run, data, first_batch(run, data, 60, torch.device("cpu")), newest)
+    assert [(pair["update"], pair["until"]) for pair in between_checkpoints(subject)] == [(2, 6)]
     assert "update-00000004 is damaged" in capsys.readouterr().err
-    assert deepnmt.doctor.diagnose._loss_scale(patient) == 512.0
+    assert loss_scale(subject) == 512.0
     other = load_recipe(tmp_path, ["loss_scale.initial_power=4"])  # said on the line, so it counts
-    assert patient_of(other, data, patient.batch, newest).scale is None
+    assert subject_of(other, data, subject.batch, newest).scale is None
 
 
 def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
@@ -251,8 +254,8 @@ def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
     def look(folder: Path, run: Path) -> dict[str, Any]:
         recipe = load_recipe(run)
         data = open_prepared(recipe)
-        patient = patient_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), folder)
-        found = deepnmt.doctor.diagnose.examine(patient, None)
+        subject = subject_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), folder)
+        found = deepnmt.doctor.diagnose.examine(subject, None)
         assert folder.name in deepnmt.doctor.diagnose.summary(found) and "verdict" not in found
         change = found["change"]["update"]
         assert math.isfinite(change["loss_after"]) and change["loss_after"] != change["loss_before"]
@@ -262,12 +265,12 @@ def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
     assert averaged["change"]["update"]["rate"] == 5e-3  # no moments: one update of a new optimizer, at the peak
     assert [(pair["update"], pair["until"]) for pair in averaged["moved"]] == [(2, 4)] and folded["moved"] == []
     assert averaged["about"]["encoder"] == "2 layers, admin" and folded["about"]["encoder"] == "2 layers, post_ln"
-    assert folded["gradients"]["loss"] == pytest.approx(averaged["gradients"]["loss"], rel=1e-5)
+    assert folded["gradients"].loss == pytest.approx(averaged["gradients"].loss, rel=1e-5)
     found = look(mixed / "checkpoints" / "update-00000004", mixed)
     assert found["change"]["update"]["rate"] == pytest.approx(0.1 * (4 / 5) ** 0.5)  # what is due at update 5
     assert [(pair["update"], pair["until"]) for pair in found["moved"]] == [(2, 4)]
     assert min(found["moved"][0]["updates"].values()) > 0 and len(found["dependency"]["decoder"]) == 3 * 2 + 1
-    assert found["gradients"]["places"] == {}
+    assert found["gradients"].places == {}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -289,61 +292,17 @@ def test_a_gpu_finds_what_a_cpu_finds(prepared: Path, tmp_path: Path) -> None:
     assert gpu["verdict"]["probability"] == pytest.approx(cpu["verdict"]["probability"], abs=0.05)
 
 
-@pytest.mark.parametrize("name", ["corollaries", "vanishing", "last_ffn"])
-def test_papers_in_small(name: str, tmp_path: Path) -> None:
-    text = reproduce(name, tmp_path, Small(width=8, sentences=2, trials=2, deepest=LEAST_DEEP[name]))
-    found = json.loads((tmp_path / f"{name}.json").read_text())
-    assert (tmp_path / f"{name}.png").stat().st_size > 5000 and "post_ln" in text
-    if name == "corollaries":
-        assert found["growth"]["pre_ln"]["depths"] == [1, 2, 3]
-    elif name == "vanishing":
-        first = found["gradients"]["post_ln"][0]
-        assert len(first["places"]) == 2 and len(found["gradients"]["post_ln"]) == 2
-        factors = found["factors"]
-        steps = ["norm after the FFN", "FFN", "norm after cross-attention", "cross-attention",
-                 "norm after self-attention", "self-attention"]
-        assert list(factors)[3:] == steps
-        outputs = {name: value for name, value in first["outputs"].items() if name.startswith("decoder.")}
-        seed = way_down(Gradients(0.0, outputs, {}, first["places"]))
-        for place, name in enumerate(list(factors)[:2]):  # a sub-layer's factor is its norm's times its sum's
-            assert seed[name] == pytest.approx(seed[steps[2 * place]] * seed[steps[2 * place + 1]])
-        below, above = outputs["decoder.layers.0.ffn"], outputs["decoder.layers.1.self_attn"]
-        assert seed["output of self-attention to that of the FFN below"] == pytest.approx(below / above)
-        assert seed["self-attention"] == pytest.approx(below / first["places"]["decoder.layers.1"][0])
-    else:
-        assert found["depths"] == [2, 4, 6] and found["norms"]["pre_ln"][0] > 0
-        assert math.isfinite(found["power"]["pre_ln"])
-
-
-@pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="two minutes of one core; DEEPNMT_LONG=1 runs it")
-def test_papers_as_documented(tmp_path: Path) -> None:
-    """The commands of docs/results.md, and what the papers say comes of them."""
-    for words in ("corollaries --width 128 --sentences 4 --trials 9", "vanishing", "last_ffn"):
-        assert studies("reproduce", [*words.split(), "--output", str(tmp_path)]) == 0
-    grown, vanished, last = (json.loads((tmp_path / f"{name}.json").read_text())
-                             for name in ("corollaries", "vanishing", "last_ffn"))
-    law = {block: growth["linear" if block == "post_ln" else "logarithmic"]["r2"]
-           for block, growth in grown["growth"].items()}
-    assert law.keys() == {"post_ln", "pre_ln", "admin"} and min(law.values()) >= 0.95
-    ratios = vanished["lowest_over_highest"]
-    assert ratios["post_ln"]["decoder"] < 0.1 < min(r["decoder"] for block, r in ratios.items() if block != "post_ln")
-    assert min(ratio["encoder"] for ratio in ratios.values()) > 0.9
-    over_sublayers = list(vanished["factors"].values())[:3]
-    assert over_sublayers == pytest.approx([1.0, 0.82, 1.0], abs=0.03)
-    assert last["power"] == pytest.approx({"post_ln": 0.0, "pre_ln": -0.5}, abs=0.1)
-
-
 def test_the_rule_is_told_of_all_processes_and_of_the_precision(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepnmt.doctor.diagnose, "features", lambda *_, **told: told)
-    lines = {"fp32": [], "bf16": ["parallel.precision=bf16"],
+    lines = {"fp32": [], "bf16": ["parallel.ds_config=ds_configs/zero1.json", "parallel.precision=bf16"],
              "fp16": [f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp16.json", "parallel.pipeline_stages=2"]}
     for precision, words in lines.items():
         recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=3", *words])
         data = open_prepared(recipe)
-        patient = patient_of(recipe, data, first_batch(recipe, data, 100, torch.device("cpu")), None)
-        alone, four = (_features(recipe, patient.model, patient, count) for count in (1, 4))
+        subject = subject_of(recipe, data, first_batch(recipe, data, 100, torch.device("cpu")), None)
+        alone, four = (_features(recipe, subject.model, subject, count) for count in (1, 4))
         stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
         told = int(stream.split(0).trg_lengths.sum()) / stream.epoch_size(0)
         assert alone["tokens"] == round(3 * told) and four["tokens"] == round(4 * 3 * told)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from matplotlib.figure import Figure
 
-from deepnmt.doctor.plots import _counted, _decades
+from deepnmt.doctor import plots
 
 
 def test_a_logarithmic_axis_spans_a_decade_around_its_values() -> None:
@@ -13,13 +16,17 @@ def test_a_logarithmic_axis_spans_a_decade_around_its_values() -> None:
         axes.plot(values)
         axes.set_yscale("log")
         before = axes.get_ylim()
-        _decades(axes)
+        plots._decades([axes])
         low, high = axes.get_ylim()
         assert low < min(values) < max(values) < high and high / low >= 10 - 1e-9
         assert ((low, high) != before) == widened
         assert abs(low * high / (before[0] * before[1]) - 1) < 1e-6  # its middle stays
 
 
-def test_layers_are_counted_from_1() -> None:
-    assert [_counted(name) for name in ("encoder.layers.0", "decoder.layers.11", "embeddings")] == [
-        "encoder 1", "decoder 12", "embeddings"]
+def test_layers_are_counted_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(plots, "save", lambda figure, _path: figures.append(figure))
+    shares = dict.fromkeys(("encoder.layers.0", "decoder.layers.11", "embeddings"), 0.5)
+    plots.plot_half({"scale": 1.0, "shares": shares, "shares_fp32": shares}, Path())
+    labels = [label.get_text() for label in figures[0].axes[0].get_xticklabels()]
+    assert labels == ["encoder 1", "decoder 12", "embeddings"]

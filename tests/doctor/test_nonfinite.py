@@ -14,7 +14,7 @@ import torch
 from deepnmt import config
 from deepnmt.batch import Batch
 from deepnmt.doctor import nonfinite
-from deepnmt.doctor.nonfinite import NonFinite, RankReport, _advice, _where, explain, first_non_finite
+from deepnmt.doctor.nonfinite import NonFinite, RankReport, _sentences, explain, first_non_finite
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import StepStats
 from deepnmt.train.divergence import LIMIT, DroppedUpdates, diverged
@@ -128,11 +128,12 @@ def test_words() -> None:
                              "valid": {"tsv": "x"}}, "train": {"updates": 1}})
     narrow = RankReport("fp16", "the output of X", 6e4)
     wide = replace(narrow, fp32="the input of Y")
-    assert "16 bits are too narrow" in _where(narrow)
-    assert _advice(narrow, run).startswith("Try parallel.precision=bf16 or fp32")
-    assert "first the input of Y" in _where(wide) and "optimizer.lr (now 0.0005)" in _advice(wide, run)
-    assert "each micro-batch of the last update is finite" in _where(RankReport("bf16"))
-    assert "no memory left" in _where(RankReport("bf16", room=False))
+    assert "16 bits are too narrow" in _sentences(narrow, run)[0]
+    assert _sentences(narrow, run)[1].startswith("Try parallel.precision=bf16 or fp32")
+    where, advice = _sentences(wide, run)
+    assert "first the input of Y" in where and "optimizer.lr (now 0.0005)" in advice
+    assert "each micro-batch of the last update is finite" in _sentences(RankReport("bf16"), run)[0]
+    assert "no memory left" in _sentences(RankReport("bf16", room=False), run)[0]
 
 
 @pytest.mark.parametrize("crowded", ["gather_model", "take_over"])

@@ -18,15 +18,23 @@ from torch.nn import functional as F
 
 from deepnmt.batch import Batch
 from deepnmt.config import Block, load_recipe
-from deepnmt.doctor import dependency as dependency_module
-from deepnmt.doctor.activations import likeness, ranges, token_likeness
-from deepnmt.doctor.change import Growth, change, fit_line, layer_changes, perturbed, random_change
-from deepnmt.doctor.dependency import dependency
-from deepnmt.doctor.diagnose import fp16_fault, working_scale
-from deepnmt.doctor.gradient_probe import gradients, half_zeros
-from deepnmt.doctor.patient import Patient
+from deepnmt.doctor import measures
+from deepnmt.doctor.diagnose import Subject, fp16_fault, working_scale
+from deepnmt.doctor.measures import (
+    Growth,
+    change,
+    dependency,
+    displacement,
+    fit_line,
+    gradients,
+    half_zeros,
+    layer_similarity,
+    noise_change,
+    perturbed,
+    ranges,
+    token_similarity,
+)
 from deepnmt.doctor.probes import mean_loss, sublayers, watching
-from deepnmt.doctor.update_probe import moved
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 
@@ -109,7 +117,7 @@ def test_parts_add_up_to_the_whole(block: str, monkeypatch: pytest.MonkeyPatch) 
         sums.append((parts.sum(0), whole))
         return [0.0] * len(parts)
 
-    monkeypatch.setattr(dependency_module, "_shares", check)
+    monkeypatch.setattr(measures, "_shares", check)
     for side in SIDES:
         rows = dependency(model_of(block), batch(), side)
         assert [len(row) for row in rows] == list(range(1, len(rows) + 1))
@@ -184,12 +192,12 @@ def test_half_precision_zeros() -> None:
 def test_fp16_fails_where_no_scale_will_do() -> None:
     demo = Path(__file__).parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml"
     recipe = load_recipe(demo, ["loss_scale.floor=0.25"])
-    patient = Patient(recipe, model_of("post_ln", noise=0.2), batch(), (40, 40), None)
+    subject = Subject(recipe, model_of("post_ln", noise=0.2), batch(), (40, 40), None)
 
     def fault(scale: float, **changes: float) -> str | None:
         scales = recipe.loss_scale.model_copy(update=changes)
-        other = replace(patient, recipe=recipe.model_copy(update={"loss_scale": scales}))
-        half = working_scale(other, half_zeros(patient.model, patient.batch, scale))
+        other = replace(subject, recipe=recipe.model_copy(update={"loss_scale": scales}))
+        half = working_scale(other, half_zeros(subject.model, subject.batch, scale))
         assert half.finite or half.scale == other.recipe.loss_scale.floor
         return fp16_fault(other, half)
 
@@ -199,8 +207,8 @@ def test_fp16_fails_where_no_scale_will_do() -> None:
     assert said and re.fullmatch(r"\d+ % of a layer's gradients are lost to fp16 at loss scale 2.38419e-07", said)
     many = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"accumulation": 1024}),
                                      "loss_scale": recipe.loss_scale.model_copy(update={"floor": 9e6})})
-    fits = working_scale(replace(patient, recipe=many), half_zeros(patient.model, patient.batch, 1e7))
-    assert fits.finite and fp16_fault(patient, fits) is None
+    fits = working_scale(replace(subject, recipe=many), half_zeros(subject.model, subject.batch, 1e7))
+    assert fits.finite and fp16_fault(subject, fits) is None
 
 
 def _embedding_gradients(model: Transformer, data: Batch) -> tuple[Tensor, ...]:
@@ -235,12 +243,12 @@ def test_noise_is_added_and_taken_back() -> None:
     assert float(moved_by["decoder.layers.1.ffn.fc1.weight"].std()) == pytest.approx(0.5 * math.sqrt(2 / 48), rel=0.1)
 
 
-def test_random_change_is_the_last_layers() -> None:
+def test_noise_change_is_the_last_layers() -> None:
     model, data = model_of("post_ln"), batch()
-    assert random_change(model, data, size=0.0) == {"encoder": 0.0, "decoder": 0.0}
-    whole, layers = random_change(model, data, 0.05), layer_changes(model, data, 0.05)
+    assert noise_change(model, data, size=0.0) == {"encoder": [0.0], "decoder": [0.0]}
+    whole, layers = (noise_change(model, data, wanted, 0.05) for wanted in (False, True))
     for side in SIDES:
-        assert len(layers[side]) == 2 and layers[side][-1] == pytest.approx(whole[side], rel=1e-5)
+        assert len(layers[side]) == 2 and layers[side][-1] == pytest.approx(*whole[side], rel=1e-5)
         assert 0 < layers[side][0] < layers[side][-1]
 
 
@@ -248,7 +256,7 @@ def test_random_change_is_the_last_layers() -> None:
 
 
 @pytest.mark.parametrize("block", ["post_ln", "rezero", "dlcl"])
-def test_ranges_and_likeness(block: str) -> None:
+def test_ranges_and_similarity(block: str) -> None:
     model, data = model_of(block), batch()
     found, seen, real = ranges(model, data), caught(model, data), real_of(data)
     outputs = {side: [x[-1] if isinstance(x, tuple) else x for x in (seen[f"{side}.layers.{i}"][0] for i in (0, 1))]
@@ -260,12 +268,13 @@ def test_ranges_and_likeness(block: str) -> None:
                       if key.startswith(f"{name}.")
                       and (not key.endswith(" in") or isinstance(model.get_submodule(key[:-3]), nn.LayerNorm))
                       and isinstance(x, Tensor)]
-            assert found[name].variance == pytest.approx(float(output[real[side]].detach().var(correction=0)), rel=1e-5)
-            assert found[name].largest == pytest.approx(max(*inside, float(output.detach().abs().max())), rel=1e-5)
-            assert found[name].headroom == pytest.approx(65504 / found[name].largest)
+            variance = float(output[real[side]].detach().var(correction=0))
+            assert found[name]["variance"] == pytest.approx(variance, rel=1e-5)
+            assert found[name]["largest"] == pytest.approx(max(*inside, float(output.detach().abs().max())), rel=1e-5)
+            assert found[name]["headroom"] == pytest.approx(65504 / found[name]["largest"])
         low, high = (output[real[side]] for output in outputs[side])
         cosine = float(F.cosine_similarity(low, high, dim=-1).mean().detach())
-        square = likeness(model, data, side)
+        square = layer_similarity(model, data, side)
         assert [square[0][1], square[1][0], square[0][0]] == pytest.approx([cosine, cosine, 1.0], abs=1e-5)
 
 
@@ -277,13 +286,13 @@ def test_the_residual_sum_counts_against_fp16s_end() -> None:
             omega.fill_(50.0)
     found = ranges(model, data)["encoder.layers.1"]
     below = caught(model, data)["encoder.layers.0"][0]
-    assert found.where == "rule.norms.0 (input)" and found.largest > 40 * float(below.detach().abs().max())
+    assert found["where"] == "rule.norms.0 (input)" and found["largest"] > 40 * float(below.detach().abs().max())
 
 
-def test_token_likeness_is_the_mean_over_pairs() -> None:
+def test_token_similarity_is_the_mean_over_pairs() -> None:
     rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     pairs = [float(F.cosine_similarity(rows[i], rows[j], dim=0)) for i in range(5) for j in range(5) if i != j]
-    assert token_likeness(rows) == pytest.approx(sum(pairs) / 20, abs=1e-6)
+    assert token_similarity(rows) == pytest.approx(sum(pairs) / 20, abs=1e-6)
 
 
 def test_updates_against_gradients_by_hand() -> None:
@@ -295,17 +304,17 @@ def test_updates_against_gradients_by_hand() -> None:
     after[names[0]][0, 0], after[names[0]][2, 0], after[names[1]][0, 1] = 3.0, 4.0, 1.0
     after[names[2]] += 100.0
     norms = {f"encoder.layers.0.self_attn.{part}": value for part, value in zip("qkv", (1.0, 2.0, 8.0), strict=True)}
-    found = moved(10, 20, before, after, {**norms, "encoder.layers.0.self_attn.out": 4.0})
-    assert [found.updates[f"encoder.layers.0.self_attn.{p}"] for p in ("q", "k", "v", "out")] == [0.75, 1.0, 0.0, 0.25]
-    assert [found.gradients[f"encoder.layers.0.self_attn.{p}"] for p in ("q", "k", "v", "out")] == [0.125, 0.25, 1, 0.5]
-    assert found.spread() == (0.125, 0.0) and set(found.updates) == set(found.gradients)
+    found = displacement(before, after, {**norms, "encoder.layers.0.self_attn.out": 4.0})
+    for kind, expected in (("updates", [0.75, 1.0, 0.0, 0.25]), ("gradients", [0.125, 0.25, 1, 0.5])):
+        parts = zip(("q", "k", "v", "out"), expected, strict=True)
+        assert found[kind] == {f"encoder.layers.0.self_attn.{part}": value for part, value in parts}
 
 
 def test_depth_makes_post_ln_shake_more_than_pre_ln() -> None:
     """Corollaries 1 and 2 in the smallest form: from 2 to 16 layers Post-LN's change grows far more than Pre-LN's."""
     grown = {}
     for block in ("post_ln", "pre_ln"):
-        few, many = (random_change(model_of(block, layers=(n, 1), noise=0.0, width=32), batch())["encoder"]
+        few, many = (noise_change(model_of(block, layers=(n, 1), noise=0.0, width=32), batch())["encoder"][0]
                      for n in (2, 16))
         grown[block] = many / few
     assert grown["post_ln"] > 1.5 * grown["pre_ln"] > 1.5

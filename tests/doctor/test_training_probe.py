@@ -13,7 +13,7 @@ from probe_models import batch, model_of
 from tiny_run import recipe_of
 
 from deepnmt.config import Model
-from deepnmt.doctor.gradient_probe import gradients
+from deepnmt.doctor.measures import gradients
 from deepnmt.doctor.probes import watching
 from deepnmt.doctor.training_probe import TrainingProbe
 from deepnmt.model.blocks import BLOCKS, SUBLAYERS

@@ -22,7 +22,8 @@ from deepnmt.model.admin import AdminProfile, measure, omega_of
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import Transformer
-from deepnmt.plots import draw_admin_profile, draw_comparison, draw_learning_curve
+from deepnmt.plots import plot_admin_profile, plot_learning_curve
+from studies.compare import plot_comparison
 
 VOCAB, SEED, PAD = 50, 3, 3
 
@@ -252,11 +253,11 @@ def test_faulty_json_values_are_named(tmp_path: Path) -> None:
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
-    draw_admin_profile(made(decoder=0), tmp_path / "a.png")
+    plot_admin_profile(made(decoder=0), tmp_path / "a.png")
     records = [{"type": "train", "update": 1, "loss": "nan"}, {"type": "train", "update": 2, "loss": 3.5},
                {"type": "valid", "update": 2, "loss": 3.0, "bleu": 12.5}, {"type": "event", "update": 2}]
-    draw_learning_curve(records, tmp_path / "b.png")
-    draw_learning_curve([], tmp_path / "c.png")
-    draw_comparison({"one": [(1, 2.0), (2, math.nan)], "two": []}, tmp_path / "d.png", "title", "loss")
+    plot_learning_curve(records, tmp_path / "b.png")
+    plot_learning_curve([], tmp_path / "c.png")
+    plot_comparison({"one": [(1, 2.0), (2, math.nan)], "two": []}, tmp_path / "d.png", "title", "loss")
     for name in "abcd":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from deepnmt.batch import Batch
 from deepnmt.config import Block, Model
-from deepnmt.doctor.fresh import fresh_model
 from deepnmt.doctor.probes import mean_loss
+from deepnmt.doctor.variants import fresh_model
 from deepnmt.model.attention import attend
 from deepnmt.model.blocks import LayerNorm
 from deepnmt.model.transformer import Transformer

@@ -10,12 +10,12 @@ import pytest
 from tiny_engines import parallel, step
 from warm import Warm
 
-from deepnmt.config import Recipe
-from deepnmt.doctor.many import Precision, train_side_by_side
+from deepnmt.config import Precision, Recipe
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
+from studies.side_by_side import train_side_by_side
 from studies.toy_task import ToyTask
 from studies.verdict_points import Point, Settings, point_recipe
 

@@ -39,7 +39,7 @@ def run(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
             loss, bleu = next(coming)
             return Validation(loss, math.exp(loss), bleu, "made up")
 
-        monkeypatch.setattr("deepnmt.plots.draw_learning_curve", lambda *_: None)
+        monkeypatch.setattr("deepnmt.plots.plot_learning_curve", lambda *_: None)
         recipe = load_recipe(prepared / "recipe.yaml", [
             f"run={tmp_path / 'run'}", "train.validate_every=1", "train.save_every=100", "train.keep_last=1",
             "average_last=1", "model.encoder.block=pre_ln", "model.decoder.block=pre_ln", *overrides])

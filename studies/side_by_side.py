@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +20,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deepnmt.batch import Batch
-from deepnmt.config import LossScale, Optimizer
+from deepnmt.config import LossScale, Optimizer, Precision
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
-Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,19 @@ import pytest
 import torch
 
 from deepnmt.config import LossScale
-from deepnmt.doctor.diagnose import one_update, trial
-from deepnmt.doctor.fresh import fresh_model, with_init
-from deepnmt.doctor.many import _Scales, train_side_by_side
-from deepnmt.doctor.verdict import FEATURES, TRIAL, VerdictRule, features
+from deepnmt.doctor.variants import fresh_model
+from deepnmt.doctor.verdict import FEATURES, VerdictRule
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
 from studies import verdict_fit
 from studies.__main__ import main
+from studies.side_by_side import _Scales, train_side_by_side
 from studies.toy_task import ToyTask
 from studies.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
 from studies.verdict_grid import _digest, fit_grid, grid, judge_runs, measure_anew, read_runs, run_grid
-from studies.verdict_points import PROBE, Point, Settings, measure_points, point_recipe
+from studies.verdict_points import Point, Settings, point_recipe
 
 BLOCKS = ("post_ln", "pre_ln", "b2t")
 TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
@@ -54,84 +52,6 @@ def test_toy_task_is_a_permuted_walk() -> None:
     assert len(follows) == 6 * 2
     assert task.vocabulary == 10 and task.frequencies_only == pytest.approx(math.log(6) * 4 / 5)
     assert task.target_only == pytest.approx((math.log(6) + 3 * math.log(2)) / 5)
-
-
-def test_logistic_rule_by_hand(tmp_path: Path) -> None:
-    body = {"centre": [1.0, 0.0], "scale": [2.0, 1.0], "weights": [3.0, -1.0], "squares": [0.0, 0.25],
-            "by_rate": [0.0, 0.5], "bias": 0.5}
-    rule = VerdictRule("logistic", ["rate", "layers"], body, {"rate": [-4.0, -2.0], "layers": [0.0, 2.0]}, {"runs": 9})
-    values = {"rate": -3.0, "layers": 1.5}
-    rate = (-3.0 - 1) / 2
-    expected = 1 / (1 + math.exp(-(3.0 * rate - 1.5 + 0.25 * 1.5**2 + 0.5 * 1.5 * rate + 0.5)))
-    assert rule.probability(values) == pytest.approx(expected)
-    verdict = rule.judge({"rate": -1.0, "layers": 1.5})
-    assert not verdict.trains and verdict.reasons[0].startswith(
-        "peak learning rate: 0.1 (taken for 0.01, the nearest of its runs) speaks against it (-")
-    assert verdict.outside == ["peak learning rate is 0.1, the runs had 0.0001 to 0.01"]
-    assert verdict.reasons[1].startswith("layers of both stacks: 32 speaks against it (-")
-    assert verdict.probability == rule.probability({"rate": -2.0, "layers": 1.5})  # held inside the spans
-    rule.save(tmp_path / "rule.json")
-    assert VerdictRule.load(tmp_path / "rule.json") == rule
-    fixed = replace(rule, spans={**rule.spans, "rate": [-2.0, -2.0]})
-    assert fixed.judge({"rate": -1.0, "layers": 1.5}).outside == [] and fixed.unvaried == {"rate": -2.0}
-
-
-def test_what_no_run_had_of_a_recipe() -> None:
-    rule = VerdictRule.load()
-    plain = point_recipe(Point("post_ln", "pre_ln", 2, 1e-3, True), TINY)
-    assert rule.unseen(plain) == []  # among the rule's pairs, by Adam, with init: auto
-    assert rule.unseen(point_recipe(Point("b2t", "b2t", 2, 1e-3, True), TINY)) == []  # its auto is depth_scaled
-    scaled = plain.model_copy(update={"model": with_init(plain.model, "depth_scaled")})
-    assert rule.unseen(scaled) == ["the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these "
-                                   "blocks have xavier/xavier"]
-    rule = replace(rule, facts={**rule.facts, "inits": {"post_ln/pre_ln": ["xavier/xavier", "xavier_separate/xavier"]}})
-    [said] = rule.unseen(point_recipe(Point("pre_ln", "post_ln", 2, 1e-3, True), TINY))
-    assert said == ("no run had the blocks pre_ln/post_ln; fitted without one pair of its own, the rule was right on "
-                    "61 to 94 % of that pair's runs")
-    scaled = scaled.model_copy(update={"optimizer": plain.optimizer.model_copy(update={"name": "sgd"})})
-    assert rule.unseen(scaled) == [
-        "optimizer.name is sgd, all runs had adam",
-        "the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these blocks have xavier/xavier or "
-        "xavier_separate/xavier"]
-    assert replace(rule, facts={}).unseen(scaled) == []
-    facts = {"schedule": "linear", "dropout": 0.0, "label_smoothing": 0.0, "clip": 0.0, "weight_decay": 0.0,
-             "attention_dropout": 0.0, "activation_dropout": 0.0, "precisions": ["bf16", "fp32"]}
-    ours = scaled.model_copy(update={
-        "schedule": plain.schedule.model_copy(update={"name": "inverse_sqrt"}),
-        "model": plain.model.model_copy(update={"dropout": 0.1, "attention_dropout": 0.3, "activation_dropout": 0.4}),
-        "optimizer": plain.optimizer.model_copy(update={"weight_decay": 0.01}),
-        "train": plain.train.model_copy(update={"label_smoothing": 0.2, "clip": 1.0})})
-    assert replace(rule, facts=facts).unseen(ours, "fp16") == [
-        "schedule.name is inverse_sqrt, all runs had linear", "model.dropout is 0.1, all runs had 0.0",
-        "model.attention_dropout is 0.3, all runs had 0.0", "model.activation_dropout is 0.4, all runs had 0.0",
-        "optimizer.weight_decay is 0.01, all runs had 0.0", "train.clip is 1.0, all runs had 0.0",
-        "train.label_smoothing is 0.2, all runs had 0.0", "it computes in fp16, the runs in bf16, fp32"]
-    assert replace(rule, facts=facts).unseen(plain, "bf16") == []
-
-
-def test_tree_rule_by_hand() -> None:
-    body = {"feature": "rate", "threshold": -2.5, "low": {"probability": 0.9, "runs": 5},
-            "high": {"feature": "warmup", "threshold": 0.5, "low": {"probability": 0.1, "runs": 6},
-                     "high": {"probability": 0.6, "runs": 7}}}
-    rule = VerdictRule("tree", ["rate", "warmup"], body, {"rate": [-4, -2]})
-    said = [rule.probability({"rate": r, "warmup": w}) for r, w in ((-3, 0), (-2, 0), (-2, 1), (-2.5, 0))]
-    assert said == [0.9, 0.1, 0.6, 0.9]
-    assert rule.judge({"rate": -2, "warmup": 1}).reasons == [
-        f"{FEATURES['rate']}: -2 > -2.5", f"{FEATURES['warmup']}: 1 > 0.5"]
-
-
-HEAD = '{"format": "deepnmt-verdict", "version": 3, "kind": "logistic", "names": ["rate"], '
-
-
-@pytest.mark.parametrize("text", ["{}", "no json", "7", '"rule"', '{"format": "deepnmt-verdict", "version": 1}',
-                                  HEAD + '"body": {}, "spans": {"rate": [0, 1]}}', HEAD + '"body": [], "spans": {}}',
-                                  None])
-def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "rule.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserError, match="verdict_grid"):
-        VerdictRule.load(path)
 
 
 def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -225,19 +145,6 @@ def test_tree_cuts_where_gini_says() -> None:
     assert verdict_fit.choose(records).startswith("tree")
 
 
-def test_best_split_against_every_cut() -> None:
-    draw = torch.Generator().manual_seed(2)
-    values = torch.randn(30, generator=draw, dtype=torch.float64)
-    y = (torch.rand(30, generator=draw) < 0.5).double()
-    def impurity(part: torch.Tensor) -> float:
-        return float(len(part) * part.mean() * (1 - part.mean()))
-    ordered = values.sort().values
-    cuts = [float((ordered[i] + ordered[i + 1]) / 2) for i in range(4, 25)]
-    expected = min(cuts, key=lambda cut: impurity(y[values <= cut]) + impurity(y[values > cut]))
-    found = verdict_fit._best_split(values, y)
-    assert found is not None and found[1] == pytest.approx(expected)
-
-
 def test_fit_rule_holds_out_and_refuses_too_little() -> None:
     records = records_of(240)
     fitted = fit_rule(records, splits=2)
@@ -307,33 +214,6 @@ def test_side_by_side_is_one_by_one(blocks: str) -> None:
             tokens = batch.tokens
             alone = engine.train_step([batch], tokens, rates[update][place]).nll / tokens
             assert together[update][place] == pytest.approx(alone, rel=2e-4)
-
-
-def test_the_doctor_measures_what_the_grid_measured() -> None:
-    """The rule is fitted on what `measure_points` finds, side by side, and asked what `diagnose` finds, one by one."""
-    points = [Point("post_ln", "admin", 2, 3e-3, warm, 3, precision="bf16") for warm in (True, False)]
-    batch, first, size = TINY.task.batch(0, PROBE), TINY.task.batch(0, 3), TINY.task.vocabulary
-    for point, found in zip(points, measure_points(points, TINY), strict=True):
-        recipe = point_recipe(point, TINY)
-        model = fresh_model(recipe.model, size, size, point.seed, [first])
-        asked = features(model, batch, partial(one_update, model, recipe, batch), partial(trial, model, recipe, batch),
-                         rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=first.tokens,
-                         precision="bf16")
-        assert asked.keys() == found.keys() == FEATURES.keys()
-        assert asked == pytest.approx(found, rel=1e-3, abs=1e-3)
-
-
-def test_a_trial_trains_as_training_does() -> None:
-    """Every update of it has dropout masks of its own, and RAdam stands back for Adam."""
-    recipe = point_recipe(Point("pre_ln", "pre_ln", 1, 1e-3, True), TINY)
-    size, batch = TINY.task.vocabulary, TINY.task.batch(0, 3)
-    shape = recipe.model.model_copy(update={"dropout": 0.3})
-    still = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": 0.0}), "model": shape})
-    during = trial(Transformer(shape, size, size, 1), still, batch)[:TRIAL]
-    assert len(set(during)) == TRIAL
-    by = {name: trial(Transformer(recipe.model, size, size, 1), recipe.model_copy(
-        update={"optimizer": recipe.optimizer.model_copy(update={"name": name})}), batch) for name in ("adam", "radam")}
-    assert by["radam"] == by["adam"]
 
 
 def test_each_model_has_its_own_loss_scale() -> None:

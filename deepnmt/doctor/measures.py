@@ -1,0 +1,441 @@
+"""What is measured of a model on one batch: output changes, layer dependency, gradients, activations, displacements.
+
+`P` parts followed so far, `B` sentences, `T` length, `D` width.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from deepnmt.batch import Batch
+from deepnmt.doctor.probes import (
+    evaluating,
+    hooks,
+    layers_of,
+    matrices,
+    mean_loss,
+    norms_of,
+    outputs_of,
+    plain_loss,
+    real_positions,
+    sublayers,
+    watching,
+)
+from deepnmt.model.blocks import SIDES, Side, Stream, newest
+from deepnmt.model.init import generator_for
+from deepnmt.model.transformer import Transformer
+
+Result = TypeVar("Result")
+
+HALF_MAX = 65504.0  # the largest finite fp16 number
+# From the bottom of a Post-LN decoder layer: around its first and second norm, and into its third.
+GRADIENT_POINTS = ("norms.0.in", "norms.0", "norms.1.in", "norms.1", "norms.2.in")
+
+
+# -- output change -----------------------------------------------------------------------------------------------------
+# Liu et al. 2020 (Admin), theorem 2, corollaries 1 and 2 and figure 4: |F(x, W) - F(x, W*)|² grows like N for Post-LN
+# and like log N for Pre-LN. Here a change is the mean square of the difference over all elements at real positions,
+# divided by the output's variance, so that stacks with and without a norm on top stand on one scale.
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The least-squares line value = slope · term + offset, and its R²."""
+
+    slope: float
+    offset: float
+    r2: float
+
+
+def fit_line(terms: Sequence[float], values: Sequence[float]) -> Fit:
+    """R² is 1 - (squares left) / (squares around the mean); NaN with fewer than three points or equal values."""
+    if len(terms) < 3 or not all(map(math.isfinite, values)):
+        return Fit(math.nan, math.nan, math.nan)
+    x, y = torch.tensor(terms, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
+    dx, dy = x - x.mean(), y - y.mean()
+    if not dx.any() or not dy.any():
+        return Fit(math.nan, math.nan, math.nan)
+    slope = float((dx * dy).sum() / dx.square().sum())
+    left = (dy - slope * dx).square().sum() / dy.square().sum()
+    return Fit(slope, float(y.mean() - slope * x.mean()), float(1 - left))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Changes at several depths N (layers), with their fits to N and to log N."""
+
+    depths: list[int]
+    changes: list[float]
+    linear: Fit
+    logarithmic: Fit
+
+    @classmethod
+    def of(cls, depths: Sequence[int], changes: Sequence[float]) -> Growth:
+        """Fits both terms."""
+        return cls(list(depths), list(changes), fit_line(depths, changes), fit_line([*map(math.log, depths)], changes))
+
+
+def change(before: Tensor, after: Tensor) -> float:
+    """mean (after - before)² / Var[before], for outputs [positions, D]."""
+    return float((after - before).square().mean() / before.var(correction=0))
+
+
+Changes = dict[Side, list[float]]  # of `outputs_of`: one value for a stack, or one for each of its layers
+
+
+def _changes(before: dict[Side, list[Tensor]], after: dict[Side, list[Tensor]]) -> Changes:
+    return {side: [*map(change, before[side], after[side])] for side in SIDES}
+
+
+@contextmanager
+@torch.no_grad()
+def perturbed(model: Transformer, size: float, seed: int) -> Iterator[None]:
+    """While it lasts, noise is added to every matrix of the layers (not to embeddings, norms and biases).
+
+    The noise of a matrix is normal with `size` times Xavier's standard deviation sqrt(2 / (rows + columns)): the same
+    for every block, whatever it makes of its own initial weights. Afterwards the weights are what they were.
+    """
+    with restored(model):
+        for name, matrix in matrices([(n, p.data) for n, p in model.named_parameters() if ".layers." in n]):
+            deviation = size * math.sqrt(2 / sum(matrix.shape))
+            noise = torch.empty(matrix.shape).normal_(std=deviation, generator=generator_for(seed, f"noise of {name}"))
+            matrix.add_(noise.to(matrix))
+        yield
+
+
+@contextmanager
+def restored(model: Transformer) -> Iterator[None]:
+    """Puts the model's weights and mode back at the end."""
+    was_training = model.training
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, weight in zip(model.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+        model.train(was_training)
+
+
+def noise_change(
+    model: Transformer, batch: Batch, layers: bool = False, size: float = 0.01, trials: int = 3
+) -> Changes:
+    """The mean change of both stacks' (or every layer's) output over `trials` samples of noise, in evaluation mode; see
+    `perturbed`."""
+    with evaluating(model):
+        before = outputs_of(model, batch, layers)
+        total: Changes = {side: [0.0] * len(before[side]) for side in SIDES}
+        for trial in range(trials):
+            with perturbed(model, size, trial):
+                for side, values in _changes(before, outputs_of(model, batch, layers)).items():
+                    total[side] = [sofar + value / trials for sofar, value in zip(total[side], values, strict=True)]
+    return total
+
+
+def update_change(
+    model: Transformer, batch: Batch, update: Callable[[], None], layers: bool = False
+) -> tuple[Changes, float]:
+    """The change of both stacks' (or every layer's) output by an update in place, and the plain loss after it; weights
+    and mode are put back."""
+    with restored(model):
+        model.eval()
+        before = outputs_of(model, batch, layers)
+        update()
+        model.eval()
+        return _changes(before, outputs_of(model, batch, layers)), plain_loss(model, batch)
+
+
+# -- layer dependency --------------------------------------------------------------------------------------------------
+# How much of what enters a sub-layer comes from each earlier branch. Liu et al. 2020 (Admin), section 4.1 and figures 7
+# and 8: with x̂_i the normalised input of branch i + 1 and â_j the normalised output of branch j, x̂_i = Σ_{j≤i} β_ij
+# â_j. Here the sum is exact, not estimated: while every LayerNorm keeps the variance it had on the batch, a residual
+# block is an affine map of the layer's input and its branches, so x_i splits into one part for each branch (and one for
+# the stack's input), and β_ij = std(part_ij) / std(x_i).
+
+
+@torch.no_grad()
+def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]]:
+    """β of a stack with n sub-layers on a batch, in evaluation mode: rows i = 0 … n, columns j = 0 … i.
+
+    Row i is what enters branch i + 1 (row n: the stack's output), column 0 the stack's own input, column j branch j.
+    β_ij is a ratio of standard deviations over all elements at real positions.
+    """
+    layers, top = layers_of(model, side), model.get_submodule(f"{side}.norm")
+    entering: list[Stream] = []  # every layer, and what stands on top
+    branches: list[list[Tensor]] = [[] for _ in layers]  # what those of a layer put out
+    with hooks() as handles, evaluating(model):
+        for module in (*layers, top):
+            handles.append(module.register_forward_pre_hook(lambda _m, inputs: entering.append(inputs[0])))
+        for layer, own in zip(layers, branches, strict=True):
+            for add in layer.get_submodule("rule.adds").children():
+                handles.append(add.register_forward_hook(lambda _m, _i, output, own=own: own.append(output)))
+        src, lengths, trg_in, _ = batch.tensors
+        memory = model.encode(src, lengths, batch.key)
+        if side == "decoder":
+            model.decode(trg_in, memory, lengths, batch.key)
+
+    real = real_positions(batch)[side]
+    rows: list[list[float]] = []
+    parts = [tensor[None] for tensor in _tensors(entering[0])]  # of each tensor of the stream [P, B, T, D]
+    for layer, x, outputs in zip(layers, entering, branches, strict=False):
+        block = layer.get_submodule("rule")
+        known, count = len(parts[0]), len(outputs)
+        # Each branch is one more part; one that stays zero shows what the block adds itself, such as a norm's bias.
+        alone = [output.new_zeros(known + count + 1, *output.shape) for output in outputs]
+        for index, output in enumerate(outputs):
+            alone[index][known + index] = output
+        with _frozen(block, partial(_run, block, x, outputs)) as (wholes, _):
+            inputs, reached = _run(block, _padded(parts, count + 1), alone)
+        rows += [_shares(taken[:known + index] - taken[-1], whole, real)
+                 for index, (taken, whole) in enumerate(zip(inputs, wholes, strict=True))]
+        parts = [tensor[:-1] - tensor[-1] for tensor in _tensors(reached)]
+    with _frozen(top, partial(top, entering[-1])) as whole:
+        result = top(_padded(parts, 1))
+    return [*rows, _shares(result[:-1] - result[-1], whole, real)]
+
+
+def _run(block: nn.Module, x: Stream, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Stream]:
+    """What a block gives its branches to work on, and its output, when they answer with these."""
+    inputs: list[Tensor] = []
+
+    def answer(output: Tensor, h: Tensor) -> Tensor:
+        inputs.append(h)
+        return output
+
+    return inputs, block(x, [partial(answer, output) for output in outputs])
+
+
+@contextmanager
+def _frozen(module: nn.Module, forward: Callable[[], Result]) -> Iterator[Result]:
+    """Gives what `forward` returns; while it lasts, each LayerNorm of the module is γ (c - mean c) / σ + ν with the σ
+    of what it took then [B, T, D]: affine in c."""
+    taken: dict[nn.LayerNorm, Tensor] = {}
+    norms = [norm for norm in module.modules() if isinstance(norm, nn.LayerNorm)]
+    with hooks() as handles:
+        for norm in norms:
+            handles.append(norm.register_forward_pre_hook(lambda norm, inputs: taken.update({norm: inputs[0]})))
+        result = forward()
+    with hooks() as handles:
+        for norm, x in taken.items():
+            gain = (x.var(-1, correction=0, keepdim=True) + norm.eps).rsqrt() * norm.weight
+            handles.append(norm.register_forward_hook(
+                lambda norm, inputs, _o, gain=gain: (inputs[0] - inputs[0].mean(-1, keepdim=True)) * gain + norm.bias))
+        yield result
+
+
+def _padded(parts: Sequence[Tensor], count: int) -> Stream:
+    """A stream of parts with so many more of zeros."""
+    tensors = [torch.cat([part, part.new_zeros(count, *part.shape[1:])]) for part in parts]
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def _tensors(stream: Stream) -> tuple[Tensor, ...]:
+    return (stream,) if isinstance(stream, Tensor) else stream
+
+
+def _shares(parts: Tensor, whole: Tensor, real: Tensor) -> list[float]:
+    """std(part) / std(whole) of each part [P, B, T, D], at real positions."""
+    total = whole[real].std(correction=0)
+    return [float(part[real].std(correction=0) / total) for part in parts]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+# Liu et al. 2020 (Admin), figure 3: the norm of the loss's gradient with respect to every sub-layer's output. Takase et
+# al. 2023 (B2T), figures 3, 4 and 7: the same by layer, and at the points (1) to (5) of a Post-LN decoder layer. Xiong
+# et al. 2020 (Pre-LN), figure 3: of the last FFN's second matrix.
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Norms (Euclidean, all elements) of the gradient of the mean loss of a batch.
+
+    Attributes:
+        loss: nats a target token.
+        outputs: by sub-layer, of its output x, as in `decoder.layers.3.ffn`.
+        matrices: by matrix, as in `encoder.layers.0.self_attn.q`.
+        places: by decoder layer, norms at the points (1) to (5) of the B2T paper; only where all five are there and
+            the norms come after the branches.
+    """
+
+    loss: float
+    outputs: dict[str, float]
+    matrices: dict[str, float]
+    places: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def last_ffn(self) -> float:
+        """Of the second matrix of the decoder's last FFN."""
+        return [value for name, value in self.matrices.items() if re.fullmatch(r"decoder\..*ffn\.fc2", name)][-1]
+
+    def of_stack(self, side: str) -> list[float]:
+        """Of the outputs of a stack's sub-layers, from the bottom."""
+        return [value for name, value in self.outputs.items() if name.startswith(f"{side}.")]
+
+
+def gradients(model: Transformer, batch: Batch) -> Gradients:
+    """One forward and one backward pass in evaluation mode (no dropout); the model's own `.grad` is left empty."""
+    norms: dict[str, float] = {}  # in the order of the forward pass
+    outputs = {name for side in SIDES for name in sublayers(model, side)}
+
+    def see(name: str, tensor: Tensor) -> None:
+        norms[name] = 0.0
+        if name in outputs or ".rule.norms." in name:
+            tensor.register_hook(lambda grad: norms.update({name: float(grad.detach().norm())}))
+
+    model.zero_grad(set_to_none=True)
+    with evaluating(model):
+        with watching(model, see):
+            loss = mean_loss(model, batch)
+        loss.backward()
+    grads = [(name, p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in model.named_parameters()]
+    by_matrix = {name: float(rows.norm()) for name, rows in matrices(grads)}
+    model.zero_grad(set_to_none=True)
+    order, places = list(norms), {}
+    for index, layer in enumerate(layers_of(model, "decoder")):
+        rule = f"decoder.layers.{index}.rule"
+        if len(norms_of(layer)) >= 3 and order.index(f"{rule}.norms.0.in") > order.index(f"{rule}.adds.0"):
+            places[f"decoder.layers.{index}"] = [norms[f"{rule}.{point}"] for point in GRADIENT_POINTS]
+    return Gradients(float(loss.detach()), {n: norms[n] for n in order if n in outputs}, by_matrix, places)
+
+
+@dataclass(frozen=True)
+class HalfZeros:
+    """Exact zeros among the gradients of an fp16 copy of the model.
+
+    Attributes:
+        scale: the loss scale, which an update's whole loss is multiplied by.
+        finite: whether every gradient was finite.
+        shares: by part (`encoder.layers.3`, `embeddings`), the share of elements that are exactly zero.
+        shares_fp32: the same in fp32: what is zero there was not lost to fp16.
+    """
+
+    scale: float
+    finite: bool
+    shares: dict[str, float]
+    shares_fp32: dict[str, float]
+
+    @property
+    def lost(self) -> float:
+        """The largest share, over the layers, that is zero in fp16 and was not in fp32."""
+        return max((self.shares[name] - self.shares_fp32[name] for name in self.shares if ".layers." in name),
+                   default=math.nan)
+
+
+def half_zeros(model: Transformer, batch: Batch, scale: float, accumulation: int = 1) -> HalfZeros:
+    """Runs an fp16 copy of the model on the batch with its loss multiplied by `scale`, forward and backward.
+
+    Args:
+        accumulation: micro-batches of an update and process, of which the batch is one. Each is a sum divided by the
+            update's tokens, so its backward pass is that of its mean loss × scale / accumulation.
+    """
+    half = copy.deepcopy(model).half().eval()
+    (mean_loss(half, batch).float() * (scale / accumulation)).backward()
+    plain = copy.deepcopy(model).float().eval()
+    mean_loss(plain, batch).backward()
+    finite = all(bool(p.grad.isfinite().all()) for p in half.parameters() if p.grad is not None)
+    return HalfZeros(scale, finite, _zero_shares(half), _zero_shares(plain))
+
+
+def _zero_shares(model: Transformer) -> dict[str, float]:
+    """The share of exact zeros by layer (embeddings together)."""
+    zeros: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        part = ".".join(name.split(".")[:3]) if ".layers." in name else name.split(".")[0]
+        zeros[part] += parameter.numel() if parameter.grad is None else int((parameter.grad == 0).sum())
+        total[part] += parameter.numel()
+    return {part: zeros[part] / total[part] for part in total}
+
+
+def displacement(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], gradients: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Updates against gradients: how far each attention matrix moved between checkpoints, and the gradient it had.
+
+    Liu et al. 2020 (Admin), figures 5 and 11: gradients of the attention matrices are unbalanced, the optimizer's
+    updates are not. A norm is divided by the largest, gradients by gradients and updates by updates.
+
+    Args:
+        before, after: the weights of two checkpoints by parameter name.
+        gradients: the norms at `before` by matrix, as `Gradients.matrices` names them.
+    """
+    differences = [(name, after[name] - before[name]) for name in before]
+    updates = {name: float(rows.norm()) for name, rows in matrices(differences) if "_attn." in name}
+    relative = {}
+    for kind, norms in (("gradients", {name: gradients[name] for name in updates}), ("updates", updates)):
+        top = max(norms.values(), default=0.0)
+        relative[kind] = {name: value / top if top else 0.0 for name, value in norms.items()}
+    return relative
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
+    """What flows through every layer, as in `encoder.layers.3`, in evaluation mode.
+
+    `variance`: of the layer's output, at real positions. `largest`: the largest magnitude that any module of the layer
+    puts out or any norm takes in (the residual sum, which no module puts out). Attention scores, inside a kernel, are
+    not among them. `where`: that module, as in `ffn.fc1` or `rule.norms.1 (input)`. `headroom`: how many times larger
+    it could be before fp16 ends.
+    """
+    real = real_positions(batch)
+    found: dict[str, dict[str, Any]] = {}
+
+    def module_done(largest: dict[str, float], path: str, module: nn.Module, taken: tuple[Any, ...], output: Any
+                    ) -> None:
+        seen = {path: output, **({f"{path} (input)": taken[0]} if isinstance(module, nn.LayerNorm) else {})}
+        for name, tensor in seen.items():
+            if isinstance(tensor, Tensor):
+                largest[name] = max(largest.get(name, 0.0), float(tensor.abs().max()))
+
+    def layer_done(largest: dict[str, float], name: str, side: Side, _layer: nn.Module, _taken: Any, stream: Stream
+                   ) -> None:
+        output = newest(stream)
+        largest["output"] = float(output.abs().max())
+        where = max(largest, key=lambda path: largest[path])
+        found[name] = {"variance": float(output[real[side]].var(correction=0)), "largest": largest[where],
+                       "where": where, "headroom": HALF_MAX / largest[where] if largest[where] else math.inf}
+
+    with hooks() as handles, evaluating(model):
+        for side in SIDES:
+            for index, layer in enumerate(layers_of(model, side)):
+                largest: dict[str, float] = {}  # by module
+                for path, module in layer.named_modules():
+                    if path and not list(module.children()):
+                        handles.append(module.register_forward_hook(partial(module_done, largest, path)))
+                handles.append(layer.register_forward_hook(
+                    partial(layer_done, largest, f"{side}.layers.{index}", side)))
+        outputs_of(model, batch)
+    return found
+
+
+@torch.no_grad()
+def layer_similarity(model: Transformer, batch: Batch, side: Side) -> list[list[float]]:
+    """The mean cosine between the outputs of each two layers of a stack [L][L], in evaluation mode: a token at a time,
+    averaged over tokens. Takase et al. 2023 (B2T), figure 5."""
+    with evaluating(model):
+        units = torch.stack([_unit(output) for output in outputs_of(model, batch, layers=True)[side]])
+    return (torch.einsum("lpd,mpd->lm", units, units) / units.size(1)).tolist()
+
+
+def token_similarity(output: Tensor) -> float:
+    """The mean cosine between a stack's outputs [positions, D] at different positions: 1 where all are one vector."""
+    unit, count = _unit(output), len(output)
+    return float((unit.sum(0).square().sum() - count) / (count * (count - 1)))
+
+
+def _unit(output: Tensor) -> Tensor:
+    return output / output.norm(dim=-1, keepdim=True).clamp_min(1e-30)

@@ -1,0 +1,123 @@
+"""The verdict's rule by hand and as a file, and the numbers that it is asked with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from deepnmt.doctor.diagnose import one_update, trial
+from deepnmt.doctor.variants import fresh_model, with_settings
+from deepnmt.doctor.verdict import FEATURES, TRIAL, VerdictRule, features
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+from studies.verdict_points import PROBE, Point, Settings, measure_points, point_recipe
+
+TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
+
+
+def test_logistic_rule_by_hand(tmp_path: Path) -> None:
+    body = {"centre": [1.0, 0.0], "scale": [2.0, 1.0], "weights": [3.0, -1.0], "squares": [0.0, 0.25],
+            "by_rate": [0.0, 0.5], "bias": 0.5}
+    rule = VerdictRule("logistic", ["rate", "layers"], body, {"rate": [-4.0, -2.0], "layers": [0.0, 2.0]}, {"runs": 9})
+    values = {"rate": -3.0, "layers": 1.5}
+    rate = (-3.0 - 1) / 2
+    expected = 1 / (1 + math.exp(-(3.0 * rate - 1.5 + 0.25 * 1.5**2 + 0.5 * 1.5 * rate + 0.5)))
+    assert rule.probability(values) == pytest.approx(expected)
+    verdict = rule.judge({"rate": -1.0, "layers": 1.5})
+    assert not verdict.trains and verdict.reasons[0].startswith(
+        "peak learning rate: 0.1 (taken for 0.01, the nearest of its runs) speaks against it (-")
+    assert verdict.outside == ["peak learning rate is 0.1, the runs had 0.0001 to 0.01"]
+    assert verdict.reasons[1].startswith("layers of both stacks: 32 speaks against it (-")
+    assert verdict.probability == rule.probability({"rate": -2.0, "layers": 1.5})  # held inside the spans
+    rule.save(tmp_path / "rule.json")
+    assert VerdictRule.load(tmp_path / "rule.json") == rule
+    fixed = replace(rule, spans={**rule.spans, "rate": [-2.0, -2.0]})
+    assert fixed.judge({"rate": -1.0, "layers": 1.5}).outside == [] and fixed.unvaried == {"rate": -2.0}
+
+
+def test_what_no_run_had_of_a_recipe() -> None:
+    rule = VerdictRule.load()
+    plain = point_recipe(Point("post_ln", "pre_ln", 2, 1e-3, True), TINY)
+    assert rule.unseen(plain) == []  # among the rule's pairs, by Adam, with init: auto
+    assert rule.unseen(point_recipe(Point("b2t", "b2t", 2, 1e-3, True), TINY)) == []  # its auto is depth_scaled
+    scaled = with_settings(plain, {"model.encoder.init": "depth_scaled", "model.decoder.init": "depth_scaled"})
+    assert rule.unseen(scaled) == ["the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these "
+                                   "blocks have xavier/xavier"]
+    rule = replace(rule, facts={**rule.facts, "inits": {"post_ln/pre_ln": ["xavier/xavier", "xavier_separate/xavier"]}})
+    [said] = rule.unseen(point_recipe(Point("pre_ln", "post_ln", 2, 1e-3, True), TINY))
+    assert said == ("no run had the blocks pre_ln/post_ln; fitted without one pair of its own, the rule was right on "
+                    "61 to 94 % of that pair's runs")
+    scaled = with_settings(scaled, {"optimizer.name": "sgd"})
+    assert rule.unseen(scaled) == [
+        "optimizer.name is sgd, all runs had adam",
+        "the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these blocks have xavier/xavier or "
+        "xavier_separate/xavier"]
+    assert replace(rule, facts={}).unseen(scaled) == []
+    facts = {"schedule": "linear", "dropout": 0.0, "label_smoothing": 0.0, "clip": 0.0, "weight_decay": 0.0,
+             "attention_dropout": 0.0, "activation_dropout": 0.0, "precisions": ["bf16", "fp32"]}
+    ours = with_settings(scaled, {
+        "schedule.name": "inverse_sqrt", "model.dropout": 0.1, "model.attention_dropout": 0.3,
+        "model.activation_dropout": 0.4, "optimizer.weight_decay": 0.01, "optimizer.decay_norms_and_biases": False,
+        "train.label_smoothing": 0.2, "train.clip": 1.0})
+    assert replace(rule, facts=facts).unseen(ours, "fp16") == [
+        "schedule.name is inverse_sqrt, all runs had linear", "model.dropout is 0.1, all runs had 0.0",
+        "model.attention_dropout is 0.3, all runs had 0.0", "model.activation_dropout is 0.4, all runs had 0.0",
+        "optimizer.weight_decay is 0.01, all runs had 0.0", "train.clip is 1.0, all runs had 0.0",
+        "train.label_smoothing is 0.2, all runs had 0.0", "it computes in fp16, the runs in bf16, fp32"]
+    assert replace(rule, facts=facts).unseen(plain, "bf16") == []
+
+
+def test_tree_rule_by_hand() -> None:
+    body = {"feature": "rate", "threshold": -2.5, "low": {"probability": 0.9, "runs": 5},
+            "high": {"feature": "warmup", "threshold": 0.5, "low": {"probability": 0.1, "runs": 6},
+                     "high": {"probability": 0.6, "runs": 7}}}
+    rule = VerdictRule("tree", ["rate", "warmup"], body, {"rate": [-4, -2]})
+    said = [rule.probability({"rate": r, "warmup": w}) for r, w in ((-3, 0), (-2, 0), (-2, 1), (-2.5, 0))]
+    assert said == [0.9, 0.1, 0.6, 0.9]
+    assert rule.judge({"rate": -2, "warmup": 1}).reasons == [
+        f"{FEATURES['rate']}: -2 > -2.5", f"{FEATURES['warmup']}: 1 > 0.5"]
+
+
+HEAD = '{"format": "deepnmt-verdict", "version": 3, "kind": "logistic", "names": ["rate"], '
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", "7", '"rule"', '{"format": "deepnmt-verdict", "version": 1}',
+                                  HEAD + '"body": {}, "spans": {"rate": [0, 1]}}', HEAD + '"body": [], "spans": {}}',
+                                  None])
+def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "rule.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match="verdict-grid"):
+        VerdictRule.load(path)
+
+
+def test_the_doctor_measures_what_the_grid_measured() -> None:
+    """The rule is fitted on what `measure_points` finds, side by side, and asked what `diagnose` finds, one by one."""
+    points = [Point("post_ln", "admin", 2, 3e-3, warm, 3, precision="bf16") for warm in (True, False)]
+    batch, first, size = TINY.task.batch(0, PROBE), TINY.task.batch(0, 3), TINY.task.vocabulary
+    for point, found in zip(points, measure_points(points, TINY), strict=True):
+        recipe = point_recipe(point, TINY)
+        model = fresh_model(recipe.model, size, size, point.seed, [first])
+        asked = features(model, batch, partial(one_update, model, recipe, batch), partial(trial, model, recipe, batch),
+                         rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=first.tokens,
+                         precision="bf16")
+        assert asked.keys() == found.keys() == FEATURES.keys()
+        assert asked == pytest.approx(found, rel=1e-3, abs=1e-3)
+
+
+def test_a_trial_trains_as_training_does() -> None:
+    """Every update of it has dropout masks of its own, and RAdam stands back for Adam."""
+    recipe = point_recipe(Point("pre_ln", "pre_ln", 1, 1e-3, True), TINY)
+    size, batch = TINY.task.vocabulary, TINY.task.batch(0, 3)
+    shape = recipe.model.model_copy(update={"dropout": 0.3})
+    still = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": 0.0}), "model": shape})
+    during = trial(Transformer(shape, size, size, 1), still, batch)[:TRIAL]
+    assert len(set(during)) == TRIAL
+    by = {name: trial(Transformer(recipe.model, size, size, 1), with_settings(
+        recipe, {"optimizer.name": name}), batch) for name in ("adam", "radam")}
+    assert by["radam"] == by["adam"]
