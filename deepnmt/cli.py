@@ -20,7 +20,7 @@ from deepnmt.arguments import (
 )
 from deepnmt.errors import UserError
 
-Command = Callable[[list[str]], int]  # the words behind it to the exit code
+Command = Callable[[list[str]], int | None]  # the words behind it to the exit code (None: 0)
 
 INTERRUPTED = 130  # what a shell says of a program that SIGINT ended
 
@@ -48,7 +48,7 @@ def run_command(
             near = difflib.get_close_matches(command, commands, n=1)
             hint = f"; did you mean {near[0]}?" if near else ";"
             raise UserError(f"there is no command {command!r}{hint} {program} --help lists what there is")
-        return commands[command](words)
+        return commands[command](words) or 0
     except UserError as error:
         if not (_is_later_process() if error.reported is None else error.reported):
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)
@@ -66,7 +66,7 @@ def _is_later_process() -> bool:
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
 
 
-def _prepare(words: list[str]) -> int:
+def _prepare(words: list[str]) -> None:
     """Filter and segment a corpus into a data folder."""
     parser = recipe_parser(
         "prepare",
@@ -78,10 +78,9 @@ def _prepare(words: list[str]) -> int:
     from deepnmt.data.prepare import prepare
 
     print(prepare(recipe))
-    return 0
 
 
-def _profile(words: list[str]) -> int:
+def _profile(words: list[str]) -> None:
     """Measure Admin's omega on the first batch."""
     parser = recipe_parser(
         "profile",
@@ -97,7 +96,6 @@ def _profile(words: list[str]) -> int:
         path = profile(recipe, ranks)
         if ranks.first:
             print(path)
-    return 0
 
 
 def _train(words: list[str]) -> int:
@@ -110,9 +108,9 @@ def _train(words: list[str]) -> int:
     )
     parser.add_argument("--dry-run", action="store_true",
                         help="print the resolved recipe, sizes and layout; train nothing")
-    found, recipe = parse(parser, words)
-    profiled(found, recipe)
-    if found.dry_run:
+    args, recipe = parse(parser, words)
+    profiled(args, recipe)
+    if args.dry_run:
         from deepnmt.train.plan import describe
 
         print(describe(recipe))
@@ -126,7 +124,7 @@ def _train(words: list[str]) -> int:
         return train(recipe, ranks, watch=watch, explain=explain)
 
 
-def _average(words: list[str]) -> int:
+def _average(words: list[str]) -> None:
     """Average a run's checkpoints."""
     parser = recipe_parser(
         "average",
@@ -140,22 +138,21 @@ def _average(words: list[str]) -> int:
     group.add_argument("--range", metavar="FROM:TO", help="all from update FROM to update TO")
     group.add_argument("--checkpoints", nargs="+", metavar="FOLDER", help="these folders, of any runs of one model")
     parser.add_argument("--output", metavar="FOLDER", help="where the average goes (default: RUN/averaged)")
-    found, recipe = parse(parser, words)
-    chosen = any(way is not None for way in (found.last, found.best, found.updates, found.range, found.checkpoints))
-    settable(found, ["run", "model", *([] if chosen else ["average_last"])], "checkpoints are averaged as they are")
-    updates = numbers("--updates", found.updates, ",")
-    span = numbers("--range", found.range, ":")
+    args, recipe = parse(parser, words)
+    chosen = any(way is not None for way in (args.last, args.best, args.updates, args.range, args.checkpoints))
+    settable(args, ["run", "model", *([] if chosen else ["average_last"])], "checkpoints are averaged as they are")
+    updates = numbers("--updates", args.updates, ",")
+    span = numbers("--range", args.range, ":")
     if span is not None and len(span) != 2:
-        raise UserError(f"--range is {found.range!r}, must be FROM:TO, for example 800:1000")
+        raise UserError(f"--range is {args.range!r}, must be FROM:TO, for example 800:1000")
     from deepnmt.checkpoint.average import average_run
 
-    print(average_run(recipe, last=found.last, best=found.best, updates=updates,
-                      span=None if span is None else (span[0], span[1]), folders=found.checkpoints,
-                      output=found.output, model=expected_model(found, recipe, found.checkpoints)))
-    return 0
+    print(average_run(recipe, last=args.last, best=args.best, updates=updates,
+                      span=None if span is None else (span[0], span[1]), folders=args.checkpoints,
+                      output=args.output, model=expected_model(args, recipe, args.checkpoints)))
 
 
-def _fold(words: list[str]) -> int:
+def _fold(words: list[str]) -> None:
     """Fold an Admin or DeepNorm model into plain Post-LN."""
     parser = recipe_parser(
         "fold",
@@ -165,15 +162,14 @@ def _fold(words: list[str]) -> int:
     )
     parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
     parser.add_argument("--output", metavar="FOLDER", help="where the folded model goes (default: RUN/folded)")
-    found, recipe = parse(parser, words)
-    settable(found, ["run"], "a trained model is folded as it is")
+    args, recipe = parse(parser, words)
+    settable(args, ["run"], "a trained model is folded as it is")
     from deepnmt.export import EXPORTERS
 
-    print(EXPORTERS["post_ln"](recipe, found.checkpoint, found.output))
-    return 0
+    print(EXPORTERS["post_ln"](recipe, args.checkpoint, args.output))
 
 
-def _translate(words: list[str]) -> int:
+def _translate(words: list[str]) -> None:
     """Translate text with a trained model."""
     parser = recipe_parser(
         "translate",
@@ -181,24 +177,24 @@ def _translate(words: list[str]) -> int:
         "recipe's translate section; more than one translation a line is written as TSV or JSON lines.",
         "python tools/translate.py runs/demo --input in.en --output out.de translate.beam=5",
     )
-    parser.add_argument("--input", default="-", metavar="FILE", help="a sentence a line, .gz too; -: standard input")
-    parser.add_argument("--output", default="-", metavar="FILE", help="where translations go; -: standard output")
-    parser.add_argument("--form", default="text", choices=["text", "tsv", "jsonl"],
+    add = parser.add_argument
+    add("--input", default="-", metavar="FILE", help="a sentence a line, .gz too; -: standard input")
+    add("--output", default="-", metavar="FILE", help="where translations go; -: standard output")
+    add("--form", default="text", choices=["text", "tsv", "jsonl"],
                         help="text: the best translation; tsv: line, rank, score, text; jsonl: one object a line")
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
-    found, recipe = parse(parser, words)
-    settable(found, ["run", "model", "translate", "seed", "parallel.threads"], "a trained model translates as it is")
+    add("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
+    args, recipe = parse(parser, words)
+    settable(args, ["run", "model", "translate", "seed", "parallel.threads"], "a trained model translates as it is")
     from deepnmt.decode.translate import translate_files
     from deepnmt.parallel.launch import processes
 
     with processes(recipe.parallel.threads) as ranks:
-        translate_files(Path(found.checkpoint or recipe.run), found.input, found.output, recipe.translate,
-                        form=found.form, seed=recipe.seed, ranks=ranks,
-                        expected=expected_model(found, recipe, found.checkpoint))
-    return 0
+        translate_files(Path(args.checkpoint or recipe.run), args.input, args.output, recipe.translate,
+                        form=args.form, seed=recipe.seed, ranks=ranks,
+                        expected=expected_model(args, recipe, args.checkpoint))
 
 
-def _evaluate(words: list[str]) -> int:
+def _evaluate(words: list[str]) -> None:
     """Score translations with SacreBLEU."""
     parser = recipe_parser(
         "evaluate",
@@ -206,32 +202,32 @@ def _evaluate(words: list[str]) -> int:
         "SacreBLEU: BLEU, chrF and TER with signatures, a table, JSON. Runs alone, or on several processes.",
         "python tools/evaluate.py runs/demo --test test",
     )
-    parser.add_argument("--test", action="append", metavar="SET",
+    add = parser.add_argument
+    add("--test", action="append", metavar="SET",
                         help="a name of data.test, NAME=SRC,REF files, or SacreBLEU's name such as wmt14/full; "
                         "may be given several times (default: all of data.test)")
-    parser.add_argument("--hypotheses", action="append", metavar="SYSTEM=FILE[,FILE...]",
+    add("--hypotheses", action="append", metavar="SYSTEM=FILE[,FILE...]",
                         help="score these translations of the test sets, one file a set; several systems are compared "
                         "with the first by paired bootstrap")
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
-    parser.add_argument("--output", metavar="FILE",
+    add("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
+    add("--output", metavar="FILE",
                         help="JSON file (default: RUN/scores.json, or RUN/scores-NAMES.json where --test, "
                         "--hypotheses, --checkpoint or settings make it other scores than the run's own)")
-    found, recipe = parse(parser, words)
+    args, recipe = parse(parser, words)
     scored = ["run", "data.test", "data.src_lang", "data.trg_lang", "parallel.threads"]
-    if found.hypotheses:
-        settable(found, scored, "ready translations are scored")
+    if args.hypotheses:
+        settable(args, scored, "ready translations are scored")
     else:
-        settable(found, [*scored, "model", "translate", "seed"], "a trained model translates as it is")
+        settable(args, [*scored, "model", "translate", "seed"], "a trained model translates as it is")
     from deepnmt.evaluate.evaluate import evaluate_run
     from deepnmt.parallel.launch import processes
 
     with processes(recipe.parallel.threads) as ranks:
-        table = evaluate_run(recipe, tests=found.test, hypotheses=found.hypotheses, checkpoint=found.checkpoint,
-                             output=found.output, expected=expected_model(found, recipe, found.checkpoint),
+        table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoint=args.checkpoint,
+                             output=args.output, expected=expected_model(args, recipe, args.checkpoint),
                              ranks=ranks)
         if ranks.first:
             print(table)
-    return 0
 
 
 def _demo(words: list[str]) -> int:
@@ -244,13 +240,13 @@ def _demo(words: list[str]) -> int:
     )
     parser.add_argument("--pairs", type=int, default=110_000, metavar="N",
                         help="training pairs (default 110,000); the other texts shrink with fewer than 10,000")
-    found, recipe = parse(parser, words)
+    args, recipe = parse(parser, words)
     from deepnmt.demo.run import walk
 
-    return walk(recipe, found.pairs)
+    return walk(recipe, args.pairs)
 
 
-def _split(words: list[str]) -> int:
+def _split(words: list[str]) -> None:
     """Split a TSV into training, validation and test texts."""
     parser = plain_parser(
         "split",
@@ -258,21 +254,21 @@ def _split(words: list[str]) -> int:
         "target side has several translations. Prints the number of pairs in each.",
         "python tools/split_tsv.py deu-eng.tsv.gz data/tatoeba/text --columns 2 1 --langs de en",
     )
-    parser.add_argument("tsv", type=Path, help="sentence pairs, plain or .gz")
-    parser.add_argument("folder", type=Path, help="where the texts go")
-    parser.add_argument("--columns", type=int, nargs=2, default=[1, 2], metavar=("SRC", "TRG"),
+    add = parser.add_argument
+    add("tsv", type=Path, help="sentence pairs, plain or .gz")
+    add("folder", type=Path, help="where the texts go")
+    add("--columns", type=int, nargs=2, default=[1, 2], metavar=("SRC", "TRG"),
                         help="of source and target, counted from 1 (default 1 2)")
-    parser.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TRG"), help="the files' endings")
-    parser.add_argument("--valid", type=int, default=10, metavar="N", help="of 1,000 target sentences (default 10)")
-    parser.add_argument("--test", type=int, default=20, metavar="N", help="of 1,000 target sentences (default 20)")
-    found = parser.parse_args(words)
+    add("--langs", nargs=2, required=True, metavar=("SRC", "TRG"), help="the files' endings")
+    add("--valid", type=int, default=10, metavar="N", help="of 1,000 target sentences (default 10)")
+    add("--test", type=int, default=20, metavar="N", help="of 1,000 target sentences (default 20)")
+    args = parser.parse_args(words)
     from deepnmt.data.split import split_tsv
 
-    print(split_tsv(found.tsv, found.folder, tuple(found.columns), tuple(found.langs), found.valid, found.test))
-    return 0
+    print(split_tsv(args.tsv, args.folder, tuple(args.columns), tuple(args.langs), args.valid, args.test))
 
 
-def _diagnose(words: list[str]) -> int:
+def _diagnose(words: list[str]) -> None:
     """Look into a model before training, and at its checkpoints."""
     parser = recipe_parser(
         "diagnose",
@@ -282,23 +278,24 @@ def _diagnose(words: list[str]) -> int:
         "RUN/diagnosis-CHECKPOINT.",
         "python tools/diagnose.py recipes/demo/admin_18l-18l.yaml model.encoder.block=post_ln",
     )
+    add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", metavar="FOLDER", help="a checkpoint, or a run whose newest is meant")
     which.add_argument("--fresh", action="store_true", help="of a run: the weights it began with")
-    parser.add_argument("--output", type=Path, metavar="FOLDER",
+    add("--output", type=Path, metavar="FOLDER",
                         help="default: RUN/diagnosis or RUN/diagnosis-CHECKPOINT")
-    parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="target tokens looked at (default 1024)")
-    parser.add_argument("--processes", type=int, default=1, metavar="N",
+    add("--tokens", type=int, default=1024, metavar="N", help="target tokens looked at (default 1024)")
+    add("--processes", type=int, default=1, metavar="N",
                         help="that training will run on, for the size of an update (default 1)")
-    parser.add_argument("--rule", type=Path, metavar="FILE", help="a verdict rule other than deepnmt's own")
-    found, recipe = parse(parser, words)
-    if found.tokens < 1:
-        raise UserError(f"--tokens is {found.tokens}, must be 1 or more, for example 1024")
-    positive(found, "processes")
-    if found.fresh and not Path(found.recipe).is_dir():
-        raise UserError(f"--fresh is of a run's folder, but {found.recipe} is a recipe, whose model is always new; "
+    add("--rule", type=Path, metavar="FILE", help="a verdict rule other than deepnmt's own")
+    args, recipe = parse(parser, words)
+    if args.tokens < 1:
+        raise UserError(f"--tokens is {args.tokens}, must be 1 or more, for example 1024")
+    positive(args, "processes")
+    if args.fresh and not Path(args.recipe).is_dir():
+        raise UserError(f"--fresh is of a run's folder, but {args.recipe} is a recipe, whose model is always new; "
                         "leave it out")
-    profiled(found, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
+    profiled(args, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
     from deepnmt.doctor.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
     from deepnmt.parallel.launch import processes, rank_from_environment
 
@@ -306,19 +303,18 @@ def _diagnose(words: list[str]) -> int:
         raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
                         "alone, and say with --processes how many training will run on")
     with processes(recipe.parallel.threads) as ranks:
-        is_run = Path(found.recipe).is_dir() and not found.fresh
-        checkpoint = default_checkpoint(recipe, found.checkpoint, is_run)
+        is_run = Path(args.recipe).is_dir() and not args.fresh
+        checkpoint = default_checkpoint(recipe, args.checkpoint, is_run)
         if checkpoint is not None:
-            settable(found, AT_CHECKPOINT, f"{checkpoint} is as it was trained; --fresh looks at a new model")
-            if found.rule is not None:
-                raise UserError(f"--rule {found.rule} has no say here, since a rule knows models before training and "
+            settable(args, AT_CHECKPOINT, f"{checkpoint} is as it was trained; --fresh looks at a new model")
+            if args.rule is not None:
+                raise UserError(f"--rule {args.rule} has no say here, since a rule knows models before training and "
                                 f"{checkpoint} is a checkpoint; leave it out, or look at a new model with --fresh")
-            if found.processes != parser.get_default("processes"):
-                raise UserError(f"--processes {found.processes} has no say here, since only a verdict asks for it, and "
+            if args.processes != parser.get_default("processes"):
+                raise UserError(f"--processes {args.processes} has no say here, since only a verdict asks for it, and "
                                 f"{checkpoint} is a checkpoint; leave it out, or look at a new model with --fresh")
-        print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=found.output, tokens=found.tokens,
-                       rule=found.rule, processes=found.processes))
-    return 0
+        print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=args.output, tokens=args.tokens,
+                       rule=args.rule, processes=args.processes))
 
 
 def _gpu_report(words: list[str]) -> int:
@@ -331,36 +327,26 @@ def _gpu_report(words: list[str]) -> int:
         "of 60L-12L on Tatoeba in fp16, under ZeRO-1 and as a pipeline of one stage.",
         "python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER", help="a new folder")
-    parser.add_argument("--tsv", type=Path, metavar="FILE", help="Tatoeba's pairs, English first, plain or .gz")
-    parser.add_argument("--recipes", type=Path, default=Path("recipes/tatoeba"), metavar="FOLDER",
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER", help="a new folder")
+    add("--tsv", type=Path, metavar="FILE", help="Tatoeba's pairs, English first, plain or .gz")
+    add("--recipes", type=Path, default=Path("recipes/tatoeba"), metavar="FOLDER",
                         help="of the two recipes (default recipes/tatoeba)")
-    parser.add_argument("--minutes", type=float, default=8.0, metavar="N",
+    add("--minutes", type=float, default=8.0, metavar="N",
                         help="of updates in the training, less if the budget ends before (default 8)")
-    parser.add_argument("--budget", type=float, default=590.0, metavar="SECONDS", help="for everything (default 590)")
-    parser.add_argument("--part", choices=("training", "layouts"), default="training",
+    add("--budget", type=float, default=590.0, metavar="SECONDS", help="for everything (default 590)")
+    add("--part", choices=("training", "layouts"), default="training",
                         help="what is done with the text (default training)")
-    parser.add_argument("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")
-    found = parser.parse_args(words)
+    add("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")
+    args = parser.parse_args(words)
     from deepnmt.gpu_report.report import gpu_report
 
-    return gpu_report(found.output, found.recipes, found.tsv, found.minutes, found.budget, found.toy,
-                      found.part)
+    return gpu_report(args.output, args.recipes, args.tsv, args.minutes, args.budget, args.toy,
+                      args.part)
 
 
-COMMANDS: dict[str, Command] = {
-    "prepare": _prepare,
-    "profile": _profile,
-    "train": _train,
-    "average": _average,
-    "fold": _fold,
-    "translate": _translate,
-    "evaluate": _evaluate,
-    "diagnose": _diagnose,
-    "split": _split,
-    "gpu-report": _gpu_report,
-    "demo": _demo,
-}
+COMMANDS: dict[str, Command] = {command.__name__[1:].replace("_", "-"): command for command in (
+    _prepare, _profile, _train, _average, _fold, _translate, _evaluate, _diagnose, _split, _gpu_report, _demo)}
 
 
 def entry() -> None:

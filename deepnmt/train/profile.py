@@ -37,8 +37,8 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
                         "admin.profile=null to measure, or train with the file as it is")
     data = ranks.together(partial(open_prepared, recipe))
     ranks.together(lambda: make_run_folder(Path(recipe.run)) if ranks.first else None)
-    measured = _measure(recipe, data, ranks)
-    if ranks.first:
+    measured = profile_for(recipe, data, ranks)
+    if measured and ranks.first:
         save_profile(measured, Path(recipe.run))
         print(table(measured), flush=True)
     return Path(recipe.run) / "admin_profile.json"
@@ -61,7 +61,13 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
         return None
     if recipe.admin.profile is not None:
         return AdminProfile.load(recipe.admin.profile, recipe.model)
-    return _measure(recipe, data, ranks)
+    if ranks.first:
+        stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in SIDES
+                              if BLOCKS[recipe.model.stack(side).block].profiled)
+        print(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens", file=sys.stderr, flush=True)
+    source, target = data.vocabs()
+    return profile_on(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
+                      data.fingerprint, ranks.first)
 
 
 def profile_on(
@@ -103,15 +109,3 @@ def table(profile: AdminProfile) -> str:
         if depths:
             lines.append(f"{name}  " + "  ".join(f"ω_{depth} {values[depth - 1]:.3f}" for depth in depths))
     return "\n".join(lines)
-
-
-def _measure(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile:
-    source, target = data.vocabs()
-    if ranks.first:
-        stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in SIDES
-                              if BLOCKS[recipe.model.stack(side).block].profiled)
-        print(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens", file=sys.stderr, flush=True)
-    measured = profile_on(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
-                          data.fingerprint, ranks.first)
-    assert measured is not None  # both callers have looked
-    return measured
