@@ -90,17 +90,16 @@ class Ranks:
 
         Raises:
             UserError: on every rank, where `act` raises one on any: machines may differ in the files that they see, and
-                those that saw no fault would wait for the others. The first such rank's is told.
+                those that saw no fault would wait for the others. It is that of the first such rank.
         """
         if self.world == 1:
             return act()
-        fault: UserError | None = None
+        fault = b""
         try:
-            found = act()
+            result = act()
         except UserError as error:
-            fault = error
-        if self.sum([float(fault is not None)])[0]:
-            faults = self.gather_bytes(str(fault or "").encode())
-            told = next(filter(None, faults)) if faults else None
-            raise UserError(self.broadcast_bytes(told).decode())
-        return found
+            fault = str(error).encode() or b"?"
+        if self.sum([float(len(fault))])[0]:
+            faults = self.gather_bytes(fault)
+            raise UserError(self.broadcast_bytes(next(filter(None, faults)) if faults else None).decode())
+        return result
