@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -19,23 +20,36 @@ plain_parser = partial(arguments.plain_parser, program=PROGRAM)
 recipe_parser = partial(arguments.recipe_parser, program=PROGRAM)
 
 
-def compare(words: list[str]) -> int:
+def whole_numbers(parser: argparse.ArgumentParser, *options: tuple[str, str, int | list[int] | None, str]) -> None:
+    """Options with a metavar, a default and a help text, of several numbers where the default is not one."""
+    for name, metavar, default, text in options:
+        parser.add_argument(name, type=int, metavar=metavar, default=default, help=text,
+                            nargs=None if isinstance(default, int) else "+")
+
+
+def use_threads(count: int) -> None:
+    """Torch computes with so many from here on."""
+    import torch
+
+    torch.set_num_threads(count)
+
+
+def compare(words: list[str]) -> None:
     """Draw the learning curves of several runs in one picture."""
     parser = plain_parser(
         "compare", "Draws the training losses of several runs and prints them as a table.",
         "python -m studies compare runs/post_ln runs/admin --output runs/blocks.png",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    parser.add_argument("--output", default="runs/comparison.png", metavar="FILE", help="the picture")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    parser.add_argument("--output", type=Path, default="runs/comparison.png", metavar="FILE", help="the picture")
     parser.add_argument("--title", default="Training loss", help="over the picture")
-    found = parser.parse_args(words)
+    args = parser.parse_args(words)
     from studies.compare import compare_runs
 
-    print(compare_runs([Path(run) for run in found.runs], Path(found.output), found.title))
-    return 0
+    print(compare_runs(args.runs, args.output, args.title))
 
 
-def verdict_grid(words: list[str]) -> int:
+def verdict_grid(words: list[str]) -> None:
     """Train many small models, and fit the doctor's verdict on them."""
     parser = plain_parser(
         "verdict-grid",
@@ -51,52 +65,47 @@ def verdict_grid(words: list[str]) -> int:
     parser.add_argument("action", choices=["run", "measure", "fit", "judge"])
     parser.add_argument("runs", type=Path, metavar="RUNS", help="the file of runs, a line of JSON each")
     parser.add_argument("--blocks", nargs="+", metavar="BLOCK", help="words, or ENCODER/DECODER (default: all blocks)")
-    parser.add_argument("--depths", nargs="+", type=int, metavar="N", help="layers of each stack (default 6 12 18 36)")
     parser.add_argument("--rates", nargs="+", type=float, metavar="R", help="peak rates (default 1e-3 3e-3 1e-2 3e-2)")
-    parser.add_argument("--sentences", nargs="+", type=int, default=[8], metavar="N", help="of a batch (default 8)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="N", help="default 1")
+    whole_numbers(parser, ("--depths", "N", None, "layers of each stack (default 6 12 18 36)"),
+                  ("--sentences", "N", [8], "of a batch (default 8)"), ("--seeds", "N", [1], "default 1"),
+                  ("--threads", "N", 1, "default 1"))
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32"],
                         help="default fp32")
     parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], help="default auto")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument("--mark", choices=["source", "context"], default="source",
                         help="fit: what counts as learned: reads the source (default), or at least its own output")
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
     parser.add_argument("--rule", type=Path, metavar="FILE", help="judge: a rule other than deepnmt's own")
-    found = parser.parse_args(words)
-    of_action = {"run": ("blocks", "depths", "rates", "sentences", "seeds", "precisions", "inits", "seconds",
-                         "threads"),
-                 "fit": ("mark", "ship"), "judge": ("rule",)}
-    for action, names in of_action.items():
-        for name in names:
-            if action != found.action and vars(found)[name] != parser.get_default(name):
-                raise UserError(f"--{name} is of verdict-grid {action} and has no say in {found.action}; leave it out")
-    positive(found, "threads")
-    for name, values in (("depths", found.depths), ("sentences", found.sentences), ("rates", found.rates)):
-        for value in values or []:
+    args = parser.parse_args(words)
+    actions = {"mark": "fit", "ship": "fit", "rule": "judge"}  # of an option; "run" of all others
+    for name, value in vars(args).items():
+        action = actions.get(name, "run")
+        if name not in ("action", "runs") and action != args.action and value != parser.get_default(name):
+            raise UserError(f"--{name} is of verdict-grid {action} and has no say in {args.action}; leave it out")
+    positive(args, "threads")
+    for name in ("depths", "sentences", "rates"):
+        for value in getattr(args, name) or []:
             if not 0 < value < float("inf"):
                 raise UserError(f"--{name} has {value}, but all must be above 0 and finite")
-    if min(found.seeds) < 0:
-        raise UserError(f"--seeds has {min(found.seeds)}, but all must be 0 or more")
-    from studies.verdict_grid import fit_grid, judge_runs, make_grid, measure_anew
+    if min(args.seeds) < 0:
+        raise UserError(f"--seeds has {min(args.seeds)}, but all must be 0 or more")
+    from studies.verdict_grid import Settings, fit_grid, grid, judge_runs, measure_anew, run_grid
 
-    if found.action == "fit":
-        print(fit_grid(found.runs, found.ship, found.mark))
-        return 0
-    if found.action == "judge":
-        print(judge_runs(found.runs, found.rule))
-        return 0
-    if found.action == "measure":
-        print(f"{measure_anew(found.runs)} runs measured again")
-        return 0
-    left = make_grid(found.runs, found.blocks, found.depths, found.rates, found.sentences, found.seeds,
-                     found.precisions, found.inits, found.seconds, found.threads)
-    print(f"{left} runs left" if left else "all runs done")
-    return 0
+    if args.action == "fit":
+        print(fit_grid(args.runs, args.ship, args.mark))
+    elif args.action == "judge":
+        print(judge_runs(args.runs, args.rule))
+    elif args.action == "measure":
+        print(f"{measure_anew(args.runs)} runs measured again")
+    else:
+        use_threads(args.threads)
+        points = grid(args.blocks, args.depths, args.rates, args.sentences, args.seeds, args.precisions, args.inits)
+        left = run_grid(points, Settings(), args.runs, args.seconds)
+        print(f"{left} runs left" if left else "all runs done")
 
 
-def reproduce(words: list[str]) -> int:
+def reproduce(words: list[str]) -> None:
     """Repeat one of the papers' analyses in small."""
     parser = plain_parser(
         "reproduce",
@@ -107,21 +116,19 @@ def reproduce(words: list[str]) -> int:
     )
     parser.add_argument("name", choices=["corollaries", "vanishing", "last_ffn"])
     parser.add_argument("--output", type=Path, default=Path("runs/reproduce"), metavar="FOLDER")
-    parser.add_argument("--width", type=int, default=64, metavar="D", help="a multiple of 4 (default 64)")
-    parser.add_argument("--sentences", type=int, default=16, metavar="N", help="of 20 tokens (default 16)")
-    parser.add_argument("--trials", type=int, default=5, metavar="N", help="seeds (default 5)")
-    parser.add_argument("--deepest", type=int, default=100, metavar="N", help="layers (default 100)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="default 1")
-    found = parser.parse_args(words)
-    positive(found, "width", "sentences", "trials", "deepest", "threads")
-    from studies.papers import Small, reproduce_on
+    whole_numbers(parser, ("--width", "D", 64, "a multiple of 4 (default 64)"),
+                  ("--sentences", "N", 16, "of 20 tokens (default 16)"), ("--trials", "N", 5, "seeds (default 5)"),
+                  ("--deepest", "N", 100, "layers (default 100)"), ("--threads", "N", 1, "default 1"))
+    args = parser.parse_args(words)
+    positive(args, "width", "sentences", "trials", "deepest", "threads")
+    from studies.papers import Small
+    from studies.papers import reproduce as run
 
-    print(reproduce_on(found.name, found.output, Small(found.width, found.sentences, found.trials, found.deepest),
-                       found.threads))
-    return 0
+    use_threads(args.threads)
+    print(run(args.name, args.output, Small(args.width, args.sentences, args.trials, args.deepest)))
 
 
-def compare_blocks(words: list[str]) -> int:
+def compare_blocks(words: list[str]) -> None:
     """Train every residual system with one recipe and compare them."""
     parser = recipe_parser(
         "compare-blocks",
@@ -135,40 +142,29 @@ def compare_blocks(words: list[str]) -> int:
                         help="default: %(default)s")
     parser.add_argument("--blocks", nargs="+", metavar="BLOCK",
                         help="words, or ENCODER/DECODER (default: all, post_ln/pre_ln and pre_ln/post_ln)")
-    parser.add_argument("--depths", nargs="+", type=int, default=[18, 36], metavar="N",
-                        help="layers of each stack (default 18 36)")
-    parser.add_argument("--warmups", nargs="+", type=int, metavar="N",
-                        help="updates of warm-up (default: the recipe's)")
     parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], metavar="INIT",
                         help="initialisations, auto xavier xavier_separate depth_scaled; what comes to the same for a"
                         " block is run once (default auto)")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="runs at a time (default 1)")
+    whole_numbers(parser, ("--depths", "N", [18, 36], "layers of each stack (default 18 36)"),
+                  ("--warmups", "N", None, "updates of warm-up (default: the recipe's)"),
+                  ("--processes", "N", 1, "runs at a time (default 1)"))
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
-    found, recipe = parse(parser, words)
-    positive(found, "processes")
-    _set_by_the_study(given(found), bool(found.warmups))
-    from studies.blocks import Systems, study
-
-    wanted = Systems(depths=found.depths, warmups=found.warmups, inits=found.inits)
-    if found.blocks:
-        wanted = Systems(found.blocks, found.depths, found.warmups, found.inits)
-    print(study(recipe, found.output, wanted, found.processes, found.seconds))
-    return 0
-
-
-def _set_by_the_study(names: set[str], warmups: bool) -> None:
-    """Raises `UserError` for a setting on the line that every run of a study has a value of its own for."""
-    options = {f"model.{side}.{name}": option for side in ("encoder", "decoder")
-               for name, option in (("block", "--blocks"), ("layers", "--depths"))}
-    if warmups:
-        options["schedule.warmup"] = "--warmups"
-    for name, option in options.items():
-        if name in names:
+    args, recipe = parse(parser, words)
+    positive(args, "processes")
+    options = {"encoder.block": "--blocks", "encoder.layers": "--depths",
+               "decoder.block": "--blocks", "decoder.layers": "--depths"}
+    options = {f"model.{name}": option for name, option in options.items()}
+    for name, option in {**options, **({"schedule.warmup": "--warmups"} if args.warmups else {})}.items():
+        if name in given(args):
             raise UserError(f"{name} has no say here, since a study sets it for every run; leave it out and say "
                             f"{option}")
+    from studies.blocks import list_systems, study
+
+    systems = list_systems(recipe, args.blocks, args.depths, args.warmups, args.inits)
+    print(study(recipe, args.output, systems, args.processes, args.seconds))
 
 
-def benchmark(words: list[str]) -> int:
+def benchmark(words: list[str]) -> None:
     """Time training and translation against a plain loop."""
     parser = recipe_parser(
         "benchmark",
@@ -177,19 +173,18 @@ def benchmark(words: list[str]) -> int:
         "python -m studies benchmark recipes/multi30k/de-en_4l-4l.yaml batch.tokens=2048"
         " --translate runs/multi30k_de-en",
     )
-    parser.add_argument("--updates", type=int, default=20, metavar="N", help="timed updates a round (default 20)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (default 3)")
+    whole_numbers(parser, ("--updates", "N", 20, "timed updates a round (default 20)"),
+                  ("--rounds", "N", 3, "rounds (default 3)"))
     parser.add_argument("--translate", metavar="RUN", help="a trained run whose first test set is translated")
-    parser.add_argument("--output", default="runs/benchmark.json", metavar="FILE", help="JSON file")
-    found, recipe = parse(parser, words)
+    parser.add_argument("--output", type=Path, default="runs/benchmark.json", metavar="FILE", help="JSON file")
+    args, recipe = parse(parser, words)
+    positive(args, "updates", "rounds")
     from studies.benchmarks.training import benchmark
 
-    run = Path(found.translate) if found.translate else None
-    benchmark(recipe, found.updates, found.rounds, run, Path(found.output))
-    return 0
+    benchmark(recipe, args.updates, args.rounds, Path(args.translate) if args.translate else None, args.output)
 
 
-def layouts(words: list[str]) -> int:
+def layouts(words: list[str]) -> None:
     """Take the same updates in several layouts and compare losses, memory and time."""
     parser = recipe_parser(
         "layouts",
@@ -200,21 +195,19 @@ def layouts(words: list[str]) -> int:
         " pipeline_zero1_fp32:2",
     )
     parser.add_argument("--layouts", nargs="+", required=True, metavar="LAYOUT")
-    parser.add_argument("--updates", type=int, default=3, metavar="N", help="default 3")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file")
-    parser.add_argument("--micro-batches", type=int, default=4, metavar="M",
-                        help="of an update, over all processes (default 4)")
+    whole_numbers(parser, ("--updates", "N", 3, "default 3"),
+                  ("--micro-batches", "M", 4, "of an update, over all processes (default 4)"))
     batch_options(parser)
-    found, recipe = parse(parser, words)
-    positive(found, "updates", "micro_batches", "tokens", "vocab", "threads")
+    args, recipe = parse(parser, words)
+    positive(args, "updates", "micro_batches", "tokens", "vocab", "threads")
     from studies.benchmarks.layouts import compare_layouts, parse_layout
 
-    compare_layouts(recipe, [parse_layout(text) for text in found.layouts], found.updates, found.micro_batches,
-                    found.tokens, found.vocab, found.threads, found.output)
-    return 0
+    compare_layouts(recipe, [parse_layout(text) for text in args.layouts], args.updates, args.micro_batches,
+                    args.tokens, args.vocab, args.threads, args.output)
 
 
-def pipeline_idle(words: list[str]) -> int:
+def pipeline_idle(words: list[str]) -> None:
     """Measure a pipeline's idle time as micro-batches grow."""
     parser = recipe_parser(
         "pipeline-idle",
@@ -224,19 +217,16 @@ def pipeline_idle(words: list[str]) -> int:
     )
     parser.add_argument("--config", default="pipeline_zero1_fp32", metavar="NAME",
                         help="file of ds_configs/ and precision (default: %(default)s)")
-    parser.add_argument("--stages", type=int, default=2, metavar="P", help="default 2")
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="M",
-                        help="micro-batches an update (default 1 2 4 8 16)")
+    whole_numbers(parser, ("--stages", "P", 2, "default 2"),
+                  ("--counts", "M", [1, 2, 4, 8, 16], "micro-batches an update (default 1 2 4 8 16)"))
     parser.add_argument("--output", type=Path, default=Path("runs/idle"), metavar="FOLDER",
                         help="of idle.json and idle.png (default %(default)s)")
     batch_options(parser)
-    found, recipe = parse(parser, words)
-    positive(found, "stages", "counts", "tokens", "vocab", "threads")
+    args, recipe = parse(parser, words)
+    positive(args, "stages", "counts", "tokens", "vocab", "threads")
     from studies.benchmarks.layouts import measure_idle
 
-    measure_idle(recipe, found.config, found.stages, found.counts, found.tokens, found.vocab, found.threads,
-                 found.output)
-    return 0
+    measure_idle(recipe, args.config, args.stages, args.counts, args.tokens, args.vocab, args.threads, args.output)
 
 
 STUDIES: dict[str, Command] = {

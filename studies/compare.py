@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepnmt.errors import UserError
 from deepnmt.files import numbered_log
-from deepnmt.plots import COLOURS, DASHES, HEIGHT, marker, panels, save
+from studies.plots import plot_comparison
 
 
 def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
@@ -24,8 +22,7 @@ def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
     if not shared:
         raise UserError("the runs were never logged at the same update; train them with one train.log_every")
     try:
-        plot_comparison({name: list(points.items()) for name, points in curves.items()}, picture, title,
-                        "training loss (label-smoothed, nats a token)")
+        plot_comparison(curves, picture, title, "training loss (label-smoothed, nats a token)")
     except OSError as error:
         raise UserError(f"picture {picture} cannot be written: {error.strerror or error}; name another file") from None
     chosen = sorted({shared[round(i * (len(shared) - 1) / 5)] for i in range(6)})
@@ -51,27 +48,3 @@ def _losses(run: Path) -> dict[int, float]:
     if not losses:
         raise UserError(f"{log} has no line of training yet")
     return losses
-
-
-def plot_comparison(
-    curves: Mapping[str, Sequence[tuple[int, float]]], path: str | Path, title: str, ylabel: str
-) -> None:
-    """Several runs in one picture.
-
-    Args:
-        curves: points (update, value) by the run's name; values that are not finite are left out.
-        path: the PNG to write.
-        title, ylabel: what is compared, and the name of the values with their unit.
-    """
-    figure, [axes] = panels([title], "Update", ylabel)
-    figure.set_figheight(HEIGHT + 0.25 * math.ceil(len(curves) / 2))  # room for the legend's rows
-    for number, (name, points) in enumerate(curves.items()):
-        finite = [(update, value) for update, value in points if math.isfinite(value)]
-        updates, values = zip(*finite, strict=True) if finite else ((), ())
-        axes.plot(updates, values, color=COLOURS[number % len(COLOURS)], marker=marker(values), markersize=4,
-                  linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
-                  label=f"{name} ({values[-1]:.2f})" if finite else f"{name} (nothing finite)")
-    axes.set_xlim(left=0)
-    if curves:
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, title="run (last value)")
-    save(figure, path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -40,24 +40,22 @@ class Small:
     trials: int = 5
     deepest: int = 100
 
-    def model(
-        self, block: str, layers: tuple[int, int], seed: int, init: str = "auto"
-    ) -> tuple[Transformer, Batch]:
-        """A fresh model of one block without dropout, and its batch."""
+    def models(
+        self, block: str, encoder: int, decoder: int, init: str = "auto"
+    ) -> Iterator[tuple[Transformer, Batch]]:
+        """Of each seed a fresh model of one block, of so many layers, without dropout; and a batch of random symbols,
+        19 and eos on both sides."""
         shape = Model.model_validate({
             "width": self.width, "heads": 4, "ffn": 2 * self.width, "dropout": 0.0, "max_length": 32,
-            "encoder": {"block": block, "layers": layers[0], "init": init},
-            "decoder": {"block": block, "layers": layers[1], "init": init}})
-        batch = self.batch(seed)
-        return fresh_model(shape, _VOCAB, _VOCAB, seed, [batch]), batch
-
-    def batch(self, seed: int) -> Batch:
-        """Sentences of 19 random symbols and eos on both sides."""
-        draw = torch.Generator().manual_seed(seed)
-        src, trg = (torch.randint(PAD + 1, _VOCAB, (self.sentences, 20), generator=draw) for _ in range(2))
-        src[:, -1] = trg[:, -1] = EOS
-        trg_in = torch.cat([torch.full((self.sentences, 1), BOS), trg[:, :-1]], dim=1)
-        return Batch((src, torch.full((self.sentences,), 20), trg_in, trg), seed, trg.numel())
+            **{side: {"block": block, "layers": layers, "init": init}
+               for side, layers in (("encoder", encoder), ("decoder", decoder))}})
+        for seed in range(1, self.trials + 1):
+            generator = torch.Generator().manual_seed(seed)
+            src, trg = (torch.randint(PAD + 1, _VOCAB, (self.sentences, 20), generator=generator) for _ in range(2))
+            src[:, -1] = trg[:, -1] = EOS
+            trg_in = torch.cat([torch.full((self.sentences, 1), BOS), trg[:, :-1]], dim=1)
+            batch = Batch((src, torch.full((self.sentences,), 20), trg_in, trg), seed, trg.numel())
+            yield fresh_model(shape, _VOCAB, _VOCAB, seed, [batch]), batch
 
 
 def reproduce(name: str, folder: Path, small: Small) -> str:
@@ -79,15 +77,6 @@ def reproduce(name: str, folder: Path, small: Small) -> str:
     return "\n".join([*lines, str(folder / f"{name}.png")])
 
 
-def reproduce_on(name: str, folder: Path, small: Small, threads: int) -> str:
-    """`reproduce` with so many threads."""
-    torch.set_num_threads(threads)
-    return reproduce(name, folder, small)
-
-
-# -- corollaries 1 and 2 of the Admin paper ----------------------------------------------------------------------------
-
-
 def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     """Output change of encoders of 1 to 100 layers under noise of 1 % (Admin, corollaries 1 and 2, figure 4 left).
 
@@ -95,25 +84,19 @@ def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]
     """
     depths = [depth for depth in _DEPTHS if depth <= small.deepest]
     growths: dict[str, Growth] = {}
-    spread: dict[str, list[list[float]]] = {}
+    by_seed: dict[str, list[list[float]]] = {}
     for block in ("post_ln", "pre_ln", "admin"):
-        changes = []
-        spread[block] = []
+        by_seed[block] = []
         for depth in depths:
-            found = [noise_change(*small.model(block, (depth, 1), seed), trials=1)["encoder"][0]
-                     for seed in range(1, small.trials + 1)]
-            changes.append(median(found))
-            spread[block].append(found)
-            _say(f"{block} {depth}L: {changes[-1]:.3g} ({min(found):.3g} to {max(found):.3g})")
-        growths[block] = Growth.of(depths, changes)
+            found = [noise_change(*fresh, trials=1)["encoder"][0] for fresh in small.models(block, depth, 1)]
+            by_seed[block].append(found)
+            _say(f"{block} {depth}L: {median(found):.3g} ({min(found):.3g} to {max(found):.3g})")
+        growths[block] = Growth.of(depths, list(map(median, by_seed[block])))
     plot_growth({"encoders under 1 % noise on their matrices": growths}, picture, "Output change against depth")
     lines = [f"{block}: R² to N {growth.linear.r2:.3f}, to log N {growth.logarithmic.r2:.3f}; change "
              f"{growth.changes[0]:.2g} at {depths[0]}L, {growth.changes[-1]:.2g} at {depths[-1]}L"
              for block, growth in growths.items()]
-    return {"growth": {block: asdict(growth) for block, growth in growths.items()}, "by_seed": spread}, lines
-
-
-# -- gradients vanish in Post-LN decoders ------------------------------------------------------------------------------
+    return {"growth": {block: asdict(growth) for block, growth in growths.items()}, "by_seed": by_seed}, lines
 
 
 def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
@@ -122,28 +105,32 @@ def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     norms: dict[str, list[Gradients]] = {}
     for name in ("post_ln", "pre_ln", "b2t, xavier", "b2t, depth_scaled", "admin"):
         block, _, init = name.partition(", ")
-        norms[name] = [gradients(*small.model(block, (layers, layers), seed, init or "auto"))
-                       for seed in range(1, small.trials + 1)]
+        norms[name] = [gradients(*fresh) for fresh in small.models(block, layers, layers, init or "auto")]
         _say(f"{name}: {small.trials} seeds")
-    panels: dict[str, dict[str, Sequence[float]]] = {
-        side: {block: _medians(found, side, part) for block, found in norms.items()}
-        for side, part in (("encoder", "ffn"), ("decoder", "ffn"))}
-    panels["Post-LN decoder, by sub-layer"] = {part: _medians(norms["post_ln"], "decoder", part)
-                                               for part in ("self_attn", "cross_attn", "ffn")}
+
+    def medians(name: str, side: str, part: str) -> list[float]:
+        return [median(values) for values in zip(*(_tops(each, side, part) for each in norms[name]), strict=True)]
+
+    panels: dict[str, Mapping[str, Sequence[float]]] = {
+        **{side: {name: medians(name, side, "ffn") for name in norms} for side in SIDES},
+        "Post-LN decoder, by sub-layer": {part: medians("post_ln", "decoder", part)
+                                          for part in ("self_attn", "cross_attn", "ffn")}}
     plot_lines(panels, picture, title=f"Gradient of every layer's output, {layers}L-{layers}L", xlabel="layer",
                ylabel="gradient norm")
-    lines = []
-    ratios = {block: {side: median(_bottom_over_top(each, side) for each in found) for side in SIDES}
-              for block, found in norms.items()}
-    for block, ratio in ratios.items():
-        lines.append(f"{block}: lowest over highest layer's gradient, encoder {ratio['encoder']:.3g}, decoder "
-                     f"{ratio['decoder']:.3g}")
-    by_seed = [way_down(found) for found in norms["post_ln"]]
-    factors = {name: median(each[name] for each in by_seed) for name in by_seed[0]}
+    ratios: dict[str, dict[str, float]] = {}
+    for name, found in norms.items():
+        tops = {side: [_tops(each, side, "ffn") for each in found] for side in SIDES}
+        ratios[name] = {side: median(each[0] / each[-1] for each in tops[side]) for side in SIDES}
+    lines = [f"{name}: lowest over highest layer's gradient, encoder {ratio['encoder']:.3g}, decoder "
+             f"{ratio['decoder']:.3g}" for name, ratio in ratios.items()]
     lines.append("Post-LN decoder, what the gradient is multiplied by on the way down, geometric mean over layers:")
-    lines += [f"  {name} {factor:.3f} ({min(each[name] for each in by_seed):.3f} to "
-              f"{max(each[name] for each in by_seed):.3f})" for name, factor in factors.items()]
-    return {"gradients": {block: [asdict(each) for each in found] for block, found in norms.items()},
+    by_seed = [way_down(found) for found in norms["post_ln"]]
+    factors = {}
+    for name in by_seed[0]:
+        values = [each[name] for each in by_seed]
+        factors[name] = median(values)
+        lines.append(f"  {name} {factors[name]:.3f} ({min(values):.3f} to {max(values):.3f})")
+    return {"gradients": {name: list(map(asdict, found)) for name, found in norms.items()},
             "lowest_over_highest": ratios, "factors": factors}, lines
 
 
@@ -153,10 +140,10 @@ def way_down(found: Gradients) -> dict[str, float]:
     First over whole sub-layers, from one's output to that of the one below (Admin, figure 3), then over the six steps
     of a layer, three norms and three residual sums (B2T, figure 4, whose places (1) to (5) are the inner ones).
     """
-    chains = []  # by layer, from its output down: the output, places (5) to (1), and the output of the layer below
     tops = _tops(found, "decoder", "ffn")
-    for index, places in enumerate(found.places.values()):
-        chains.append([tops[index], *reversed(places), *tops[index - 1 : index]])  # the lowest has none below
+    # by layer, from its output down: the output, places (5) to (1), and the output of the layer below, if there is one
+    chains = [[tops[index], *reversed(inner), *tops[index - 1 : index]]
+              for index, inner in enumerate(found.places.values())]
     pairs = {
         "output of the FFN to that of cross-attention": (0, 2),
         "output of cross-attention to that of self-attention": (2, 4),
@@ -168,41 +155,22 @@ def way_down(found: Gradients) -> dict[str, float]:
             for name, (high, low) in pairs.items()}
 
 
-def _bottom_over_top(found: Gradients, side: str) -> float:
-    tops = _tops(found, side, "ffn")
-    return tops[0] / tops[-1]
-
-
 def _tops(found: Gradients, side: str, part: str) -> list[float]:
-    """Of the sub-layers of one kind, from the bottom."""
+    """Of the outputs of one kind of sub-layer, from the bottom."""
     return [value for name, value in found.outputs.items() if name.startswith(f"{side}.") and name.endswith(part)]
-
-
-def _medians(found: Sequence[Gradients], side: str, part: str) -> list[float]:
-    """`_tops`, medians over the seeds."""
-    return [median(values) for values in zip(*(_tops(each, side, part) for each in found), strict=True)]
-
-
-# -- the last FFN's gradient, Pre-LN paper -----------------------------------------------------------------------------
 
 
 def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     """Gradient norm of the decoder's last fc2 against depth (Xiong et al. 2020, theorem 1 and figure 3 c, d)."""
     depths = [depth for depth in _PRE_LN_PAPER if depth <= small.deepest]
-    norms: dict[str, list[float]] = {}
-    for block in ("post_ln", "pre_ln"):
-        norms[block] = []
+    norms: dict[str, list[float]] = {"post_ln": [], "pre_ln": []}
+    for block, values in norms.items():
         for depth in depths:
-            values = []
-            for seed in range(1, small.trials + 1):
-                model, batch = small.model(block, (depth, depth), seed)
-                values.append(gradients(model, batch).last_ffn)
-            norms[block].append(fmean(values))
-            _say(f"{block} {depth}L-{depth}L: {norms[block][-1]:.4g}")
+            values.append(fmean(gradients(*fresh).last_ffn for fresh in small.models(block, depth, depth)))
+            _say(f"{block} {depth}L-{depth}L: {values[-1]:.4g}")
     plot_lines({"decoder's last fc2": norms}, picture, title="Gradient of the last FFN against depth", xs=depths,
                xlabel="layers L", ylabel="gradient norm")
-    slopes = {block: fit_line([math.log(n) for n in depths], [math.log(v) for v in values])
-              for block, values in norms.items()}
+    slopes = {block: fit_line([*map(math.log, depths)], [*map(math.log, values)]) for block, values in norms.items()}
     lines = [f"{block}: {values[0]:.3g} at {depths[0]}L, {values[-1]:.3g} at {depths[-1]}L, about "
              f"L^{slopes[block].slope:.2f} (R² {slopes[block].r2:.2f})" for block, values in norms.items()]
     return {"depths": depths, "norms": norms, "power": {block: fit.slope for block, fit in slopes.items()}}, lines

@@ -26,13 +26,13 @@ from sklearn.tree import DecisionTreeRegressor
 
 from deepnmt.doctor.verdict import FEATURES, VerdictRule
 from deepnmt.errors import UserError
+from studies.runs import Record
 
 _FOLDS = 5
 _NO_SQUARE = ("warmup", "bf16", "fp16")  # 0 or 1
 _FEWEST = 40  # runs that a rule is made of
 
 Array = npt.NDArray[np.float64]
-Record = dict[str, Any]
 Fitter = Callable[[Sequence[Record]], VerdictRule]
 
 
@@ -48,7 +48,7 @@ class Confusion:
     @property
     def total(self) -> int:
         """All runs."""
-        return self.learned_yes + self.learned_no + self.failed_yes + self.failed_no
+        return sum(vars(self).values())
 
     @property
     def accuracy(self) -> float:
@@ -57,9 +57,9 @@ class Confusion:
 
     def table(self) -> str:
         """Three lines."""
-        return (f"{'':<14}{'said: trains':>14}{'said: fails':>14}\n"
-                f"{'learned':<14}{self.learned_yes:>14}{self.learned_no:>14}\n"
-                f"{'did not':<14}{self.failed_yes:>14}{self.failed_no:>14}")
+        rows = (("", "said: trains", "said: fails"), ("learned", self.learned_yes, self.learned_no),
+                ("did not", self.failed_yes, self.failed_no))
+        return "\n".join(f"{name:<14}{yes:>14}{no:>14}" for name, yes, no in rows)
 
 
 @dataclass(frozen=True)
@@ -82,25 +82,36 @@ class Fitted:
 
 def confusion(rule: VerdictRule, records: Sequence[Record]) -> Confusion:
     """What the rule says of these runs."""
-    counts = {(done, said): 0 for done in (True, False) for said in (True, False)}
-    for record in records:
-        counts[bool(record["learned"]), rule.probability(record["features"]) >= 0.5] += 1
-    return Confusion(counts[True, True], counts[True, False], counts[False, True], counts[False, False])
-
-
-def held_out(record: Record, share: float) -> bool:
-    """Whether a run is held out; a function of its point alone, precision apart."""
-    return int.from_bytes(hashlib.sha256(_twins(record).encode()).digest()[:4], "big") / 2**32 < share
-
-
-def _twins(record: Record) -> str:
-    """What runs share that differ in precision alone."""
-    return json.dumps(unpaired(record), sort_keys=True)
+    answers = [(bool(record["learned"]), rule.probability(record["features"]) >= 0.5) for record in records]
+    return Confusion(*(answers.count((done, said)) for done in (True, False) for said in (True, False)))
 
 
 def unpaired(record: Record) -> dict[str, Any]:
     """The point of a run without its precision: runs that differ in that alone mostly end alike."""
     return {name: value for name, value in record["point"].items() if name != "precision"}
+
+
+def _group_key(record: Record) -> str:
+    """What runs share that differ in precision alone."""
+    return json.dumps(unpaired(record), sort_keys=True)
+
+
+def held_out(record: Record, share: float) -> bool:
+    """Whether a run is held out; a function of its point alone, precision apart."""
+    return int.from_bytes(hashlib.sha256(_group_key(record).encode()).digest()[:4], "big") / 2**32 < share
+
+
+def _split(records: Sequence[Record], held: Sequence[bool]) -> tuple[list[Record], list[Record]]:
+    """The runs that a rule is fitted on, and those that are held out."""
+    parts: tuple[list[Record], list[Record]] = [], []
+    for record, out in zip(records, held, strict=True):
+        parts[out].append(record)
+    return parts
+
+
+def _too_alike(records: Sequence[Record]) -> bool:
+    """Whether they all ended alike."""
+    return len({bool(record["learned"]) for record in records}) < 2
 
 
 def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) -> Fitted:
@@ -109,36 +120,31 @@ def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) ->
     Raises:
         UserError: fewer than 40 runs, or all of them ended alike.
     """
-    train = [record for record in records if not held_out(record, share)]
-    test = [record for record in records if held_out(record, share)]
-    if len(records) < _FEWEST or len({record["learned"] for record in train}) < 2:
+    train, test = _split(records, [held_out(record, share) for record in records])
+    if len(records) < _FEWEST or _too_alike(train):
         raise UserError(f"{len(records)} runs, of which {sum(bool(r['learned']) for r in records)} learned, are too "
                         "few or too much alike for a rule; run more of the grid with python -m studies "
                         "verdict-grid run")
     recipe = choose(train)
     unseen = {}
-    for block in sorted({_block(record) for record in records}):
-        others = [record for record in records if _block(record) != block]
-        own = [record for record in records if _block(record) == block]
-        if len(others) < _FEWEST or len({bool(record["learned"]) for record in others}) < 2:
-            continue  # no rule without it
-        unseen[block] = confusion(FITTERS[recipe](others), own).accuracy
+    blocks = [f"{record['point']['encoder']}/{record['point']['decoder']}" for record in records]
+    for block in sorted(set(blocks)):
+        others, own = _split(records, [each == block for each in blocks])
+        if len(others) >= _FEWEST and not _too_alike(others):  # else there is no rule without it
+            unseen[block] = confusion(FITTERS[recipe](others), own).accuracy
     rule = FITTERS[recipe](train)
-    return Fitted(rule, recipe, confusion(rule, test), unseen, [_by_luck(records, share, n) for n in range(splits)])
+    return Fitted(rule, recipe, confusion(rule, test), unseen,
+                  [_random_split_accuracy(records, share, seed) for seed in range(splits)])
 
 
-def _by_luck(records: Sequence[Record], share: float, seed: int) -> float:
+def _random_split_accuracy(records: Sequence[Record], share: float, seed: int) -> float:
     """The accuracy on the part held out of a random split."""
-    points = list(dict.fromkeys(map(_twins, records)))
+    keys = list(map(_group_key, records))
+    points = list(dict.fromkeys(keys))
     order = torch.randperm(len(points), generator=torch.Generator().manual_seed(seed)).tolist()
-    held = {points[place] for place in order[:round(share * len(points))]}
-    train = [record for record in records if _twins(record) not in held]
-    test = [record for record in records if _twins(record) in held]
+    held = {points[index] for index in order[: round(share * len(points))]}
+    train, test = _split(records, [key in held for key in keys])
     return confusion(FITTERS[choose(train)](train), test).accuracy
-
-
-def _block(record: Record) -> str:
-    return f"{record['point']['encoder']}/{record['point']['decoder']}"
 
 
 def choose(train: Sequence[Record]) -> str:
@@ -149,26 +155,22 @@ def choose(train: Sequence[Record]) -> str:
 def folded(records: Sequence[Record], fitter: Fitter) -> float:
     """Log loss in nats a run over five folds, each judged by a rule fitted on the other four."""
     total = 0.0
-    number = {point: place for place, point in enumerate(dict.fromkeys(map(_twins, records)))}
+    keys = list(map(_group_key, records))
+    folds = {key: number % _FOLDS for number, key in enumerate(dict.fromkeys(keys))}
     for fold in range(_FOLDS):
-        inside = [record for record in records if number[_twins(record)] % _FOLDS == fold]
-        rule = fitter([record for record in records if number[_twins(record)] % _FOLDS != fold])
-        for record in inside:
+        train, test = _split(records, [folds[key] == fold for key in keys])
+        rule = fitter(train)
+        for record in test:
             probability = rule.probability(record["features"])
-            right = probability if record["learned"] else 1 - probability
-            total -= math.log(max(right, 1e-6))
+            total -= math.log(max(probability if record["learned"] else 1 - probability, 1e-6))
     return total / len(records)
 
 
-def _table(records: Sequence[Record], names: Sequence[str]) -> tuple[Array, Array]:
-    """Features [runs, names] and labels [runs], float64."""
+def _table(records: Sequence[Record], names: Sequence[str]) -> tuple[Array, Array, dict[str, list[float]]]:
+    """Features [runs, names] and labels [runs], float64; the least and the largest value of each feature."""
     x = np.array([[record["features"][name] for name in names] for record in records], dtype=np.float64)
-    return x, np.array([float(record["learned"]) for record in records])
-
-
-def _spans(x: Array, names: Sequence[str]) -> dict[str, list[float]]:
-    """The least and the largest value of each feature."""
-    return {name: [float(column.min()), float(column.max())] for name, column in zip(names, x.T, strict=True)}
+    spans = {name: [float(column.min()), float(column.max())] for name, column in zip(names, x.T, strict=True)}
+    return x, np.array([float(record["learned"]) for record in records]), spans
 
 
 def fit_logistic(
@@ -180,11 +182,11 @@ def fit_logistic(
         decay: half of it times the squared weights is added to the log loss summed over the runs.
         by_rate: also on the product of each feature with the log rate, so that what a number means may depend on it.
     """
-    x, y = _table(records, names)
+    x, y, spans = _table(records, names)
     standard = StandardScaler().fit(x)
     z = standard.transform(x)
-    squared = [place for place, name in enumerate(names) if name not in _NO_SQUARE]
-    crossed = [place for place, name in enumerate(names) if name != "rate"] if by_rate else []
+    squared = [column for column, name in enumerate(names) if name not in _NO_SQUARE]
+    crossed = [column for column, name in enumerate(names) if by_rate and name != "rate"]
     products = z[:, crossed] * z[:, [list(names).index("rate")]] if crossed else z[:, :0]
     columns = np.hstack([z, z[:, squared] ** 2, products])
     if len(set(y)) > 1:
@@ -196,12 +198,12 @@ def fit_logistic(
     linear[:], squares[squared], rates[crossed] = np.split(weights, [len(names), len(names) + len(squared)])
     body = {"centre": standard.mean_.tolist(), "scale": standard.scale_.tolist(), "weights": linear.tolist(),
             "squares": squares.tolist(), "by_rate": rates.tolist(), "bias": bias}
-    return VerdictRule("logistic", list(names), body, _spans(x, names))
+    return VerdictRule("logistic", list(names), body, spans)
 
 
 def fit_tree(records: Sequence[Record], depth: int, names: Sequence[str] = tuple(FEATURES)) -> VerdictRule:
     """A decision tree by Gini impurity, at most `depth` questions deep, at least five runs in a leaf."""
-    x, y = _table(records, names)
+    x, y, spans = _table(records, names)
     # of labels 0 and 1 the squared error is half the Gini impurity
     tree = DecisionTreeRegressor(max_depth=depth, min_samples_leaf=5, random_state=0).fit(x, y).tree_
 
@@ -212,7 +214,7 @@ def fit_tree(records: Sequence[Record], depth: int, names: Sequence[str] = tuple
         return {"feature": names[tree.feature[at]], "threshold": float(tree.threshold[at]),
                 "low": node(tree.children_left[at]), "high": node(tree.children_right[at])}
 
-    return VerdictRule("tree", list(names), node(0), _spans(x, names))
+    return VerdictRule("tree", list(names), node(0), spans)
 
 
 FITTERS: dict[str, Fitter] = {

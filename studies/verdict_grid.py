@@ -1,8 +1,9 @@
 """The runs that the doctor's verdict is learned from: many small models, trained for a few hundred updates each.
 
 Every run is one line of a JSON-lines file: the point of the grid, the features measured before training
-(`analysis/verdict.py`), and what the loss did. Points are done in a shuffled order that is always the same, so a grid
-that was stopped is an even sample of the whole, and the same command goes on with what is missing.
+(`doctor/verdict.py`), and what the loss did. Points are done in a shuffled order that is always the same, so a grid
+that was stopped is an even sample of the whole, and the same command goes on with what is missing. All runs are of Adam
+with a linear decay, without dropout or label smoothing, on the toy task.
 """
 
 from __future__ import annotations
@@ -12,67 +13,288 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
-import torch
-
-from deepnmt.config import Init, Precision
-from deepnmt.doctor.variants import block_pair
-from deepnmt.doctor.verdict import FEATURES, SHIPPED, VerdictRule
-from deepnmt.errors import UserError
-from deepnmt.files import drop_partial_line, make_folder_of, write_text
-from deepnmt.model.blocks import BLOCKS
-from studies.verdict_fit import Fitted, confusion, fit_rule, held_out, unpaired
-from studies.verdict_plots import plot_grid
-from studies.verdict_points import (
-    OPTIMIZER,
-    SCHEDULE,
-    Mark,
-    Point,
-    Settings,
-    marked,
-    measure_points,
-    point_features,
-    point_recipe,
-    run_points,
+from deepnmt.batch import Batch
+from deepnmt.config import Init, Precision, Recipe, check_recipe
+from deepnmt.doctor.variants import block_pair, fresh_model
+from deepnmt.doctor.verdict import (
+    FEATURES,
+    SHIPPED,
+    TRIAL,
+    VerdictRule,
+    other_sources,
+    precision_features,
+    static_features,
+    trial_features,
+    trial_rates,
+    update_features,
 )
+from deepnmt.errors import UserError
+from deepnmt.files import make_folder_of, write_text
+from deepnmt.model.blocks import BLOCKS
+from deepnmt.model.transformer import Transformer
+from deepnmt.optim import learning_rate
+from deepnmt.parallel.local import LocalEngine
+from studies.plots import plot_grid
+from studies.runs import Record, Stacks, append_runs, json_lines, read_runs
+from studies.side_by_side import train_side_by_side
+from studies.toy_task import ToyTask
+from studies.verdict_fit import Fitted, confusion, fit_rule, held_out, unpaired
+
+Mark = Literal["source", "context"]
 
 DEPTHS = (6, 12, 18, 36)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
-_SHAPE = {"point", "settings", "features", "final"}  # of a line, among others
-_BEGINS = '{"point": '
+PROBE = 8  # sentences that models are measured on, whatever their runs' batches
+OPTIMIZER, SCHEDULE = "adam", "linear"  # of all runs
+_AVERAGED = 20  # updates at the end whose mean loss decides
 _HELD_OUT = 0.3  # of the runs, which the rule is judged on
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a grid share: model width, heads and inner width, updates, those of a warm-up, the task."""
+
+    width: int = 32
+    heads: int = 4
+    ffn: int = 64
+    updates: int = 200
+    warmup: int = 50
+    task: ToyTask = field(default_factory=ToyTask)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the lines of the file; runs of other settings do not count as done."""
+        task = {name: getattr(self.task, name) for name in ("symbols", "successors", "shortest", "longest", "seed")}
+        return {**vars(self), "task": task}
+
+    @classmethod
+    def of(cls, record: Record) -> Settings:
+        """Those of a line."""
+        return cls(**{**record["settings"], "task": ToyTask(**record["settings"]["task"])})
+
+    @property
+    def bars(self) -> dict[Mark, float]:
+        """The mean loss of the last 20 updates, nats a target token, under which a run counts as learned.
+
+        source: less than any model can reach that does not read the source; it translates. context: less than any can
+        reach that knows how often each symbol is and nothing else; it is not stuck, but may have lost the encoder.
+        """
+        return {"source": self.task.target_only, "context": self.task.frequencies_only}
+
+
+@dataclass(frozen=True)
+class Point(Stacks):
+    """One run: blocks of encoder and decoder, layers of each, peak rate, with or without warm-up, sentences of a batch,
+    seed, precision, `init` of both stacks."""
+
+    rate: float
+    warmup: bool
+    sentences: int = 8
+    seed: int = 1
+    precision: Precision = "fp32"
+    init: Init = "auto"
+
+    @classmethod
+    def of(cls, record: Record) -> Point:
+        """That of a line."""
+        return cls(**record["point"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the lines of the file; fp32 and auto go without saying there."""
+        unsaid = {"precision": "fp32", "init": "auto"}
+        return {name: value for name, value in asdict(self).items() if unsaid.get(name) != value}
+
+    @property
+    def initialisation(self) -> str:
+        """What `init` comes to in encoder and decoder, as in `xavier/depth_scaled`."""
+        return "/".join(self.initialisations(self.init))
+
+    def recipe(self, settings: Settings) -> Recipe:
+        """The recipe of the run; only its model, optimizer, schedule and training are used."""
+        corpus = {"src": "-", "trg": "-"}
+        stack = {"layers": self.layers, "init": self.init}
+        return check_recipe({
+            "run": "-", "seed": self.seed,
+            "data": {"folder": "-", "src_lang": "src", "trg_lang": "trg", "train": corpus, "valid": corpus,
+                     "filters": {"max_tokens": 60}},
+            "batch": {"tokens": 64 * self.sentences},
+            "model": {"width": settings.width, "heads": settings.heads, "ffn": settings.ffn, "dropout": 0.0,
+                      "max_length": 64, "encoder": {**stack, "block": self.encoder},
+                      "decoder": {**stack, "block": self.decoder}},
+            "optimizer": {"name": OPTIMIZER, "lr": self.rate},
+            "schedule": {"name": SCHEDULE, "warmup": settings.warmup if self.warmup else 0},
+            "train": {"updates": settings.updates, "label_smoothing": 0.0, "clip": 0.0},
+        }, "a point of the grid")
+
+    def model(self, settings: Settings) -> Transformer:
+        """The model as training begins with it."""
+        size = settings.task.vocabulary
+        return fresh_model(self.recipe(settings).model, size, size, self.seed, [settings.task.batch(0, self.sentences)])
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
 def grid(
-    blocks: Iterable[str], depths: Iterable[int], rates: Iterable[float], sentences: Iterable[int],
+    blocks: Iterable[str] | None, depths: Iterable[int] | None, rates: Iterable[float] | None, sentences: Iterable[int],
     seeds: Iterable[int], precisions: Iterable[Precision] = ("fp32",), inits: Iterable[Init] = ("auto",),
 ) -> list[Point]:
-    """All points, shuffled. `blocks` are words as in `Point.name`.
+    """All points, shuffled. `blocks` are words as in `Point.blocks`; None: all blocks, `DEPTHS`, `RATES`.
 
     Raises:
         UserError: a block that does not exist.
     """
     points = [Point(encoder, decoder, layers, rate, warmup, size, seed, precision, init)
-              for encoder, decoder in map(block_pair, blocks) for layers in depths for rate in rates
-              for warmup in (True, False) for size in sentences for seed in seeds for precision in precisions
-              for init in inits]
+              for encoder, decoder in map(block_pair, blocks or BLOCKS) for layers in depths or DEPTHS
+              for rate in rates or RATES for warmup in (True, False) for size in sentences for seed in seeds
+              for precision in precisions for init in inits]
     random.Random(1).shuffle(points)
     return points
 
 
-def make_grid(
-    output: Path, blocks: list[str] | None, depths: list[int] | None, rates: list[float] | None, sentences: list[int],
-    seeds: list[int], precisions: list[Precision], inits: list[Init], max_seconds: float, threads: int,
-) -> int:
-    """The runs of a command line (None: all blocks, `DEPTHS`, `RATES`); returns how many are left."""
-    torch.set_num_threads(threads)
-    points = grid(blocks or list(BLOCKS), depths or DEPTHS, rates or RATES, sentences, seeds, precisions, inits)
-    return run_grid(points, Settings(), output, max_seconds)
+def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds: float = math.inf) -> int:
+    """Does the points that `output` does not have yet, appending a line for each; returns how many are left.
+
+    Points that differ in rate and warm-up only are trained side by side. No more are begun once `max_seconds` have
+    passed.
+
+    Raises:
+        UserError: an impossible point, or a file that cannot be written; nothing is begun then.
+    """
+    done = {_key(record) for record in read_grid(output)}
+    wanted = [p for p in points if _key({"point": p.as_dict(), "settings": settings.as_dict()}) not in done]
+    groups: dict[Point, list[Point]] = {}
+    for point in wanted:
+        point.recipe(settings)
+        groups.setdefault(replace(point, rate=0.0, warmup=False), []).append(point)
+    make_folder_of(output, "RUNS")
+    deadline, left = time.monotonic() + max_seconds, len(wanted)
+
+    def results() -> Iterator[list[Record]]:
+        for group in groups.values():
+            if time.monotonic() > deadline:
+                return
+            yield run_points(group, settings)
+
+    for records in append_runs(output, results()):
+        left -= len(records)
+        point = Point.of(records[0])
+        print(f"{point.blocks} {point.layers}L: {sum(r['learned'] for r in records)} of {len(records)} learned "
+              f"({sum(r['seconds'] for r in records):.0f} s), {left} runs left", flush=True)
+    return left
+
+
+def run_points(points: list[Point], settings: Settings) -> list[Record]:
+    """The records of runs that differ in rate and warm-up only: features before training, then the updates.
+
+    Of the line: `losses` are means of ten updates each, `final` that of the last updates, 1e9 where not finite.
+    """
+    started = time.monotonic()
+    task, size = settings.task, points[0].sentences
+    recipes = [point.recipe(settings) for point in points]
+    measured = measure_points(points, settings)
+    updates = range(1, settings.updates + 1)
+    curves = zip(*train_side_by_side(
+        [points[0].model(settings)] * len(points), (task.batch(update, size) for update in updates),
+        ([learning_rate(r.optimizer.lr, r.schedule, update, settings.updates) for r in recipes] for update in updates),
+        recipes[0].optimizer, points[0].precision, recipes[0].loss_scale), strict=True)
+
+    def mean(losses: Sequence[float]) -> float:
+        found = sum(losses) / len(losses)
+        return found if math.isfinite(found) else 1e9
+
+    records = [{
+        "point": point.as_dict(), "settings": settings.as_dict(), "features": values,
+        "losses": [round(mean(losses[start : start + 10]), 4) for start in range(0, len(losses), 10)],
+        "final": mean(losses[-_AVERAGED:]),
+    } for point, values, losses in zip(points, measured, curves, strict=True)]
+    seconds = round((time.monotonic() - started) / len(points), 2)
+    return [marked({**record, "seconds": seconds}, settings.bars["source"]) for record in records]
+
+
+def marked(record: Record, bar: float) -> Record:
+    """The record with another bar."""
+    return {**record, "bar": bar, "learned": record["final"] < bar}
+
+
+def measure_points(points: list[Point], settings: Settings) -> list[dict[str, float]]:
+    """The features of runs that differ in rate and warm-up only, measured in fp32 on a batch of `PROBE` sentences."""
+    model, batch = points[0].model(settings), settings.task.batch(0, PROBE)
+    recipes = {point.rate: point.recipe(settings) for point in points}
+    static = static_features(model, batch)
+    update = {rate: update_features(model, batch, partial(one_update, model, recipe, batch))
+              for rate, recipe in recipes.items()}
+    rates = [[*trial_rates(point.rate, settings.warmup if point.warmup else 0), 0.0, 0.0] for point in points]
+    trials = zip(*train_side_by_side([model] * len(points), [batch] * (TRIAL + 1) + [other_sources(batch)],
+                                     zip(*rates, strict=True), recipes[points[0].rate].optimizer), strict=True)
+    return [{**static, **update[point.rate], **trial_features(list(losses), batch), **point_features(point, settings)}
+            for point, losses in zip(points, trials, strict=True)]
+
+
+def point_features(point: Point, settings: Settings) -> dict[str, float]:
+    """Those features that the point alone settles, without a model."""
+    return {"rate": math.log10(point.rate), "warmup": float(point.warmup),
+            "tokens": math.log10(settings.task.batch(0, point.sentences).tokens), **precision_features(point.precision)}
+
+
+def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
+    """One update by the recipe's optimizer, from moments of zero, at the peak rate."""
+    LocalEngine(model, recipe, batch.device).train_step([batch], batch.tokens, recipe.optimizer.lr)
+
+
+def measure_anew(runs: Path) -> int:
+    """Measures again, in place, the runs that were made before a feature was thought of; returns how many.
+
+    Their losses stay: what is measured comes before the training and does not change it. A feature that the point
+    alone settles is just written in.
+    """
+    records = _some_runs(runs)
+    make_folder_of(runs, "RUNS")
+    groups: dict[tuple[Point, str], list[Record]] = {}
+    for record in records:
+        point = Point.of(record)
+        record["features"] |= point_features(point, Settings.of(record))
+        if set(record["features"]) != set(FEATURES):
+            settings = json.dumps(record["settings"], sort_keys=True)
+            groups.setdefault((replace(point, rate=0.0, warmup=False), settings), []).append(record)
+    done = 0
+    for group in groups.values():
+        points = list(map(Point.of, group))
+        for record, values in zip(group, measure_points(points, Settings.of(group[0])), strict=True):
+            record["features"] = values
+        done += len(group)
+        write_text(runs, json_lines(records))
+        print(f"{points[0].blocks} {points[0].layers}L: {done} runs measured", flush=True)
+    write_text(runs, json_lines(records))
+    return done
+
+
+def read_grid(path: Path) -> list[Record]:
+    """The runs of a grid's file, see `read_runs`."""
+    return read_runs(path, "a verdict grid", {"point", "settings", "features", "final"},
+                     lambda record: (Point.of(record).initialisation, Settings.of(record)), '{"point": ',
+                     "give the file of a verdict grid", "give a file that verdict-grid run wrote")
+
+
+def _some_runs(runs: Path) -> list[Record]:
+    """`read_grid`, or `UserError` where there are none."""
+    if not (records := read_grid(runs)):
+        raise UserError(f"{f'{runs} has 0 runs' if runs.exists() else f'there is no file {runs}'}; make runs with "
+                        f"python -m studies verdict-grid run {runs}")
+    return records
+
+
+def _key(record: Record) -> str:
+    return json.dumps([record["point"], record["settings"]], sort_keys=True)
+
+
+# -- fitting and judging -----------------------------------------------------------------------------------------------
 
 
 def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) -> str:
@@ -92,52 +314,45 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         make_folder_of(runs.with_name(name), "RUNS")
     fitted = fit_rule(records, _HELD_OUT, splits)
     held, others = fitted.held, fitted.splits
-    facts = {
+    inits: dict[str, set[str]] = {}
+    for point in map(Point.of, records):
+        inits.setdefault(f"{point.encoder}/{point.decoder}", set()).add(point.initialisation)
+    rule = replace(fitted.rule, facts={
         "runs": len(records) - held.total, "held_out_runs": held.total, "held_out_accuracy": held.accuracy,
         "confusion": asdict(held), "accuracy_on_a_block_left_out": fitted.unseen,
         "accuracy_on_random_splits": {"mean": fmean(others), "least": min(others), "most": max(others)},
         "learned": sum(bool(record["learned"]) for record in records), "fit": fitted.recipe,
         "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"], "optimizer": OPTIMIZER,
-        "inits": _inits(records), "schedule": SCHEDULE,
+        "inits": {blocks: sorted(found) for blocks, found in inits.items()}, "schedule": SCHEDULE,
         "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "weight_decay": 0.0, "clip": 0.0,
-        "label_smoothing": 0.0,
-        "precisions": sorted({record["point"].get("precision", "fp32") for record in records}),
-        "fitted_points": sorted({_digest(r) for r in records if not held_out(r, _HELD_OUT)}),
-    }
-    rule = replace(fitted.rule, facts=facts)
+        "label_smoothing": 0.0, "precisions": sorted({Point.of(record).precision for record in records}),
+        "fitted_points": sorted({digest(record) for record in records if not held_out(record, _HELD_OUT)}),
+    })
     rule.save(runs.with_name("verdict.json"))
     if ship:
         rule.save(SHIPPED)
     plot_grid(records, runs.with_name("verdict.png"))
-    text = report(rule, fitted)
+    text = _report(rule, fitted)
     runs.with_name("verdict.md").write_text(text + "\n", encoding="utf-8")
     return text
 
 
-def _inits(records: Iterable[dict[str, Any]]) -> dict[str, list[str]]:
-    """The initialisations that runs of each pair of blocks had."""
-    found: dict[str, set[str]] = {}
-    for point in (Point(**record["point"]) for record in records):
-        found.setdefault(f"{point.encoder}/{point.decoder}", set()).add(point.initialisation)
-    return {blocks: sorted(inits) for blocks, inits in found.items()}
-
-
-def _digest(record: dict[str, Any]) -> str:
-    """A short name of a run's point, precision apart, and settings, by which a rule knows what it was fitted on."""
-    return hashlib.sha256(_key({**record, "point": unpaired(record)}).encode()).hexdigest()[:12]
-
-
-def report(rule: VerdictRule, fitted: Fitted) -> str:
+def _report(rule: VerdictRule, fitted: Fitted) -> str:
     """What was fitted and how well it does, in lines."""
     facts, held, splits = rule.facts, fitted.held, fitted.splits
-    lines = [f"learned: final loss below {facts['bar']:.3f} ({facts['mark']}), {facts['learned']} runs did",
-             f"{fitted.recipe}, on {facts['runs']} runs",
-             f"accuracy on {held.total} runs held out: {100 * held.accuracy:.1f} %", held.table(),
-             f"on {len(splits)} other splits of the same size: {100 * fmean(splits):.1f} % on average, "
-             f"{100 * min(splits):.1f} to {100 * max(splits):.1f} %",
-             "accuracy on the runs of a block that was left out of the fit:",
-             *(f"  {name:<24}{100 * value:5.1f} %" for name, value in fitted.unseen.items())]
-    return "\n".join(lines)
+    return "\n".join([
+        f"learned: final loss below {facts['bar']:.3f} ({facts['mark']}), {facts['learned']} runs did",
+        f"{fitted.recipe}, on {facts['runs']} runs",
+        f"accuracy on {held.total} runs held out: {100 * held.accuracy:.1f} %", held.table(),
+        f"on {len(splits)} other splits of the same size: {100 * fmean(splits):.1f} % on average, "
+        f"{100 * min(splits):.1f} to {100 * max(splits):.1f} %",
+        "accuracy on the runs of a block that was left out of the fit:",
+        *(f"  {name:<24}{100 * value:5.1f} %" for name, value in fitted.unseen.items())])
+
+
+def digest(record: Record) -> str:
+    """A short name of a run's point, precision apart, and settings, by which a rule knows what it was fitted on."""
+    return hashlib.sha256(_key({**record, "point": unpaired(record)}).encode()).hexdigest()[:12]
 
 
 def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
@@ -152,158 +367,43 @@ def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
     Raises:
         UserError: no runs, none but what the rule was fitted on, a file of something else, or no such rule.
     """
-    made = _some_runs(runs)
+    records = _some_runs(runs)
     rule = VerdictRule.load(rule_file or SHIPPED)
-    fresh, notes = _fresh_runs(made, rule, runs)
+    fresh, lines = records, []
+    if "fitted_points" not in rule.facts:
+        lines.append("the rule does not tell what it was fitted on; some of these runs may be among it")
+    else:
+        fitted = set(rule.facts["fitted_points"])
+        fresh = [record for record in records if digest(record) not in fitted]
+        if not fresh:
+            raise UserError(f"the rule was fitted on all {len(records)} runs of {runs}, which says nothing; make "
+                            "others with python -m studies verdict-grid run, for example with --seeds 2")
+        if left_out := len(records) - len(fresh):
+            lines.append(f"left out: {left_out} runs that the rule was fitted on")
     _require_features(fresh, rule.names, runs)
     mark: Mark = rule.facts.get("mark", "source")
-    records = [marked(record, Settings.of(record["settings"]).bars[mark]) for record in fresh]
-    found = confusion(rule, records)
-    lines = [*notes, f"learned: {sum(bool(r['learned']) for r in records)} of {found.total} runs",
-             f"accuracy: {100 * found.accuracy:.1f} %", found.table()]
+    fresh = [marked(record, Settings.of(record).bars[mark]) for record in fresh]
+    found = confusion(rule, fresh)
+    lines += [f"learned: {sum(bool(record['learned']) for record in fresh)} of {found.total} runs",
+              f"accuracy: {100 * found.accuracy:.1f} %", found.table()]
     kinds: dict[str, Callable[[Point], str]] = {
-        "sentences a batch": lambda point: f"{point.sentences}",
-        "layers of each stack": lambda point: f"{point.layers}", "peak rate": lambda point: f"{point.rate:g}",
-        "precision": lambda point: point.precision, "initialisation": lambda point: point.initialisation,
-        "blocks": lambda point: point.name}
+        "sentences a batch": lambda point: str(point.sentences),
+        "layers of each stack": lambda point: str(point.layers),
+        "peak rate": lambda point: f"{point.rate:g}", "precision": lambda point: point.precision,
+        "initialisation": lambda point: point.initialisation, "blocks": lambda point: point.blocks}
     for kind, of in kinds.items():
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for record in records:
-            groups.setdefault(of(Point(**record["point"])), []).append(record)
+        groups: dict[str, list[Record]] = {}
+        for record in fresh:
+            groups.setdefault(of(Point.of(record)), []).append(record)
         lines.append(f"by {kind}:")
         lines += [f"  {name:<24}{100 * confusion(rule, group).accuracy:5.1f} % of {len(group)}"
                   for name, group in groups.items()]
     return "\n".join(lines)
 
 
-def _require_features(records: Sequence[dict[str, Any]], names: Iterable[str], runs: Path) -> None:
+def _require_features(records: Sequence[Record], names: Iterable[str], runs: Path) -> None:
     """Raises `UserError` where a run was written before one of these features was measured."""
     lacking = {name for record in records for name in names if name not in record["features"]}
     if lacking:
         raise UserError(f"{runs} has runs without {', '.join(sorted(lacking))}; add it, without training them again, "
                         f"with python -m studies verdict-grid measure {runs}")
-
-
-def _fresh_runs(made: list[dict[str, Any]], rule: VerdictRule, runs: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The runs that the rule was not fitted on, and what is to be said of the others."""
-    if "fitted_points" not in rule.facts:
-        return made, ["the rule does not tell what it was fitted on; some of these runs may be among it"]
-    fitted = set(rule.facts["fitted_points"])
-    fresh = [record for record in made if _digest(record) not in fitted]
-    if not fresh:
-        raise UserError(f"the rule was fitted on all {len(made)} runs of {runs}, which says nothing; make others with "
-                        "python -m studies verdict-grid run, for example with --seeds 2")
-    left_out = len(made) - len(fresh)
-    return fresh, [f"left out: {left_out} runs that the rule was fitted on"] if left_out else []
-
-
-def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds: float = math.inf) -> int:
-    """Does the points that `output` does not have yet, appending a line for each; returns how many are left.
-
-    Points that differ in rate and warm-up only are trained side by side. No more are begun once `max_seconds` have
-    passed.
-
-    Raises:
-        UserError: an impossible point, or a file that cannot be written; nothing is begun then.
-    """
-    done = {_key(record) for record in read_runs(output)}
-    wanted = [p for p in points if _key({"point": p.as_dict(), "settings": settings.as_dict()}) not in done]
-    groups: dict[tuple[object, ...], list[Point]] = {}
-    for point in wanted:
-        point_recipe(point, settings)
-        shared = (point.encoder, point.decoder, point.layers, point.sentences, point.seed, point.precision, point.init)
-        groups.setdefault(shared, []).append(point)
-    make_folder_of(output, "RUNS")
-    drop_partial_line(output)
-    started, left = time.monotonic(), len(wanted)
-    with output.open("a", encoding="utf-8") as file:
-        for group in groups.values():
-            if time.monotonic() - started > max_seconds:
-                return left
-            records = run_points(group, settings)
-            left -= len(group)
-            file.write("".join(json.dumps(record) + "\n" for record in records))
-            file.flush()
-            print(f"{group[0].name} {group[0].layers}L: {sum(r['learned'] for r in records)} of {len(group)} learned "
-                  f"({sum(r['seconds'] for r in records):.0f} s), {left} runs left", flush=True)
-    return left
-
-
-def measure_anew(runs: Path) -> int:
-    """Measures again, in place, the runs that were made before a feature was thought of; returns how many.
-
-    Their losses stay: what is measured comes before the training and does not change it. A feature that the point
-    alone settles is just written in.
-    """
-    records = _some_runs(runs)
-    make_folder_of(runs, "RUNS")
-    for record in records:
-        record["features"] |= point_features(Point(**record["point"]), Settings.of(record["settings"]))
-    groups: dict[str, list[int]] = {}
-    for place, record in enumerate(records):
-        if set(record["features"]) != set(FEATURES):
-            shared = {name: value for name, value in record["point"].items() if name not in ("rate", "warmup")}
-            groups.setdefault(json.dumps([shared, record["settings"]], sort_keys=True), []).append(place)
-    done = 0
-    for places in groups.values():
-        points = [Point(**records[place]["point"]) for place in places]
-        settings = Settings.of(records[places[0]]["settings"])
-        for place, values in zip(places, measure_points(points, settings), strict=True):
-            records[place]["features"] = values
-        done += len(places)
-        _write_runs(runs, records)
-        print(f"{points[0].name} {points[0].layers}L: {done} runs measured", flush=True)
-    _write_runs(runs, records)
-    return done
-
-
-def _write_runs(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def _some_runs(runs: Path) -> list[dict[str, Any]]:
-    """`read_runs`, or `UserError` where there are none."""
-    if not (found := read_runs(runs)):
-        raise UserError(f"{f'{runs} has 0 runs' if runs.exists() else f'there is no file {runs}'}; make runs with "
-                        f"python -m studies verdict-grid run {runs}")
-    return found
-
-
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    """The records of a grid's file; the half line of a kill is left out.
-
-    Raises:
-        UserError: it cannot be read, or has a line of something else.
-    """
-    if not path.exists():
-        return []
-    records = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as lines of JSON: {error}; give the file of a verdict grid") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if not record.keys() >= _SHAPE:
-                raise KeyError
-            Point(**record["point"]).initialisation, Settings.of(record["settings"])
-        except (ValueError, TypeError, KeyError, AttributeError):
-            if number == len(lines) and line.startswith(_BEGINS[: len(line)]) and not _is_json(line):
-                break  # the half line of a kill
-            raise UserError(f"{path}, line {number}, is not a run of a verdict grid, which has "
-                            f"{', '.join(sorted(_SHAPE))}; give a file that verdict-grid run wrote") from None
-        records.append(record)
-    return records
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def _key(record: dict[str, Any]) -> str:
-    return json.dumps([record["point"], record["settings"]], sort_keys=True)

@@ -7,6 +7,7 @@ Admin model is profiled first, on the batches of the first update, by all proces
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import statistics
@@ -30,7 +31,7 @@ from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 from deepnmt.train.profile import profile_on
-from studies.layout_plots import draw_idle_time
+from studies.plots import plot_idle_time
 
 
 @dataclass(frozen=True)
@@ -59,22 +60,22 @@ def parse_layout(text: str) -> Layout:
             f"layout {text!r} is not of the form local, CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES, for example "
             "zero3_fp32:2 or pipeline_zero1_fp32:4/2"
         )
-    config, processes, stages = found[1], int(found[2] or 1), int(found[3] or 0)
-    if config.startswith("pipeline") and not stages:
-        stages = processes
-    return Layout(config, processes, stages)
+    processes = int(found[2] or 1)
+    return Layout(found[1], processes, int(found[3] or (processes if found[1].startswith("pipeline") else 0)))
 
 
-def placed(recipe: Recipe, layout: Layout, micro_batches: int) -> Recipe:
+def _with_layout(recipe: Recipe, layout: Layout, micro_batches: int, vocab: int) -> Recipe:
     """The recipe in a layout, `micro_batches` an update over all its processes.
 
     Raises:
-        UserError: the layout is impossible, or the micro-batches cannot be shared evenly.
+        UserError: the layout is impossible, the micro-batches cannot be shared evenly, or the vocabulary has no words.
     """
+    if vocab <= PAD + 1:
+        raise UserError(f"--vocab is {vocab}, must be {PAD + 2} or more: the first {PAD + 1} entries are no words")
     tree = recipe.model_dump()
-    tree["parallel"]["ds_config"] = None if layout.config == "local" else f"ds_configs/{layout.config}.json"
     tree["parallel"].pop("precision")  # of the layout's name
-    tree["parallel"]["pipeline_stages"] = layout.stages
+    tree["parallel"] |= {"ds_config": None if layout.config == "local" else f"ds_configs/{layout.config}.json",
+                         "pipeline_stages": layout.stages}
     chains = layout.processes // (layout.stages or 1)
     if chains and micro_batches % chains:
         raise UserError(
@@ -85,11 +86,6 @@ def placed(recipe: Recipe, layout: Layout, micro_batches: int) -> Recipe:
     made = check_recipe(tree, layout.name)
     layout_of(made, layout.processes)
     return made
-
-
-def _check_vocab(vocab: int) -> None:
-    if vocab <= PAD + 1:
-        raise UserError(f"--vocab is {vocab}, must be {PAD + 2} or more: the first {PAD + 1} entries are no words")
 
 
 def compare_layouts(
@@ -109,43 +105,29 @@ def compare_layouts(
         UserError: an impossible layout, too small a vocabulary, or an `output` that cannot be written, said before the
             first one runs; a float type that this machine does not compute with.
     """
-    _check_vocab(vocab)
-    recipes = [placed(recipe, layout, micro_batches) for layout in layouts]
+    recipes = [_with_layout(recipe, layout, micro_batches, vocab) for layout in layouts]
     if output is not None:
         make_folder_of(output)
     rows = []
     for layout, made in zip(layouts, recipes, strict=True):
         print(f"{layout.name} ...", file=sys.stderr, flush=True)
-        job = {
-            "recipe": made.model_dump(),
-            "updates": updates,
-            "micro_batches": micro_batches,
-            "tokens": tokens,
-            "vocab": vocab,
-            "idle": False,
-        }
-        rows.append(
-            {"layout": asdict(layout), "name": layout.name, **run_workers(__name__, job, layout.processes, threads)}
-        )
-    _print_rows(rows, updates)
-    if output is not None:
-        write_json(output, {"recipe": recipe.model_dump(), "rows": rows})
-    return rows
-
-
-def _print_rows(rows: list[dict[str, Any]], updates: int) -> None:
+        job = {"recipe": made.model_dump(), "updates": updates, "micro_batches": micro_batches, "tokens": tokens,
+               "vocab": vocab, "idle": False}
+        rows.append({"layout": asdict(layout), "name": layout.name,
+                     **run_workers(__name__, job, layout.processes, threads)})
     width = max(len(row["name"]) for row in rows)
     admin = "  largest ω" if rows[0]["omega"] else ""
-    print(
-        f"{'layout':<{width}}  {'loss of each update':<{10 * updates}}  gradient norm  peak GiB a process  s an update"
-        f"{admin}"
-    )
+    print(f"{'layout':<{width}}  {'loss of each update':<{10 * updates}}  gradient norm  peak GiB a process  "
+          f"s an update{admin}")
     for row in rows:
         losses = " ".join(f"{loss:9.5f}" for loss in row["losses"])
         memory = " ".join(f"{peak:.2f}" for peak in row["peak_gib"])
         omega = f"  {max(row['omega'].values()):9.5f}" if admin else ""
         print(f"{row['name']:<{width}}  {losses:<{10 * updates}}  {row['norms'][-1]:13.6f}  {memory:>18}"
               f"  {row['seconds']:11.1f}{omega}")
+    if output is not None:
+        write_json(output, {"recipe": recipe.model_dump(), "rows": rows})
+    return rows
 
 
 def measure_idle(
@@ -160,34 +142,21 @@ def measure_idle(
     folder that cannot be written.
     """
     layout = Layout(config, stages, stages)
-    _check_vocab(vocab)
-    recipes = [placed(recipe, layout, count) for count in counts]
+    recipes = [_with_layout(recipe, layout, count, vocab) for count in counts]
     make_run_folder(folder, "--output")
     rows = []
     print("micro-batches  idle, each stage    mean   formula   expected of these cuts")
     for count, made in zip(counts, recipes, strict=True):
-        job = {
-            "recipe": made.model_dump(),
-            "updates": 4,
-            "micro_batches": count,
-            "tokens": tokens,
-            "vocab": vocab,
-            "idle": True,
-        }
-        found = run_workers(__name__, job, stages, threads)
-        row = {
-            "micro_batches": count,
-            "idle": found["idle"],
-            "mean": sum(found["idle"]) / stages,
-            "formula": (stages - 1) / (count + stages - 1),
-            "expected": partition_of(made, vocab, vocab).bubble(count),
-        }
-        rows.append(row)
-        each = " ".join(f"{100 * idle:5.1f}%" for idle in row["idle"])
-        shares = [100 * row[key] for key in ("mean", "formula", "expected")]
-        print(f"{count:13}  {each:<18} {shares[0]:5.1f}%    {shares[1]:5.1f}%    {shares[2]:5.1f}%", flush=True)
+        job = {"recipe": made.model_dump(), "updates": 4, "micro_batches": count, "tokens": tokens, "vocab": vocab,
+               "idle": True}
+        idle = run_workers(__name__, job, stages, threads)["idle"]
+        shares = {"mean": sum(idle) / stages, "formula": (stages - 1) / (count + stages - 1),
+                  "expected": partition_of(made, vocab, vocab).bubble(count)}
+        rows.append({"micro_batches": count, "idle": idle, **shares})
+        each = " ".join(f"{100 * share:5.1f}%" for share in idle)
+        print(f"{count:13}  {each:<18} {'    '.join(f'{100 * share:5.1f}%' for share in shares.values())}", flush=True)
     write_json(folder / "idle.json", {"layout": asdict(layout), "recipe": recipe.model_dump(), "rows": rows})
-    draw_idle_time(rows, stages, folder / "idle.png")
+    plot_idle_time(rows, stages, folder / "idle.png")
     return rows
 
 
@@ -198,36 +167,27 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     profile = profile_on(recipe, vocabs, _batches(job, 0, ranks)[ranks.rank :: ranks.world], ranks)
     engine = start_engine(recipe, layout_of(recipe, ranks.world), vocabs, ranks, profile)
     busy = BusyClock(engine) if job["idle"] else None
-    losses, norms, seconds, idle = [], [], [], []
+    losses, norms, seconds, idle = [], [], [], [0.0]
     for update in range(job["updates"]):
-        plan = _batches(job, update, ranks)
-        count = sum(batch.tokens for batch in plan)
+        batches = _batches(job, update, ranks)
+        tokens = sum(batch.tokens for batch in batches)
         ranks.barrier()
         started = time.perf_counter()
-        stats = engine.train_step(plan[engine.data_rank :: engine.data_world], count, 1e-4)
+        stats = engine.train_step(batches[engine.data_rank :: engine.data_world], tokens, 1e-4)
         ranks.barrier()
         seconds.append(time.perf_counter() - started)
         if busy:
-            worked, last = busy.take()
-            ends = ranks.sum([last - started if ranks.rank == rank else 0.0 for rank in range(ranks.world)])
-            idle.append(1 - worked / max(ends))
-        losses.append(ranks.sum([stats.loss])[0] / count)
+            worked, ended = busy.take()
+            share = 1 - worked / ranks.largest([ended - started])[0]
+            idle = [*idle, share] if update > 1 else [share]  # the first counts only where there is no other
+        losses.append(ranks.sum([stats.loss])[0] / tokens)
         norms.append(stats.grad_norm)
     cuda = ranks.device.type == "cuda"
     peak = (torch.cuda.max_memory_allocated(ranks.device) if cuda else own_peak()) / 2**30
-    waited = statistics.median(idle[1:] or idle) if idle else 0.0
-    each = [
-        ranks.sum([value if ranks.rank == rank else 0.0 for value in (peak, waited)]) for rank in range(ranks.world)
-    ]
+    each = [json.loads(own) for own in ranks.gather_bytes(json.dumps([peak, statistics.median(idle)]).encode()) or []]
     engine.close()
-    return {
-        "losses": losses,
-        "norms": norms,
-        "seconds": min(seconds),
-        "peak_gib": [peak for peak, _ in each],
-        "idle": [idle for _, idle in each],
-        "omega": profile.omega if profile else {},
-    }
+    return {"losses": losses, "norms": norms, "seconds": min(seconds), "peak_gib": [peak for peak, _ in each],
+            "idle": [share for _, share in each], "omega": profile.omega if profile else {}}
 
 
 def own_peak() -> float:
@@ -245,10 +205,8 @@ def own_peak() -> float:
 def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[Batch]:
     """All micro-batches of an update, of five lengths in turn."""
     lengths = [min(24, job["tokens"]) + n % 5 for n in range(job["micro_batches"])]
-    return [
-        random_batch(max(1, job["tokens"] // length), length, job["vocab"], 1000 * update + n, ranks)
-        for n, length in enumerate(lengths)
-    ]
+    return [random_batch(max(1, job["tokens"] // length), length, job["vocab"], 1000 * update + n, ranks)
+            for n, length in enumerate(lengths)]
 
 
 class BusyClock:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,7 @@ from deepnmt.decode.translate import cast, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.files import make_folder_of, write_json
 from deepnmt.model.embedding import sinusoids
-from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import gpus
 from deepnmt.parallel.settings import layout_of
 from deepnmt.parallel.workers import answer_job, run_workers
@@ -65,17 +65,15 @@ def placements(cores: int, gpus: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys([(1, cores), many]))
 
 
-def training_cases(cores: int, gpus: int) -> list[Case]:
+def _training_cases(places: list[tuple[int, int]]) -> list[Case]:
     """The plain loop and deepnmt in each of the `placements`."""
     cases = []
-    for count, threads in placements(cores, gpus):
+    for count, threads in places:
         where = f"{count} process{'es' if count > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
-        cases.append(Case(f"torch.nn.Transformer fp32, {where}", "torch", count, threads))
-        if count == 1:
-            cases.append(Case(f"deepnmt local fp32, {where}", "local", count, threads))
-        else:
-            cases.append(Case(f"deepnmt ZeRO-1 fp32, {where}", "zero1_fp32", count, threads))
-        cases.append(Case(f"deepnmt ZeRO-1 bf16, {where}", "zero1_bf16", count, threads))
+        fp32 = ("local fp32", "local") if count == 1 else ("ZeRO-1 fp32", "zero1_fp32")
+        for name, engine in (("torch.nn.Transformer fp32", "torch"), (f"deepnmt {fp32[0]}", fp32[1]),
+                             ("deepnmt ZeRO-1 bf16", "zero1_bf16")):
+            cases.append(Case(f"{name}, {where}", engine, count, threads))
     return cases
 
 
@@ -89,55 +87,49 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
         output: the JSON file.
 
     Raises:
-        UserError: a count below 1; no prepared data; no whole checkpoint in `translate_run`; `output` cannot be
+        UserError: no prepared data; no whole checkpoint in `translate_run`; `output` cannot be
             written.
     """
-    for option, count in (("--updates", updates), ("--rounds", rounds)):
-        if count < 1:
-            raise UserError(f"{option} is {count}, must be 1 or more")
     open_prepared(recipe)
     if translate_run is not None:
         find_checkpoint(translate_run)
     make_folder_of(output)
-    cores, devices = len(os.sched_getaffinity(0)), gpus()
-    cases = training_cases(cores, devices)
+    places = placements(len(os.sched_getaffinity(0)), gpus())
+    cases = _training_cases(places)
     micro_batches = max(MICRO_BATCHES, *(case.processes for case in cases))
-    results: dict[str, list[float]] = {case.name: [] for case in cases}
-    for number in range(rounds):
+    trained: dict[str, list[float]] = {case.name: [] for case in cases}
+    for number in range(1, rounds + 1):
         for case in cases:
-            job = {"job": "train", "engine": case.engine, "updates": updates, "micro_batches": micro_batches,
-                   "recipe": recipe.model_dump(), "threads": case.threads}
-            results[case.name].append(_timed(job, case.processes))
-            print(f"round {number + 1}/{rounds}  {case.name:<52} {results[case.name][-1]:9,.0f} target tokens/s",
-                  file=sys.stderr, flush=True)
-    figures = {"training_target_tokens_per_second": results}
+            rate = _rate("train", case.processes, case.threads, engine=case.engine, updates=updates,
+                         micro_batches=micro_batches, recipe=recipe.model_dump())
+            trained[case.name].append(rate)
+            print(f"round {number}/{rounds}  {case.name:<52} {rate:9,.0f} target tokens/s", file=sys.stderr, flush=True)
+    figures = {"training_target_tokens_per_second": trained}
     if translate_run is not None:
-        figures["translation_sentences_per_second"] = _translation(
-            translate_run, recipe.translate, rounds, placements(cores, devices))
-    _show(figures)
+        translated: dict[str, list[float]] = {}
+        settings = recipe.translate
+        ways = [(way, cache, settings.model_copy(update=changes)) for way, (cache, changes) in TRANSLATIONS.items()
+                if settings.method == "beam" or "patience" not in changes]
+        for _, (way, cache, changed), (count, threads) in product(range(rounds), ways, places):
+            name = f"{way}, {count} x {threads} threads"
+            rate = _rate("translate", count, threads, run=str(translate_run), cache=cache,
+                         settings=changed.model_dump())
+            translated.setdefault(name, []).append(rate)
+            print(f"{name:<62} {rate:9,.1f} sentences/s", file=sys.stderr, flush=True)
+        figures["translation_sentences_per_second"] = translated
+    for title, results in figures.items():
+        plain = max((statistics.median(v) for k, v in results.items() if k.startswith("torch")), default=None)
+        print(f"\n{title.replace('_', ' ')}")
+        for name, rates in results.items():
+            median = statistics.median(rates)
+            ratio = f"  {median / plain:5.2f} x the best plain loop" if plain else ""
+            print(f"  {name:<52} {median:9,.1f}  ({min(rates):,.1f} to {max(rates):,.1f}){ratio}")
     write_json(output, {"machine": _machine(), "recipe": recipe.model_dump(), "updates": updates, **figures})
 
 
-def _translation(
-    run: Path, settings: Translate, rounds: int, places: list[tuple[int, int]]
-) -> dict[str, list[float]]:
-    results: dict[str, list[float]] = {}
-    ways = {way: (cache, changes) for way, (cache, changes) in TRANSLATIONS.items()
-            if settings.method == "beam" or "patience" not in changes}
-    for _ in range(rounds):
-        for way, (cache, changes) in ways.items():
-            for count, threads in places:
-                name = f"{way}, {count} x {threads} threads"
-                job = {"job": "translate", "run": str(run), "cache": cache, "threads": threads,
-                       "settings": settings.model_copy(update=changes).model_dump()}
-                results.setdefault(name, []).append(_timed(job, count))
-                print(f"{name:<62} {results[name][-1]:9,.1f} sentences/s", file=sys.stderr, flush=True)
-    return results
-
-
-def _timed(job: dict[str, Any], count: int) -> float:
+def _rate(job: str, count: int, threads: int, **settings: Any) -> float:
     """The rate of a job on `count` fresh processes."""
-    return float(run_workers("studies.benchmarks.training", job, count, job["threads"]))
+    return float(run_workers("studies.benchmarks.training", {"job": job, **settings}, count, threads))
 
 
 def _work(job: dict[str, Any], ranks: Ranks) -> float:
@@ -163,8 +155,7 @@ def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
     if job["engine"] == "torch":
         step = PlainLoop(recipe, target.size, ranks).step
     else:
-        model = Transformer(recipe.model, source.size, target.size, recipe.seed, recipe.train.label_smoothing)
-        engine = build_engine(model, recipe, layout_of(recipe, ranks.world), ranks)
+        engine = start_engine(recipe, layout_of(recipe, ranks.world), (source.size, target.size), ranks)
         step = lambda batches, tokens: engine.train_step(batches, tokens, 1e-4)  # noqa: E731
     stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
     total, started = 0, 0.0
@@ -238,7 +229,11 @@ class PlainTransformer(nn.Module):
         self.transformer = nn.Transformer(
             model.width, model.heads, model.encoder.layers, model.decoder.layers, model.ffn, model.dropout,
             batch_first=True, norm_first=model.encoder.block == "pre_ln")
-        _drop_as(model, self.transformer)
+        # attention weights and the FFN's inside have rates of their own; PyTorch drops both as much as branch outputs
+        for layer in (*self.transformer.encoder.layers, *self.transformer.decoder.layers):
+            layer.dropout.p = model.activation_dropout
+            for attention in (child for child in layer.children() if isinstance(child, nn.MultiheadAttention)):
+                attention.dropout = model.attention_dropout
 
     def forward(self, src: torch.Tensor, lengths: torch.Tensor, trg_in: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V]."""
@@ -253,30 +248,12 @@ class PlainTransformer(nn.Module):
         return self.dropout(self.embedding(ids) * scale + self.positions[: ids.size(1)])
 
 
-def _drop_as(model: Model, transformer: nn.Transformer) -> None:
-    """Gives attention weights and the FFN's inside rates of their own: PyTorch drops both as much as branch outputs."""
-    for layer in (*transformer.encoder.layers, *transformer.decoder.layers):
-        layer.dropout.p = model.activation_dropout
-        for attention in (child for child in layer.children() if isinstance(child, nn.MultiheadAttention)):
-            attention.dropout = model.attention_dropout
-
-
 def _machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "?")
     return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "avx512_bf16": "avx512_bf16" in info,
             "amx_bf16": "amx_bf16" in info, "gpus": [torch.cuda.get_device_name(n) for n in range(gpus())],
             "torch": torch.__version__, "load": os.getloadavg()[0]}
-
-
-def _show(figures: dict[str, dict[str, list[float]]]) -> None:
-    for title, results in figures.items():
-        best_plain = max((statistics.median(v) for k, v in results.items() if k.startswith("torch")), default=None)
-        print(f"\n{title.replace('_', ' ')}")
-        for name, rates in results.items():
-            median = statistics.median(rates)
-            ratio = f"  {median / best_plain:5.2f} x the best plain loop" if best_plain else ""
-            print(f"  {name:<52} {median:9,.1f}  ({min(rates):,.1f} to {max(rates):,.1f}){ratio}")
 
 
 if __name__ == "__main__":

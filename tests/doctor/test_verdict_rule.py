@@ -14,7 +14,7 @@ from deepnmt.doctor.variants import fresh_model, with_settings
 from deepnmt.doctor.verdict import FEATURES, TRIAL, VerdictRule, features
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
-from studies.verdict_points import PROBE, Point, Settings, measure_points, point_recipe
+from studies.verdict_grid import PROBE, Point, Settings, measure_points
 
 TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
 
@@ -41,14 +41,14 @@ def test_logistic_rule_by_hand(tmp_path: Path) -> None:
 
 def test_what_no_run_had_of_a_recipe() -> None:
     rule = VerdictRule.load()
-    plain = point_recipe(Point("post_ln", "pre_ln", 2, 1e-3, True), TINY)
+    plain = Point("post_ln", "pre_ln", 2, 1e-3, True).recipe(TINY)
     assert rule.unseen(plain) == []  # among the rule's pairs, by Adam, with init: auto
-    assert rule.unseen(point_recipe(Point("b2t", "b2t", 2, 1e-3, True), TINY)) == []  # its auto is depth_scaled
+    assert rule.unseen(Point("b2t", "b2t", 2, 1e-3, True).recipe(TINY)) == []  # its auto is depth_scaled
     scaled = with_settings(plain, {"model.encoder.init": "depth_scaled", "model.decoder.init": "depth_scaled"})
     assert rule.unseen(scaled) == ["the initialisation is depth_scaled/depth_scaled (encoder/decoder), runs of these "
                                    "blocks have xavier/xavier"]
     rule = replace(rule, facts={**rule.facts, "inits": {"post_ln/pre_ln": ["xavier/xavier", "xavier_separate/xavier"]}})
-    [said] = rule.unseen(point_recipe(Point("pre_ln", "post_ln", 2, 1e-3, True), TINY))
+    [said] = rule.unseen(Point("pre_ln", "post_ln", 2, 1e-3, True).recipe(TINY))
     assert said == ("no run had the blocks pre_ln/post_ln; fitted without one pair of its own, the rule was right on "
                     "61 to 94 % of that pair's runs")
     scaled = with_settings(scaled, {"optimizer.name": "sgd"})
@@ -101,7 +101,7 @@ def test_the_doctor_measures_what_the_grid_measured() -> None:
     points = [Point("post_ln", "admin", 2, 3e-3, warm, 3, precision="bf16") for warm in (True, False)]
     batch, first, size = TINY.task.batch(0, PROBE), TINY.task.batch(0, 3), TINY.task.vocabulary
     for point, found in zip(points, measure_points(points, TINY), strict=True):
-        recipe = point_recipe(point, TINY)
+        recipe = point.recipe(TINY)
         model = fresh_model(recipe.model, size, size, point.seed, [first])
         asked = features(model, batch, partial(one_update, model, recipe, batch), partial(trial, model, recipe, batch),
                          rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=first.tokens,
@@ -112,7 +112,7 @@ def test_the_doctor_measures_what_the_grid_measured() -> None:
 
 def test_a_trial_trains_as_training_does() -> None:
     """Every update of it has dropout masks of its own, and RAdam stands back for Adam."""
-    recipe = point_recipe(Point("pre_ln", "pre_ln", 1, 1e-3, True), TINY)
+    recipe = Point("pre_ln", "pre_ln", 1, 1e-3, True).recipe(TINY)
     size, batch = TINY.task.vocabulary, TINY.task.batch(0, 3)
     shape = recipe.model.model_copy(update={"dropout": 0.3})
     still = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": 0.0}), "model": shape})

@@ -144,8 +144,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 
 # What would run for minutes, or write the demo's corpus: here it is refused once its arguments are understood.
-LONG = {"reproduce": "studies.papers.reproduce_on", "layouts": "studies.benchmarks.layouts.compare_layouts",
-        "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "verdict-grid": "studies.verdict_grid.make_grid",
+LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
+        "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "verdict-grid": "studies.verdict_grid.run_grid",
         "demo": "deepnmt.demo.run.make_corpus"}
 # All that an example may want where there is no text, data or checkpoint.
 WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",

@@ -27,9 +27,18 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
 from studies.__main__ import main
-from studies.block_plots import spread
-from studies.block_runs import System, frequencies_loss, run_system, validation_loss
-from studies.blocks import Systems, _read, _results, outcome, panels
+from studies.blocks import (
+    System,
+    _results,
+    frequencies_loss,
+    list_systems,
+    outcome,
+    panels,
+    read_study,
+    run_system,
+    validation_loss,
+)
+from studies.plots import spread
 
 Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
@@ -82,14 +91,14 @@ def test_other_settings_are_other_runs(prepared: Path, tmp_path: Path) -> None:
 def test_initialisations(prepared: Path) -> None:
     """What comes to the same is one run, an older line's included; an initialisation of the recipe's is refused."""
     blocks = ["post_ln", "b2t", "b2t/post_ln"]
-    listed = Systems(blocks, [4], inits=["auto", "xavier", "depth_scaled"]).listed(recipe_of(prepared))
+    listed = list_systems(recipe_of(prepared), blocks, [4], inits=["auto", "xavier", "depth_scaled"])
     assert [(system.name, system.initialisation) for system in listed] == [
         ("pre_ln, no source", "xavier"), ("post_ln", "xavier"), ("b2t", "depth_scaled"),
         ("b2t/post_ln", "depth_scaled/xavier"), ("b2t, xavier", "xavier"), ("b2t/post_ln, xavier", "xavier"),
         ("post_ln, depth_scaled", "depth_scaled"), ("b2t/post_ln, depth_scaled", "depth_scaled")]
-    whole = Systems(["post_ln", "deepnorm"], [4], inits=["xavier", "xavier_separate"]).listed(recipe_of(prepared))
+    whole = list_systems(recipe_of(prepared), ["post_ln", "deepnorm"], [4], inits=["xavier", "xavier_separate"])
     assert [s.name for s in whole[1:]] == ["post_ln", "deepnorm", "post_ln, xavier_separate"]  # deepnorm has no other
-    assert [s.name for s in Systems(blocks, [4], inits=["xavier"]).listed(recipe_of(prepared))] == [
+    assert [s.name for s in list_systems(recipe_of(prepared), blocks, [4], inits=["xavier"])] == [
         "pre_ln, no source", "post_ln", "b2t, xavier", "b2t/post_ln, xavier"]
     model = listed[-1].recipe(recipe_of(prepared)).model
     scaled, plain = (next(p.std().item() for n, p in Transformer(model.model_copy(update={
@@ -97,7 +106,7 @@ def test_initialisations(prepared: Path) -> None:
         if n == "decoder.layers.0.ffn.fc1.weight") for init in (model.decoder.init, "xavier"))
     assert scaled == pytest.approx(plain / 2, rel=1e-5)  # 4^-1/2
     with pytest.raises(UserError, match=r"^model.decoder.init is xavier, but a study sets it for every run; leave it"):
-        Systems(blocks, [4]).listed(recipe_of(prepared, "model.decoder.init=xavier"))
+        list_systems(recipe_of(prepared, "model.decoder.init=xavier"), blocks, [4])
 
 
 def test_an_older_study_goes_on(prepared: Path, tmp_path: Path) -> None:
@@ -114,7 +123,7 @@ def test_an_older_study_goes_on(prepared: Path, tmp_path: Path) -> None:
     assert lines(tmp_path)[:2] == old and [r["system"]["init"] for r in lines(tmp_path)[2:]] == ["depth_scaled"]
     table = (tmp_path / "blocks.md").read_text()
     assert "| post_ln | xavier | " in table and "| post_ln | depth_scaled | " in table
-    panels_drawn = panels(_read(tmp_path / "runs.jsonl"))
+    panels_drawn = panels(read_study(tmp_path / "runs.jsonl"))
     assert [(panel.title, list(panel.curves)) for panel in panels_drawn] == [
         ("1L-1L", ["pre_ln, no source", "post_ln"]), ("1L-1L, init: depth_scaled", ["post_ln"])]
 

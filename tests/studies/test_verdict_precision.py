@@ -17,7 +17,7 @@ from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
 from studies.side_by_side import train_side_by_side
 from studies.toy_task import ToyTask
-from studies.verdict_points import Point, Settings, point_recipe
+from studies.verdict_grid import Point, Settings
 
 TASK, UPDATES, RATE = ToyTask(), 8, 3e-3
 BLOCKS = ["post_ln", "pre_ln", "rezero"]
@@ -25,7 +25,7 @@ PRECISIONS: dict[Precision, float] = {"bf16": 5e-3, "fp16": 2e-3}  # how far los
 
 
 def recipe(block: str, layout: str, power: int = 13) -> Recipe:
-    plain = point_recipe(Point(block, block, 3, RATE, True), Settings(width=16, heads=2, ffn=32))
+    plain = Point(block, block, 3, RATE, True).recipe(Settings(width=16, heads=2, ffn=32))
     return plain.model_copy(update={
         "parallel": plain.parallel.model_copy(update=parallel(layout)),
         "loss_scale": plain.loss_scale.model_copy(update={"initial_power": power})})

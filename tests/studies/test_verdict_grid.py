@@ -26,8 +26,7 @@ from studies.__main__ import main
 from studies.side_by_side import _Scales, train_side_by_side
 from studies.toy_task import ToyTask
 from studies.verdict_fit import confusion, fit_logistic, fit_rule, fit_tree, held_out
-from studies.verdict_grid import _digest, fit_grid, grid, judge_runs, measure_anew, read_runs, run_grid
-from studies.verdict_points import Point, Settings, point_recipe
+from studies.verdict_grid import Point, Settings, digest, fit_grid, grid, judge_runs, measure_anew, read_grid, run_grid
 
 BLOCKS = ("post_ln", "pre_ln", "b2t")
 TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
@@ -145,6 +144,20 @@ def test_tree_cuts_where_gini_says() -> None:
     assert verdict_fit.choose(records).startswith("tree")
 
 
+def test_best_split_against_every_cut() -> None:
+    records = records_of(30)
+    values = torch.tensor([record["features"]["layers"] for record in records], dtype=torch.float64)
+    y = torch.tensor([float(record["learned"]) for record in records])
+
+    def impurity(part: torch.Tensor) -> float:
+        return float(len(part) * part.mean() * (1 - part.mean()))
+
+    ordered = values.sort().values
+    cuts = [float((ordered[i] + ordered[i + 1]) / 2) for i in range(4, 25)]
+    expected = min(cuts, key=lambda cut: impurity(y[values <= cut]) + impurity(y[values > cut]))
+    assert fit_tree(records, 1, ["layers"]).body["threshold"] == pytest.approx(expected)
+
+
 def test_fit_rule_holds_out_and_refuses_too_little() -> None:
     records = records_of(240)
     fitted = fit_rule(records, splits=2)
@@ -164,24 +177,24 @@ def test_fit_rule_holds_out_and_refuses_too_little() -> None:
 
 def test_grid_goes_on_where_it_was(tmp_path: Path) -> None:
     points = grid(["post_ln", "pre_ln/admin"], [1], [1e-3], [2], [1])
-    assert len(points) == 4 and {p.name for p in points} == {"post_ln", "pre_ln/admin"}
+    assert len(points) == 4 and {p.blocks for p in points} == {"post_ln", "pre_ln/admin"}
     more = grid(["post_ln", "pre_ln/admin"], [1], [1e-3], [2], [1], ["fp32", "fp16"], ["auto", "depth_scaled"])
     assert len(more) == 16 and sum(p in points for p in more) == 4
     assert {p.initialisation for p in more} == {"xavier/xavier", "depth_scaled/depth_scaled"}
-    scaled = point_recipe(Point("pre_ln", "admin", 4, 1e-3, True, init="depth_scaled"), TINY).model
+    scaled = Point("pre_ln", "admin", 4, 1e-3, True, init="depth_scaled").recipe(TINY).model
     assert scaled.encoder.init == scaled.decoder.init == "depth_scaled"
     file = tmp_path / "runs.jsonl"
     assert run_grid(points[:1], TINY, file) == 0
     with file.open("a") as out:
         out.write('{"point": {"enc')  # the half line of a kill
-    first = read_runs(file)
+    first = read_grid(file)
     assert len(first) == 1
     whole = file.read_text().splitlines()[0]
     for cut in (whole[:1], whole[:30], whole[:whole.index("}") + 1], whole[:-1]):
         (tmp_path / "cut.jsonl").write_text(f"{whole}\n{cut}")
-        assert read_runs(tmp_path / "cut.jsonl") == first
+        assert read_grid(tmp_path / "cut.jsonl") == first
     assert run_grid(points, TINY, file, max_seconds=-1.0) == 3 and run_grid(points, TINY, file) == 0
-    records = read_runs(file)
+    records = read_grid(file)
     assert len(records) == 4 and records[0] == first[0]
     assert set(records[1]["features"]) == set(FEATURES) and len(records[1]["losses"]) == 1
     assert all(math.isfinite(value) for record in records for value in record["features"].values())
@@ -191,7 +204,7 @@ def test_grid_goes_on_where_it_was(tmp_path: Path) -> None:
     del old[0]["features"]["fp16"]  # the point settles it: nothing is measured
     file.write_text("".join(json.dumps(record) + "\n" for record in old))
     assert measure_anew(file) == 1 and measure_anew(file) == 0
-    for again, record in zip(read_runs(file), records, strict=True):
+    for again, record in zip(read_grid(file), records, strict=True):
         assert again["features"] == pytest.approx(record["features"], rel=1e-4, abs=1e-4)
         assert again["losses"] == record["losses"]
     with pytest.raises(UserError, match="no block 'nonsense'"):
@@ -203,7 +216,7 @@ def test_side_by_side_is_one_by_one(blocks: str) -> None:
     encoder, _, decoder = blocks.partition("/")
     task = ToyTask()
     points = [Point(encoder, decoder or encoder, 2, rate, warm) for rate, warm in ((1e-3, True), (1e-2, False))]
-    recipes = [point_recipe(point, TINY) for point in points]
+    recipes = [point.recipe(TINY) for point in points]
     models = [fresh_model(r.model, task.vocabulary, task.vocabulary, 1, [task.batch(0, 3)]) for r in recipes]
     rates = [[learning_rate(r.optimizer.lr, r.schedule, update, 4) for r in recipes] for update in range(1, 5)]
     together = list(train_side_by_side(models, (task.batch(u, 3) for u in range(4)), rates, recipes[0].optimizer))
@@ -228,7 +241,7 @@ def test_each_model_has_its_own_loss_scale() -> None:
         scales.unscale(torch.full((3, 2), math.nan))
     assert scales.scales.tolist() == [2.0**10] * 3
     task = ToyTask()
-    recipe = point_recipe(Point("pre_ln", "pre_ln", 1, 1e-3, True), TINY)
+    recipe = Point("pre_ln", "pre_ln", 1, 1e-3, True).recipe(TINY)
     models = [Transformer(recipe.model, task.vocabulary, task.vocabulary, 1) for _ in range(2)]
     batches = [task.batch(1, 3)] * 12
     scaled = list(train_side_by_side(models, batches, [[1e-2, 0.0]] * 12, recipe.optimizer, "fp16", rule))
@@ -245,7 +258,7 @@ def test_a_run_learns_or_not_by_the_mark(tmp_path: Path) -> None:
     easy = Settings(width=16, heads=2, ffn=16, updates=120, warmup=5, task=task)
     assert run_grid([Point("pre_ln", "pre_ln", 1, 1e-2, True, 16), Point("pre_ln", "pre_ln", 1, 1e-7, True, 16)], easy,
                     tmp_path / "runs.jsonl") == 0
-    learned, stuck = read_runs(tmp_path / "runs.jsonl")
+    learned, stuck = read_grid(tmp_path / "runs.jsonl")
     assert learned["learned"] and learned["final"] < learned["bar"] < stuck["final"] and not stuck["learned"]
     assert easy.bars == pytest.approx({"source": math.log(4) / 4, "context": math.log(4) * 3 / 4})
 
@@ -275,20 +288,20 @@ def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
     }) + "\n" for seed, (sentences, tokens, final) in enumerate(ended)))
     body = {"feature": "tokens", "threshold": 1.5, "low": {"probability": 0.9, "runs": 5},
             "high": {"probability": 0.1, "runs": 5}}
-    *fresh, old = read_runs(file)
+    *fresh, old = read_grid(file)
     twin = {**old, "point": {**old["point"], "precision": "bf16"}}
-    assert _digest(twin) == _digest(old) != _digest(fresh[0])  # one with other precision is no other point
+    assert digest(twin) == digest(old) != digest(fresh[0])  # one with other precision is no other point
     rule = VerdictRule("tree", ["tokens"], body, {"tokens": [0.0, 2.0]}, {"mark": "source"})
     rule.save(tmp_path / "rule.json")
     assert judge_runs(file, tmp_path / "rule.json").startswith("the rule does not tell what it was fitted on; some of ")
-    rule = replace(rule, facts={**rule.facts, "fitted_points": [_digest(old)]})
+    rule = replace(rule, facts={**rule.facts, "fitted_points": [digest(old)]})
     rule.save(tmp_path / "rule.json")
     text = judge_runs(file, tmp_path / "rule.json")
     assert text.startswith("left out: 1 runs that the rule was fitted on\nlearned: 3 of 5 runs\naccuracy: 60.0 %\n")
     assert re.search(r"learned +2 +1\ndid not +1 +1\n", text)
     assert re.search(r"by sentences a batch:\n  8 +66\.7 % of 3\n  2 +50\.0 % of 2\nby layers", text)
     assert re.search(r"by blocks:\n  admin +60\.0 % of 5$", text)
-    replace(rule, facts={"fitted_points": [_digest(run) for run in (*fresh, old)]}).save(tmp_path / "rule.json")
+    replace(rule, facts={"fitted_points": [digest(run) for run in (*fresh, old)]}).save(tmp_path / "rule.json")
     with pytest.raises(UserError, match=r"^the rule was fitted on all 6 runs of .*fresh.jsonl, which says nothing; m"):
         judge_runs(file, tmp_path / "rule.json")
     replace(rule, names=["layers", "tokens"], spans={**rule.spans, "layers": [0.0, 2.0]}).save(tmp_path / "rule.json")
@@ -350,14 +363,14 @@ def test_mistakes(
 def test_the_shipped_rule_is_the_one_of_the_shipped_runs() -> None:
     rule = VerdictRule.load()
     assert set(rule.names) <= set(FEATURES) and set(rule.spans) == set(rule.names)
-    records = read_runs(Path(__file__).parents[2] / "docs" / "verdict_runs.jsonl")
+    records = read_grid(Path(__file__).parents[2] / "docs" / "verdict_runs.jsonl")
     assert all(set(record["features"]) == set(FEATURES) for record in records)
     test = [record for record in records if held_out(record, 0.3)]
     found = confusion(rule, test)
     assert found.total == rule.facts["held_out_runs"] and len(records) - found.total == rule.facts["runs"]
     assert found == verdict_fit.Confusion(**rule.facts["confusion"]) and found.accuracy >= 0.9
     train = [record for record in records if not held_out(record, 0.3)]
-    assert rule.facts["fitted_points"] == sorted(set(map(_digest, train))) and rule.unvaried == {}
+    assert rule.facts["fitted_points"] == sorted(set(map(digest, train))) and rule.unvaried == {}
     again = verdict_fit.FITTERS[rule.facts["fit"]](train)
     for record in test:
         assert again.probability(record["features"]) == pytest.approx(rule.probability(record["features"]), abs=1e-6)
