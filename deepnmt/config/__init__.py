@@ -1,6 +1,6 @@
 """The recipe: one YAML file that is one whole run, typed and checked before anything is loaded. Needs no torch."""
 
-from deepnmt.config.load import changed_settings, check_recipe, dump_recipe, load_recipe, override
+from deepnmt.config.load import changed_settings, check_recipe, dump_recipe, load_recipe, override, with_settings
 from deepnmt.config.sections import (
     HISTORY_BLOCKS,
     PROFILED_BLOCKS,
@@ -52,4 +52,5 @@ __all__ = [
     "dump_recipe",
     "load_recipe",
     "override",
+    "with_settings",
 ]

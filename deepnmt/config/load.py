@@ -9,15 +9,21 @@ import copy
 import difflib
 import os
 import re
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from deepnmt.config.sections import Corpus, Recipe
 from deepnmt.errors import UserError
+
+Part = TypeVar("Part", bound=BaseModel)
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -51,7 +57,7 @@ def check_recipe(tree: dict[str, Any], origin: str) -> Recipe:
     """Checks a tree of settings; `origin` names it in the error. Raises `UserError` with every fault, one a line."""
     tree, faults = expand(tree)
     faults += _split_old_layout(tree)
-    faults += find_faults(Recipe, tree, {Corpus: {"src": ["-"], "trg": ["-"]}})
+    faults += find_faults(tree)
     if faults:
         head = f"{origin} has {'a fault' if len(faults) == 1 else f'{len(faults)} faults'}:"
         raise UserError("\n".join([head, *(f"  {fault}" for fault in faults)]))
@@ -88,6 +94,15 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
 
 
+def with_settings(section: Part, changes: Mapping[str, Any]) -> Part:
+    """A recipe, or a section of one, with settings changed by their dotted keys, and checked."""
+    tree = section.model_dump()
+    for key, value in changes.items():
+        *groups, name = key.split(".")
+        reduce(getitem, groups, tree)[name] = value.model_dump() if isinstance(value, BaseModel) else value
+    return type(section).model_validate(tree)
+
+
 def changed_settings(old: Recipe, new: Recipe) -> list[str]:
     """The settings that differ, as `key: old -> new`."""
     before, after = _flat(old.model_dump()), _flat(new.model_dump())
@@ -99,10 +114,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key to value."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= _flat(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + key] = value
+        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves
 
 
@@ -197,33 +209,31 @@ def expand(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The tree, and a fault for each variable that is neither set nor has a default; it stays as it is written.
     """
     unset: dict[str, list[tuple[str, str]]] = {}  # variable to (setting, its value)
-    tree = _expand(tree, "", unset)
+
+    def value_of(variable: re.Match[str]) -> str:
+        """As a shell has it: with a default, a variable that is set to nothing counts as not set."""
+        name, default = variable[1], variable[2]
+        return os.environ.get(name, variable[0]) if default is None else os.environ.get(name) or default
+
+    def expanded(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return {k: expanded(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
+        if isinstance(value, list):
+            return [expanded(v, key) for v in value]
+        if not isinstance(value, str):
+            return value
+        for name in dict.fromkeys(match[1] for match in _VARIABLE.finditer(value) if match[2] is None):
+            if name not in os.environ:
+                unset.setdefault(name, []).append((key, value))
+        return _VARIABLE.sub(value_of, value)
+
+    tree = expanded(tree, "")
     faults = []
-    for name, places in unset.items():
-        where, value = places[0]
-        others = f" (and {', '.join(place for place, _ in places[1:])})" if places[1:] else ""
-        faults.append(f"{where}{others}: is {value!r}, but the environment variable {name} is not set; export "
-                      f"{name}=FOLDER, or give the setting on the command line as {where}=PATH")
+    for name, ((key, value), *more) in unset.items():
+        others = f" (and {', '.join(other for other, _ in more)})" if more else ""
+        faults.append(f"{key}{others}: is {value!r}, but the environment variable {name} is not set; export "
+                      f"{name}=FOLDER, or give the setting on the command line as {key}=PATH")
     return tree, faults
-
-
-def _expand(value: Any, where: str, unset: dict[str, list[tuple[str, str]]]) -> Any:
-    if isinstance(value, dict):
-        return {k: _expand(v, f"{where}.{k}" if where else str(k), unset) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_expand(v, where, unset) for v in value]
-    if not isinstance(value, str):
-        return value
-    for name in dict.fromkeys(match[1] for match in _VARIABLE.finditer(value) if match[2] is None):
-        if name not in os.environ:
-            unset.setdefault(name, []).append((where, value))
-    return _VARIABLE.sub(_value_of, value)
-
-
-def _value_of(variable: re.Match[str]) -> str:
-    """As a shell has it: with a default, a variable that is set to nothing counts as not set."""
-    name, default = variable[1], variable[2]
-    return os.environ.get(name, variable[0]) if default is None else os.environ.get(name) or default
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -232,123 +242,102 @@ def _value_of(variable: re.Match[str]) -> str:
 # for, and the rest is checked again, until nothing new is found.
 
 Key = tuple[int | str, ...]
+_SOUND_CORPUS = {"src": ["-"], "trg": ["-"]}  # a corpus has no settings of its own that would do
 
 
-def find_faults(root: type[BaseModel], tree: dict[str, Any], stand_ins: dict[type[BaseModel], Any]) -> list[str]:
-    """One line for each fault of a tree of settings.
-
-    Args:
-        root: the section the whole tree is checked as.
-        stand_ins: sound settings for sections that cannot do with their defaults.
-    """
+def find_faults(tree: dict[str, Any]) -> list[str]:
+    """One line for each fault of a recipe's settings."""
     tree = copy.deepcopy(tree)
     lines: list[str] = []
     mended: set[Key] = set()
     while True:
         try:
-            root.model_validate(tree)
+            Recipe.model_validate(tree)
             return lines
         except ValidationError as error:
             faults = error.errors()
-        spoken = [each for fault in faults for each in _speak(root, fault)]
-        for key, line, settings in spoken:
-            if not settings & mended:  # else it may come of the mending
-                lines.append(f"{'.'.join(map(str, key))}: {line}" if key else line)
-        named = set().union(*(settings for _, _, settings in spoken))
+        named: set[Key] = set()
+        for fault in faults:
+            where = ".".join(map(str, fault["loc"]))
+            for sentence, settings in _sentences(fault):
+                if not settings & mended:  # else it may come of the mending
+                    lines.append(f"{where}: {sentence}" if where else sentence)
+                named |= settings
         if named <= mended:
             return lines
         for setting in named:
-            _mend(root, tree, setting, stand_ins)
+            _mend(tree, setting)
         mended |= named
 
 
-def _speak(root: type[BaseModel], fault: ErrorDetails) -> list[tuple[Key, str, set[Key]]]:
-    """Where a fault is, what is wrong, and the settings it speaks of; several where one check found several."""
+def _sentences(fault: ErrorDetails) -> Iterator[tuple[str, set[Key]]]:
+    """What is wrong, and the settings it speaks of; several where one check found several."""
     path, kind = fault["loc"], fault["type"]
     if kind == "value_error":
-        lines = str(fault["ctx"]["error"]).split("\n")
-        return [(path, line, _named_in(root, path, line)) for line in lines]
-    return [(path, _sentence(root, fault), {path})]
+        for sentence in str(fault["ctx"]["error"]).split("\n"):
+            keys = [(*path, *word.split(".")) for word in re.findall(r"\w+(?:\.\w+)*", sentence)]
+            yield sentence, {key for key in keys if key[-1] in _known_at(key[:-1])} or {path}
+    elif kind == "missing":
+        yield "missing; this setting has no default", {path}
+    elif kind == "extra_forbidden":
+        known = _known_at(path[:-1])
+        if near := difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6):
+            yield f"unknown setting; did you mean {'.'.join(map(str, (*path[:-1], near[0])))}?", {path}
+        else:
+            yield f"unknown setting; known: {', '.join(known)}", {path}
+    elif kind == "model_type":
+        yield f"is {fault['input']!r}, must be a group of settings; known: {', '.join(_known_at(path))}", {path}
+    else:
+        message = re.sub(r"^(Input|List|String) should", "must", fault["msg"])
+        yield (f"is {fault['input']!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}",
+               {path})
 
 
-def _sentence(root: type[BaseModel], fault: ErrorDetails) -> str:
-    path, kind = fault["loc"], fault["type"]
-    if kind == "missing":
-        return "missing; this setting has no default"
-    if kind == "extra_forbidden":
-        section = _section_at(root, path[:-1])
-        known = list(section.model_fields) if section else []
-        near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6)
-        if near:
-            return f"unknown setting; did you mean {'.'.join(map(str, (*path[:-1], near[0])))}?"
-        return f"unknown setting; known: {', '.join(known)}"
-    if kind == "model_type":
-        section = _section_at(root, path)
-        known = list(section.model_fields) if section else []
-        return f"is {fault['input']!r}, must be a group of settings; known: {', '.join(known)}"
-    message = re.sub(r"^(Input|List|String) should", "must", fault["msg"])
-    return f"is {fault['input']!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}"
+def _known_at(path: Key) -> dict[str, FieldInfo]:
+    """The settings of the section at a path, none where there is no section."""
+    section = _section_at(path)
+    return section.model_fields if section else {}
 
 
-def _named_in(root: type[BaseModel], path: Key, line: str) -> set[Key]:
-    """The settings a sentence about a section names, by their dotted keys below it; the section itself if none."""
-    found: set[Key] = set()
-    for word in re.findall(r"\w+(?:\.\w+)*", line):
-        names = word.split(".")
-        section = _section_at(root, (*path, *names[:-1]))
-        if section is not None and names[-1] in section.model_fields:
-            found.add((*path, *names))
-    return found or {path}
-
-
-def _section_at(root: type[BaseModel], path: Key) -> type[BaseModel] | None:
+def _section_at(path: Key) -> type[BaseModel] | None:
     """The section at a path, or None where there is none. A mapping of sections has one at every name."""
-    section: type[BaseModel] | None = root
-    mapped: type[BaseModel] | None = None
+    kind: Any = Recipe
     for name in path:
-        if mapped is not None:
-            section, mapped = mapped, None
-            continue
-        field = section.model_fields.get(str(name)) if section else None
-        if field is None:
-            return None
-        section = _as_section(field.annotation)
-        mapped = next((kind for kind in map(_as_section, get_args(field.annotation)) if kind), None)
-    return section
+        if _is_section(kind):
+            field = kind.model_fields.get(str(name))
+            kind = field.annotation if field else None
+        else:
+            kind = next(filter(_is_section, get_args(kind)), None)
+    return kind if _is_section(kind) else None
 
 
-def _as_section(kind: Any) -> type[BaseModel] | None:
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _mend(root: type[BaseModel], tree: dict[str, Any], path: Key, stand_ins: dict[type[BaseModel], Any]) -> None:
+def _mend(tree: dict[str, Any], path: Key) -> None:
     """Takes the setting at a path out of the tree, or puts a stand-in where it cannot be missing."""
-    for depth in range(1, len(path)):  # such a section is stood in for as a whole, and a list goes with its item
-        if _section_at(root, path[:depth]) in stand_ins or isinstance(path[depth], int):
+    for depth in range(1, len(path)):  # a corpus is stood in for as a whole, and a list goes with its item
+        if _section_at(path[:depth]) is Corpus or isinstance(path[depth], int):
             path = path[:depth]
             break
-    *parents, name = path
+    *groups, name = path
     node: Any = tree
-    for parent in parents:
-        node = node.get(parent) if isinstance(node, dict) else None
+    for group in groups:
+        node = node.get(group) if isinstance(node, dict) else None
     if not isinstance(node, dict):
         return  # mended with a section above it, or never written
-    section, around = _section_at(root, path), _section_at(root, tuple(parents))
-    field = around.model_fields.get(str(name)) if around else None
-    if section in stand_ins:
-        node[name] = copy.deepcopy(stand_ins[section])
-    elif field is not None and field.is_required():
-        node[name] = _stand_in(field.annotation, stand_ins)
+    field = _known_at(tuple(groups)).get(str(name))
+    if _section_at(path) is Corpus or (field is not None and field.is_required()):
+        node[name] = _stand_in(field.annotation if field else Corpus)
     else:
         node.pop(name, None)
 
 
-def _stand_in(kind: Any, stand_ins: dict[type[BaseModel], Any]) -> Any:
+def _stand_in(kind: Any) -> Any:
     """A sound value of a setting without default: a large number or a text, or a section of such."""
-    section = _as_section(kind)
-    if section is None:
+    if kind is Corpus:
+        return dict(_SOUND_CORPUS)
+    if not _is_section(kind):
         return "-" if kind is str else 10**9
-    if section in stand_ins:
-        return copy.deepcopy(stand_ins[section])
-    required = {name: field for name, field in section.model_fields.items() if field.is_required()}
-    return {name: _stand_in(field.annotation, stand_ins) for name, field in required.items()}
+    return {name: _stand_in(field.annotation) for name, field in kind.model_fields.items() if field.is_required()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -25,6 +26,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
+    def faults(self) -> Iterator[str]:
+        """What does not go together, a sentence each; settings by their names below this section."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Section:
+        if faults := list(self.faults()):
+            raise ValueError("\n".join(faults))
+        return self
+
 
 class Corpus(Section):
     """A parallel corpus: `src` and `trg` files (plain or .gz) of equal length, or `tsv` files with two columns."""
@@ -34,15 +45,13 @@ class Corpus(Section):
     tsv: Files = Field(default_factory=list)
     columns: list[Count] = Field(default=[1, 2], min_length=2, max_length=2)  # source, target; counted from 1
 
-    @model_validator(mode="after")
-    def _one_form(self) -> Corpus:
+    def faults(self) -> Iterator[str]:
         if self.tsv and (self.src or self.trg):
-            raise ValueError("give either 'tsv' or 'src' and 'trg', not both")
-        if not self.tsv and not (self.src and self.trg):
-            raise ValueError("give 'src' and 'trg' files, or 'tsv' files")
-        if len(self.src) != len(self.trg):
-            raise ValueError(f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; they must pair up")
-        return self
+            yield "give either 'tsv' or 'src' and 'trg', not both"
+        elif not self.tsv and not (self.src and self.trg):
+            yield "give 'src' and 'trg' files, or 'tsv' files"
+        elif len(self.src) != len(self.trg):
+            yield f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; they must pair up"
 
 
 class Filters(Section):
@@ -124,18 +133,13 @@ class Model(Section):
         """Whether a stack's ω are measured before the first update, or read from a profile."""
         return self.encoder.block in PROFILED_BLOCKS or self.decoder.block in PROFILED_BLOCKS
 
-    @model_validator(mode="after")
-    def _shapes(self) -> Model:
-        faults = []
+    def faults(self) -> Iterator[str]:
         if self.width % self.heads:
-            faults.append(f"width ({self.width}) must be a multiple of heads ({self.heads})")
+            yield f"width ({self.width}) must be a multiple of heads ({self.heads})"
         if self.width % 2:
-            faults.append(f"width ({self.width}) must be even: positions are half sines, half cosines")
+            yield f"width ({self.width}) must be even: positions are half sines, half cosines"
         if self.ffn % 2 and "looks_linear" in (self.encoder.block, self.decoder.block):
-            faults.append(f"ffn ({self.ffn}) must be even with block: looks_linear: half of it mirrors the other half")
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
+            yield f"ffn ({self.ffn}) must be even with block: looks_linear: half of it mirrors the other half"
 
 
 class Admin(Section):
@@ -159,22 +163,17 @@ class Optimizer(Section):
     # Whether it is on vectors and single numbers too, or on matrices alone; to be said where there is any.
     decay_norms_and_biases: bool | None = None
 
-    @model_validator(mode="after")
-    def _of_the_name(self) -> Optimizer:
-        faults = []
+    def faults(self) -> Iterator[str]:
         if self.momentum and self.name != "sgd":
-            faults.append(f"momentum ({self.momentum:g}) is of sgd, but name is {self.name}, whose momentum is the "
-                          "first of betas; remove momentum")
+            yield (f"momentum ({self.momentum:g}) is of sgd, but name is {self.name}, whose momentum is the "
+                   "first of betas; remove momentum")
         if self.name == "sgd" and (self.betas, self.eps) != ([0.9, 0.98], 1e-9):
-            faults.append(f"betas ({self.betas}) and eps ({self.eps:g}) are not of name: sgd; remove them")
+            yield f"betas ({self.betas}) and eps ({self.eps:g}) are not of name: sgd; remove them"
         if self.weight_decay and self.decay_norms_and_biases is None:
-            faults.append(f"weight_decay ({self.weight_decay:g}) needs decay_norms_and_biases: true (every parameter) "
-                          "or false (matrices alone)")
+            yield (f"weight_decay ({self.weight_decay:g}) needs decay_norms_and_biases: true (every parameter) "
+                   "or false (matrices alone)")
         if self.decay_norms_and_biases is False and not self.weight_decay:
-            faults.append("decay_norms_and_biases: false goes with a weight_decay, which is 0; set it to null")
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
+            yield "decay_norms_and_biases: false goes with a weight_decay, which is 0; set it to null"
 
 
 class Schedule(Section):
@@ -193,24 +192,19 @@ class Schedule(Section):
     step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     after_step: Literal["constant", "inverse_sqrt"] = "inverse_sqrt"
 
-    @model_validator(mode="after")
-    def _of_the_name(self) -> Schedule:
+    def faults(self) -> Iterator[str]:
         given = [place for place in (self.step_epoch, self.step_update) if place is not None]
-        faults = []
         if self.name == "step" and len(given) != 1:
-            faults.append(f"name: step needs step_epoch or step_update, one of the two; {len(given)} are given")
+            yield f"name: step needs step_epoch or step_update, one of the two; {len(given)} are given"
         if self.name != "step" and given:
-            faults.append(f"step_epoch and step_update are of name: step, but name is {self.name}; remove them")
+            yield f"step_epoch and step_update are of name: step, but name is {self.name}; remove them"
         if self.name != "step" and (self.step_factor, self.after_step) != (0.1, "inverse_sqrt"):
-            faults.append(f"step_factor ({self.step_factor:g}) and after_step ({self.after_step}) are of name: step, "
-                          f"but name is {self.name}; remove them, or set them to 0.1 and inverse_sqrt")
+            yield (f"step_factor ({self.step_factor:g}) and after_step ({self.after_step}) are of name: step, "
+                   f"but name is {self.name}; remove them, or set them to 0.1 and inverse_sqrt")
         if self.final and self.name != "linear":
-            faults.append(f"final ({self.final:g}) is of name: linear, but name is {self.name}; remove final")
+            yield f"final ({self.final:g}) is of name: linear, but name is {self.name}; remove final"
         if self.name == "step" and self.step_update is not None and self.step_update <= self.warmup:
-            faults.append(f"step_update ({self.step_update}) must be above warmup ({self.warmup})")
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
+            yield f"step_update ({self.step_update}) must be above warmup ({self.warmup})"
 
 
 class Train(Section):
@@ -242,12 +236,10 @@ class Parallel(Section):
     recompute_layers: Annotated[int, Field(ge=0)] = 0  # in a group whose activations are computed twice; 0: all kept
     threads: Annotated[int, Field(ge=0)] = 0  # per process; 0: the machine's cores shared among its processes
 
-    @model_validator(mode="after")
-    def _local_in_fp32(self) -> Parallel:
+    def faults(self) -> Iterator[str]:
         if self.ds_config is None and self.precision != "fp32":
-            raise ValueError(f"precision ({self.precision}) needs a ds_config, but ds_config is null, which is plain "
-                             "PyTorch in fp32; set ds_config: ds_configs/zero1.json, or precision: fp32")
-        return self
+            yield (f"precision ({self.precision}) needs a ds_config, but ds_config is null, which is plain "
+                   "PyTorch in fp32; set ds_config: ds_configs/zero1.json, or precision: fp32")
 
 
 class LossScale(Section):
@@ -258,11 +250,9 @@ class LossScale(Section):
     window: Count = 256
     floor: Positive = 0.03125
 
-    @model_validator(mode="after")
-    def _above_floor(self) -> LossScale:
+    def faults(self) -> Iterator[str]:
         if self.floor > 2.0**self.initial_power:
-            raise ValueError(f"floor ({self.floor:g}) must not be above 2^initial_power ({2.0**self.initial_power:g})")
-        return self
+            yield f"floor ({self.floor:g}) must not be above 2^initial_power ({2.0**self.initial_power:g})"
 
 
 class Translate(Section):
@@ -281,26 +271,17 @@ class Translate(Section):
     batch_tokens: Count = 4096
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is faster on a GPU and on a CPU with AMX, and slower without
 
-    @model_validator(mode="after")
-    def _nbest(self) -> Translate:
+    def faults(self) -> Iterator[str]:
         if self.method == "beam" and self.nbest > self.beam:
-            raise ValueError(f"nbest ({self.nbest}) cannot exceed beam ({self.beam})")
+            yield f"nbest ({self.nbest}) cannot exceed beam ({self.beam})"
         if self.method == "greedy" and self.nbest > 1:
-            raise ValueError(f"nbest ({self.nbest}) needs method beam or sample")
-        return self
-
-    @model_validator(mode="after")
-    def _of_the_method(self) -> Translate:
-        faults = []
+            yield f"nbest ({self.nbest}) needs method beam or sample"
         if self.temperature != 1.0 and self.method != "sample":
-            faults.append(f"temperature ({self.temperature:g}) is of method sample, but method is {self.method}; "
-                          "remove temperature, or set it to 1.0")
+            yield (f"temperature ({self.temperature:g}) is of method sample, but method is {self.method}; "
+                   "remove temperature, or set it to 1.0")
         if self.patience is not None and self.method != "beam":
-            faults.append(f"patience ({self.patience:g}) is of method beam, but method is {self.method}; remove "
-                          "patience, or set it to null")
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
+            yield (f"patience ({self.patience:g}) is of method beam, but method is {self.method}; remove "
+                   "patience, or set it to null")
 
 
 class Recipe(Section):
@@ -321,39 +302,34 @@ class Recipe(Section):
     translate: Translate = Translate()
     average_last: Count = 5  # checkpoints averaged for the final score
 
-    @model_validator(mode="after")
-    def _together(self) -> Recipe:
-        faults = []
+    def faults(self) -> Iterator[str]:
         if self.model.tied == "all" and not self.vocab.shared:
-            faults.append("model.tied: all needs vocab.shared: true (one embedding cannot serve two vocabularies); "
-                          "set model.tied: decoder")
+            yield ("model.tied: all needs vocab.shared: true (one embedding cannot serve two vocabularies); "
+                   "set model.tied: decoder")
         if self.data.filters.max_tokens + 1 > self.model.max_length:
-            faults.append(f"data.filters.max_tokens ({self.data.filters.max_tokens}) must leave room for eos within "
-                          f"model.max_length ({self.model.max_length})")
+            yield (f"data.filters.max_tokens ({self.data.filters.max_tokens}) must leave room for eos within "
+                   f"model.max_length ({self.model.max_length})")
         if self.data.filters.max_tokens + 1 > self.batch.tokens:
-            faults.append(f"batch.tokens ({self.batch.tokens}) cannot hold one sentence of data.filters.max_tokens "
-                          f"({self.data.filters.max_tokens})")
+            yield (f"batch.tokens ({self.batch.tokens}) cannot hold one sentence of data.filters.max_tokens "
+                   f"({self.data.filters.max_tokens})")
         whole = [f"model.{side}.block: {stack.block}" for side, stack in
                  (("encoder", self.model.encoder), ("decoder", self.model.decoder)) if stack.block in HISTORY_BLOCKS]
         if self.parallel.pipeline_stages and whole:
-            faults.append(f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot go with "
-                          f"{' and '.join(whole)}: each of its layers needs the outputs of all layers below, and "
-                          "stages hand on only the last; set parallel.pipeline_stages: 0, or take another block")
+            yield (f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot go with "
+                   f"{' and '.join(whole)}: each of its layers needs the outputs of all layers below, and "
+                   "stages hand on only the last; set parallel.pipeline_stages: 0, or take another block")
         if self.train.best_by == "bleu" and not self.train.valid_bleu:
-            faults.append("train.best_by: bleu needs train.valid_bleu: true")
+            yield "train.best_by: bleu needs train.valid_bleu: true"
         if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:
-            faults.append(f"schedule.warmup ({self.schedule.warmup}) must be below train.updates "
-                          f"({self.train.updates}) with schedule.name: linear")
+            yield (f"schedule.warmup ({self.schedule.warmup}) must be below train.updates "
+                   f"({self.train.updates}) with schedule.name: linear")
         for step, end, unit in ((self.schedule.step_epoch, self.train.epochs, "epoch"),
                                 (self.schedule.step_update, self.train.updates, "update")):
             if step is not None and end is not None and step > end:
-                faults.append(f"schedule.step_{unit} ({step}) must not be above train.{unit}s ({end}), the run's end")
+                yield f"schedule.step_{unit} ({step}) must not be above train.{unit}s ({end}), the run's end"
         if self.admin.profile is not None and not self.model.profiled:
-            faults.append(f"admin.profile ({self.admin.profile}) is of block: admin, but model.encoder.block is "
-                          f"{self.model.encoder.block} and model.decoder.block {self.model.decoder.block}; remove it")
+            yield (f"admin.profile ({self.admin.profile}) is of block: admin, but model.encoder.block is "
+                   f"{self.model.encoder.block} and model.decoder.block {self.model.decoder.block}; remove it")
         if self.data.subword_variants and self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
-            faults.append("data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same "
-                          "text again; set data.subword_alpha to 0.1")
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
+            yield ("data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same "
+                   "text again; set data.subword_alpha to 0.1")

@@ -34,7 +34,7 @@ from deepnmt.checkpoint.checkpoint import (
     load_model,
     write_checkpoint,
 )
-from deepnmt.config import Model, Recipe, dump_recipe
+from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import BLOCKS, FOLDED, SIDES, DeepNorm, LayerPosition, Side
 from deepnmt.model.transformer import Transformer
@@ -94,11 +94,12 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
         raise UserError(f"model.encoder.block is {model.encoder.block} and model.decoder.block {model.decoder.block}, "
                         f"but only {', '.join(FOLDABLE)} fold into post_ln; the others are used as they are")
     folded = dict(weights)
-    tree = model.model_dump()
+    post_ln = model
     for side in sides:
         folded = _fold_stack(folded, model, side)
-        tree[side] |= {"block": FOLDED, "input_gain": f"{side}.input.gain" in folded}
-    return folded, Model.model_validate(tree)
+        gain = f"{side}.input.gain" in folded
+        post_ln = with_settings(post_ln, {f"{side}.block": FOLDED, f"{side}.input_gain": gain})
+    return folded, post_ln
 
 
 def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict[str, Tensor]:
@@ -146,9 +147,8 @@ def save_folded(source: Path, target: Path) -> Folded:
         raise UserError(f"{target} is the checkpoint to be folded; give another folder for the folded model")
     before = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
     weights, model = fold_weights(before, loaded.recipe.model)
-    tree = loaded.recipe.model_dump()
-    tree["admin"]["profile"] = None  # which is of Admin alone, and has done its work
-    recipe = Recipe.model_validate({**tree, "model": model.model_dump()})
+    # the profile is of Admin alone, and has done its work
+    recipe = with_settings(loaded.recipe, {"model": model, "admin.profile": None})
     del before  # what was folded has no other owner than the model, see `_compare`
     difference, largest = _compare(loaded, weights, recipe)
     if not difference <= LARGEST_DIFFERENCE:

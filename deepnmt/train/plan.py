@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from deepnmt.checkpoint.average import check_average_last
-from deepnmt.config import Model, Recipe, Stack, dump_recipe
+from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.model.blocks import BLOCKS
@@ -33,11 +33,7 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
     But layer l of a DLCL stack has l + 1 weights for the outputs below it: each layer has one more than the last.
     """
     def built(encoder: int, decoder: int) -> int:
-        shallow = Model.model_validate({
-            **model.model_dump(),
-            "encoder": Stack(**{**model.encoder.model_dump(), "layers": encoder}).model_dump(),
-            "decoder": Stack(**{**model.decoder.model_dump(), "layers": decoder}).model_dump(),
-        })
+        shallow = with_settings(model, {"encoder.layers": encoder, "decoder.layers": decoder})
         return sum(p.numel() for p in Transformer(shallow, 8, 8, 0).parameters())
 
     one = built(1, 1)

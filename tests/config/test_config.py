@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from deepnmt.config import Parallel, Recipe, check_recipe, dump_recipe, load_recipe
+from deepnmt.config import Parallel, Recipe, check_recipe, dump_recipe, load_recipe, with_settings
 from deepnmt.errors import UserError
 
 SMALL = """
@@ -312,3 +312,11 @@ def test_a_file_of_ones_own_keeps_its_name(recipe_file: Path, tmp_path: Path) ->
     (tmp_path / "zero1_bf16.json").write_text("{}")
     parallel = load_recipe(recipe_file, [f"parallel.ds_config={tmp_path}/zero1_bf16.json"]).parallel
     assert (parallel.ds_config, parallel.precision) == (f"{tmp_path}/zero1_bf16.json", "bf16")
+
+
+def test_settings_of_a_checked_recipe_are_changed_and_checked(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    changed = with_settings(recipe, {"model": recipe.model, "model.encoder.layers": 7, "optimizer.lr": 0.5})
+    assert (changed.model.encoder.layers, changed.optimizer.lr) == (7, 0.5) and changed.data == recipe.data
+    with pytest.raises(ValidationError):
+        with_settings(recipe.model, {"width": 7})

@@ -11,7 +11,7 @@ from ranks import run_on_ranks
 from tiny_engines import batch_of, parallel
 
 from deepnmt.batch import Batch
-from deepnmt.config import Recipe, check_recipe
+from deepnmt.config import Recipe, check_recipe, with_settings
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import Engine
@@ -53,9 +53,7 @@ def micro_batches(update: int) -> list[Batch]:
 
 def build(layout: str, optimizer: dict[str, Any], ranks: Ranks) -> Engine:
     settings = recipe(layout, optimizer)
-    settings = settings.model_copy(update={
-        "batch": settings.batch.model_copy(update={"accumulation": 2 // ranks.world})
-    })
+    settings = with_settings(settings, {"batch.accumulation": 2 // ranks.world})
     return build_engine(Transformer(settings.model, VOCAB, VOCAB, settings.seed, 0.1), settings,
                         layout_of(settings, ranks.world), ranks)
 
