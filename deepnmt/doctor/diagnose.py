@@ -27,7 +27,7 @@ from deepnmt.checkpoint.checkpoint import (
     load_weights,
     update_of,
 )
-from deepnmt.config import Recipe
+from deepnmt.config import Recipe, with_settings
 from deepnmt.data.batching import Stream, collate
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.doctor.measures import (
@@ -44,7 +44,7 @@ from deepnmt.doctor.measures import (
 )
 from deepnmt.doctor.page import summary, write_page
 from deepnmt.doctor.probes import plain_loss
-from deepnmt.doctor.variants import alternatives, fresh_model, with_settings
+from deepnmt.doctor.variants import alternatives, fresh_model
 from deepnmt.doctor.verdict import (
     SHIPPED,
     VerdictRule,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import getitem
 from typing import Any
 
 import torch
 
 from deepnmt.batch import Batch
-from deepnmt.config import Init, Model, Recipe
+from deepnmt.config import Init, Model, Recipe, with_settings
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile, InputVariance, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
@@ -37,15 +35,6 @@ def fresh_model(
         measured = profile or measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance)
         measured.apply(built)
     return built.to(batches[0].device if batches else torch.device("cpu"))
-
-
-def with_settings(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
-    """The recipe with other values, by names as in `model.encoder.layers`."""
-    tree = recipe.model_dump()
-    for name, value in settings.items():
-        *path, last = name.split(".")
-        reduce(getitem, path, tree)[last] = value
-    return Recipe.model_validate(tree)
 
 
 def initialisation(block: str, init: Init) -> str:

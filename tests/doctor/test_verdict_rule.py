@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from deepnmt.config import with_settings
 from deepnmt.doctor.diagnose import one_update, trial
-from deepnmt.doctor.variants import fresh_model, with_settings
+from deepnmt.doctor.variants import fresh_model
 from deepnmt.doctor.verdict import FEATURES, TRIAL, VerdictRule, features
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
