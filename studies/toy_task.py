@@ -11,7 +11,8 @@ that reads the source 0; of the end of the sentence all learn.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,15 +33,13 @@ class ToyTask:
     shortest: int = 4
     longest: int = 6
     seed: int = 1
-    _alphabet: Tensor = field(init=False, repr=False, compare=False)
-    _next: Tensor = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        draw = torch.Generator().manual_seed(stable_hash(self.seed, "alphabet"))
-        following = torch.stack([torch.randperm(self.symbols, generator=draw)[: self.successors]
-                                 for _ in range(self.symbols)])
-        object.__setattr__(self, "_alphabet", torch.randperm(self.symbols, generator=draw))
-        object.__setattr__(self, "_next", following)
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """The successors of each symbol, [symbols, successors], and what it is translated to, [symbols]."""
+        generator = torch.Generator().manual_seed(stable_hash(self.seed, "alphabet"))
+        orders = [torch.randperm(self.symbols, generator=generator) for _ in range(self.symbols + 1)]
+        return torch.stack(orders[:-1])[:, : self.successors], orders[-1]
 
     @property
     def vocabulary(self) -> int:
@@ -61,14 +60,14 @@ class ToyTask:
 
     def batch(self, number: int, sentences: int) -> Batch:
         """Batch `number`, a function of it and the seed: src [B, S], src_lengths [B], trg_in [B, T], trg_out [B, T]."""
-        draw = torch.Generator().manual_seed(stable_hash(self.seed, "batch", number))
-        lengths = torch.randint(self.shortest, self.longest + 1, (sentences,), generator=draw)
-        walk = torch.empty(sentences, self.longest, dtype=torch.int64)
-        walk[:, 0] = torch.randint(self.symbols, (sentences,), generator=draw)
-        for place in range(1, self.longest):
-            chosen = torch.randint(self.successors, (sentences,), generator=draw)
-            walk[:, place] = self._next[walk[:, place - 1], chosen]
-        src, trg = (_closed(symbols + _FIRST, lengths) for symbols in (walk, self._alphabet[walk]))
+        following, alphabet = self._tables
+        generator = torch.Generator().manual_seed(stable_hash(self.seed, "batch", number))
+        lengths = torch.randint(self.shortest, self.longest + 1, (sentences,), generator=generator)
+        steps = [torch.randint(self.symbols, (sentences,), generator=generator)]
+        while len(steps) < self.longest:
+            steps.append(following[steps[-1], torch.randint(self.successors, (sentences,), generator=generator)])
+        walk = torch.stack(steps, dim=1)
+        src, trg = (_closed(symbols + _FIRST, lengths) for symbols in (walk, alphabet[walk]))
         trg_in = torch.cat([torch.full((sentences, 1), BOS), trg[:, :-1].masked_fill(trg[:, :-1] == EOS, PAD)], dim=1)
         return Batch((src, lengths + 1, trg_in, trg), number, int((trg != PAD).sum()))
 
@@ -76,6 +75,6 @@ class ToyTask:
 def _closed(symbols: Tensor, lengths: Tensor) -> Tensor:
     """Symbols [B, n] of these lengths [B] with eos behind them and pad behind that, [B, n + 1]."""
     closed = torch.cat([symbols, torch.full((len(symbols), 1), PAD)], dim=1)
-    places = torch.arange(closed.size(1))
-    closed = closed.masked_fill(places > lengths[:, None], PAD)
-    return closed.masked_fill(places == lengths[:, None], EOS)
+    positions = torch.arange(closed.size(1))
+    closed = closed.masked_fill(positions > lengths[:, None], PAD)
+    return closed.masked_fill(positions == lengths[:, None], EOS)

@@ -45,7 +45,7 @@ from studies.plots import plot_grid
 from studies.runs import Record, Stacks, append_runs, json_lines, read_runs
 from studies.side_by_side import train_side_by_side
 from studies.toy_task import ToyTask
-from studies.verdict_fit import Fitted, confusion, fit_rule, held_out, unpaired
+from studies.verdict_fit import confusion, fit_rule, held_out, unpaired
 
 Mark = Literal["source", "context"]
 
@@ -59,7 +59,8 @@ _HELD_OUT = 0.3  # of the runs, which the rule is judged on
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a grid share: model width, heads and inner width, updates, those of a warm-up, the task."""
+    """What all runs of a grid share: model width, heads and inner width, updates, those of a warm-up, the task. Runs of
+    other settings do not count as done."""
 
     width: int = 32
     heads: int = 4
@@ -67,11 +68,6 @@ class Settings:
     updates: int = 200
     warmup: int = 50
     task: ToyTask = field(default_factory=ToyTask)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the lines of the file; runs of other settings do not count as done."""
-        task = {name: getattr(self.task, name) for name in ("symbols", "successors", "shortest", "longest", "seed")}
-        return {**vars(self), "task": task}
 
     @classmethod
     def of(cls, record: Record) -> Settings:
@@ -168,7 +164,7 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
         UserError: an impossible point, or a file that cannot be written; nothing is begun then.
     """
     done = {_key(record) for record in read_grid(output)}
-    wanted = [p for p in points if _key({"point": p.as_dict(), "settings": settings.as_dict()}) not in done]
+    wanted = [p for p in points if _key({"point": p.as_dict(), "settings": asdict(settings)}) not in done]
     groups: dict[Point, list[Point]] = {}
     for point in wanted:
         point.recipe(settings)
@@ -210,7 +206,7 @@ def run_points(points: list[Point], settings: Settings) -> list[Record]:
         return found if math.isfinite(found) else 1e9
 
     records = [{
-        "point": point.as_dict(), "settings": settings.as_dict(), "features": values,
+        "point": point.as_dict(), "settings": asdict(settings), "features": values,
         "losses": [round(mean(losses[start : start + 10]), 4) for start in range(0, len(losses), 10)],
         "final": mean(losses[-_AVERAGED:]),
     } for point, values, losses in zip(points, measured, curves, strict=True)]
@@ -332,22 +328,16 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
     if ship:
         rule.save(SHIPPED)
     plot_grid(records, runs.with_name("verdict.png"))
-    text = _report(rule, fitted)
-    runs.with_name("verdict.md").write_text(text + "\n", encoding="utf-8")
-    return text
-
-
-def _report(rule: VerdictRule, fitted: Fitted) -> str:
-    """What was fitted and how well it does, in lines."""
-    facts, held, splits = rule.facts, fitted.held, fitted.splits
-    return "\n".join([
-        f"learned: final loss below {facts['bar']:.3f} ({facts['mark']}), {facts['learned']} runs did",
-        f"{fitted.recipe}, on {facts['runs']} runs",
+    text = "\n".join([
+        f"learned: final loss below {records[0]['bar']:.3f} ({mark}), {rule.facts['learned']} runs did",
+        f"{fitted.recipe}, on {rule.facts['runs']} runs",
         f"accuracy on {held.total} runs held out: {100 * held.accuracy:.1f} %", held.table(),
-        f"on {len(splits)} other splits of the same size: {100 * fmean(splits):.1f} % on average, "
-        f"{100 * min(splits):.1f} to {100 * max(splits):.1f} %",
+        f"on {len(others)} other splits of the same size: {100 * fmean(others):.1f} % on average, "
+        f"{100 * min(others):.1f} to {100 * max(others):.1f} %",
         "accuracy on the runs of a block that was left out of the fit:",
         *(f"  {name:<24}{100 * value:5.1f} %" for name, value in fitted.unseen.items())])
+    runs.with_name("verdict.md").write_text(text + "\n", encoding="utf-8")
+    return text
 
 
 def digest(record: Record) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def records_of(count: int, seed: int = 0) -> list[dict[str, Any]]:
         values = {name: float(torch.randn((), generator=draw)) for name in FEATURES}
         found.append({"point": {"encoder": BLOCKS[number % 3], "decoder": "admin", "layers": 6,
                                 "rate": 1e-3 * (number + 1), "warmup": bool(number % 2)},
-                      "settings": Settings().as_dict(), "features": values,
+                      "settings": asdict(Settings()), "features": values,
                       "learned": values["rate"] + values["layers"] < 0.2,
                       "final": 0.1 if values["rate"] + values["layers"] < 0.2 else 9.0, "bar": 1.0})
     return found
@@ -277,7 +277,7 @@ def test_fit_writes_rule_table_and_picture(tmp_path: Path) -> None:
 def test_judging_fresh_runs_by_a_finished_rule(tmp_path: Path) -> None:
     """Two sizes of batch, three runs that learned; the rule says yes to all of 8 sentences and to none of 2. A sixth
     run, which it was fitted on, does not count."""
-    file, settings = tmp_path / "fresh.jsonl", Settings().as_dict()
+    file, settings = tmp_path / "fresh.jsonl", asdict(Settings())
     bar, low, high = Settings().bars["source"], 1.0, 2.0
     ended = [(8, low, bar - 0.1), (8, low, bar + 0.1), (8, low, bar - 0.2), (2, high, bar + 0.3), (2, high, bar - 0.3),
              (2, low, bar - 0.1)]
