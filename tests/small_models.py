@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from deepnmt import config
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.blocks import Side
+from deepnmt.model.init import Initialiser, fill, new_model
+from deepnmt.model.layers import Layer
+from deepnmt.model.transformer import Transformer, build_layer
 from deepnmt.tokens import PAD
 
 BLOCKS: list[config.Block] = list(get_args(config.Block))
@@ -32,12 +35,19 @@ def shapes(block: config.Block, layers: tuple[int, int] = (2, 2), dropout: float
 
 def model_of(block: config.Block, seed: int = 1) -> Transformer:
     """A model whose parameters are all random, so that biases, gains and ω take part in the comparison."""
-    model = Transformer(shapes(block), VOCAB, VOCAB, seed, label_smoothing=0.1).eval()
+    model = new_model(shapes(block), VOCAB, VOCAB, seed, label_smoothing=0.1).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.empty_like(parameter).normal_(std=0.1, generator=generator))
     return model
+
+
+def layer_of(model: config.Model, side: Side, index: int, seed: int) -> Layer:
+    """A layer alone, with its initial weights."""
+    layer = build_layer(model, side, index, seed)
+    fill(layer, Initialiser(model, VOCAB, VOCAB, seed), layer.name)
+    return layer
 
 
 def batch(src_lengths: list[int], trg_lengths: list[int], seed: int = 7) -> tuple[Tensor, Tensor, Tensor, Tensor]:

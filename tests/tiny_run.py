@@ -10,7 +10,7 @@ import torch
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import Contents, TrainingState, save_checkpoint
 from deepnmt.data.vocab import train_vocabulary
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 
 SENTENCES = ["the small dog sees a red house", "a cat runs to the old tree", "two birds sing in the green garden"]
 VOCAB = train_vocabulary(SENTENCES * 3, config.Vocab(size=40, kind="bpe"))
@@ -35,7 +35,7 @@ def recipe_of(
 
 def weights_of(recipe: config.Recipe, seed: int = 1) -> dict[str, torch.Tensor]:
     """The initial weights of the recipe's model, under a seed."""
-    return dict(Transformer(recipe.model, 40, 40, seed).named_parameters())
+    return dict(new_model(recipe.model, 40, 40, seed).named_parameters())
 
 
 def state_of(update: int, **extra: object) -> TrainingState:

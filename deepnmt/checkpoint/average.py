@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from deepnmt.checkpoint.checkpoint import (
@@ -20,7 +17,6 @@ from deepnmt.checkpoint.checkpoint import (
     RECIPE,
     SRC_VOCAB,
     TRG_VOCAB,
-    WEIGHTS,
     Contents,
     best_first,
     check_target,
@@ -29,8 +25,10 @@ from deepnmt.checkpoint.checkpoint import (
     load_state,
     read_scores,
     require_model,
+    shapes_in,
     update_of,
     verify_files,
+    weights_in,
     write_checkpoint,
 )
 from deepnmt.config import Model, Recipe, load_recipe
@@ -38,8 +36,6 @@ from deepnmt.errors import UserError
 from deepnmt.folders import own_name
 
 log = logging.getLogger(__name__)
-
-MAPPED_VALUES = 4_000_000  # of each checkpoint, read before its file is closed and opened again
 
 
 def average_run(
@@ -201,7 +197,7 @@ def average_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
     Raises:
         UserError: the tensors differ in name or shape; it names the first.
     """
-    shapes, *others = map(_shapes, checkpoints)
+    shapes, *others = map(shapes_in, checkpoints)
     for folder, theirs in zip(checkpoints[1:], others, strict=True):
         if difference := first_difference(shapes, theirs):
             raise _other_model(checkpoints[0], folder, difference)
@@ -210,25 +206,13 @@ def average_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
     parts = torch.empty(sum(sizes)).split(sizes)
     averaged = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
     scratch = torch.empty(max(sizes), dtype=torch.float64)
-    with ExitStack() as stack:
-        files: list[Any] = []
-        values = 0
-        for name, mean in averaged.items():
-            if not files or values >= MAPPED_VALUES:  # an open file keeps in memory all that was read of it
-                stack.close()
-                files = [stack.enter_context(safe_open(each / WEIGHTS, framework="pt")) for each in checkpoints]
-                values = 0
-            total = scratch[: mean.numel()].view_as(mean).copy_(files[0].get_tensor(name))
-            for file in files[1:]:
-                total += file.get_tensor(name)
-            mean.copy_(total.div_(len(files)))
-            values += mean.numel()
+    sources = [weights_in(checkpoint) for checkpoint in checkpoints]
+    for name, mean in averaged.items():
+        total = scratch[: mean.numel()].view_as(mean).copy_(sources[0](name))
+        for source in sources[1:]:
+            total += source(name)
+        mean.copy_(total.div_(len(sources)))
     return averaged
-
-
-def _shapes(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 def _other_model(ours: Path, theirs: Path, difference: str) -> UserError:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.folders import MANIFEST, CheckpointWriteError, DamagedCheckpoint
+from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
 
 __all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # which callers catch; defined in folders.py
@@ -47,6 +48,8 @@ FAIL_POINTS = (
 )
 
 Which = Literal["auto", "averaged", "newest", "best"]
+
+MAPPED_VALUES = 4_000_000  # numbers read of a file of tensors before it is closed and opened again
 
 log = logging.getLogger(__name__)
 
@@ -316,12 +319,45 @@ def load_weights(folder: Path, verify: bool = True) -> dict[str, Tensor]:
     return _read_tensors(folder, WEIGHTS)
 
 
-def load_moments(folder: Path) -> dict[str, Tensor]:
-    """NAME.exp_avg and so on, fp32 on the CPU, of a checkpoint that was verified. Raises `UserError`."""
+def weights_in(folder: Path) -> Source:
+    """The weights of a checkpoint that was verified, one at a time. Raises `DamagedCheckpoint`."""
+    return _tensors_in(folder, WEIGHTS)
+
+
+def moments_in(folder: Path) -> Source:
+    """NAME.exp_avg and so on, fp32, of a checkpoint that was verified, one at a time. Raises `UserError`."""
     if not (folder / MOMENTS).exists():
         raise UserError(f"{folder} holds no optimizer moments (an average has none), so training cannot go on from it; "
                         "give a checkpoint of a run")
-    return _read_tensors(folder, MOMENTS)
+    return _tensors_in(folder, MOMENTS)
+
+
+def _tensors_in(folder: Path, name: str) -> Source:
+    """Reads a file's tensors by name. Of an open file all that was read stays in memory, so it is opened now and then
+    anew."""
+    file, values = None, 0
+
+    def read(key: str) -> Tensor:
+        nonlocal file, values
+        try:
+            if file is None or values >= MAPPED_VALUES:
+                file, values = safe_open(folder / name, framework="pt"), 0
+            tensor = file.get_tensor(key)
+        except (OSError, SafetensorError) as error:
+            raise DamagedCheckpoint(folder, f"{name} cannot be read ({error})") from None
+        values += tensor.numel()
+        return tensor
+
+    return read
+
+
+def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight in a checkpoint, by name. Raises `DamagedCheckpoint`."""
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise DamagedCheckpoint(folder, f"{WEIGHTS} cannot be read ({error})") from None
 
 
 def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
@@ -352,14 +388,10 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     recipe = load_recipe(checkpoint / RECIPE)
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
     model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
-    parameters = dict(model.named_parameters())
-    weights = load_weights(checkpoint, verify=False)
-    if difference := first_difference(shapes_of(parameters), shapes_of(weights)):
+    if difference := first_difference(shapes_of(dict(model.named_parameters())), shapes_in(checkpoint)):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "
                         "checkpoint as training wrote it")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+    fill(model, weights_in(checkpoint))
     return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, load_state(checkpoint), checkpoint)
 
 

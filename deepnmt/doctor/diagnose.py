@@ -22,10 +22,11 @@ from deepnmt.checkpoint.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     load_model,
-    load_moments,
     load_state,
     load_weights,
+    moments_in,
     update_of,
+    weights_in,
 )
 from deepnmt.config import Recipe, with_settings
 from deepnmt.data.batching import Stream, collate
@@ -58,6 +59,7 @@ from deepnmt.files import make_run_folder, write_json
 from deepnmt.folders import DamagedCheckpoint, own_name
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.blocks import SIDES
+from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
@@ -265,7 +267,7 @@ def take_update(subject: Subject) -> None:
         one_update(model, recipe, batch)
         return
     engine = LocalEngine(model, recipe, batch.device)
-    engine.import_state(load_weights(checkpoint), load_moments(checkpoint), load_state(checkpoint).optimizer_step)
+    engine.fill(weights_in(checkpoint), moments_in(checkpoint), load_state(checkpoint).optimizer_step)
     engine.train_step([batch], batch.tokens, due_rate(subject))
 
 
@@ -322,9 +324,7 @@ def between_checkpoints(subject: Subject) -> list[dict[str, Any]]:
         if first is not None:
             model = Transformer(subject.recipe.model, *subject.vocabs, subject.recipe.seed,
                                 subject.model.label_smoothing)
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(first[1][name])
+            fill(model, first[1].__getitem__)
             norms = gradients(model.to(subject.batch.device), subject.batch).matrices
             pairs.append({"update": update_of(first[0]), "until": update_of(folder),
                           **displacement(first[1], after, norms)})

@@ -12,6 +12,7 @@ from deepnmt.config import Init, Model, Recipe, with_settings
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile, InputVariance, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
+from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
 _FACTORS = (1 / 10, 1 / 3, 3, 10)  # on the rate: one that is too small fails as well as one that is too large
@@ -30,10 +31,9 @@ def fresh_model(
 ) -> Transformer:
     """A model as training would begin with it, on the batches' device; where a stack is Admin, the batches are profiled
     first, unless a `profile` is given."""
-    built = Transformer(model, src_vocab, trg_vocab, seed, label_smoothing)
-    if model.profiled:
-        measured = profile or measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance)
-        measured.apply(built)
+    if model.profiled and profile is None:
+        profile = measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance)
+    built = new_model(model, src_vocab, trg_vocab, seed, label_smoothing, profile.omega if profile else None)
     return built.to(batches[0].device if batches else torch.device("cpu"))
 
 

@@ -37,6 +37,7 @@ from deepnmt.checkpoint.checkpoint import (
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import BLOCKS, FOLDED, SIDES, DeepNorm, LayerPosition, Side
+from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -184,8 +185,7 @@ def _compare(loaded: LoadedModel, weights: Mapping[str, Tensor], recipe: Recipe)
     ours = logits(loaded.model)
     loaded.model.to("meta")  # which holds no numbers
     other = Transformer(recipe.model, loaded.src_vocab.size, loaded.trg_vocab.size, recipe.seed).eval()
-    for name, parameter in other.named_parameters():
-        parameter.copy_(weights[name])
+    fill(other, weights.__getitem__)
     theirs = logits(other)
     return float((ours - theirs).abs().max()), float(ours.abs().max())
 

@@ -25,8 +25,7 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.config import Model, check_recipe
 from deepnmt.files import write_json
-from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import StepStats
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
@@ -132,9 +131,7 @@ def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: 
     settings = check_recipe(recipe, "speed")
     with processes(settings.parallel.threads, group=True) as ranks:
         layout = layout_of(settings, ranks.world)
-        model = Transformer(settings.model, vocab, vocab, settings.seed, settings.train.label_smoothing)
-        parameters = sum(p.numel() for p in model.parameters())
-        engine = build_engine(model, settings, layout, ranks)
+        engine = start_engine(settings, layout, (vocab, vocab), ranks)
         taken: list[StepStats] = []
 
         @cache
@@ -153,7 +150,8 @@ def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: 
         dropped = sum(not stats.applied for stats in taken[-len(seconds):])
         cuda = ranks.device.type == "cuda"
         result = {"precision": layout.precision, "stage": layout.stage if layout.config else None,
-                  "parameters": parameters, "tokens": tokens // length * length, "length": length, "vocab": vocab,
+                  "parameters": engine.parameters, "tokens": tokens // length * length, "length": length,
+                  "vocab": vocab,
                   "peak_memory_gib": torch.cuda.max_memory_allocated(ranks.device) / 2**30 if cuda else None,
                   "dropped": dropped, "loss_per_token": taken[-1].loss / (tokens // length * length)}
         engine.close()

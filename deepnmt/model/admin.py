@@ -15,13 +15,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 from tqdm import tqdm
 
 from deepnmt.batch import Batch
@@ -29,24 +30,17 @@ from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Admin, Side, Stream, newest
-from deepnmt.model.layers import Layer
-from deepnmt.model.transformer import Transformer, build_embedding, build_layer, build_top
+from deepnmt.model.blocks import SIDES, SUBLAYERS, Side, Stream, newest, profiled_sublayers
+from deepnmt.model.embedding import TABLES, InputLayer
+from deepnmt.model.init import Initialiser, fill
+from deepnmt.model.transformer import build_layer, build_top
+from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 
-Combine = Callable[[list[float]], list[float]]
 InputVariance = Literal["measured", "one"]
 
 _FORMAT, _VERSION = "deepnmt-admin-profile", 1
 _QUIET_SECONDS = 60.0  # between two progress lines where there is no terminal to draw a bar on
-
-
-def admin_sublayers(model: Model, side: Side) -> list[str]:
-    """The canonical names of a stack's sub-layers in order; none if its block is not profiled."""
-    stack = model.stack(side)
-    if not BLOCKS[stack.block].profiled:
-        return []
-    return [f"{side}.layers.{index}.{name}" for index in range(stack.layers) for name in SUBLAYERS[side]]
 
 
 @dataclass(frozen=True)
@@ -100,36 +94,13 @@ class AdminProfile:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"admin.profile: {path} cannot be read ({error}); give a file that deepnmt profile wrote, "
                             "or null to measure anew") from None
-        names = {side: admin_sublayers(model, side) for side in SIDES}
+        names = {side: profiled_sublayers(model, side) for side in SIDES}
         if text.lstrip().startswith("{"):
             return cls(*_from_json(text, path, names))
         split = len(names["encoder"])
         values = _from_text(text, path, split, len(names["decoder"]))
         digest = hashlib.sha256(text.encode()).hexdigest()
         return cls(values[:split], values[split:], {"file": path.name, "sha256": digest})
-
-    def apply(self, model: Transformer) -> None:
-        """Sets ω of a built model. Raises ValueError if a stack has another number of sub-layers."""
-        stacks = (model.encoder, model.decoder)
-        for side, stack, values in zip(SIDES, stacks, (self.encoder, self.decoder), strict=True):
-            if not values:
-                continue
-            size = len(SUBLAYERS[side])
-            if len(values) != size * len(stack.layers):
-                raise ValueError(f"the {side} has {size * len(stack.layers)} sub-layers, the profile {len(values)}")
-            for index, layer in enumerate(stack.layers):
-                self.apply_to_layer(side, index, layer)
-
-    def apply_to_layer(self, side: Side, index: int, layer: nn.Module) -> None:
-        """Sets ω of layer `index` (from 0) of a stack, alone; nothing where the profile has no such stack.
-
-        Raises ValueError if the profile ends before this layer.
-        """
-        size, values = len(SUBLAYERS[side]), self.encoder if side == "encoder" else self.decoder
-        if values:
-            rule = layer.get_submodule("rule")
-            assert isinstance(rule, Admin)
-            rule.set_omega(values[size * index : size * (index + 1)])
 
 
 def _hash(provenance: dict[str, Any]) -> str:
@@ -157,13 +128,14 @@ class _Flow:
     key: int
 
 
+@torch.no_grad()
 def measure(
     model: Model,
     src_vocab: int,
     trg_vocab: int,
     seed: int,
     batches: Sequence[Batch],
-    combine: Combine = list,
+    ranks: Ranks | None = None,
     *,
     input_variance: InputVariance = "measured",
     data: str = "",
@@ -178,7 +150,7 @@ def measure(
         model: shapes, dropouts and blocks.
         src_vocab, trg_vocab, seed: as of the `Transformer` that is to be trained: they fix its initial weights.
         batches: this process's share, on the device to run on. It may be empty, if not all are.
-        combine: sums a list of numbers element-wise over all processes; then every process calls `measure`.
+        ranks: the processes that share the micro-batches, each of which calls `measure`; without, this one is alone.
         input_variance: what stands for Var[F_0].
         data: the fingerprint of the prepared data, for the provenance.
         show: show progress and the time left on standard error.
@@ -186,15 +158,28 @@ def measure(
     Raises:
         ValueError: no stack is Admin, or no process has a micro-batch.
     """
-    counts = [len(names) + 1 if (names := admin_sublayers(model, side)) else 0 for side in SIDES]
+    counts = [len(names) + 1 if (names := profiled_sublayers(model, side)) else 0 for side in SIDES]
     if not any(counts):
         raise ValueError("neither stack is Admin: there is nothing to profile")
-    moments, outputs = _run_encoder(model, src_vocab, seed, batches, show)
-    parts = [moments] if counts[0] else []
+    weights = Initialiser(model, src_vocab, trg_vocab, seed)
+    flows = []
+    for batch, x in zip(batches, _embed(model, "encoder", src_vocab, weights, batches), strict=True):
+        src, lengths, *_ = batch.tensors
+        real = torch.arange(src.size(1), device=src.device) < lengths[:, None]
+        flows.append(_Flow(x, real, (key_mask(lengths, src.size(1)),), batch.key))
+    parts = [_run_stack(model, "encoder", weights, flows, show)][: counts[0]]
     if counts[1]:
-        parts.append(_run_decoder(model, trg_vocab, seed, batches, outputs, show))
-    tokens = sum(batch.tokens for batch in batches)
-    total, *sums = combine([float(tokens), float(len(batches)), *torch.cat(parts).flatten().tolist()])
+        top = build_top(model, "encoder")
+        fill(top, weights, "encoder.norm")
+        memories = [top.to(batch.device)(flow.x) for batch, flow in zip(batches, flows, strict=True)]
+        flows = []
+        embedded = _embed(model, "decoder", trg_vocab, weights, batches)
+        for batch, x, memory in zip(batches, embedded, memories, strict=True):
+            _, lengths, _, trg_out = batch.tensors
+            flows.append(_Flow(x, trg_out != PAD, (memory, key_mask(lengths, memory.size(1))), batch.key))
+        parts.append(_run_stack(model, "decoder", weights, flows, show))
+    local = [float(sum(batch.tokens for batch in batches)), float(len(batches)), *torch.cat(parts).flatten().tolist()]
+    total, *sums = ranks.sum(local) if ranks else local
     if not total:
         raise ValueError("no process was given a micro-batch to profile")
     encoder, decoder = torch.tensor(sums[1:], dtype=torch.float64).view(-1, 3).split(counts)
@@ -225,63 +210,31 @@ def omega_of(moments: Tensor, input_variance: InputVariance = "measured") -> lis
     return omega.tolist()
 
 
-def _run_encoder(
-    model: Model, vocab: int, seed: int, batches: Sequence[Batch], show: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """The moments of the encoder's input and branches, and each micro-batch's memory [B, S, D]."""
-    flows = []
-    for batch, x in zip(batches, _embed(model, "encoder", vocab, seed, batches), strict=True):
-        src, lengths, *_ = batch.tensors
-        real = torch.arange(src.size(1), device=src.device) < lengths[:, None]
-        flows.append(_Flow(x, real, (key_mask(lengths, src.size(1)),), batch.key))
-    moments = _run_stack(model, "encoder", seed, flows, show)
-    top = build_top(model, "encoder")
-    with torch.no_grad():
-        return moments, [top.to(newest(flow.x).device)(flow.x) for flow in flows]
-
-
-def _run_decoder(
-    model: Model, vocab: int, seed: int, batches: Sequence[Batch], memories: list[Tensor], show: bool
-) -> Tensor:
-    """The moments of the decoder's input and branches."""
-    embedded = _embed(model, "decoder", vocab, seed, batches)
-    flows = []
-    for batch, x, memory in zip(batches, embedded, memories, strict=True):
-        _, lengths, _, trg_out = batch.tensors
-        flows.append(_Flow(x, trg_out != PAD, (memory, key_mask(lengths, memory.size(1))), batch.key))
-    return _run_stack(model, "decoder", seed, flows, show)
-
-
-@torch.no_grad()
-def _embed(model: Model, side: Side, vocab: int, seed: int, batches: Sequence[Batch]) -> list[Tensor]:
+def _embed(model: Model, side: Side, vocab: int, weights: Initialiser, batches: Sequence[Batch]) -> list[Tensor]:
     """Each micro-batch's input of the stack [B, T, D]; the embedding table is let go of on return."""
-    embedding = build_embedding(model, side, vocab, seed).train()
+    table, entry = skip_init(nn.Embedding, vocab, model.width), InputLayer(model, side, weights.seed).train()
+    fill(table, weights, f"embeddings.{TABLES[model.tied]['src' if side == 'encoder' else 'trg']}")
+    fill(entry, weights, f"{side}.input")
     ids = 0 if side == "encoder" else 2  # src or trg_in
-    return [embedding.to(batch.device)(batch.tensors[ids], batch.key) for batch in batches]
+    return [entry.to(batch.device)(table.to(batch.device)(batch.tensors[ids]), batch.key) for batch in batches]
 
 
-def _run_stack(model: Model, side: Side, seed: int, flows: list[_Flow], show: bool) -> Tensor:
-    """Takes the flows to the top of a stack, one layer at a time; the moments of its input and of its branches
-    [1 + sub-layers, 3]."""
-    moments = [sum((_moments(newest(flow.x)[flow.real]) for flow in flows), torch.zeros(3, dtype=torch.float64))[None]]
+def _run_stack(model: Model, side: Side, weights: Initialiser, flows: list[_Flow], show: bool) -> Tensor:
+    """Takes the flows to the top of a stack, one layer at a time; the moments (float64) of its input and of its
+    branches [1 + sub-layers, 3]."""
+    rows = [sum((_moments(newest(flow.x)[flow.real]) for flow in flows), torch.zeros(3, dtype=torch.float64))[None]]
     for index in _with_progress(model.stack(side).layers, side, show):
-        layer = build_layer(model, side, index, seed).train()
-        moments.append(_run_layer(layer, flows))
-    return torch.cat(moments)
-
-
-@torch.no_grad()
-def _run_layer(layer: Layer, flows: list[_Flow]) -> Tensor:
-    """Takes each flow through the layer; the moments of its branches over all flows, float64 [branches, 3]."""
-    outputs: list[Tensor] = []
-    for add in layer.rule.adds:  # they are called one after the other, so `outputs` is in the order of the branches
-        add.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    moments = torch.zeros(len(layer.rule.adds), 3, dtype=torch.float64)
-    for flow in flows:
-        outputs.clear()
-        flow.x = layer.to(newest(flow.x).device)(flow.x, *flow.context, flow.key)
-        moments += torch.stack([_moments(output[flow.real]) for output in outputs])
-    return moments
+        layer = build_layer(model, side, index, weights.seed).train()
+        fill(layer, weights, layer.name)
+        outputs: list[Tensor] = []
+        for add in layer.rule.adds:  # they are called one after the other, so `outputs` is in the order of the branches
+            add.register_forward_hook(lambda _module, _inputs, output, seen=outputs: seen.append(output))
+        rows.append(torch.zeros(len(layer.rule.adds), 3, dtype=torch.float64))
+        for flow in flows:
+            outputs.clear()
+            flow.x = layer.to(newest(flow.x).device)(flow.x, *flow.context, flow.key)
+            rows[-1] += torch.stack([_moments(output[flow.real]) for output in outputs])
+    return torch.cat(rows)
 
 
 def _moments(values: Tensor) -> Tensor:

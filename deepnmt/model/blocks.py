@@ -80,6 +80,11 @@ class LayerPosition:
         return len(SUBLAYERS[self.side])
 
     @property
+    def sublayers(self) -> list[str]:
+        """The canonical names of the layer's sub-layers, as in `encoder.layers.3.ffn`."""
+        return [f"{self.side}.layers.{self.index}.{name}" for name in SUBLAYERS[self.side]]
+
+    @property
     def depth(self) -> int:
         """Layers of the stack the layer stands in."""
         return self.encoder_layers if self.side == "encoder" else self.decoder_layers
@@ -119,7 +124,20 @@ class Block(nn.Module):
         return 2**-0.5 if matrix in ("q", "k", "v") and not separate else 1.0
 
     @classmethod
-    def draw(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
+    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
+        """What a parameter of the block, or of what stands on the stack, holds before training; here of LayerNorms.
+
+        Args:
+            position: of the layer; of what stands on the stack the one above the last layer's.
+            name: the parameter's in the block, as in `norms.0.bias`.
+            omega: what was measured for the layer's sub-layers, of a block that is `profiled`.
+        """
+        if name.endswith(("weight", "bias")):
+            return torch.full((position.width,), float(name.endswith("weight")))
+        raise ValueError(f"{cls.__name__}.initial does not say what {name} holds before training")
+
+    @classmethod
+    def init_matrix(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
         """Fills one matrix, in position: Xavier-uniform times `gain`."""
         nn.init.xavier_uniform_(weight, gain=gain, generator=generator)
 
@@ -158,8 +176,8 @@ class PreLN(Block):
 class Admin(Block):
     """x ← LN_i(ω_i ⊙ x + F_i(x)), ω_i a trainable vector. Liu et al. 2020, Understanding the Difficulty, section 4.3.
 
-    ω is 1 until `set_omega` is given what a profile measured over the stack: ω_1 = 1, ω_i = sqrt(Σ_{j<i} Var[F_j])
-    with Var[F_0] that of the stack's input, or 1 as in the paper (`admin.input_variance`).
+    ω starts from what a profile measured over the stack: ω_1 = 1, ω_i = sqrt(Σ_{j<i} Var[F_j]) with Var[F_0] that of
+    the stack's input, or 1 as in the paper (`admin.input_variance`); without a profile from 1.
     """
 
     profiled = True
@@ -168,20 +186,18 @@ class Admin(Block):
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
-        self.omegas = nn.ParameterList(nn.Parameter(torch.ones(position.width)) for _ in range(position.branches))
+        self.omegas = nn.ParameterList(nn.Parameter(torch.empty(position.width)) for _ in range(position.branches))
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         for norm, add, branch, omega in zip(self.norms, self.adds, branches, self.omegas, strict=True):
             x = norm(omega * x + add(branch(x)))
         return x
 
-    @torch.no_grad()
-    def set_omega(self, values: Sequence[float]) -> None:
-        """Fills ω_i with values[i], one number for each sub-layer. Raises ValueError if their number is wrong."""
-        if len(values) != len(self.omegas):
-            raise ValueError(f"the layer has {len(self.omegas)} sub-layers, but {len(values)} values of ω were given")
-        for omega, value in zip(self.omegas, values, strict=True):
-            omega.fill_(value)
+    @classmethod
+    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
+        if not name.startswith("omegas."):
+            return super().initial(position, name)
+        return torch.full((position.width,), omega[int(name.removeprefix("omegas."))] if omega else 1.0)
 
 
 class AdminClosedForm(Admin):
@@ -194,9 +210,9 @@ class AdminClosedForm(Admin):
     profiled = False
     made_for_depth = False
 
-    def __init__(self, position: LayerPosition) -> None:
-        super().__init__(position)
-        self.set_omega([self.constant(position)] * position.branches)
+    @classmethod
+    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
+        return super().initial(position, name, [cls.constant(position)] * position.branches)
 
     @staticmethod
     def constant(position: LayerPosition) -> float:
@@ -290,7 +306,11 @@ class ReZero(Block):
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
-        self.a = nn.Parameter(torch.zeros(1))
+        self.a = nn.Parameter(torch.empty(1))
+
+    @classmethod
+    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
+        return torch.zeros(1) if name == "a" else super().initial(position, name)
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         for add, branch in zip(self.adds, branches, strict=True):
@@ -303,7 +323,11 @@ class ReZeroPostLN(Block):
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
-        self.a = nn.Parameter(torch.zeros(1))
+        self.a = nn.Parameter(torch.empty(1))
+
+    @classmethod
+    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
+        return torch.zeros(1) if name == "a" else super().initial(position, name)
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
@@ -325,7 +349,11 @@ class Fixup(Block):
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(position.branches))
+        self.scales = nn.ParameterList(nn.Parameter(torch.empty(1)) for _ in range(position.branches))
+
+    @classmethod
+    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
+        return torch.ones(1) if name.startswith("scales.") else super().initial(position, name)
 
     @staticmethod
     def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
@@ -376,10 +404,10 @@ class LooksLinear(PostLN):
     feed_forward = ConcatenatedFeedForward
 
     @classmethod
-    def draw(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
+    def init_matrix(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
         """fc1 orthogonal and fc2 mirrored orthogonal, times `gain`; the others as usual."""
         if matrix not in ("fc1", "fc2"):
-            super().draw(weight, matrix, gain, generator)
+            super().init_matrix(weight, matrix, gain, generator)
             return
         rows, columns = weight.shape
         half = torch.empty(rows, columns if matrix == "fc1" else columns // 2, dtype=torch.float64)
@@ -391,13 +419,13 @@ class Mixture(nn.Module):
     """Σ_{k≤l} w_k·y_k, y_0 the stack's input and y_k the output of the k-th of the l layers below, w trainable.
 
     Wang et al. 2019, Learning Deep Transformer Models for Machine Translation, section 3: w is row l of a triangular
-    matrix, 1/(l+1) at first. Pre-norm form: every y_k counts as LN_k(y_k), normed once, by the first mixture above it.
-    Post-norm form: LN_l(Σ w_k·y_k).
+    matrix, 1/(l+1) at first (`DLCL.initial`). Pre-norm form: every y_k counts as LN_k(y_k), normed once, by the first
+    mixture above it. Post-norm form: LN_l(Σ w_k·y_k).
     """
 
     def __init__(self, below: int, width: int, pre_norm: bool) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.full((below + 1,), 1 / (below + 1)))
+        self.weights = nn.Parameter(torch.empty(below + 1))
         self.norm = LayerNorm(width)
         self.pre_norm = pre_norm
 
@@ -437,14 +465,20 @@ class DLCL(Block):
     """
 
     needs_history = True
+    pre_norm: ClassVar[bool] = True
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
-        self.mix = Mixture(position.index, position.width, pre_norm=True)
+        self.mix = Mixture(position.index, position.width, pre_norm=self.pre_norm)
 
     @classmethod
     def top(cls, position: LayerPosition) -> nn.Module:
-        return MixtureTop(position.depth, position.width, pre_norm=True)
+        return MixtureTop(position.depth, position.width, pre_norm=cls.pre_norm)
+
+    @classmethod
+    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
+        count = position.index + 1
+        return torch.full((count,), 1 / count) if name == "mix.weights" else super().initial(position, name)
 
     def forward(self, y: Stream, branches: Sequence[Branch]) -> Stream:
         x, kept = self.mix(y)
@@ -453,21 +487,13 @@ class DLCL(Block):
         return (*kept, x)
 
 
-class DLCLPost(Block):
+class DLCLPost(DLCL):
     """Post-LN whose layer l starts from LN_l(Σ_{k≤l} W_{l,k}·y_k). As DLCL, the paper's post-norm form.
 
     The stack ends with one more such sum.
     """
 
-    needs_history = True
-
-    def __init__(self, position: LayerPosition) -> None:
-        super().__init__(position)
-        self.mix = Mixture(position.index, position.width, pre_norm=False)
-
-    @classmethod
-    def top(cls, position: LayerPosition) -> nn.Module:
-        return MixtureTop(position.depth, position.width, pre_norm=False)
+    pre_norm = False
 
     def forward(self, y: Stream, branches: Sequence[Branch]) -> Stream:
         x, kept = self.mix(y)
@@ -494,3 +520,11 @@ BLOCKS: dict[str, type[Block]] = {
 }
 
 FOLDED = "post_ln"  # what a foldable block can be rewritten as
+
+
+def profiled_sublayers(model: config.Model, side: Side) -> list[str]:
+    """The canonical names of a stack's sub-layers in order; none if its block is not profiled."""
+    if not BLOCKS[model.stack(side).block].profiled:
+        return []
+    layers = range(model.stack(side).layers)
+    return [name for index in layers for name in LayerPosition.of(model, side, index).sublayers]

@@ -50,7 +50,7 @@ class InputLayer(nn.Module):
         self.seed = seed
         self.scale = math.sqrt(model.width)
         self.dropout = Dropout(model.dropout)
-        gain = nn.Parameter(torch.ones(model.width)) if model.stack(side).input_gain else None
+        gain = nn.Parameter(torch.empty(model.width)) if model.stack(side).input_gain else None
         self.register_parameter("gain", gain)
         self.register_buffer("positions", sinusoids(model.max_length, model.width), persistent=False)
 

@@ -22,7 +22,7 @@ class ShiftedLinear(nn.Linear):
         self, columns: int, rows: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(columns, rows, device=device, dtype=dtype)
-        self.shift = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+        self.shift = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - self.shift)
@@ -56,7 +56,7 @@ class ShiftedFeedForward(FeedForward):
 
     def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
         super().__init__(width, inner, activation, dropout)
-        self.shift = nn.Parameter(torch.zeros(1))
+        self.shift = nn.Parameter(torch.empty(1))
 
     def activate(self, h: Tensor) -> Tensor:
         return self.activation(h - self.shift)

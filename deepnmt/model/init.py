@@ -1,4 +1,8 @@
-"""Initialisation as a function of (seed, parameter name), whoever builds the module and in whatever order.
+"""A weight is a function of its name: where weights come from, and the weights that a run begins with.
+
+Building a model, a layer or a pipeline's stage draws nothing. `fill` asks a `Source` for each parameter by its
+canonical name: the initialiser, a checkpoint (`checkpoint.weights_in`), or anything else that knows it. What the
+initialiser gives depends on (seed, name) alone, whoever asks and in whatever order:
 
 | parameter                          | drawn from                                                                  |
 |------------------------------------|-----------------------------------------------------------------------------|
@@ -10,7 +14,8 @@
 | each of these matrices             | × L^-1/2 under `init: depth_scaled`, L the depth of the layer's own stack   |
 | biases of linear maps              | 0                                                                           |
 | `*.norm*`                          | weight 1, bias 0                                                            |
-| what else a block has              | as its class says: docs/blocks.md                                           |
+| what else a block has              | the block's `initial`: ω from the profile, gates, DLCL's 1/(l+1)            |
+| `*.input.gain`                     | 1                                                                           |
 | `embeddings.*.weight`              | normal with standard deviation D^-1/2, the row of pad 0                     |
 | a table that a stack's input reads | × the block's `embedding_gain`: 1, t_fixup (9L)^-1/4; a table of two stacks |
 |                                    | takes the source side's, unless that is 1                                   |
@@ -22,25 +27,100 @@ Xavier: Glorot and Bengio 2010, uniform in ±sqrt(6 / (fan_in + fan_out)).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepnmt import config
-from deepnmt.model.blocks import BLOCKS, LayerPosition, Matrix
+from deepnmt.model.blocks import BLOCKS, SIDES, LayerPosition, Matrix, Side, profiled_sublayers
 from deepnmt.model.dropout import stable_hash
-from deepnmt.model.embedding import TABLES
-from deepnmt.model.feedforward import ShiftedLinear
-from deepnmt.model.layers import Layer
+from deepnmt.model.embedding import TABLES, Use
+from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
+Source = Callable[[str], Tensor]  # the weight of a canonical name, whole and in fp32
+
 # The linear maps of a layer, and the matrices stacked in each.
-_SELF_ATTENTION: dict[str, tuple[Matrix, ...]] = {"self_attn.qkv": ("q", "k", "v"), "self_attn.out": ("out",)}
-_CROSS_ATTENTION: dict[str, tuple[Matrix, ...]] = {
-    "cross_attn.q": ("q",),
-    "cross_attn.kv": ("k", "v"),
-    "cross_attn.out": ("out",),
+_MATRICES: dict[str, tuple[Matrix, ...]] = {
+    "self_attn.qkv": ("q", "k", "v"), "self_attn.out": ("out",),
+    "cross_attn.q": ("q",), "cross_attn.kv": ("k", "v"), "cross_attn.out": ("out",),
+    "ffn.fc1": ("fc1",), "ffn.fc2": ("fc2",),
 }
-_FFN: dict[str, tuple[Matrix, ...]] = {"ffn.fc1": ("fc1",), "ffn.fc2": ("fc2",)}
+
+
+class Initialiser:
+    """The weights that a run begins with: a `Source`. Nothing is kept; asked twice, it draws twice.
+
+    Args:
+        model, src_vocab, trg_vocab, seed: as of the `Transformer`.
+        omega: ω by sub-layer, as in `encoder.layers.3.ffn`, of all stacks whose block is profiled; without, 1.
+
+    Raises:
+        ValueError: `omega` is of other sub-layers than the model's.
+    """
+
+    def __init__(
+        self, model: config.Model, src_vocab: int, trg_vocab: int, seed: int, omega: Mapping[str, float] | None = None
+    ) -> None:
+        self.model, self.seed, self.omega = model, seed, omega
+        self.vocabs: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
+        for side in SIDES if omega is not None else ():
+            names, known = profiled_sublayers(model, side), [name for name in omega or () if name.startswith(side)]
+            if sorted(names) != sorted(known):
+                raise ValueError(f"the {side} has {len(names)} sub-layers, the profile {len(known)}")
+
+    def __call__(self, name: str) -> Tensor:
+        first, kind, *rest = name.split(".")
+        if first == "embeddings":
+            return self._table(kind)
+        side: Side = "encoder" if first == "encoder" else "decoder"
+        if kind == "input":
+            return torch.ones(self.model.width)
+        if kind == "norm":
+            stack = self.model.stack(side)
+            return BLOCKS[stack.block].initial(LayerPosition.of(self.model, side, stack.layers), ".".join(rest))
+        return self._of_layer(side, int(rest[0]), ".".join(rest[1:]))
+
+    def _of_layer(self, side: Side, index: int, name: str) -> Tensor:
+        """Parameter `name` of a layer, as in `ffn.fc1.weight`."""
+        model, stack = self.model, self.model.stack(side)
+        position, block = LayerPosition.of(model, side, index), BLOCKS[stack.block]
+        path, _, last = name.rpartition(".")
+        if path.startswith("rule"):
+            return block.initial(position, name.removeprefix("rule."), self._omega(position))
+        if last == "shift":
+            return torch.zeros(1)
+        matrices = _MATRICES[path]
+        rows = model.ffn // block.feed_forward.copies if path == "ffn.fc1" else model.width * len(matrices)
+        if last == "bias":
+            return torch.zeros(rows)
+        depth_scaled = stack.init == "depth_scaled" or (stack.init == "auto" and block.depth_scaled)
+        scale, separate = position.depth**-0.5 if depth_scaled else 1.0, stack.init == "xavier_separate"
+        weight = torch.empty(rows, model.ffn if path == "ffn.fc2" else model.width)
+        generator = generator_for(self.seed, f"{side}.layers.{index}.{name}")
+        for part, matrix in zip(weight.chunk(len(matrices)), matrices, strict=True):
+            block.init_matrix(part, matrix, block.matrix_gain(position, matrix, separate) * scale, generator)
+        return weight
+
+    def _omega(self, position: LayerPosition) -> Sequence[float] | None:
+        """ω of a layer's sub-layers, where they were measured."""
+        if not self.omega or not BLOCKS[self.model.stack(position.side).block].profiled:
+            return None
+        return [self.omega[name] for name in position.sublayers]
+
+    def _table(self, name: str) -> Tensor:
+        """The embedding table [V, D] of this name from N(0, gain·D^-1/2), its row of pad 0."""
+        model = self.model
+        uses = [use for use, table in TABLES[model.tied].items() if table == name]
+        # the source side's gain counts, unless that is 1
+        gains = [BLOCKS[model.stack(side).block].embedding_gain(LayerPosition.of(model, side, 0))
+                 for use, side in (("src", SIDES[0]), ("trg", SIDES[1])) if use in uses]
+        gain = next((gain for gain in gains if gain != 1.0), 1.0)
+        table = torch.empty(self.vocabs[uses[0]], model.width)
+        table.normal_(std=gain * model.width**-0.5, generator=generator_for(self.seed, f"embeddings.{name}.weight"))
+        table[PAD] = 0
+        return table
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -48,39 +128,35 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(stable_hash(seed, name))
 
 
-@torch.no_grad()
-def init_layer(layer: Layer, position: LayerPosition, stack: config.Stack, seed: int) -> None:
-    """Draws every matrix of the layer and zeroes its biases; see the table above."""
-    linears = {**_SELF_ATTENTION, **(_CROSS_ATTENTION if position.side == "decoder" else {}), **_FFN}
-    rule = BLOCKS[stack.block]
-    depth_scaled = stack.init == "depth_scaled" or (stack.init == "auto" and rule.depth_scaled)
-    scale, separate = position.depth**-0.5 if depth_scaled else 1.0, stack.init == "xavier_separate"
-    for path, matrices in linears.items():
-        linear = layer.get_submodule(path)
-        assert isinstance(linear, nn.Linear)
-        generator = generator_for(seed, f"{layer.name}.{path}.weight")
-        for part, matrix in zip(linear.weight.chunk(len(matrices)), matrices, strict=True):
-            rule.draw(part, matrix, rule.matrix_gain(position, matrix, separate) * scale, generator)
-        nn.init.zeros_(linear.bias)
-        if isinstance(linear, ShiftedLinear):
-            nn.init.zeros_(linear.shift)
+def weight_from(source: Source, name: str, shape: Sequence[int]) -> Tensor:
+    """What the source has under a name. Raises ValueError where that is of another shape or holds a NaN."""
+    weight = source(name)
+    if tuple(weight.shape) != tuple(shape):
+        raise ValueError(f"{name} is {list(weight.shape)} where {list(shape)} is expected")
+    if bool(weight.isnan().any()):
+        raise ValueError(f"{name} was left unfilled: it holds a NaN")
+    return weight
 
 
 @torch.no_grad()
-def init_table(table: nn.Embedding, name: str, gain: float, seed: int) -> None:
-    """Draws an embedding table [V, D] from N(0, gain·D^-1/2) with a zero row for pad; `name` as in `embeddings.src`."""
-    std = gain * table.embedding_dim**-0.5
-    nn.init.normal_(table.weight, std=std, generator=generator_for(seed, f"{name}.weight"))
-    table.weight[PAD].zero_()
+def fill(module: nn.Module, source: Source, prefix: str = "") -> None:
+    """Sets every parameter of a module; `prefix`: its canonical name, as in `encoder.layers.3`, of the model itself "".
+
+    Raises:
+        ValueError: see `weight_from`; or a buffer, which a module makes by itself, holds a NaN.
+    """
+    for name, parameter in module.named_parameters(prefix):
+        parameter.copy_(weight_from(source, name, parameter.shape))
+    for name, buffer in module.named_buffers(prefix):
+        if bool(buffer.isnan().any()):
+            raise ValueError(f"{name} was left unfilled: it holds a NaN")
 
 
-def table_gain(model: config.Model, name: str) -> float:
-    """The factor that the stacks which read the table put on it (`Block.embedding_gain`); see above."""
-    tables, depths = TABLES[model.tied], (model.encoder.layers, model.decoder.layers)
-    gain = 1.0
-    if tables["trg"] == name:
-        gain = BLOCKS[model.decoder.block].embedding_gain(LayerPosition("decoder", 0, *depths, model.width))
-    if tables["src"] == name:
-        source = BLOCKS[model.encoder.block].embedding_gain(LayerPosition("encoder", 0, *depths, model.width))
-        gain = gain if source == 1.0 else source
-    return gain
+def new_model(
+    model: config.Model, src_vocab: int, trg_vocab: int, seed: int, label_smoothing: float = 0.0,
+    omega: Mapping[str, float] | None = None,
+) -> Transformer:
+    """A model as a run begins with it, on the CPU. Arguments as of `Transformer` and `Initialiser`."""
+    built = Transformer(model, src_vocab, trg_vocab, seed, label_smoothing)
+    fill(built, Initialiser(model, src_vocab, trg_vocab, seed, omega))
+    return built

@@ -7,7 +7,8 @@ Parameters are called the same in every layout: `embeddings.shared.weight`, `enc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -22,18 +23,14 @@ from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import BLOCKS, LayerPosition, Side, Stream
 from deepnmt.model.cache import Cache
 from deepnmt.model.embedding import TABLES, InputLayer, Use
-from deepnmt.model.init import init_layer, init_table, table_gain
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss
 from deepnmt.tokens import PAD
 
 
 def build_layer(model: config.Model, side: Side, index: int, seed: int) -> Layer:
-    """Layer `index` (from 0) of a stack, alone, with the weights and dropout masks it has in the whole model."""
-    position = LayerPosition.of(model, side, index)
-    layer = (EncoderLayer if side == "encoder" else DecoderLayer)(model, position, seed)
-    init_layer(layer, position, model.stack(side), seed)
-    return layer
+    """Layer `index` (from 0) of a stack, alone, with the dropout masks it has in the whole model."""
+    return (EncoderLayer if side == "encoder" else DecoderLayer)(model, LayerPosition.of(model, side, index), seed)
 
 
 def build_top(model: config.Model, side: Side) -> nn.Module:
@@ -42,17 +39,10 @@ def build_top(model: config.Model, side: Side) -> nn.Module:
     return BLOCKS[stack.block].top(LayerPosition.of(model, side, stack.layers))
 
 
-def build_table(model: config.Model, use: Use, vocab: int, seed: int) -> nn.Embedding:
-    """The table [V, D] for `use`, alone, with the weights it has in the whole model."""
-    table = skip_init(nn.Embedding, vocab, model.width)
-    name = TABLES[model.tied][use]
-    init_table(table, f"embeddings.{name}", table_gain(model, name), seed)
-    return table
-
-
-def build_embedding(model: config.Model, side: Side, vocab: int, seed: int) -> nn.Module:
-    """What turns ids [B, T] into the input [B, T, D] of a stack, alone, as in the whole model: `(ids, dropout_key)`."""
-    return StackInput(build_table(model, "src" if side == "encoder" else "trg", vocab, seed), model, side, seed)
+def unfilled(part: nn.Module) -> None:
+    """Makes every parameter NaN, so that weights which `init.fill` was not asked for cannot go unseen."""
+    for parameter in part.parameters():
+        parameter.detach().fill_(math.nan)
 
 
 def through(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tensor | int | None) -> Tensor:
@@ -74,43 +64,38 @@ def through(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tenso
     return x
 
 
-class StackInput(nn.Module):
-    """An embedding table and a stack's input layer, outside a `Transformer`."""
-
-    def __init__(self, table: nn.Embedding, model: config.Model, side: Side, seed: int) -> None:
-        super().__init__()
-        self.table = table
-        self.input = InputLayer(model, side, seed)
-
-    def forward(self, ids: Tensor, dropout_key: int = 0) -> Tensor:
-        """ids [B, T] to the stack's input [B, T, D]."""
-        return self.input(self.table(ids), dropout_key)
-
-
 class Stack(nn.Module):
     """One side of the model: input layer, layers and what the block puts on top: nothing, a norm, or DLCL's mixture."""
 
-    def __init__(self, model: config.Model, side: Side, seed: int) -> None:
+    def __init__(self, model: config.Model, side: Side, seed: int, each: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self.input = InputLayer(model, side, seed)
-        self.layers = nn.ModuleList(build_layer(model, side, index, seed) for index in range(model.stack(side).layers))
+        each(self.input)
+        self.layers = nn.ModuleList()
+        for index in range(model.stack(side).layers):
+            self.layers.append(build_layer(model, side, index, seed))
+            each(self.layers[-1])
         self.norm = build_top(model, side)
+        each(self.norm)
 
 
 class Transformer(nn.Module):
-    """The model of a recipe.
+    """The model of a recipe, its weights not filled in: see `init.py`.
 
     Args:
         model: shapes, dropouts and blocks.
         src_vocab, trg_vocab: vocabulary sizes; equal if `model.tied` is "all".
-        seed: fixes the initial weights and, with each call's `dropout_key`, the dropout masks.
+        seed: fixes, with each call's `dropout_key`, the dropout masks.
         label_smoothing: mass taken from the right token and spread evenly over the whole vocabulary.
+        each: called with every part (table, layer, what stands before and after a stack) once it is built, so that it
+            may be moved, cast or partitioned before the next one takes memory.
 
     In training mode each layer seeds the default generator of its device (see `dropout.py`).
     """
 
     def __init__(
-        self, model: config.Model, src_vocab: int, trg_vocab: int, seed: int, label_smoothing: float = 0.0
+        self, model: config.Model, src_vocab: int, trg_vocab: int, seed: int, label_smoothing: float = 0.0,
+        each: Callable[[nn.Module], None] = unfilled,
     ) -> None:
         super().__init__()
         if model.tied == "all" and src_vocab != trg_vocab:
@@ -123,9 +108,10 @@ class Transformer(nn.Module):
         self.embeddings = nn.ModuleDict()
         for use, name in self.tables.items():
             if name not in self.embeddings:
-                self.embeddings[name] = build_table(model, use, sizes[use], seed)
-        self.encoder = Stack(model, "encoder", seed)
-        self.decoder = Stack(model, "decoder", seed)
+                self.embeddings[name] = skip_init(nn.Embedding, sizes[use], model.width)
+                each(self.embeddings[name])
+        self.encoder = Stack(model, "encoder", seed, each)
+        self.decoder = Stack(model, "decoder", seed, each)
 
     def forward(
         self, src: Tensor, src_lengths: Tensor, trg_in: Tensor, trg_out: Tensor, dropout_key: int = 0

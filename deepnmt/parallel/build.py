@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from deepnmt.config import Recipe
 from deepnmt.model.admin import AdminProfile
-from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.engine import Engine
+from deepnmt.model.init import Initialiser
+from deepnmt.model.transformer import unfilled
+from deepnmt.parallel.engine import Build, Engine, build_of
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.pipeline.partition import Partition, cost_units, partition
 from deepnmt.parallel.settings import Layout
@@ -19,31 +20,33 @@ def partition_of(recipe: Recipe, src_vocab: int, trg_vocab: int, ratio: float = 
 
 def start_engine(
     recipe: Recipe, layout: Layout, vocabs: tuple[int, int], ranks: Ranks, profile: AdminProfile | None = None,
-    ratio: float = 1.0,
+    ratio: float = 1.0, begins: bool = True,
 ) -> Engine:
-    """The recipe's model, its weights drawn and ω placed, under the engine of its layout. Collective.
+    """The recipe's model under the engine of its layout. Collective.
 
     Args:
         vocabs: source and target vocabulary sizes.
         profile: what Admin layers start from.
         ratio: source tokens for each target token, which a pipeline is balanced for.
+        begins: whether to set the weights that a run begins with; else `Engine.fill` has to.
     """
     if layout.stages:
-        cuts = partition_of(recipe, *vocabs, ratio)
-        from deepnmt.parallel.pipeline.engine import PipelineEngine
+        from deepnmt.parallel.pipeline.engine import PipelineEngine  # importing DeepSpeed takes seconds
 
-        return PipelineEngine(recipe, vocabs, cuts, layout, ranks, profile)
-    model = Transformer(recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
-    if profile is not None:
-        profile.apply(model)
-    return build_engine(model, recipe, layout, ranks)
+        engine: Engine = PipelineEngine(recipe, vocabs, partition_of(recipe, *vocabs, ratio), layout, ranks)
+    else:
+        engine = build_engine(build_of(recipe, vocabs), recipe, layout, ranks)
+    if begins:
+        engine.fill(Initialiser(recipe.model, *vocabs, recipe.seed, profile.omega if profile else None))
+    return engine
 
 
-def build_engine(module: Transformer, recipe: Recipe, layout: Layout, ranks: Ranks) -> Engine:
-    """Puts a whole model under the engine of a layout (no pipeline). Collective."""
+def build_engine(build: Build, recipe: Recipe, layout: Layout, ranks: Ranks) -> Engine:
+    """Puts a whole model under the engine of a layout (no pipeline), its weights not filled in. Collective."""
+    if layout.config is not None:
+        from deepnmt.parallel.zero import ZeroEngine
+
+        return ZeroEngine(build, recipe, layout, ranks.device)
+    module = build(unfilled)
     module.recompute = recipe.parallel.recompute_layers
-    if layout.config is None:
-        return LocalEngine(module, recipe, ranks.device)
-    from deepnmt.parallel.zero import ZeroEngine  # importing DeepSpeed takes seconds: only where it is used
-
-    return ZeroEngine(module, recipe, layout, ranks.device)
+    return LocalEngine(module, recipe, ranks.device)

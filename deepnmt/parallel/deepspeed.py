@@ -2,7 +2,8 @@
 weights and moments of every parameter.
 
 What is done here by hand, and why (each has a canary test):
-- the optimizer's moments exist only after a first step, so one step on zero gradients at rate 0 is taken and undone;
+- the optimizer's moments exist only after a first step, so one step on zero gradients at rate 0 is taken, from weights
+  of 0, before `fill` sets weights and moments;
 - with several parameter groups DeepSpeed looks for all moments after the step of the first group alone, and never
   again: `link_moments` makes it look once more;
 - weights and moments go in and out one parameter at a time through DeepSpeed's per-parameter calls, in fp32, and past
@@ -36,8 +37,10 @@ from torch import nn
 
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
+from deepnmt.model.init import Source, weight_from
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import LossScaler, ScalerState, build_optimizer, moments_of
+from deepnmt.parallel.engine import Build
 from deepnmt.parallel.settings import Layout
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -102,15 +105,15 @@ class MasterWeights(nn.Module):
 class DeepSpeedEngine:
     """The common half of `ZeroEngine` and `PipelineEngine`.
 
-    `engine` is DeepSpeed's, `zero` its ZeRO stage, `local` the parameters that this process computes with, under their
-    canonical names (in 16 bits without ZeRO the fp32 weights, not the copy that computes). `_start` and then
-    `_create_optimizer_state` belong at the end of a constructor.
+    `build` makes the whole model, `engine` is DeepSpeed's, `zero` its ZeRO stage, `local` the parameters that this
+    process computes with, under their canonical names (in 16 bits without ZeRO the fp32 weights, not the copy that
+    computes). `_start` and then `_create_optimizer_state` belong at the end of a constructor.
     """
 
     def __init__(
-        self, recipe: Recipe, device: torch.device, layout: Layout, local: dict[str, nn.Parameter]
+        self, build: Build, recipe: Recipe, device: torch.device, layout: Layout, local: dict[str, nn.Parameter]
     ) -> None:
-        self.recipe, self.device, self.local = recipe, device, local
+        self.build, self.recipe, self.device, self.local = build, recipe, device, local
         self.zero, self.clip = layout.stage, recipe.train.clip
         self.moments = moments_of(recipe.optimizer)
         self.scaler: LossScaler | None = None
@@ -118,6 +121,8 @@ class DeepSpeedEngine:
         self._applied = 0
         self._full = torch.zeros(1, device=device)  # made now: a full device has no room for it
         _check_device(layout)
+        for p in local.values():  # until `fill` sets them; the step that makes the moments needs finite ones
+            p.detach().zero_()
 
     def _compute_module(self, module: Module, layout: Layout) -> Module:
         """`module`, or, in 16 bits without ZeRO, the copy of it that computes."""
@@ -145,8 +150,8 @@ class DeepSpeedEngine:
             refresh = self._half.refresh
             optimizer.register_step_post_hook(lambda *_: refresh())
 
-    def _create_optimizer_state(self, initial: dict[str, torch.Tensor], update: Callable[[], None]) -> None:
-        """Makes the optimizer create its moments, then sets the weights `initial` and moments of zero.
+    def _create_optimizer_state(self, update: Callable[[], None]) -> None:
+        """Makes the optimizer create its moments.
 
         Args:
             update: takes one update with gradients of zero.
@@ -158,9 +163,6 @@ class DeepSpeedEngine:
         self.engine.skipped_steps = self.engine.global_steps = 0
         if self.scaler:
             self.scaler.restore({"scale": self.scaler.cur_scale, "clean": 0})
-        zero = torch.zeros(())  # expanded, so that the zeros of all moments take no memory
-        zeros = {f"{name}.{moment}": zero.expand(p.shape) for name, p in initial.items() for moment in self.moments}
-        self.import_state(initial, zeros, 0)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -185,10 +187,11 @@ class DeepSpeedEngine:
             safe_set_full_optimizer_state(p, value, moment)
 
     @torch.no_grad()
-    def import_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], step: int) -> None:
+    def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         for name, p in self.local.items():
-            weight = weights[name].to(self.device, torch.float32)
-            self._write(p, weight, {m: moments[f"{name}.{m}"].to(self.device, torch.float32) for m in self.moments})
+            weight = weight_from(source, name, getattr(p, "ds_shape", p.shape)).to(self.device, torch.float32)
+            kept = {m: moments(f"{name}.{m}") if moments else torch.zeros_like(weight) for m in self.moments}
+            self._write(p, weight, {m: value.to(self.device, torch.float32) for m, value in kept.items()})
         if self.zero in (1, 2):
             self.engine.optimizer.update_lp_params()
         if self._half:
@@ -198,15 +201,14 @@ class DeepSpeedEngine:
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
         self._applied = step
 
-    def _allocate_full_model(self, vocabs: tuple[int, int], dtype: torch.dtype) -> Transformer:
+    def _allocate_full_model(self, dtype: torch.dtype) -> Transformer:
         """A model whose weights are still to be filled in, in `dtype`, on every process. Collective.
 
         Raises:
             torch.OutOfMemoryError: on every process, where one has no room for it.
         """
-        model = Transformer(self.recipe.model, *vocabs, self.recipe.seed, self.recipe.train.label_smoothing)
         try:
-            cast_onto(model, dtype, self.device)
+            model = self.build(lambda part: cast_onto(part, dtype, self.device))
             if self.zero == 3:  # which holds one more weight while it is gathered, filled up to equal shares
                 torch.empty(max(p.numel() for p in model.parameters()) + dist.get_world_size(), dtype=dtype,
                             device=self.device)

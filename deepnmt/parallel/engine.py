@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from deepnmt.batch import Batch
+from deepnmt.config import Recipe
+from deepnmt.model.init import Source
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import Moment, ScalerState
+
+# Builds the whole model, its weights not filled in, and calls its argument with every part once that is built; see
+# `Transformer`.
+Build = Callable[[Callable[[nn.Module], None]], Transformer]
+
+
+def build_of(recipe: Recipe, vocabs: tuple[int, int]) -> Build:
+    """The recipe's translation model."""
+    return partial(Transformer, recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
 
 
 @dataclass(frozen=True)
@@ -72,8 +84,17 @@ class Engine(Protocol):
     def export_state(self) -> Iterator[ParameterState]:
         """Full parameters one after the other; a collective: every process runs it to the end."""
 
-    def import_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], step: int) -> None:
-        """Puts `export_state`'s content back; moments as `ParameterState.moments` names them."""
+    def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
+        """Sets weights and moments, one after the other, which is how an engine begins: built, it has none.
+
+        Args:
+            source: the weight of each canonical name.
+            moments: the same of `ParameterState.moments`' names; without, they are 0.
+            step: updates applied, as the optimizer counts them.
+
+        Raises:
+            ValueError: see `weight_from`.
+        """
 
     def gather_model(self) -> Transformer:
         """A model whose forward talks to no other process, with the present weights in the float type of training.

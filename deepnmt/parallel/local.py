@@ -9,13 +9,14 @@ import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
+from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, moments_of
 from deepnmt.parallel.engine import ParameterState, StepStats
 
 
 class LocalEngine:
-    """See `Engine`."""
+    """See `Engine`. `module` may have weights already; else `fill` sets them."""
 
     def __init__(self, module: Transformer, recipe: Recipe, device: torch.device) -> None:
         self.module = module.to(device)
@@ -61,13 +62,14 @@ class LocalEngine:
             }
             yield ParameterState(name, weight, **kept)
 
-    @torch.no_grad()
-    def import_state(self, weights: dict[str, torch.Tensor], moments: dict[str, torch.Tensor], step: int) -> None:
-        for name, parameter in self.module.named_parameters():
-            parameter.copy_(weights[name])
-            kept = {moment: moments[f"{name}.{moment}"].to(parameter) for moment in self.moments}
-            counted = {"step": torch.tensor(float(step))} if self.counts else {}
-            self.optimizer.state[parameter] = {**counted, **kept}
+    def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
+        fill(self.module, source)
+        self.optimizer.state.clear()
+        if moments is not None:
+            for name, parameter in self.module.named_parameters():
+                kept = {moment: moments(f"{name}.{moment}").to(parameter) for moment in self.moments}
+                counted = {"step": torch.tensor(float(step))} if self.counts else {}
+                self.optimizer.state[parameter] = {**counted, **kept}
         self._applied = step
 
     def gather_model(self) -> Transformer:

@@ -1,6 +1,7 @@
 """DeepSpeed's engine with ZeRO 0-3 behind deepnmt's seam.
 
 What is done here by hand, beside what `parallel/deepspeed.py` does, and why (each has a canary test):
+- under ZeRO-3 the model is partitioned part by part as it is built, so that no process ever holds it whole;
 - under ZeRO-3 each process cuts its own share of a weight, because DeepSpeed's cut fails where the shares do not come
   out even;
 - without ZeRO DeepSpeed, given fp32, lets non-finite gradients into the weights (and its clipping fails where there are
@@ -20,10 +21,10 @@ from torch import nn
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.transformer import Transformer, unfilled
 from deepnmt.optim import clip_gradients
-from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights
-from deepnmt.parallel.engine import ParameterState, StepStats
+from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
+from deepnmt.parallel.engine import Build, ParameterState, StepStats
 from deepnmt.parallel.host import give_memory_back
 from deepnmt.parallel.settings import Layout
 
@@ -31,16 +32,26 @@ from deepnmt.parallel.settings import Layout
 class ZeroEngine(DeepSpeedEngine):
     """See `Engine`. `module` stays the model itself, or is its copy in 16 bits; DeepSpeed owns the update."""
 
-    def __init__(self, module: Transformer, recipe: Recipe, layout: Layout, device: torch.device) -> None:
-        super().__init__(recipe, device, layout, dict(module.named_parameters()))
-        if self.zero == 3:
+    def __init__(self, build: Build, recipe: Recipe, layout: Layout, device: torch.device) -> None:
+        def partition(part: nn.Module) -> None:
+            """Leaves this process's share of a part's parameters, so that no process holds the whole model."""
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.precision]
+            for p in part.parameters():
+                p.detach().zero_()
+            cast_onto(part, dtype, device)
+            deepspeed.zero.Init(module=part, config_dict_or_path=layout.config, dtype=dtype)
+
+        if layout.stage == 3:
             give_memory_back()
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes the group that is open
+        module = build(partition if layout.stage == 3 else unfilled)
+        module.recompute = recipe.parallel.recompute_layers
+        super().__init__(build, recipe, device, layout, dict(module.named_parameters()))
         self.module = self._compute_module(module, layout)
         self.data_rank, self.data_world = dist.get_rank(), dist.get_world_size()
-        self.parameters = sum(p.numel() for p in module.parameters())
-        initial = {name: p.detach().clone() for name, p in self.local.items()}  # DeepSpeed rounds them in 16 bits
+        self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
         self._start(module if module is self.module else MasterWeights(module, self.module), layout)
-        self._create_optimizer_state(initial, self._update_on_zeros)
+        self._create_optimizer_state(self._update_on_zeros)
 
     def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
         self.engine.train()
@@ -120,8 +131,7 @@ class ZeroEngine(DeepSpeedEngine):
     def gather_model(self) -> Transformer:
         if self.zero < 3:
             return self.module
-        source, target = (self.module.table(use).num_embeddings for use in ("src", "trg"))
-        whole = self._allocate_full_model((source, target), next(self.module.parameters()).dtype)
+        whole = self._allocate_full_model(next(self.module.parameters()).dtype)
         for copied, p in zip(whole.parameters(), self.module.parameters(), strict=True):
             with deepspeed.zero.GatheredParameters([p]):
                 copied.copy_(p)

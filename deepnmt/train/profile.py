@@ -83,7 +83,7 @@ def profile_on(
     """
     if not recipe.model.profiled:
         return None
-    return measure(recipe.model, *vocabs, recipe.seed, batches, ranks.sum,
+    return measure(recipe.model, *vocabs, recipe.seed, batches, ranks,
                    input_variance=recipe.admin.input_variance, data=data, show=show)
 
 

@@ -45,7 +45,7 @@ class Task:
             `verify`: whether every byte is checked.
         stream: (recipe, data) the training micro-batches.
         start: (recipe, layout, data, ranks, begins) the model under its engine, where a run begins with its initial
-            weights, else with any. Collective.
+            weights, else to be filled. Collective.
         validate: (recipe, data, engine, ranks) the same figures on every process. Collective.
         files: (data) what a checkpoint carries beside weights, moments, state and recipe, by file name.
     """
@@ -75,7 +75,7 @@ def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, beg
     ratio = data.split("train").source_per_target
     if layout.stages and ranks.first:
         print(partition_of(recipe, *sizes, ratio).table(recipe.batch.accumulation), flush=True)
-    return start_engine(recipe, layout, sizes, ranks, profile, ratio)
+    return start_engine(recipe, layout, sizes, ranks, profile, ratio, begins)
 
 
 def _files(data: PreparedData) -> dict[str, bytes]:

@@ -15,12 +15,12 @@ from deepnmt.checkpoint.checkpoint import (
     CheckpointWriteError,
     Contents,
     list_checkpoints,
-    load_moments,
     load_state,
-    load_weights,
+    moments_in,
     newest_checkpoint,
     prune,
     save_checkpoint,
+    weights_in,
 )
 from deepnmt.config import Recipe, dump_recipe
 from deepnmt.errors import UserError
@@ -108,7 +108,7 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> None:
         state = self.state
-        self.engine.import_state(load_weights(checkpoint, verify=False), load_moments(checkpoint), state.optimizer_step)
+        self.engine.fill(weights_in(checkpoint), moments_in(checkpoint), state.optimizer_step)
         if state.loss_scale is not None:
             self.engine.restore_scaler(state.loss_scale)
         self._saved = state.update

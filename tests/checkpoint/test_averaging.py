@@ -27,9 +27,9 @@ from deepnmt.checkpoint.checkpoint import (
     WEIGHTS,
     Contents,
     load_model,
-    load_moments,
     load_state,
     load_weights,
+    moments_in,
     require_model,
     update_of,
     verify,
@@ -143,7 +143,7 @@ def test_an_average_is_a_checkpoint_without_moments(recipe: config.Recipe) -> No
     expected = average_weights(choose(_checkpoints(recipe), updates=[10, 30]))
     assert all(torch.equal(p, expected[name]) for name, p in loaded.model.named_parameters())
     with pytest.raises(UserError, match="holds no optimizer moments"):
-        load_moments(folder)
+        moments_in(folder)
     again = average_run(recipe, last=1)
     assert again == folder and _updates(again) == [40]
     assert sorted(path.name for path in Path(recipe.run).iterdir()) == ["averaged", "checkpoints"]

@@ -23,14 +23,15 @@ from deepnmt.checkpoint import checkpoint
 from deepnmt.checkpoint.checkpoint import (
     FAIL_POINTS,
     FILES,
+    MOMENTS,
     CheckpointWriteError,
     DamagedCheckpoint,
     find_checkpoint,
     list_checkpoints,
     load_model,
-    load_moments,
     load_state,
     load_weights,
+    moments_in,
     newest_checkpoint,
     prune,
     read_scores,
@@ -103,9 +104,9 @@ def test_everything_comes_back(run: Path) -> None:
     assert {file.stat().st_mode & 0o777 for file in again.iterdir()} == {0o640}
     weights = tiny_run.weights_of(recipe, 30)
     assert _same(load_weights(folder), weights)
-    moments = load_moments(folder)
-    assert len(moments) == 2 * len(weights)
-    assert all(torch.equal(moments[f"{name}.exp_avg_sq"], weight * 0.25) for name, weight in weights.items())
+    moments = moments_in(folder)
+    assert len(load_file(folder / MOMENTS)) == 2 * len(weights)
+    assert all(torch.equal(moments(f"{name}.exp_avg_sq"), weight * 0.25) for name, weight in weights.items())
     assert load_state(folder) == tiny_run.state_of(30, validations=[{"update": 30, "value": 1.5}])
     assert load_recipe(folder / "recipe.yaml") == recipe
     assert (folder / "src.spm").read_bytes() == tiny_run.VOCAB == (folder / "trg.spm").read_bytes()

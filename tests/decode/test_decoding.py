@@ -16,6 +16,7 @@ from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import beam_search
 from deepnmt.decode.steppers import CachedStepper, MakeStepper, RecomputingStepper
 from deepnmt.decode.translate import Hypothesis, translate_lines
+from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import BOS, EOS
 
@@ -94,7 +95,7 @@ def test_the_order_of_lines_changes_nothing() -> None:
 def test_a_wide_beam_finds_what_trying_everything_finds(name: Literal["none", "average", "gnmt"]) -> None:
     """The scores of all hypotheses come from the whole decoder, given each of them as a target."""
     penalty = LengthPenalty(name, 0.8)
-    model = Transformer(shapes("admin"), 8, 8, seed=3).eval()
+    model = new_model(shapes("admin"), 8, 8, seed=3).eval()
     src, lengths, limits = torch.tensor([[4, 5, 6, EOS], [7, 4, EOS, 3]]), torch.tensor([4, 3]), torch.tensor([4, 3])
     beams = len(WORDS) ** 4
     found = beam_search(CachedStepper(model, src, lengths, beams, 4), limits, beams, 10, penalty)
@@ -161,7 +162,7 @@ def test_half_precision_models_are_scored_in_fp32() -> None:
 
 
 def test_a_model_in_training_is_put_back_there() -> None:
-    model = Transformer(shapes("post_ln", dropout=0.5), VOCAB, VOCAB, seed=1).train()
+    model = new_model(shapes("post_ln", dropout=0.5), VOCAB, VOCAB, seed=1).train()
     first, second = (translated(model, LINES, METHODS["greedy"]) for _ in range(2))
     assert first == second
     assert model.training

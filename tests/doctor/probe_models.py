@@ -9,6 +9,7 @@ from tiny_engines import batch_of
 
 from deepnmt.batch import Batch
 from deepnmt.config import Model
+from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
 VOCAB, PAD = 40, 3
@@ -21,7 +22,7 @@ def model_of(encoder: str, decoder: str | None = None, layers: tuple[int, int] =
         "width": 8, "heads": 2, "ffn": 16, "dropout": 0.0, "max_length": 16, **more,
         "encoder": {"block": encoder, "layers": layers[0]},
         "decoder": {"block": decoder or encoder, "layers": layers[1]}})
-    model = Transformer(shape, VOCAB, VOCAB, 5, label_smoothing=0.1).eval()
+    model = new_model(shape, VOCAB, VOCAB, 5, label_smoothing=0.1).eval()
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -15,6 +15,7 @@ from deepnmt import config
 from deepnmt.batch import Batch
 from deepnmt.doctor import nonfinite
 from deepnmt.doctor.nonfinite import NonFinite, RankReport, _sentences, explain, first_non_finite
+from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import StepStats
 from deepnmt.train.divergence import LIMIT, DroppedUpdates, diverged
@@ -24,7 +25,7 @@ SETTINGS = config.Model(width=8, heads=2, ffn=12, max_length=16, encoder=STACK, 
 
 
 def model_of() -> Transformer:
-    return Transformer(SETTINGS, 20, 20, seed=1, label_smoothing=0.1)
+    return new_model(SETTINGS, 20, 20, seed=1, label_smoothing=0.1)
 
 
 def batch_of(key: int = 5) -> Batch:
@@ -151,7 +152,7 @@ def test_no_memory_to_look(crowded: str, tmp_path: Path, monkeypatch: pytest.Mon
             asked.append(data)
             return [data]
 
-    module = Transformer(recipe.model, 40, 40, 1).bfloat16()
+    module = new_model(recipe.model, 40, 40, 1).bfloat16()
     engine: Any = SimpleNamespace(module=module, gather_model=lambda: module, scaler_state=lambda: None)
     if crowded == "take_over":
         monkeypatch.setattr(nonfinite, crowded, full)

@@ -17,7 +17,7 @@ from deepnmt.doctor.measures import gradients
 from deepnmt.doctor.probes import watching
 from deepnmt.doctor.training_probe import TrainingProbe
 from deepnmt.model.blocks import BLOCKS, SUBLAYERS
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
 from studies.toy_task import ToyTask
 
@@ -129,7 +129,7 @@ def test_its_cost(tmp_path: Path) -> None:
     stack = {"block": "admin", "layers": 18}
     shape = Model.model_validate({"width": 64, "heads": 4, "ffn": 128, "encoder": stack, "decoder": stack})
     task = ToyTask()
-    model, looked_at = Transformer(shape, task.vocabulary, task.vocabulary, 1), task.batch(0, 73)
+    model, looked_at = new_model(shape, task.vocabulary, task.vocabulary, 1), task.batch(0, 73)
     engine, probe = LocalEngine(model, recipe_of(tmp_path), torch.device("cpu")), TrainingProbe(model, shape, 1)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for update in range(2 * 12):

@@ -14,7 +14,7 @@ from deepnmt.doctor.diagnose import one_update, trial
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.doctor.verdict import FEATURES, TRIAL, VerdictRule, features
 from deepnmt.errors import UserError
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 from studies.verdict_grid import PROBE, Point, Settings, measure_points
 
 TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
@@ -117,8 +117,8 @@ def test_a_trial_trains_as_training_does() -> None:
     size, batch = TINY.task.vocabulary, TINY.task.batch(0, 3)
     shape = recipe.model.model_copy(update={"dropout": 0.3})
     still = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": 0.0}), "model": shape})
-    during = trial(Transformer(shape, size, size, 1), still, batch)[:TRIAL]
+    during = trial(new_model(shape, size, size, 1), still, batch)[:TRIAL]
     assert len(set(during)) == TRIAL
-    by = {name: trial(Transformer(recipe.model, size, size, 1), with_settings(
+    by = {name: trial(new_model(recipe.model, size, size, 1), with_settings(
         recipe, {"optimizer.name": name}), batch) for name in ("adam", "radam")}
     assert by["radam"] == by["adam"]

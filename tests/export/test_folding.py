@@ -17,7 +17,7 @@ from deepnmt.checkpoint.checkpoint import (
     Contents,
     list_checkpoints,
     load_model,
-    load_moments,
+    moments_in,
     save_checkpoint,
     verify,
 )
@@ -25,6 +25,7 @@ from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.export.post_ln import FOLDABLE, _compute_in_float64, fold_weights, save_folded
 from deepnmt.model.blocks import BLOCKS
+from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
 VOCAB = 40  # tiny_run's
@@ -40,7 +41,7 @@ def shapes(encoder: str, decoder: str, tied: str = "all", **settings: Any) -> co
 
 def as_trained(model: config.Model) -> Transformer:
     """A model with every number random: matrices, biases, norms, and ω between 1/3 and 3, some of them negative."""
-    module = Transformer(model, VOCAB, VOCAB, 1).eval()
+    module = new_model(model, VOCAB, VOCAB, 1).eval()
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -55,7 +56,7 @@ def as_trained(model: config.Model) -> Transformer:
 
 def folded(module: Transformer, model: config.Model) -> tuple[Transformer, config.Model]:
     weights, plain = fold_weights({name: p.detach() for name, p in module.named_parameters()}, model)
-    other = Transformer(plain, VOCAB, VOCAB, 1).eval()
+    other = new_model(plain, VOCAB, VOCAB, 1).eval()
     assert {name for name, _ in other.named_parameters()} == weights.keys()
     other.load_state_dict(weights)
     return other, plain
@@ -222,7 +223,7 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
     assert after.recipe.admin.profile is None  # which no recipe without Admin may name
     assert after.state.extra["folded"] == str(source) and after.src_vocab.bytes == tiny_run.VOCAB
     with pytest.raises(UserError, match="holds no optimizer moments"):
-        load_moments(target)
+        moments_in(target)
     text = tmp_path / "in"
     text.write_text("\n".join(tiny_run.SENTENCES) + "\n", encoding="utf-8")
     outputs = []

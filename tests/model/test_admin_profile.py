@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +21,10 @@ from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile, measure, omega_of
 from deepnmt.model.blocks import SIDES
+from deepnmt.model.init import new_model
 from deepnmt.model.layers import Layer
-from deepnmt.model.transformer import Transformer
 from deepnmt.plots import plot_admin_profile, plot_learning_curve
+from deepnmt.ranks import Ranks
 from studies.compare import plot_comparison
 
 VOCAB, SEED, PAD = 50, 3, 3
@@ -57,7 +59,7 @@ def chain(entering: float, variances: list[float]) -> list[float]:
 
 def whole_model(model: Model, data: list[Batch]) -> dict[str, list[float]]:
     """ω of both stacks, from hooks on the whole built model and `torch.var` over all its outputs at once."""
-    built = Transformer(model, VOCAB, VOCAB, SEED).train()
+    built = new_model(model, VOCAB, VOCAB, SEED).train()
     seen: dict[str, list[torch.Tensor]] = {}
     real: dict[str, torch.Tensor] = {}
     for name, module in built.named_modules():
@@ -118,14 +120,18 @@ def test_shares_combine_to_the_whole(world: int) -> None:
     alone = measure(model, VOCAB, VOCAB, SEED, data)
     sent: list[list[float]] = []
 
-    def send(values: list[float]) -> list[float]:
-        sent.append(values)
-        return [1.0] * len(values)
+    class Sending(Ranks):
+        def sum(self, values: Sequence[float]) -> list[float]:
+            sent.append(list(values))
+            return [1.0] * len(values)
+
+    class Summed(Ranks):
+        def sum(self, values: Sequence[float]) -> list[float]:
+            return [math.fsum(column) for column in zip(*sent, strict=True)]
 
     for rank in range(world):  # with four ranks the last one has nothing
-        measure(model, VOCAB, VOCAB, SEED, data[rank::world], send)
-    total = [math.fsum(column) for column in zip(*sent, strict=True)]
-    profiles = [measure(model, VOCAB, VOCAB, SEED, data[rank::world], lambda _: total) for rank in range(world)]
+        measure(model, VOCAB, VOCAB, SEED, data[rank::world], Sending.alone())
+    profiles = [measure(model, VOCAB, VOCAB, SEED, data[rank::world], Summed.alone()) for rank in range(world)]
     for profile in profiles:
         assert profile == profiles[0]
         assert profile.encoder == pytest.approx(alone.encoder, rel=1e-12)
@@ -149,7 +155,7 @@ def test_memory_of_a_thousand_layers() -> None:
         profile = measure(model, VOCAB, VOCAB, SEED, batches((2,)))
     finally:
         handle.remove()
-    one = sum(p.numel() for p in Transformer(shape(layers=(1, 1)), VOCAB, VOCAB, SEED).decoder.layers.parameters())
+    one = sum(p.numel() for p in new_model(shape(layers=(1, 1)), VOCAB, VOCAB, SEED).decoder.layers.parameters())
     assert len(counts) == 1050 and max(counts) <= 2 * one
     assert len(profile.encoder) == 2000 and len(profile.decoder) == 150
     for omega in (profile.encoder, profile.decoder):
@@ -167,16 +173,14 @@ def made(encoder: int = 6, decoder: int = 6) -> AdminProfile:
     return AdminProfile([1 + i / 8 for i in range(encoder)], [1 + i / 3 for i in range(decoder)], {"seed": 1})
 
 
-def test_apply_sets_every_sublayer() -> None:
-    built = Transformer(shape(), VOCAB, VOCAB, SEED)
-    made().apply(built)
+def test_a_model_starts_from_every_omega() -> None:
+    built = new_model(shape(), VOCAB, VOCAB, SEED, omega=made().omega)
     for stack, size, values in ((built.encoder, 2, made().encoder), (built.decoder, 3, made().decoder)):
         for i, value in enumerate(values):
             assert torch.equal(stack.layers[i // size].rule.omegas[i % size], torch.full((16,), value))
     with pytest.raises(ValueError, match="6 sub-layers, the profile 4"):
-        made(4).apply(built)
-    mixed = Transformer(shape("b2t", "admin"), VOCAB, VOCAB, SEED)
-    made(0).apply(mixed)
+        new_model(shape(), VOCAB, VOCAB, SEED, omega=made(4).omega)
+    mixed = new_model(shape("b2t", "admin"), VOCAB, VOCAB, SEED, omega=made(0).omega)
     assert mixed.decoder.layers[1].rule.omegas[2][0].item() == pytest.approx(made().decoder[5])
 
 

@@ -7,12 +7,13 @@ from typing import get_args
 
 import pytest
 import torch
-from small_models import BLOCKS, VOCAB, batch, model_of, shapes
+from small_models import BLOCKS, VOCAB, batch, layer_of, model_of, shapes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepnmt import config
-from deepnmt.model.transformer import Stack, Transformer, build_layer
+from deepnmt.model.init import new_model
+from deepnmt.model.transformer import Stack, Transformer
 
 D, H = 16, 4
 PAIRS: list[tuple[config.Block, config.Block]] = [
@@ -27,7 +28,7 @@ def pair(encoder: config.Block, decoder: config.Block, layers: int = 2, init: st
 
 
 def fresh(block: config.Block, layers: int = 2) -> Transformer:
-    return Transformer(pair(block, block, layers), VOCAB, VOCAB, seed=1).eval()
+    return new_model(pair(block, block, layers), VOCAB, VOCAB, seed=1).eval()
 
 
 def inputs(model: Transformer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -112,7 +113,7 @@ def test_rezero_post_ln_starts_as_its_norms_alone() -> None:
 def test_looks_linear_ffn_is_linear_at_first(activation: str, init: str) -> None:
     """With the mirror and the orthogonality that make it so; afterwards it is as free as any."""
     model = pair("looks_linear", "looks_linear", 4, init).model_copy(update={"activation": activation, "ffn": 48})
-    ffn, scale = build_layer(model, "encoder", 1, 1).ffn, 0.5 if init == "depth_scaled" else 1.0
+    ffn, scale = layer_of(model, "encoder", 1, 1).ffn, 0.5 if init == "depth_scaled" else 1.0
     x, y = torch.randn(2, 7, D).unbind()
     torch.testing.assert_close(ffn(2 * x - 3 * y), 2 * ffn(x) - 3 * ffn(y), rtol=1e-5, atol=1e-5)
     first, second = ffn.fc1.weight, ffn.fc2.weight
@@ -164,7 +165,7 @@ def test_fixup_has_a_scalar_before_each_linear_map_and_activation() -> None:
 
 def three_steps(shape: config.Model) -> Transformer:
     """Adam on one batch; afterwards every parameter has had a gradient, and the loss has fallen."""
-    model = Transformer(shape, VOCAB, VOCAB, seed=1, label_smoothing=0.1).train()
+    model = new_model(shape, VOCAB, VOCAB, seed=1, label_smoothing=0.1).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(4):
@@ -193,7 +194,7 @@ def test_every_pair_takes_steps(encoder: config.Block, decoder: config.Block) ->
 @torch.no_grad()
 @pytest.mark.parametrize(("encoder", "decoder"), PAIRS)
 def test_a_pair_decodes_step_by_step_as_at_once(encoder: config.Block, decoder: config.Block) -> None:
-    model = Transformer(pair(encoder, decoder), VOCAB, VOCAB, seed=1).eval()
+    model = new_model(pair(encoder, decoder), VOCAB, VOCAB, seed=1).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     src, lengths, trg, _ = batch([7, 3, 5], [6, 6, 6])
@@ -213,7 +214,7 @@ def test_every_block_goes_with_every_other() -> None:
     data = batch([5, 3], [4, 6])
     for encoder, decoder in itertools.product(BLOCKS, BLOCKS):
         stacks = {"encoder": {"block": encoder, "layers": 1}, "decoder": {"block": decoder, "layers": 1}}
-        model = Transformer(config.Model.model_validate(shape | stacks), VOCAB, VOCAB, seed=1)
+        model = new_model(config.Model.model_validate(shape | stacks), VOCAB, VOCAB, seed=1)
         loss = model(*data).loss
         loss.backward()
         found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -25,6 +26,7 @@ from deepnmt.model.blocks import (
     TFixup,
     newest,
 )
+from deepnmt.model.init import fill
 
 D = 16
 SIDES: list[Side] = ["encoder", "decoder"]
@@ -34,10 +36,17 @@ def place(side: Side, layers: tuple[int, int] = (6, 4)) -> LayerPosition:
     return LayerPosition(side, 1, *layers, D)
 
 
+def new(block: str, position: LayerPosition) -> Block:
+    """The block of a layer as a run begins with it."""
+    made = BLOCKS[block](position)
+    fill(made, partial(made.initial, position))
+    return made
+
+
 def rule_of(block: str, side: Side) -> Block:
     """The rule of layer 1 (of 0, 1, ...) with random gains, biases, ω and other parameters."""
     torch.manual_seed(3)
-    rule = BLOCKS[block](place(side))
+    rule = new(block, place(side))
     with torch.no_grad():
         for parameter in rule.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -192,7 +201,7 @@ def test_the_recipe_knows_the_blocks_that_need_history() -> None:
 @pytest.mark.parametrize("block", ["admin", "deepnorm", "rezero_post_ln"])
 @pytest.mark.parametrize("side", SIDES)
 def test_reduction_to_post_ln_is_exact(side: Side, block: str) -> None:
-    post, reduced = rule_of("post_ln", side), BLOCKS[block](place(side))
+    post, reduced = rule_of("post_ln", side), new(block, place(side))
     reduced.load_state_dict(post.state_dict(), strict=False)  # Admin's ω stays at its initial 1
     if isinstance(reduced, DeepNorm):
         reduced.alpha = 1.0
@@ -222,13 +231,13 @@ def test_deepnorm_constants(
 @pytest.mark.parametrize("side", SIDES)
 def test_rezero_starts_as_the_identity(side: Side) -> None:
     x = stream_of("rezero")
-    assert torch.equal(BLOCKS["rezero"](place(side))(x, branches_of(side)), x)
+    assert torch.equal(new("rezero", place(side))(x, branches_of(side)), x)
 
 
 @pytest.mark.parametrize("pre_norm", [True, False])
 def test_dlcl_starts_from_the_mean(pre_norm: bool) -> None:
     """Layer 3 of a new stack, given y_0 … y_3."""
-    rule = BLOCKS["dlcl" if pre_norm else "dlcl_post"](LayerPosition("encoder", 3, 6, 4, D))
+    rule = new("dlcl" if pre_norm else "dlcl_post", LayerPosition("encoder", 3, 6, 4, D))
     ys = tuple(torch.randn(4, 2, 5, D).unbind())
     mixed, _ = rule.get_submodule("mix")(ys)
     if pre_norm:
@@ -261,8 +270,8 @@ def test_t_fixup_constants(layers: tuple[int, int], encoder: float, decoder: flo
 def test_admin_closed_form_is_its_constant(layers: tuple[int, int], encoder: float, decoder: float) -> None:
     """sqrt(13 / ln 13 - 1) and so on; the same in every sub-layer."""
     for side, omega in zip(SIDES, (encoder, decoder), strict=True):
-        rule = AdminClosedForm(place(side, layers))
-        assert len(rule.omegas) == (2 if side == "encoder" else 3)
+        rule = new("admin_closed_form", place(side, layers))
+        assert isinstance(rule, AdminClosedForm) and len(rule.omegas) == (2 if side == "encoder" else 3)
         for parameter in rule.omegas:
             assert parameter.tolist() == pytest.approx([omega] * D, abs=1e-5)
 

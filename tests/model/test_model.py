@@ -8,13 +8,15 @@ from typing import get_args
 
 import pytest
 import torch
+from small_models import layer_of
 from torch import Tensor, nn
 
 from deepnmt import config
-from deepnmt.model.blocks import BLOCKS, Admin, DeepNorm, LayerPosition, Side
+from deepnmt.model.blocks import BLOCKS, DeepNorm, LayerPosition, Side
 from deepnmt.model.dropout import Dropout, stable_hash
-from deepnmt.model.embedding import sinusoids
-from deepnmt.model.transformer import Transformer, build_embedding, build_layer
+from deepnmt.model.embedding import TABLES, sinusoids
+from deepnmt.model.init import Initialiser, fill, new_model
+from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
 NAMES: list[config.Block] = list(get_args(config.Block))
@@ -47,38 +49,41 @@ def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("side", SIDES)
 def test_a_layer_built_alone_is_the_models(side: Side, block: config.Block) -> None:
     torch.manual_seed(0)
-    model = Transformer(shapes(block), V, V, seed=5)
+    model = new_model(shapes(block), V, V, seed=5)
     torch.manual_seed(99)
-    alone = build_layer(shapes(block), side, 1, seed=5)
+    alone = layer_of(shapes(block), side, 1, seed=5)
     whole = model.get_submodule(f"{side}.layers.1").state_dict()
     assert whole.keys() == alone.state_dict().keys()
     assert all(torch.equal(whole[name], value) for name, value in alone.state_dict().items())
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_an_embedding_built_alone_is_the_models(side: Side) -> None:
-    model = Transformer(shapes(tied="none", dropout=0.1), V, V + 4, seed=5).train()
-    alone = build_embedding(shapes(tied="none", dropout=0.1), side, V if side == "encoder" else V + 4, seed=5).train()
-    ids = batch()[0]
-    table = model.embeddings["src" if side == "encoder" else "trg"]
-    whole = model.get_submodule(f"{side}.input")(table(ids), dropout_key=8)
-    assert torch.equal(alone(ids, dropout_key=8), whole)
+@pytest.mark.parametrize(("kind", "message"), [
+    ("nan", "decoder.layers.0.ffn.fc1.bias was left unfilled"),
+    ("short", r"decoder.layers.0.ffn.fc1.bias is \[3\] where \[24\] is expected"),
+])
+def test_a_parameter_left_unfilled_is_refused(kind: str, message: str) -> None:
+    model, first = shapes(), Initialiser(shapes(), V, V, 1)
+    built = Transformer(model, V, V, 1)
+    assert all(bool(parameter.isnan().all()) for parameter in built.parameters())
+    wrong = torch.full((24,), math.nan) if kind == "nan" else torch.zeros(3)
+    with pytest.raises(ValueError, match=message):
+        fill(built, lambda name: wrong if name == "decoder.layers.0.ffn.fc1.bias" else first(name))
 
 
 def test_weights_follow_the_seed() -> None:
-    one, same, other = (Transformer(shapes(), V, V, seed).state_dict() for seed in (5, 5, 6))
+    one, same, other = (new_model(shapes(), V, V, seed).state_dict() for seed in (5, 5, 6))
     assert all(torch.equal(one[name], same[name]) for name in one)
     for name, value in one.items():
         assert torch.equal(value, other[name]) == (value.ndim < 2)
 
 
 def test_no_two_matrices_share_their_draw() -> None:
-    matrices = [p.flatten() for p in Transformer(shapes(tied="none"), V, V, 1).parameters() if p.ndim == 2]
+    matrices = [p.flatten() for p in new_model(shapes(tied="none"), V, V, 1).parameters() if p.ndim == 2]
     assert len({round(m[0].item() / m.abs().max().item(), 6) for m in matrices}) == len(matrices)
 
 
 def test_depth_does_not_change_a_layers_draw() -> None:
-    shallow, deep = (build_layer(shapes(layers=n), "encoder", 1, 1).state_dict() for n in (2, 7))
+    shallow, deep = (layer_of(shapes(layers=n), "encoder", 1, 1).state_dict() for n in (2, 7))
     assert all(torch.equal(shallow[name], deep[name]) for name in shallow)
 
 
@@ -113,8 +118,8 @@ def matrices(state: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
 @pytest.mark.parametrize("block", NAMES)
 def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Side) -> None:
     """Each draw is a fixed uniform one times its bound, so the ratio to Post-LN's is exactly the gain."""
-    state = build_layer(shapes(block), side, 1, 1).state_dict()
-    ours, plain = matrices(state), matrices(build_layer(shapes("post_ln"), side, 1, 1).state_dict())
+    state = layer_of(shapes(block), side, 1, 1).state_dict()
+    ours, plain = matrices(state), matrices(layer_of(shapes("post_ln"), side, 1, 1).state_dict())
     assert ours.keys() == plain.keys() and len(ours) == (6 if side == "encoder" else 10)
     for (sublayer, matrix), value in plain.items():
         base = gain_of("post_ln", side, matrix)
@@ -132,7 +137,7 @@ def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Si
 @pytest.mark.parametrize("block", NAMES)
 def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> None:
     """Each matrix of a stack of 4 is halved, whatever else the block does to it; nothing else changes."""
-    scaled, plain = (build_layer(shapes(block, init=init, layers=4), side, 1, 1).state_dict()
+    scaled, plain = (layer_of(shapes(block, init=init, layers=4), side, 1, 1).state_dict()
                      for init in ("depth_scaled", "xavier"))
     for name, value in plain.items():
         torch.testing.assert_close(scaled[name], value * (0.5 if value.ndim == 2 else 1.0))
@@ -142,7 +147,7 @@ def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> Non
 @pytest.mark.parametrize("block", NAMES)
 def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, side: Side) -> None:
     """Each of them that had 1/√2 is √2 times as large, nothing else changes; deepnorm never had it."""
-    whole, plain = (build_layer(shapes(block, init=init), side, 1, 1).state_dict()
+    whole, plain = (layer_of(shapes(block, init=init), side, 1, 1).state_dict()
                     for init in ("xavier_separate", "xavier"))
     separate, fused = matrices(whole), matrices(plain)
     enlarged = {"deepnorm": (), "t_fixup": ("q", "k")}.get(block, ("q", "k", "v"))
@@ -155,7 +160,7 @@ def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, s
 
 @pytest.mark.parametrize("block", NAMES)
 def test_only_b2t_is_depth_scaled_by_itself(block: config.Block) -> None:
-    auto, chosen = (build_layer(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in
+    auto, chosen = (layer_of(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in
                     ("auto", "depth_scaled" if block in ("b2t", "b2t_no_ln") else "xavier"))
     assert all(torch.equal(auto[name], value) for name, value in chosen.items())
 
@@ -179,9 +184,9 @@ def test_t_fixup_scales_the_tables_that_its_stacks_read(
         model = shapes(tied=tied).model_copy(update=stacks)
         for side in SIDES:  # alone they are the same
             use = "src" if side == "encoder" else "trg"
-            alone = build_embedding(model, side, V, 1).state_dict()["table.weight"]
-            assert torch.equal(alone, Transformer(model, V, V, 1).table(use).weight)
-        return dict(Transformer(model, V, V, 1).embeddings.state_dict())
+            alone = Initialiser(model, V, V, 1)(f"embeddings.{TABLES[tied][use]}.weight")
+            assert torch.equal(alone, new_model(model, V, V, 1).table(use).weight)
+        return dict(new_model(model, V, V, 1).embeddings.state_dict())
 
     plain, scaled = tables("pre_ln", "pre_ln"), tables(encoder, decoder)
     assert scaled.keys() == {f"{name}.weight" for name in factors}
@@ -190,7 +195,7 @@ def test_t_fixup_scales_the_tables_that_its_stacks_read(
 
 
 def test_embeddings_have_the_stated_spread() -> None:
-    weight = Transformer(shapes(), 4000, 4000, 1).output_weight
+    weight = new_model(shapes(), 4000, 4000, 1).output_weight
     assert weight[PAD].eq(0).all()
     assert weight.std().item() == pytest.approx(D**-0.5, rel=0.02)
 
@@ -202,7 +207,7 @@ def test_embeddings_have_the_stated_spread() -> None:
     ("tied", "tables"), [("all", {"shared"}), ("decoder", {"src", "trg"}), ("none", {"src", "trg", "out"})]
 )
 def test_tying(tied: str, tables: set[str]) -> None:
-    model = Transformer(shapes(tied=tied), V, V, 1)
+    model = new_model(shapes(tied=tied), V, V, 1)
     assert set(model.embeddings) == tables
     model(*batch()).loss.backward()
     for table in model.embeddings.values():
@@ -214,12 +219,12 @@ def test_tying(tied: str, tables: set[str]) -> None:
 
 def test_tying_all_refuses_two_vocabularies() -> None:
     with pytest.raises(ValueError, match="21 and 22"):
-        Transformer(shapes(), V, V + 1, 1)
+        new_model(shapes(), V, V + 1, 1)
 
 
 @pytest.mark.parametrize("block", NAMES)
 def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
-    model = Transformer(shapes(block), V, V, 1)
+    model = new_model(shapes(block), V, V, 1)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
     names = set(model.state_dict())
     assert {"embeddings.shared.weight", "encoder.layers.1.ffn.fc1.weight"} < names
@@ -236,17 +241,8 @@ def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
 def test_blocks_of_the_two_sides_are_independent() -> None:
     hybrid = shapes().model_copy(update={"encoder": config.Stack(block="post_ln", layers=1),
                                          "decoder": config.Stack(block="pre_ln", layers=1)})
-    names = set(Transformer(hybrid, V, V, 1).state_dict())
+    names = set(new_model(hybrid, V, V, 1).state_dict())
     assert "decoder.norm.weight" in names and "encoder.norm.weight" not in names
-
-
-def test_omega_is_filled_from_a_profile() -> None:
-    rule = build_layer(shapes("admin"), "decoder", 0, 1).rule
-    assert isinstance(rule, Admin)
-    rule.set_omega([1.0, 1.5, 2.25])
-    assert [omega.tolist() for omega in rule.omegas] == [[1.0] * D, [1.5] * D, [2.25] * D]
-    with pytest.raises(ValueError, match="3 sub-layers, but 2"):
-        rule.set_omega([1.0, 1.5])
 
 
 # ---- positions
@@ -262,7 +258,7 @@ def test_sinusoids_are_marians() -> None:
 
 
 def test_a_sentence_longer_than_the_positions_is_refused() -> None:
-    model = Transformer(shapes(), V, V, 1)
+    model = new_model(shapes(), V, V, 1)
     with pytest.raises(ValueError, match=r"13 tokens exceeds model.max_length \(12\)"):
         model.encode(torch.full((1, 13), 5), torch.tensor([13]))
 
@@ -271,7 +267,7 @@ def test_a_sentence_longer_than_the_positions_is_refused() -> None:
 
 
 def test_masks_follow_the_key_alone() -> None:
-    model = Transformer(shapes(dropout=0.3), V, V, 1).train()
+    model = new_model(shapes(dropout=0.3), V, V, 1).train()
     torch.manual_seed(1)
     first = model(*batch(), dropout_key=4).loss
     torch.manual_seed(2)
@@ -282,7 +278,7 @@ def test_masks_follow_the_key_alone() -> None:
 
 @pytest.mark.parametrize("part", ["encoder.input", "encoder.layers.1", "decoder.layers.0"])
 def test_masks_follow_the_runs_seed(part: str) -> None:
-    one, other = (Transformer(shapes(dropout=0.3), V, V, seed).train() for seed in (1, 2))
+    one, other = (new_model(shapes(dropout=0.3), V, V, seed).train() for seed in (1, 2))
     other.load_state_dict(one.state_dict())
     x, memory = torch.randn(2, 5, D), torch.randn(2, 4, D)
     inputs = (x, memory) if part.startswith("decoder") else (x,)
@@ -292,7 +288,7 @@ def test_masks_follow_the_runs_seed(part: str) -> None:
 
 
 def test_masks_differ_between_layers() -> None:
-    model = Transformer(shapes(dropout=0.5), V, V, 1).train()
+    model = new_model(shapes(dropout=0.5), V, V, 1).train()
     masks: list[Tensor] = []
     for i in range(2):
         add = model.get_submodule(f"encoder.layers.{i}.rule.adds.0")
@@ -302,7 +298,7 @@ def test_masks_differ_between_layers() -> None:
 
 
 def test_a_recomputed_layer_draws_the_same_masks() -> None:
-    model = Transformer(shapes(dropout=0.3), V, V, 1).train()
+    model = new_model(shapes(dropout=0.3), V, V, 1).train()
     layer, x = model.encoder.layers[1], torch.randn(2, 5, D)
     first = layer(x, None, 9)
     model(*batch())
@@ -310,7 +306,7 @@ def test_a_recomputed_layer_draws_the_same_masks() -> None:
 
 
 def test_evaluation_draws_nothing() -> None:
-    model = Transformer(shapes(dropout=0.3), V, V, 1).eval()
+    model = new_model(shapes(dropout=0.3), V, V, 1).eval()
     before = torch.get_rng_state()
     assert torch.equal(model(*batch(), dropout_key=4).loss, model(*batch(), dropout_key=5).loss)
     assert torch.equal(torch.get_rng_state(), before)
@@ -344,7 +340,7 @@ def test_hash_is_stable() -> None:
 @pytest.mark.parametrize("block", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_finite(dtype: torch.dtype, block: config.Block) -> None:
-    model = Transformer(shapes(block, dropout=0.1), V, V, 1, label_smoothing=0.1).to(dtype).train()
+    model = new_model(shapes(block, dropout=0.1), V, V, 1, label_smoothing=0.1).to(dtype).train()
     with torch.no_grad():
         for parameter in model.parameters():  # gates and matrices that start at 0 let no gradient through
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -358,7 +354,7 @@ def test_gradients_are_finite(dtype: torch.dtype, block: config.Block) -> None:
 
 def test_activations_have_the_parameters_type() -> None:
     """Even where only the parameters were cast and the table of positions was not, as engines may do."""
-    model = Transformer(shapes(), V, V, 1)
+    model = new_model(shapes(), V, V, 1)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     assert model.encode(*batch()[:2]).dtype == torch.bfloat16

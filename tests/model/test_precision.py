@@ -25,6 +25,7 @@ from deepnmt.doctor.probes import mean_loss
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.model.attention import attend
 from deepnmt.model.blocks import LayerNorm
+from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
 TYPES = (torch.bfloat16, torch.float16)
@@ -39,7 +40,7 @@ def close(found: Tensor, exact: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_statistics_of_norms(dtype: torch.dtype) -> None:
-    model = Transformer(Model.model_validate({"width": WIDTH, "heads": 2, "ffn": 8, "encoder": {"layers": 1},
+    model = new_model(Model.model_validate({"width": WIDTH, "heads": 2, "ffn": 8, "encoder": {"layers": 1},
                                               "decoder": {"layers": 1}}), 8, 8, 1)
     norm = model.to(dtype).encoder.layers[0].rule.norms[0]
     x = (30 + torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))).to(dtype)  # far from 0: sums cancel

@@ -20,8 +20,7 @@ from warm import Warm
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
-from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
@@ -99,8 +98,7 @@ def steps(engine: Engine, ranks: Ranks, first: int, last: int) -> list[list[floa
 
 def build(layout: str, ranks: Ranks, trial: Trial = TURNS[2][1]) -> Engine:
     settings = recipe(layout, MICRO_BATCHES // ranks.world, trial)
-    return build_engine(Transformer(settings.model, VOCAB, VOCAB, settings.seed, 0.1), settings,
-                        layout_of(settings, ranks.world), ranks)
+    return start_engine(settings, layout_of(settings, ranks.world), (VOCAB, VOCAB), ranks)
 
 
 def compute(folder: str, layout: str, trials: str) -> None:
@@ -117,8 +115,8 @@ def compute(folder: str, layout: str, trials: str) -> None:
             then = {s.name: s.weight.clone() for s in engine.export_state()}
             trace += steps(engine, ranks, RESUMED, UPDATES)
             other = build(layout, ranks, trial)
-            other.import_state({s.name: s.weight for s in saved}, {k: t for s in saved for k, t in s.moments.items()},
-                               step)
+            kept = {name: tensor for s in saved for name, tensor in (*s.moments.items(), (s.name, s.weight))}
+            other.fill(kept.__getitem__, kept.__getitem__, step)
             again = steps(other, ranks, SAVED, RESUMED)
             same = all(torch.equal(then[s.name], s.weight) for s in other.export_state())
             if ranks.first:

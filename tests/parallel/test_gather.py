@@ -12,7 +12,7 @@ import torch
 from tiny_engines import options
 from warm import Warm
 
-from deepnmt.checkpoint.checkpoint import load_moments, load_weights
+from deepnmt.checkpoint.checkpoint import moments_in, weights_in
 from deepnmt.config import Recipe, Translate, load_recipe
 from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.translate import translate_lines
@@ -34,8 +34,9 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
         check_texts(settings, ranks)
         data = open_prepared(settings)
         vocabs = data.vocabs()
-        engine = start_engine(settings, layout_of(settings, ranks.world), (vocabs[0].size, vocabs[1].size), ranks)
-        engine.import_state(load_weights(Path(checkpoint)), load_moments(Path(checkpoint)), 12)
+        sizes = (vocabs[0].size, vocabs[1].size)
+        engine = start_engine(settings, layout_of(settings, ranks.world), sizes, ranks, begins=False)
+        engine.fill(weights_in(Path(checkpoint)), moments_in(Path(checkpoint)), 12)
         whole = engine.gather_model()
         weights = dict(whole.named_parameters())
         for state in engine.export_state():

@@ -12,8 +12,7 @@ from tiny_engines import batch_of, parallel
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe, with_settings
-from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
@@ -54,8 +53,7 @@ def micro_batches(update: int) -> list[Batch]:
 def build(layout: str, optimizer: dict[str, Any], ranks: Ranks) -> Engine:
     settings = recipe(layout, optimizer)
     settings = with_settings(settings, {"batch.accumulation": 2 // ranks.world})
-    return build_engine(Transformer(settings.model, VOCAB, VOCAB, settings.seed, 0.1), settings,
-                        layout_of(settings, ranks.world), ranks)
+    return start_engine(settings, layout_of(settings, ranks.world), (VOCAB, VOCAB), ranks)
 
 
 def steps(engine: Engine, ranks: Ranks, first: int, last: int) -> None:
@@ -83,7 +81,7 @@ def trial(folder: str, layout: str) -> None:
             step = whole.optimizer_step
             steps(whole, ranks, 2, UPDATES)
             other = build(layout, optimizer, ranks)
-            other.import_state(saved, saved, step)
+            other.fill(saved.__getitem__, saved.__getitem__, step)
             steps(other, ranks, 2, UPDATES)
             last, again = end(whole), end(other)
             assert step == 2 and whole.optimizer_step == other.optimizer_step == UPDATES, optimizer

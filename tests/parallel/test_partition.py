@@ -64,12 +64,12 @@ def test_costs_are_the_matrix_products() -> None:
     assert twice["output"].cost == units["output"].cost
 
 
-BLOCKS = [block for block in get_args(Block) if not BLOCKS[block].needs_history]
+NAMES = [block for block in get_args(Block) if not BLOCKS[block].needs_history]
 BOUNDS = [(0, 9), (0, 4, 9), (0, 6, 9), (0, 1, 5, 8, 9)]
 
 
 @pytest.mark.parametrize(("block", "tied", "cuts"), [
-    *((block, "all", [(0, 1, 5, 8, 9)]) for block in BLOCKS), *(("pre_ln", tied, BOUNDS) for tied in TABLES)
+    *((block, "all", [(0, 1, 5, 8, 9)]) for block in NAMES), *(("pre_ln", tied, BOUNDS) for tied in TABLES)
 ])
 def test_parameters_are_those_of_the_stages(block: Block, tied: str, cuts: list[tuple[int, ...]]) -> None:
     """A table that two units of a stage read is there once; the rule's own parameters, and what stands on a stack,

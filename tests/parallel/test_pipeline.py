@@ -23,6 +23,7 @@ from warm import Warm
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
+from deepnmt.model.init import Initialiser
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
@@ -147,7 +148,9 @@ def pipeline(case: Case, ranks: Ranks) -> Engine:
     from deepnmt.parallel.pipeline.engine import PipelineEngine
 
     cuts = Partition(cost_units(made.model, VOCAB, VOCAB), tuple(case.cuts))
-    return PipelineEngine(made, (VOCAB, VOCAB), cuts, layout_of(made, ranks.world), ranks, None)
+    engine = PipelineEngine(made, (VOCAB, VOCAB), cuts, layout_of(made, ranks.world), ranks)
+    engine.fill(Initialiser(made.model, VOCAB, VOCAB, made.seed))
+    return engine
 
 
 def controls(world: str, cases: str, folder: str) -> None:

@@ -19,7 +19,7 @@ from deepnmt.batch import Batch
 from deepnmt.cli import main
 from deepnmt.config import Block, Corpus, Model, Recipe, load_recipe
 from deepnmt.model.admin import measure
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @every_recipe
 def test_recipe_is_read_and_built(file: Path) -> None:
     recipe = load_recipe(file, ["model.width=8", "model.heads=2", "model.ffn=8"])
-    model = Transformer(recipe.model, VOCAB, VOCAB, recipe.seed)
+    model = new_model(recipe.model, VOCAB, VOCAB, recipe.seed)
     assert len(model.encoder.layers) == load_recipe(file).model.encoder.layers
     assert len(model.decoder.layers) == load_recipe(file).model.decoder.layers
     named = Path(file.stem.split("_")[-1])  # ..._60l-12l.yaml says how deep it is
@@ -133,9 +133,8 @@ def one_update(model: Model, tmp_path: Path) -> None:
 def update_once(recipe: Recipe, vocab: int, batch: Batch) -> None:
     """Builds the model as a run would, Admin profiled, and makes an update on the local engine."""
     model, tokens = recipe.model, batch.tokens
-    module = Transformer(model, vocab, vocab, recipe.seed, recipe.train.label_smoothing)
-    if model.encoder.block == "admin":
-        measure(model, vocab, vocab, recipe.seed, [batch]).apply(module)
+    omega = measure(model, vocab, vocab, recipe.seed, [batch]).omega if model.encoder.block == "admin" else None
+    module = new_model(model, vocab, vocab, recipe.seed, recipe.train.label_smoothing, omega)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters() if ".0." in name}
     engine = LocalEngine(module, recipe, torch.device("cpu"))
     for _ in range(2 if model.decoder.block in CLOSED_AT_FIRST else 1):

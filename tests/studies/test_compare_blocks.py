@@ -23,7 +23,7 @@ from deepnmt.cli import main as train_command
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.prepared import PreparedData, Split
 from deepnmt.errors import UserError
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
 from studies.__main__ import main
@@ -101,7 +101,7 @@ def test_initialisations(prepared: Path) -> None:
     assert [s.name for s in list_systems(recipe_of(prepared), blocks, [4], inits=["xavier"])] == [
         "pre_ln, no source", "post_ln", "b2t, xavier", "b2t/post_ln, xavier"]
     model = listed[-1].recipe(recipe_of(prepared)).model
-    scaled, plain = (next(p.std().item() for n, p in Transformer(model.model_copy(update={
+    scaled, plain = (next(p.std().item() for n, p in new_model(model.model_copy(update={
         "decoder": model.decoder.model_copy(update={"init": init})}), 60, 60, 1).named_parameters()
         if n == "decoder.layers.0.ffn.fc1.weight") for init in (model.decoder.init, "xavier"))
     assert scaled == pytest.approx(plain / 2, rel=1e-5)  # 4^-1/2
@@ -193,7 +193,7 @@ def test_sources_are_exchanged_or_left_out(prepared: Path) -> None:
     recipe, valid = recipe_of(prepared), valid_of(prepared)
     model = System("post_ln", "post_ln", 1, 0).recipe(recipe).model
     vocab = PreparedData.open(prepared / "data").vocabs()[1].size
-    module = Transformer(model, vocab, vocab, 3, 0.1)
+    module = new_model(model, vocab, vocab, 3, 0.1)
     engine = LocalEngine(module, recipe, ALONE.device)
     count = len(valid)
     order = sorted(range(count), key=lambda i: (-valid.trg_lengths[i], -valid.src_lengths[i], i))

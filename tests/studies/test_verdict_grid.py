@@ -18,7 +18,7 @@ from deepnmt.config import LossScale
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.doctor.verdict import FEATURES, VerdictRule
 from deepnmt.errors import UserError
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
 from studies import verdict_fit
@@ -242,7 +242,7 @@ def test_each_model_has_its_own_loss_scale() -> None:
     assert scales.scales.tolist() == [2.0**10] * 3
     task = ToyTask()
     recipe = Point("pre_ln", "pre_ln", 1, 1e-3, True).recipe(TINY)
-    models = [Transformer(recipe.model, task.vocabulary, task.vocabulary, 1) for _ in range(2)]
+    models = [new_model(recipe.model, task.vocabulary, task.vocabulary, 1) for _ in range(2)]
     batches = [task.batch(1, 3)] * 12
     scaled = list(train_side_by_side(models, batches, [[1e-2, 0.0]] * 12, recipe.optimizer, "fp16", rule))
     first = [losses[0] for losses in scaled]

@@ -11,7 +11,7 @@ from tiny_engines import parallel, step
 from warm import Warm
 
 from deepnmt.config import Precision, Recipe
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
@@ -54,7 +54,7 @@ def test_side_by_side_in_16_bits_is_deepspeeds_engine(precision: Precision, tmp_
     theirs = json.loads((tmp_path / f"{precision}.json").read_text())
     if precision == "fp16":
         fallen, made = theirs.pop(), recipe("pre_ln", "zero1_fp16", 24)
-        model = Transformer(made.model, TASK.vocabulary, TASK.vocabulary, made.seed)
+        model = new_model(made.model, TASK.vocabulary, TASK.vocabulary, made.seed)
         found = [losses[0] for losses in train_side_by_side(
             [model], [TASK.batch(0, 8)] * 16, [[RATE]] * 16, made.optimizer, precision, made.loss_scale)]
         dropped = [sum(a == b for a, b in pairwise(losses)) for losses in (found, fallen)]
@@ -62,7 +62,7 @@ def test_side_by_side_in_16_bits_is_deepspeeds_engine(precision: Precision, tmp_
         assert found == pytest.approx(fallen, rel=PRECISIONS[precision])
     for block, expected in zip(BLOCKS, theirs, strict=True):
         ours = recipe(block, f"zero1_{precision}")
-        model = Transformer(ours.model, TASK.vocabulary, TASK.vocabulary, ours.seed)
+        model = new_model(ours.model, TASK.vocabulary, TASK.vocabulary, ours.seed)
         batches = [TASK.batch(update, 8) for update in range(UPDATES)]
         found = [losses[0] for losses in train_side_by_side(
             [model], batches, [[RATE]] * UPDATES, ours.optimizer, precision, ours.loss_scale)]

@@ -11,10 +11,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from tiny_engines import options
 from warm import Warm
 
-from deepnmt.checkpoint.checkpoint import Contents, load_moments, load_state, load_weights, verify, write_checkpoint
+from deepnmt.checkpoint.checkpoint import MOMENTS, Contents, load_state, load_weights, verify, write_checkpoint
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -89,6 +90,6 @@ def blown(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) 
     weights = load_weights(checkpoint)
     weights[f"{BROKEN}.weight"].fill_(3e38)
     files = {name: (checkpoint / name).read_bytes() for name in ("src.spm", "trg.spm")}
-    write_checkpoint(checkpoint, Contents(weights, load_moments(checkpoint), load_state(checkpoint),
+    write_checkpoint(checkpoint, Contents(weights, load_file(checkpoint / MOMENTS), load_state(checkpoint),
                                           (checkpoint / "recipe.yaml").read_text(), files))
     return run

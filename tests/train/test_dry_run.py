@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from deepnmt.config import Block, Model, load_recipe
 from deepnmt.data.batching import plan_epoch
 from deepnmt.data.prepared import PreparedData
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 from deepnmt.parallel.build import partition_of
 from deepnmt.parallel.settings import layout_of
 from deepnmt.train.plan import count_parameters, describe, memory_estimate
@@ -26,7 +26,7 @@ def test_parameters_are_counted_without_building_all_layers(block: Block, tied: 
     model = Model.model_validate({"width": 8, "heads": 2, "ffn": 12, "max_length": 4, "tied": tied,
                                   "encoder": {"block": block, "layers": 5}, "decoder": {"block": block, "layers": 4}})
     target = 20 if tied == "all" else 30
-    built = Transformer(model, 20, target, 1)
+    built = new_model(model, 20, target, 1)
     assert count_parameters(model, 20, target) == sum(p.numel() for p in built.parameters())
 
 
@@ -66,7 +66,7 @@ def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest
     assert found["tokens per update"].startswith("49,152 at most, padding included (1 process(es) x 3 micro-batch(es)")
     plan = plan_epoch(train.src_lengths, train.trg_lengths, 16384, recipe.seed, 0)
     assert found["updates per epoch"] == f"{len(plan) / 3:.1f} (padding {100 * plan.waste:.1f} %)"
-    parameters = sum(p.numel() for p in Transformer(recipe.model, vocab, vocab, 1).parameters())
+    parameters = sum(p.numel() for p in new_model(recipe.model, vocab, vocab, 1).parameters())
     assert found["parameters"] == f"{parameters:,}" and found["layout"] == "plain PyTorch, fp32"
     # weights, gradients and two moments of 4 bytes; 2 x 27 tensors of width 16 and 4 of FFN 32 a token, 4 at the ends
     held = {"weights": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters,
@@ -97,7 +97,7 @@ def test_activations_are_what_autograd_keeps(
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=256", *overrides,
                                                     "parallel.ds_config=ds_configs/zero1.json",
                                                     f"parallel.precision={precision}"])
-    model = Transformer(recipe.model, 64, 64, 1, 0.1).to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    model = new_model(recipe.model, 64, 64, 1, 0.1).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     kept = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
     held = []
 

@@ -13,7 +13,7 @@ from tiny_engines import batch_of
 from deepnmt.batch import Batch
 from deepnmt.config import Optimizer, Recipe, Schedule, check_recipe
 from deepnmt.errors import UserError
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 from deepnmt.optim import LossScaler, build_optimizer, clip_gradients, learning_rate, moments_of, warmup_note
 from deepnmt.parallel.local import LocalEngine
 
@@ -179,7 +179,7 @@ def recipe_of(optimizer: dict[str, object], schedule: dict[str, object] | None =
 
 def engine_of(optimizer: dict[str, object]) -> LocalEngine:
     recipe = recipe_of(optimizer)
-    return LocalEngine(Transformer(recipe.model, 20, 20, 1), recipe, torch.device("cpu"))
+    return LocalEngine(new_model(recipe.model, 20, 20, 1), recipe, torch.device("cpu"))
 
 
 def micro_batch(number: int) -> Batch:
@@ -229,7 +229,7 @@ def test_sgd_is_the_sum_of_gradients() -> None:
             states = list(engine.export_state())
             saved = {k: v for state in states for k, v in state.moments.items()}
             engine = engine_of(settings)
-            engine.import_state({state.name: state.weight for state in states}, saved, 2)
+            engine.fill({state.name: state.weight for state in states}.__getitem__, saved.__getitem__, 2)
         plain = engine_of(settings).module
         plain.load_state_dict(engine.module.state_dict())
         (plain(*micro_batch(update).tensors, update).loss / 10).backward()

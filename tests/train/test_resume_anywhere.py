@@ -79,7 +79,8 @@ def resume(folder: str, name: str) -> None:
         for source in sources_of(name):
             engine = engine_of(name, ranks)
             weights, moments = load_file(f"{folder}/{source}.weights"), load_file(f"{folder}/{source}.moments")
-            engine.import_state(weights, moments, json.loads(Path(folder, f"{source}.json").read_text())["step"])
+            step = json.loads(Path(folder, f"{source}.json").read_text())["step"]
+            engine.fill(weights.__getitem__, moments.__getitem__, step)
             back = list(engine.export_state())
             exact = all(torch.equal(state.weight, weights[state.name]) for state in back)
             exact = exact and all(torch.equal(t, moments[k]) for state in back for k, t in state.moments.items())

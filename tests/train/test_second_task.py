@@ -24,6 +24,7 @@ from deepnmt.model.loss import LossSums, label_smoothed_loss
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
+from deepnmt.parallel.settings import Layout
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 from deepnmt.train.task import Task
@@ -83,9 +84,16 @@ def validate(recipe: Recipe, data: Walks, engine: Engine, ranks: Ranks) -> Valid
     return Validation(loss / batch.tokens, nll / batch.tokens)
 
 
+def start(recipe: Recipe, layout: Layout, data: Walks, ranks: Ranks, begins: bool) -> Engine:
+    engine = build_engine(lambda each: LanguageModel(recipe), recipe, layout, ranks)
+    if begins:
+        engine.fill(LanguageModel(recipe).state_dict().__getitem__)
+    return engine
+
+
 LANGUAGE = Task(
     check=lambda recipe: None, open=lambda recipe, texts, verify: Walks(), stream=lambda recipe, data: data,
-    start=lambda recipe, layout, data, ranks, begins: build_engine(LanguageModel(recipe), recipe, layout, ranks),
+    start=start,
     validate=validate,
     files=lambda data: {"symbols.json": json.dumps(ToyTask().symbols).encode()})
 

@@ -15,7 +15,7 @@ from deepnmt.config import Translate, load_recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.translate import Hypothesis, translate_lines
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.init import new_model
 from deepnmt.ranks import Ranks
 from deepnmt.train import validate
 
@@ -67,7 +67,7 @@ def test_what_is_cut_is_not_said_at_every_validation(
     recipe = load_recipe(prepared / "recipe.yaml", ["train.valid_sentences=2"])
     data = open_prepared(recipe)
     split, vocabs = data.split("valid"), data.vocabs()
-    model = Transformer(recipe.model.model_copy(update={"max_length": 4}), vocabs[0].size, vocabs[1].size, 1)
+    model = new_model(recipe.model.model_copy(update={"max_length": 4}), vocabs[0].size, vocabs[1].size, 1)
     validate._bleu(recipe, data, split, model, Ranks(0, 1, 0, 1, torch.device("cpu")))
     assert caplog.records == []
     translate_lines(model, vocabs, split.src_text()[:2], Translate(method="greedy"))

@@ -31,10 +31,9 @@ from deepspeed.runtime.pipe import schedule
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
-from deepnmt.model.admin import AdminProfile
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
-from deepnmt.parallel.engine import ParameterState, StepStats
+from deepnmt.parallel.engine import ParameterState, StepStats, build_of
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.pipeline.stage import Stage, StageMessage, tables_used
 from deepnmt.parallel.settings import Layout
@@ -129,7 +128,6 @@ class PipelineEngine(DeepSpeedEngine):
         cuts: which units each stage holds.
         layout: with the DeepSpeed configuration, completed for the data-parallel processes.
         ranks: the processes, `data-parallel ranks` × stages.
-        profile: ω of Admin layers, which start from it.
     """
 
     def __init__(
@@ -139,13 +137,11 @@ class PipelineEngine(DeepSpeedEngine):
         cuts: Partition,
         layout: Layout,
         ranks: Ranks,
-        profile: AdminProfile | None,
     ) -> None:
         self.pipe = StageModule(recipe, vocabs, cuts)
-        _set_omega(self.pipe.stage, profile)
         local = {name.removeprefix("stage."): p for name, p in self.pipe.named_parameters()}
-        super().__init__(recipe, ranks.device, layout, local)
-        self.ranks, self.vocabs, self.micro_batches = ranks, vocabs, recipe.batch.accumulation
+        super().__init__(build_of(recipe, vocabs), recipe, ranks.device, layout, local)
+        self.ranks, self.micro_batches = ranks, recipe.batch.accumulation
         self.module = self._compute_module(self.pipe.stage, layout)  # what this process computes
         self.pipe.computing = (self.module,)
         self.stages, self.stage = cuts.stages, self.pipe.stage_id
@@ -153,7 +149,6 @@ class PipelineEngine(DeepSpeedEngine):
         self.shapes = self._exchange_shapes()
         self.parameters = sum(math.prod(shape) for _, _, shape in self._each_once())
         self._norm, self._sound = 0.0, True  # of the last update: its gradient's norm, and whether it was applied
-        initial = {name: p.detach().clone() for name, p in local.items()}  # DeepSpeed rounds them in 16 bits
         self._start(self.pipe, layout)
         if self.engine.using_bf16_optimizer:
             _count_replicas_as_nothing(self.engine.optimizer, self.device)
@@ -161,7 +156,7 @@ class PipelineEngine(DeepSpeedEngine):
         if self.zero == 0:
             self._step_of_deepspeed = self.engine._take_model_step
             self.engine._take_model_step = self._checked_step
-        self._create_optimizer_state(initial, self._update_on_zeros)
+        self._create_optimizer_state(self._update_on_zeros)
 
     def _exchange_shapes(self) -> list[list[tuple[str, list[int]]]]:
         """Names and shapes of every stage's parameters, on every process."""
@@ -276,7 +271,7 @@ class PipelineEngine(DeepSpeedEngine):
         Raises:
             torch.OutOfMemoryError: on every process, where one has no room for it.
         """
-        model = self._allocate_full_model(self.vocabs, next(self.module.parameters()).dtype)
+        model = self._allocate_full_model(next(self.module.parameters()).dtype)
         whole = dict(model.named_parameters())
         for stage, name, _ in self._each_once():
             if stage == self.stage:
@@ -331,13 +326,3 @@ def _count_replicas_as_nothing(optimizer: Any, device: torch.device) -> None:
         return found if for_clipping or found[0] else ([torch.zeros(1, device=device)], found[1])
 
     optimizer.get_grads_for_norm = gradients
-
-
-def _set_omega(stage: Stage, profile: AdminProfile | None) -> None:
-    """Gives a stage's Admin layers the ω that were measured for them."""
-    if profile is None:
-        return
-    for index, layer in stage.encoder.layers.items():
-        profile.apply_to_layer("encoder", int(index), layer)
-    for index, layer in stage.decoder.layers.items():
-        profile.apply_to_layer("decoder", int(index), layer)

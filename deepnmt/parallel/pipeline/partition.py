@@ -18,10 +18,9 @@ from torch import nn
 from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.files import table
-from deepnmt.model.blocks import LayerPosition, Side
+from deepnmt.model.blocks import Side
 from deepnmt.model.embedding import TABLES, InputLayer, Use
-from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
-from deepnmt.model.transformer import build_top
+from deepnmt.model.transformer import build_layer, build_top
 
 # Among cuts whose slowest stage is within this factor of the best, one between encoder and decoder is preferred: it
 # sends the encoder's output alone, and the encoder's stages need no target.
@@ -133,7 +132,6 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
 
 def _sizes(model: Model) -> dict[str, int]:
     """The parameters of each unit without tables, counted on what training builds."""
-    kinds: dict[Side, type[Layer]] = {"encoder": EncoderLayer, "decoder": DecoderLayer}
     parts: dict[str, list[nn.Module]] = {
         "source": [InputLayer(model, "encoder", 0)],
         "target": [build_top(model, "encoder"), InputLayer(model, "decoder", 0)],
@@ -141,8 +139,8 @@ def _sizes(model: Model) -> dict[str, int]:
     }
     sizes = {}
     for name in unit_names(model):
-        place = layer_of(name)  # a layer's matrices are not drawn, so it takes no time and no memory
-        built = [kinds[place[0]](model, LayerPosition.of(model, *place), 0)] if place else parts[name]
+        place = layer_of(name)
+        built = [build_layer(model, *place, 0)] if place else parts[name]
         sizes[name] = sum(p.numel() for part in built for p in part.parameters())
     return sizes
 

@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from deepnmt.config import Model
 from deepnmt.model.attention import key_mask
@@ -23,7 +24,7 @@ from deepnmt.model.blocks import Side
 from deepnmt.model.embedding import TABLES, InputLayer, Use
 from deepnmt.model.layers import Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss
-from deepnmt.model.transformer import build_layer, build_table, build_top, through
+from deepnmt.model.transformer import build_layer, build_top, through
 from deepnmt.parallel.pipeline.partition import layer_of, unit_names
 from deepnmt.tokens import PAD
 
@@ -51,7 +52,7 @@ class StackPart(nn.Module):
 
 
 class Stage(nn.Module):
-    """The units `start` to `stop` - 1 of the model of a recipe.
+    """The units `start` to `stop` - 1 of the model of a recipe, their weights not filled in.
 
     Args:
         model, src_vocab, trg_vocab, seed, label_smoothing: as for `Transformer`.
@@ -80,7 +81,7 @@ class Stage(nn.Module):
         self.followed_by = names[stop] if stop < len(names) else None
         sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
         self.embeddings = nn.ModuleDict(
-            {name: build_table(model, use, sizes[use], seed) for name, use in tables_used(model, start, stop)}
+            {name: skip_init(nn.Embedding, sizes[use], model.width) for name, use in tables_used(model, start, stop)}
         )
         places = [place for place in map(layer_of, self.held) if place]
         indices = {side: [i for s, i in places if s == side] for side in ("encoder", "decoder")}
