@@ -339,9 +339,13 @@ def _gpu_report(words: list[str]) -> int:
                         help="what is done with the text (default training)")
     add("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")
     args = parser.parse_args(words)
+    from deepnmt.demo.corpus import make_corpus
     from deepnmt.gpu_report.report import gpu_report
 
-    return gpu_report(args.output, args.recipes, args.tsv, args.minutes, args.budget, args.toy,
+    def toy(folder: Path) -> dict[str, int]:
+        return dict(make_corpus(folder, pairs=600, valid=20, test=20)["counts"])
+
+    return gpu_report(args.output, args.recipes, args.tsv, args.minutes, args.budget, toy if args.toy else None,
                       args.part)
 
 

@@ -21,14 +21,13 @@ from typing import Any, Literal
 
 from deepnmt.config import Recipe, dump_recipe, load_recipe
 from deepnmt.data.split import split_tsv
-from deepnmt.demo.corpus import make_corpus
 from deepnmt.errors import UserError
 from deepnmt.files import read_log, write_json
-from deepnmt.gpu_report.speed import FEWEST_TOKENS, OUT_OF_MEMORY
-from deepnmt.gpu_report.tables import markdown
+from deepnmt.gpu_report.measure import FEWEST_TOKENS, OUT_OF_MEMORY
 from deepnmt.train.trainer import FINISHED, PREEMPTED
 
 Subject = Literal["training", "layouts"]
+ToyCorpus = Callable[[Path], dict[str, int]]
 TAIL = 12  # lines of a failed part's log that the report repeats
 LEAVING = 5.0  # seconds from the last update of a step rate to the end of its process
 
@@ -94,17 +93,17 @@ class Skip(Exception):  # noqa: N818 (a decision, not an error)
 
 def gpu_report(
     output: Path, recipes: Path, tsv: Path | None = None, minutes: float = 8.0, budget: float = 590.0,
-    toy: bool = False, subject: Subject = "training",
+    toy: ToyCorpus | None = None, subject: Subject = "training",
 ) -> int:
     """Writes `report.json`, `report.md`, the parts' logs and the run into `output`.
 
     Args:
         output: a new or empty folder.
         recipes: the folder of `de-en_60l-12l.yaml` and `de-en_6l-6l.yaml`.
-        tsv: Tatoeba's pairs, English first. None: with `toy` the demo's corpus, else nothing is trained.
+        tsv: Tatoeba's pairs, English first. None: what `toy` writes, else nothing is trained.
         minutes: of updates in the training; less if the budget ends before.
         budget: seconds for everything.
-        toy: tiny models and texts.
+        toy: writes a tiny corpus into a folder and returns its counts of pairs; all sizes are tiny then.
         subject: what the text is used for: one training with its score, or some updates in each layout.
 
     Returns:
@@ -128,30 +127,34 @@ def gpu_report(
         report.end()
 
 
+@dataclass
 class Report:
-    """The parts in their order, and what each has found so far."""
+    """The parts in their order, and what each has found so far; see `gpu_report`."""
 
-    def __init__(self, output: Path, recipes: Path, tsv: Path | None, minutes: float, budget: float, size: Size,
-                 toy: bool, subject: Subject) -> None:
-        self.subject: Subject = subject
-        self.output, self.tsv, self.minutes, self.budget, self.size, self.toy = output, tsv, minutes, budget, size, toy
-        self.deep = {
-            layout: load_recipe(recipes / "de-en_60l-12l.yaml",
-                                [*size.deep, "parallel.ds_config=ds_configs/zero1.json",
-                                 f"parallel.precision={precision}"])
-            for layout, precision in (("zero1_fp16", "fp16"), ("zero1_bf16", "bf16"))
-        }
+    output: Path
+    recipes: Path
+    tsv: Path | None
+    minutes: float
+    budget: float
+    size: Size
+    toy: ToyCorpus | None
+    subject: Subject
+    parts: list[Part] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        def deep(precision: str, *more: str) -> Recipe:
+            return load_recipe(self.recipes / "de-en_60l-12l.yaml", [
+                *self.size.deep, *more, "parallel.ds_config=ds_configs/zero1.json", f"parallel.precision={precision}"])
+
+        self.deep = {f"zero1_{precision}": deep(precision) for precision in ("fp16", "bf16")}
         self.layouts = {
-            layout: load_recipe(recipes / "de-en_60l-12l.yaml",
-                                [*size.deep, *size.updates, *self._places(layout), f"parallel.pipeline_stages={stages}",
-                                 "parallel.ds_config=ds_configs/zero1.json", "parallel.precision=fp16"])
+            layout: deep("fp16", *self.size.updates, *self._places(layout), f"parallel.pipeline_stages={stages}")
             for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1))
         }
-        timed = f"train.max_seconds={60.0 * self.minutes}"
-        self.shallow = load_recipe(recipes / "de-en_6l-6l.yaml", [*size.shallow, *self._places("run"), timed])
+        self.shallow = load_recipe(self.recipes / "de-en_6l-6l.yaml", [
+            *self.size.shallow, *self._places("run"), f"train.max_seconds={60.0 * self.minutes}"])
         self.started = time.monotonic()
-        self.parts: list[Part] = []
-        self.jobs: list[Job] = []
 
     def _places(self, run: str) -> list[str]:
         """Overrides: where a run of this report has its folder and its texts."""
@@ -175,8 +178,9 @@ class Report:
             self._part("average", lambda: self._command("average", "average"), needs="train")
             self._part("score", self._score, needs="average")
         else:
-            for layout in self.layouts:
-                self._part(f"updates {layout}", partial(self._updates, layout), needs="prepare")
+            for layout, recipe in self.layouts.items():
+                self._part(f"updates {layout}", partial(
+                    self._measure, "updates", {"recipe": recipe.model_dump()}, f"updates_{layout}"), needs="prepare")
             self._step_rates()
         print((self.output / "report.md").read_text(encoding="utf-8"))
         return int(any(part.status == "failed" for part in self.parts))
@@ -212,7 +216,7 @@ class Report:
         self.parts.append(part)
         print(f"{name}: {part.status} in {part.seconds:.0f} s{f' ({part.note})' if part.note else ''}", file=sys.stderr,
               flush=True)
-        content = {"toy": self.toy, "seconds": time.monotonic() - self.started, "budget": self.budget,
+        content = {"toy": self.toy is not None, "seconds": time.monotonic() - self.started, "budget": self.budget,
                    "parts": {part.name: asdict(part) for part in self.parts}}
         write_json(self.output / "report.json", content)
         (self.output / "report.md").write_text(markdown(content), encoding="utf-8")
@@ -227,9 +231,9 @@ class Report:
         text = self.output / "text"
         if self.tsv is not None:
             return {"name": "Tatoeba de-en", "pairs": split_tsv(self.tsv, text, (2, 1), ("de", "en"))}
-        if not self.toy:
+        if self.toy is None:
             raise Skip("no TSV of Tatoeba was given, so nothing is trained")
-        return {"name": "demo grammar de-en", "pairs": make_corpus(text, pairs=600, valid=20, test=20)["counts"]}
+        return {"name": "demo grammar de-en", "pairs": self.toy(text)}
 
     def _start_preparing(self) -> Job | None:
         if self._named("corpus").status != "done":
@@ -246,7 +250,7 @@ class Report:
 
     def _step(self, layout: str) -> dict[str, Any]:
         """A step rate; where memory runs out, with half the tokens, and where not one update ends in time, with the
-        fewest. A device that has time for some updates takes those, see `speed.timed_updates`."""
+        fewest. A device that has time for some updates takes those, see `measure.timed_updates`."""
         arguments: dict[str, Any] = {"recipe": self.deep[layout].model_dump(), **self.size.step}
         while True:
             tokens = arguments["tokens"]
@@ -259,21 +263,12 @@ class Report:
                     raise
 
     def _measure(self, measure: str, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-        """A function of `speed.py` in a process of its own."""
-        return self._answer("deepnmt.gpu_report.speed", {"measure": measure, **arguments}, name, self._limit(measure))
-
-    def _updates(self, layout: str) -> dict[str, Any]:
-        """Updates on the text in a layout."""
-        return self._answer("deepnmt.gpu_report.layouts", self.layouts[layout].model_dump(), f"updates_{layout}",
-                            self._limit("updates"))
-
-    def _answer(self, module: str, arguments: dict[str, Any], name: str, limit: float) -> dict[str, Any]:
-        """What a module run as a program answers to these arguments, both in files of JSON."""
+        """What a function of `measure.py` answers to these arguments in a process of its own, both in files of JSON."""
+        limit = self._limit(measure)
         task, answer = self.output / f"{name}_job.json", self.output / f"{name}.json"
-        write_json(task, arguments)
-        self._job(name, [module, str(task), str(answer)]).must_end(limit)
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+        write_json(task, {"measure": measure, **arguments})
+        self._job(name, ["deepnmt.gpu_report.measure", str(task), str(answer)]).must_end(limit)
+        return dict(json.loads(answer.read_text(encoding="utf-8")))
 
     def _train(self) -> dict[str, Any]:
         """Training until `minutes` of updates are done or only the time of what follows is left: then it is told to
@@ -375,3 +370,98 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
             "dropout": model.dropout, "vocab": recipe.vocab.size, "batch_tokens": recipe.batch.tokens,
             "ds_config": recipe.parallel.ds_config, "precision": recipe.parallel.precision,
             "beam": recipe.translate.beam, "average_last": recipe.average_last}
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+_USE = ["model TFLOP/s", "MFU, nominal", "MFU, measured product", "peak GiB"]
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """The report as a page: what was found, then how each part went."""
+    parts = content["parts"]
+    figures = {name: part["figures"] for name, part in parts.items() if part["figures"]}
+    lines = ["# Accelerator report" + (" (toy sizes: the figures mean nothing)" if content["toy"] else ""), ""]
+    corpus, facts = figures.get("corpus", {}), figures.get("machine", {})
+    if facts:
+        lines += _machine(facts)
+    if rates := [values for name, values in figures.items() if name.startswith("60L-12L")]:
+        lines += _steps(rates, facts)
+    if layouts := [values for name, values in figures.items() if name.startswith("updates ")]:
+        lines += _layouts(layouts, corpus, facts)
+    if "train" in figures:
+        lines += _training(figures["train"], corpus, figures.get("score", {}))
+    rows = [[name, part["status"], f"{part['seconds']:.0f}", part["note"].replace("\n", "<br>")]
+            for name, part in parts.items()]
+    lines += ["## Parts", "", *_table(["part", "", "seconds", "note"], rows)]
+    return "\n".join([*lines, f"{content['seconds']:.0f} of {content['budget']:.0f} s"]) + "\n"
+
+
+def _machine(facts: dict[str, Any]) -> list[str]:
+    nominal = facts["nominal_tflops"]
+    title = f"{facts['device']}, {facts['cores']} cores, torch {facts['torch']}, DeepSpeed {facts['deepspeed']}"
+    rows = [[name, " x ".join(map(str, facts["matmul_shapes"][name])), f"{rate:.4g}",
+             f"{rate / nominal:.0%}" if nominal else "-"] for name, rate in facts["matmul_tflops"].items()]
+    return ["## Machine", "", title, "", *_table(["bf16 product", "shape", "TFLOP/s", "of the nominal peak"], rows)]
+
+
+def _steps(rates: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
+    """MFU: model FLOPs (`measure.model_flops`) a second over a peak."""
+    rows = [[f"{rate['precision']}, ZeRO-{rate['stage']}", f"{rate['parameters']:,}", f"{rate['tokens']:,}",
+             f"{1000 * rate['seconds_per_step']:,.1f} ({1000 * rate['fastest']:,.1f} to {1000 * rate['slowest']:,.1f}; "
+             f"{rate['steps']})",
+             f"{rate['source_tokens_per_second']:,.0f} + {rate['target_tokens_per_second']:,.0f}",
+             *_use(rate, facts)] for rate in rates]
+    head = ["60L-12L", "parameters", "tokens a side", "ms an update (median, range; how many)",
+            "source + target tokens/s", *_USE]
+    length = rates[0]["length"]
+    return ["## Updates", "", f"Random tokens, sentences of {length}, vocabulary {rates[0]['vocab']:,}; forward, "
+            "backward and optimizer.", "", *_table(head, rows)]
+
+
+def _use(rate: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """The columns `_USE`: of the device's arithmetic and of its memory."""
+    peaks = (facts.get("nominal_tflops"), facts["matmul_tflops"]["large"] if facts else None)
+    return [f"{rate['model_tflops']:.4g}", *(f"{rate['model_tflops'] / peak:.1%}" if peak else "-" for peak in peaks),
+            f"{rate['peak_memory_gib']:.1f}" if rate["peak_memory_gib"] is not None else "-"]
+
+
+def _layouts(layouts: list[dict[str, Any]], corpus: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """Losses in label-smoothed nats a target token; the loss scale at the first logged update, its lowest and last."""
+    rows = []
+    for run in layouts:
+        (first, begun), (last, reached) = run["losses"][0], run["losses"][-1]
+        scales = run["loss_scales"]
+        rows.append([f"{Path(run['ds_config']).stem}_{run['precision']}"
+                     + (f", {run['stages']} stage(s)" if run["stages"] else ""), f"{run['updates']:,}",
+                     f"{begun:.3f} (to {first}), {reached:.3f} (to {last})",
+                     "-" if run["validation"] is None else f"{run['validation']:.4f}",
+                     f"{scales['first']:g}, {scales['lowest']:g}, {scales['last']:g}", f"{run['dropped']:.0f}",
+                     f"{run['target_tokens_per_second']:,.0f}", *_use(run, facts)])
+    head = ["60L-12L", "updates", "training loss", "validation loss", "loss scale: first, lowest, last", "dropped",
+            "target tokens/s", *_USE]
+    return ["## Updates on text", "", f"{corpus['name']}, {corpus['pairs']['train']:,} pairs.", "", *_table(head, rows)]
+
+
+def _training(training: dict[str, Any], corpus: dict[str, Any], scores: dict[str, Any]) -> list[str]:
+    last = training["last"] or {}
+    rows = [["corpus", f"{corpus['name']}: " + ", ".join(f"{k} {v:,}" for k, v in corpus["pairs"].items())],
+            ["settings", ", ".join(f"{k} {v}" for k, v in training["settings"].items())],
+            ["training", f"{training['updates']:,} updates, {training['seconds_of_updates']:.0f} s of updates, "
+             f"{training['seconds']:.0f} s in all; {training['status']}"]]
+    if last:
+        rows.append(["at the end", f"epoch {last['epoch']}, {last['target_tokens_per_second']:,.0f} target tokens/s, "
+                     f"{last['skipped_updates']} updates dropped"])
+    if training["validations"]:
+        rows.append(["validation (loss, greedy BLEU)", ", ".join(
+            f"{v['update']:,}: {v['loss']:.3f}" + (f" {v['bleu']:.1f}" if "bleu" in v else "")
+            for v in training["validations"])])
+    if scores:
+        rows += [[name, f"{scores[key]:.2f} ({scores[key + '_signature']})"]
+                 for name, key in (("**test BLEU**", "bleu"), ("test chrF", "chrf"))]
+    return ["## Training", "", *_table(["", ""], rows)]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows)]
+    return [f"| {' | '.join(row)} |" for row in cells] + [""]

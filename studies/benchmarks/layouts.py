@@ -23,7 +23,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_folder_of, make_run_folder, write_json
-from deepnmt.gpu_report.speed import random_batch
+from deepnmt.gpu_report.measure import random_batch
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import layout_of

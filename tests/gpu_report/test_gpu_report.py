@@ -16,9 +16,8 @@ from warm import Warm
 
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
-from deepnmt.gpu_report import speed
-from deepnmt.gpu_report.report import FULL, LEAVING, TOY, Job, Report, TooSlow
-from deepnmt.gpu_report.tables import markdown
+from deepnmt.gpu_report import measure
+from deepnmt.gpu_report.report import FULL, LEAVING, TOY, Job, Report, TooSlow, markdown
 from deepnmt.parallel.deepspeed import _check_device
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
@@ -57,10 +56,10 @@ def test_toy_report(tool: Tool, tmp_path: Path) -> None:
 def test_a_precision_that_the_accelerator_lacks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for precision in ("fp16", "bf16"):
         monkeypatch.setattr(get_accelerator(), f"is_{precision}_supported", lambda: False)
-    monkeypatch.setattr(speed, "_product_tflops", lambda *_: 1.0)
-    machine = speed.machine(8, 8, 8, 8, 8)
+    monkeypatch.setattr(measure, "_product_tflops", lambda *_: 1.0)
+    machine = measure.machine(8, 8, 8, 8, 8)
     assert machine["precisions"] == ["fp32"]
-    report = Report(tmp_path, ROOT / "recipes" / "tatoeba", None, 8.0, 590.0, TOY, True, "training")
+    report = Report(tmp_path, ROOT / "recipes" / "tatoeba", None, 8.0, 590.0, TOY, None, "training")
     report._part("corpus", dict)
     report._part("machine", lambda: machine)
     report._step_rates()
@@ -74,13 +73,14 @@ def test_a_precision_that_the_accelerator_lacks_is_left_out(tmp_path: Path, monk
 
 
 def layout_job(prepared: Path, folder: Path, layout: str, stages: int) -> None:
-    """The settings that `gpu_layouts` is given, over the tiny corpus."""
+    """The job that `updates` is given, over the tiny corpus."""
     recipe = load_recipe(prepared / "recipe.yaml", [
         f"run={folder}/{layout}", "parallel.ds_config=ds_configs/zero1.json", "parallel.precision=fp16",
         f"parallel.pipeline_stages={stages}",
         "parallel.threads=1", "train.updates=6", "train.validate_every=6", "train.save_every=6", "train.log_every=2",
         "train.valid_bleu=false"])
-    (folder / f"{layout}.job").write_text(json.dumps(recipe.model_dump()), encoding="utf-8")
+    job = {"measure": "updates", "recipe": recipe.model_dump()}
+    (folder / f"{layout}.job").write_text(json.dumps(job), encoding="utf-8")
 
 
 def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> None:
@@ -88,7 +88,7 @@ def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> N
     found = {}
     for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1)):
         layout_job(prepared, tmp_path, layout, stages)
-        warm.run(1, "deepnmt.gpu_report.layouts:work", tmp_path / f"{layout}.job", tmp_path / layout / "answer.json")
+        warm.run(1, "deepnmt.gpu_report.measure:work", tmp_path / f"{layout}.job", tmp_path / layout / "answer.json")
         found[layout] = json.loads((tmp_path / layout / "answer.json").read_text(encoding="utf-8"))
     plain, staged = found.values()
     assert [update for update, _ in plain["losses"]] == [2, 4, 6] and plain["updates"] == 6
@@ -150,7 +150,7 @@ def test_a_device_too_slow_for_one_update_gets_small_ones(tmp_path: Path, monkey
         raise TooSlow("stopped")
 
     monkeypatch.setattr(Report, "_measure", measure)
-    report = Report(tmp_path, recipes, None, 8.0, 590.0, FULL, False, "training")
+    report = Report(tmp_path, recipes, None, 8.0, 590.0, FULL, None, "training")
     with pytest.raises(TooSlow):
         report._step("zero1_fp16")
     assert [tokens for tokens, _ in asked] == [32768, 2048]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepnmt.config import Model, Stack
-from deepnmt.gpu_report.speed import FEWEST_TOKENS, model_flops, random_batch, step_figures, timed_updates
+from deepnmt.gpu_report.measure import FEWEST_TOKENS, model_flops, random_batch, step_figures, timed_updates
 from deepnmt.ranks import Ranks
 
 ONE = Ranks(0, 1, 0, 1, torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""How fast one device trains: matrix products, the step rate of a model on random tokens, and the share of the peak.
+"""How fast one device trains: matrix products, the step rate of a model on random tokens, and updates on real text.
 
-`python -m deepnmt.gpu_report.speed JOB ANSWER` does one measurement in a process of its own: JOB is a JSON file that
+`python -m deepnmt.gpu_report.measure JOB ANSWER` does one measurement in a process of its own: JOB is a JSON file that
 names it, with the arguments of the function of that name; ANSWER is the JSON file to write. `report.py` starts it.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `V` vocabulary.
@@ -24,13 +24,15 @@ import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import Model, check_recipe
-from deepnmt.files import write_json
+from deepnmt.data.prepared import PreparedData
+from deepnmt.files import read_log, write_json
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import StepStats
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import BOS, EOS, PAD
+from deepnmt.train.trainer import train
 
 # Dense bf16 TFLOP/s, by a part of the device's name, from the maker's data sheets; the first match counts.
 NOMINAL_TFLOPS = {"H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "A100": 312.0}
@@ -148,14 +150,18 @@ def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: 
 
         tokens, seconds = timed_updates(update, tokens, warm_up, steps, until)
         dropped = sum(not stats.applied for stats in taken[-len(seconds):])
-        cuda = ranks.device.type == "cuda"
         result = {"precision": layout.precision, "stage": layout.stage if layout.config else None,
                   "parameters": engine.parameters, "tokens": tokens // length * length, "length": length,
                   "vocab": vocab,
-                  "peak_memory_gib": torch.cuda.max_memory_allocated(ranks.device) / 2**30 if cuda else None,
+                  "peak_memory_gib": _peak_memory(ranks.device),
                   "dropped": dropped, "loss_per_token": taken[-1].loss / (tokens // length * length)}
         engine.close()
     return {**result, **step_figures(settings.model, vocab, tokens // length, length, seconds)}
+
+
+def _peak_memory(device: torch.device) -> float | None:
+    """GiB; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
 def timed_updates(
@@ -210,18 +216,48 @@ def random_batch(sentences: int, length: int, vocab: int, seed: int, ranks: Rank
     return Batch(tuple(each.to(ranks.device) for each in (src, lengths, trg_in, trg_out)), seed, trg_out.numel())
 
 
-def work(job: Path, answer: Path) -> int:
+def updates(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Trains on real text in one layout: what that does to the loss, the loss scale and memory.
+
+    Rates are the median interval's, the first left out, in which a device still settles. Model FLOPs
+    (`model_flops`) are those of a pair of sentences of mean length.
+    """
+    settings = check_recipe(recipe, "gpu_layouts")
+    with processes(settings.parallel.threads, group=True) as ranks:
+        code = train(settings, ranks)
+        peak = _peak_memory(ranks.device)
+    if code:
+        sys.exit(code)
+    log = read_log(Path(settings.run) / "log.jsonl")
+    trained = [record for record in log if record["type"] == "train"]
+    data = PreparedData.open(settings.data.folder)
+    split, vocab = data.split("train"), data.vocabs()[1].size
+    source, target = float(split.src_lengths.mean()), float(split.trg_lengths.mean())
+    rate = statistics.median(record["target_tokens_per_second"] for record in trained[1:] or trained)
+    flops = model_flops(settings.model, vocab, 1, source, target) / target
+    scales = [record["loss_scale"] for record in trained]
+    return {"ds_config": settings.parallel.ds_config, "precision": settings.parallel.precision,
+            "stages": settings.parallel.pipeline_stages,
+            "updates": trained[-1]["update"], "losses": [(r["update"], r["loss"]) for r in trained],
+            "validation": next((r["loss"] for r in reversed(log) if r["type"] == "valid"), None),
+            "loss_scales": {"first": scales[0], "lowest": min(scales), "highest": max(scales), "last": scales[-1]},
+            "dropped": trained[-1]["skipped_updates"], "target_tokens_per_second": rate,
+            "seconds_of_updates": trained[-1]["training_seconds"], "model_tflops": rate * flops / 1e12,
+            "peak_memory_gib": peak}
+
+
+def work(job: Path | str, answer: Path | str) -> int:
     """Does the measurement that `job` names; the exit code is `OUT_OF_MEMORY` where the device has too little."""
-    measurements: dict[str, Callable[..., dict[str, Any]]] = {"machine": machine, "step": step}
-    arguments = json.loads(job.read_text(encoding="utf-8"))
+    measurements: dict[str, Callable[..., dict[str, Any]]] = {"machine": machine, "step": step, "updates": updates}
+    arguments = json.loads(Path(job).read_text(encoding="utf-8"))
     try:
-        found = measurements[arguments.pop("measure")](**arguments)
+        result = measurements[arguments.pop("measure")](**arguments)
     except torch.OutOfMemoryError as error:
         print(f"out of memory: {error}", file=sys.stderr)
         return OUT_OF_MEMORY
-    write_json(answer, found)
+    write_json(Path(answer), result)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(work(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(work(sys.argv[1], sys.argv[2]))
