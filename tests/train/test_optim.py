@@ -208,14 +208,15 @@ def test_decay_can_spare_norms_and_biases(name: Name) -> None:
 
 
 def test_decoupled_decay_shrinks_the_weights_themselves() -> None:
-    for name, shrunk in (("radamw", 0.5 * (1 - 0.1 * 0.2)), ("adamw", 0.5 * (1 - 0.1 * 0.2)), ("sgd", 0.49)):
+    for name in ("radamw", "adamw", "sgd"):
         engine = engine_of({"name": name, "weight_decay": 0.2, "decay_norms_and_biases": True, "lr": 0.1})
         weight = engine.module.table("src").weight
         with torch.no_grad():
             weight.fill_(0.5)
         weight.grad = torch.zeros_like(weight)
-        engine.optimizer.step()
-        torch.testing.assert_close(weight, torch.full_like(weight, shrunk), rtol=1e-6, atol=0)
+        for _ in range(2):  # RAdam's first step is the same with the decay in the gradient
+            engine.optimizer.step()
+        torch.testing.assert_close(weight, torch.full_like(weight, 0.5 * (1 - 0.1 * 0.2) ** 2), rtol=1e-6, atol=0)
 
 
 def test_sgd_is_the_sum_of_gradients() -> None:
