@@ -42,7 +42,7 @@ def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypat
     sums = [validate._losses(recipe, split, engine, Ranks(rank, world, rank, world, torch.device("cpu")))
             for rank, engine in enumerate(engines)]
     eos = 2 * len(split)
-    expected = [sum(int(side(i).sum()) for i in range(len(split))) + eos for side in (split.trg, split.src)]
+    expected = [sum(int(side[i].sum()) for i in range(len(split))) + eos for side in (split.targets, split.sources)]
     assert [sum(column) for column in zip(*sums)] == [*expected, int(split.trg_lengths.sum())]
     rounds = math.ceil(len(plan_eval(split.src_lengths, split.trg_lengths, 61)) / world)
     calls = [min(3, rounds - done) for done in range(0, rounds, 3)]
