@@ -1,3 +1,3 @@
 """deepnmt: a DeepSpeed trainer for very deep encoder-decoder Transformers."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
