@@ -15,12 +15,10 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from deepnmt.batch import Batch
 from deepnmt.config import Init, Precision, Recipe, check_recipe
 from deepnmt.doctor.variants import block_pair, fresh_model
 from deepnmt.doctor.verdict import (
@@ -40,7 +38,6 @@ from deepnmt.files import make_folder_of, write_text
 from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
-from deepnmt.parallel.local import LocalEngine
 from studies.plots import plot_grid
 from studies.runs import Record, Stacks, append_runs, json_lines, read_runs
 from studies.side_by_side import train_side_by_side
@@ -224,8 +221,7 @@ def measure_points(points: list[Point], settings: Settings) -> list[dict[str, fl
     model, batch = points[0].model(settings), settings.task.batch(0, PROBE)
     recipes = {point.rate: point.recipe(settings) for point in points}
     static = static_features(model, batch)
-    update = {rate: update_features(model, batch, partial(one_update, model, recipe, batch))
-              for rate, recipe in recipes.items()}
+    update = {rate: update_features(model, batch, recipe) for rate, recipe in recipes.items()}
     rates = [[*trial_rates(point.rate, settings.warmup if point.warmup else 0), 0.0, 0.0] for point in points]
     trials = zip(*train_side_by_side([model] * len(points), [batch] * (TRIAL + 1) + [other_sources(batch)],
                                      zip(*rates, strict=True), recipes[points[0].rate].optimizer), strict=True)
@@ -237,11 +233,6 @@ def point_features(point: Point, settings: Settings) -> dict[str, float]:
     """Those features that the point alone settles, without a model."""
     return {"rate": math.log10(point.rate), "warmup": float(point.warmup),
             "tokens": math.log10(settings.task.batch(0, point.sentences).tokens), **precision_features(point.precision)}
-
-
-def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
-    """One update by the recipe's optimizer, from moments of zero, at the peak rate."""
-    LocalEngine(model, recipe, batch.device).train_step([batch], batch.tokens, recipe.optimizer.lr)
 
 
 def measure_anew(runs: Path) -> int:

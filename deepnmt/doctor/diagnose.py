@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,8 @@ from deepnmt.doctor.verdict import (
     SHIPPED,
     VerdictRule,
     features,
-    other_sources,
+    one_update,
     precision_features,
-    trial_rates,
 )
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
@@ -238,28 +237,6 @@ def _report(what: str) -> None:
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
-def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
-    """The first update of a fresh model, in place, but at the peak rate, and Adam's where the optimizer is RAdam, whose
-    first five updates are plain momentum (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
-    _fresh_engine(model, recipe, batch).train_step([batch], batch.tokens, recipe.optimizer.lr)
-
-
-def _fresh_engine(model: Transformer, recipe: Recipe, batch: Batch) -> LocalEngine:
-    """With Adam in the place of RAdam."""
-    if recipe.optimizer.name.startswith("radam"):
-        recipe = with_settings(recipe, {"optimizer.name": recipe.optimizer.name[1:]})
-    return LocalEngine(model, recipe, batch.device)
-
-
-def trial(model: Transformer, recipe: Recipe, batch: Batch) -> list[float]:
-    """Updates of a fresh model on one batch, in place, and the plain losses that `trial_features` asks for; each with
-    dropout masks of its own, as training has, and Adam's where the optimizer is RAdam, as in `one_update`."""
-    engine = _fresh_engine(model, recipe, batch)
-    losses = [engine.train_step([replace(batch, key=batch.key + number)], batch.tokens, rate).nll / batch.tokens
-              for number, rate in enumerate(trial_rates(recipe.optimizer.lr, recipe.schedule.warmup))]
-    return [*losses, *(plain_loss(model, looked_at) for looked_at in (batch, other_sources(batch)))]
-
-
 def take_update(subject: Subject) -> None:
     """One update: of a checkpoint with its moments at the rate that is due, where it has moments; else `one_update`."""
     recipe, model, batch = subject.recipe, subject.model, subject.batch
@@ -389,10 +366,8 @@ def fp16_fault(subject: Subject, half: HalfZeros) -> str | None:
 
 
 def _features(recipe: Recipe, model: Transformer, subject: Subject, data_world: int) -> dict[str, float]:
-    return features(model, subject.batch, partial(one_update, model, recipe, subject.batch),
-                    partial(trial, model, recipe, subject.batch), rate=recipe.optimizer.lr,
-                    warmup=recipe.schedule.warmup, precision=recipe.parallel.precision,
-                    tokens=max(1, round(subject.micro_batch * recipe.batch.accumulation * data_world)))
+    tokens = max(1, round(subject.micro_batch * recipe.batch.accumulation * data_world))
+    return features(model, subject.batch, recipe, tokens)
 
 
 def _plain(value: Any) -> Any:

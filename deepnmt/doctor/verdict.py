@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from deepnmt.batch import Batch
-from deepnmt.config import Precision, Recipe
+from deepnmt.config import Precision, Recipe, with_settings
 from deepnmt.doctor.measures import change, gradients, noise_change, restored, token_similarity, update_change
 from deepnmt.doctor.probes import evaluating, outputs_of, plain_loss
 from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.local import LocalEngine
 from deepnmt.tokens import PAD
 
 SHIPPED = Path(__file__).with_name("verdict.json")
@@ -75,24 +77,17 @@ def format_value(name: str, value: float) -> str:
     return f"{10**value:.2g}" if name == "rate" else f"{10**value:,.0f}"
 
 
-def features(
-    model: Transformer, batch: Batch, update: Callable[[], None], trial: Callable[[], list[float]], *, rate: float,
-    warmup: int, tokens: int, precision: Precision,
-) -> dict[str, float]:
-    """All of `FEATURES` of a model before training, on one batch; its weights are as before on return.
+def features(model: Transformer, batch: Batch, recipe: Recipe, tokens: int) -> dict[str, float]:
+    """All of `FEATURES` of a recipe's model before training, on one batch; its weights are as before on return.
 
     Args:
-        update: takes one optimizer update at the peak rate on this batch, in place.
-        trial: takes `TRIAL` updates at `trial_rates`, in place, and returns `TRIAL` + 2 plain losses, see
-            `trial_features`.
-        rate, warmup, tokens, precision: of the recipe: peak learning rate, updates of warm-up, target tokens of an
-            update, and what it computes in.
+        tokens: target tokens of an update.
     """
     with restored(model):
-        losses = trial()
-    return {**static_features(model, batch), **update_features(model, batch, update), **trial_features(losses, batch),
-            "rate": math.log10(rate), "warmup": float(warmup > 0), "tokens": math.log10(tokens),
-            **precision_features(precision)}
+        losses = trial(model, recipe, batch)
+    return {**static_features(model, batch), **update_features(model, batch, recipe), **trial_features(losses, batch),
+            "rate": math.log10(recipe.optimizer.lr), "warmup": float(recipe.schedule.warmup > 0),
+            "tokens": math.log10(tokens), **precision_features(recipe.parallel.precision)}
 
 
 def precision_features(precision: Precision) -> dict[str, float]:
@@ -120,15 +115,37 @@ def static_features(model: Transformer, batch: Batch) -> dict[str, float]:
     }
 
 
-def update_features(model: Transformer, batch: Batch, update: Callable[[], None]) -> dict[str, float]:
+def update_features(model: Transformer, batch: Batch, recipe: Recipe) -> dict[str, float]:
     """Those of one update."""
     loss = plain_loss(model, batch)
-    changes, after = update_change(model, batch, update)
+    changes, after = update_change(model, batch, partial(one_update, model, recipe, batch))
     return {
         "update_encoder": _log(changes["encoder"][0]),
         "update_decoder": _log(changes["decoder"][0]),
         "update_loss": _clamped(after - loss) if math.isfinite(after) else 10.0,
     }
+
+
+def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
+    """The first update of a fresh model, in place, but at the peak rate, and Adam's where the optimizer is RAdam, whose
+    first five updates are plain momentum (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
+    _fresh_engine(model, recipe, batch).train_step([batch], batch.tokens, recipe.optimizer.lr)
+
+
+def _fresh_engine(model: Transformer, recipe: Recipe, batch: Batch) -> LocalEngine:
+    """With Adam in the place of RAdam."""
+    if recipe.optimizer.name.startswith("radam"):
+        recipe = with_settings(recipe, {"optimizer.name": recipe.optimizer.name[1:]})
+    return LocalEngine(model, recipe, batch.device)
+
+
+def trial(model: Transformer, recipe: Recipe, batch: Batch) -> list[float]:
+    """Updates of a fresh model on one batch, in place, and the plain losses that `trial_features` asks for; each with
+    dropout masks of its own, as training has, and Adam's where the optimizer is RAdam, as in `one_update`."""
+    engine = _fresh_engine(model, recipe, batch)
+    losses = [engine.train_step([replace(batch, key=batch.key + number)], batch.tokens, rate).nll / batch.tokens
+              for number, rate in enumerate(trial_rates(recipe.optimizer.lr, recipe.schedule.warmup))]
+    return [*losses, *(plain_loss(model, looked_at) for looked_at in (batch, other_sources(batch)))]
 
 
 def trial_rates(rate: float, warmup: int) -> list[float]:

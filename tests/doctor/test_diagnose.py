@@ -26,11 +26,11 @@ from deepnmt.doctor.diagnose import (
     first_batch,
     growth,
     loss_scale,
-    one_update,
     subject_of,
 )
 from deepnmt.doctor.measures import HalfZeros, noise_change
 from deepnmt.doctor.variants import alternatives
+from deepnmt.doctor.verdict import one_update
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.transformer import Transformer
@@ -295,7 +295,8 @@ def test_a_gpu_finds_what_a_cpu_finds(prepared: Path, tmp_path: Path) -> None:
 def test_the_rule_is_told_of_all_processes_and_of_the_precision(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepnmt.doctor.diagnose, "features", lambda *_, **told: told)
+    monkeypatch.setattr(deepnmt.doctor.diagnose, "features", lambda _model, _batch, recipe, tokens: {
+        "precision": recipe.parallel.precision, "tokens": tokens})
     lines = {"fp32": [], "bf16": ["parallel.ds_config=ds_configs/zero1.json", "parallel.precision=bf16"],
              "fp16": [f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp16.json", "parallel.pipeline_stages=2"]}
     for precision, words in lines.items():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from deepnmt.config import with_settings
-from deepnmt.doctor.diagnose import one_update, trial
 from deepnmt.doctor.variants import fresh_model
-from deepnmt.doctor.verdict import FEATURES, TRIAL, VerdictRule, features
+from deepnmt.doctor.verdict import FEATURES, TRIAL, VerdictRule, features, precision_features, trial
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
 from studies.verdict_grid import PROBE, Point, Settings, measure_points
@@ -104,9 +102,7 @@ def test_the_doctor_measures_what_the_grid_measured() -> None:
     for point, found in zip(points, measure_points(points, TINY), strict=True):
         recipe = point.recipe(TINY)
         model = fresh_model(recipe.model, size, size, point.seed, [first])
-        asked = features(model, batch, partial(one_update, model, recipe, batch), partial(trial, model, recipe, batch),
-                         rate=recipe.optimizer.lr, warmup=recipe.schedule.warmup, tokens=first.tokens,
-                         precision="bf16")
+        asked = {**features(model, batch, recipe, first.tokens), **precision_features("bf16")}
         assert asked.keys() == found.keys() == FEATURES.keys()
         assert asked == pytest.approx(found, rel=1e-3, abs=1e-3)
 
