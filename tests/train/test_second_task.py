@@ -1,7 +1,4 @@
-"""A second task: a language model, decoder-only, on the target side of the toy task.
-
-It trains, validates, saves and goes on in a plain engine and in ZeRO-1, and nothing of deepnmt is changed for it.
-"""
+"""A second task: a decoder-only language model on the toy task; nothing of deepnmt is changed for it."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 from warm import Warm
 
 from deepnmt.batch import Batch
-from deepnmt.checkpoint.checkpoint import load_weights, verify
+from deepnmt.checkpoint.checkpoint import verify
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.data.batching import Position, Update
 from deepnmt.files import read_log
@@ -79,8 +76,7 @@ class Walks:
 
 
 def validate(recipe: Recipe, data: Walks, engine: Engine, ranks: Ranks) -> Validation:
-    batch = data.batch(10**6, ranks.device)
-    [(loss, nll)] = engine.evaluate([batch])
+    [(loss, nll)] = engine.evaluate([batch := data.batch(10**6, ranks.device)])
     return Validation(loss / batch.tokens, nll / batch.tokens)
 
 
@@ -93,8 +89,7 @@ def start(recipe: Recipe, layout: Layout, data: Walks, ranks: Ranks, begins: boo
 
 LANGUAGE = Task(
     check=lambda recipe: None, open=lambda recipe, texts, verify: Walks(), stream=lambda recipe, data: data,
-    start=start,
-    validate=validate,
+    start=start, validate=validate,
     files=lambda data: {"symbols.json": json.dumps(ToyTask().symbols).encode()})
 
 
@@ -106,9 +101,8 @@ def trained(run: str, layout: str, updates: str) -> int:
                                  "valid": {"tsv": "x"}},
             "model": {"width": 16, "heads": 2, "ffn": 32}, "batch": {"accumulation": 2 // ranks.world},
             "optimizer": {"lr": 0.02}, "schedule": {"name": "constant", "warmup": 0}, "average_last": 1,
-            "train": {"updates": int(updates), "log_every": 1, "validate_every": 4, "save_every": 4, "keep_last": 2,
-                      "valid_bleu": False},
-            "parallel": parallel(layout)}, "test"), ranks, LANGUAGE)
+            "train": {"updates": int(updates), "log_every": 1, "validate_every": 4, "save_every": 4,
+                      "valid_bleu": False}, "parallel": parallel(layout)}, "test"), ranks, LANGUAGE)
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, "local"), (2, "zero1_fp32")])
@@ -116,13 +110,11 @@ def test_a_language_model_trains_and_goes_on(world: int, layout: str, tmp_path: 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for run, updates in ((whole, UPDATES), (broken, UPDATES // 2), (broken, UPDATES)):
         warm.run(world, "test_second_task:trained", run, layout, updates)
-    ours, theirs = ([(r["type"], r["loss"]) for r in read_log(run / "log.jsonl") if "loss" in r]
-                    for run in (broken, whole))
+    ours, theirs = ([r["loss"] for r in read_log(run / "log.jsonl") if "loss" in r] for run in (broken, whole))
     assert ours == theirs and len(ours) == UPDATES + UPDATES // 4
-    assert ours[-1][1] < math.log(ToyTask().vocabulary) < ours[0][1]
+    assert ours[-1] < math.log(ToyTask().vocabulary) < ours[0]
     last = [run / "checkpoints" / f"update-{UPDATES:08d}" for run in (broken, whole)]
     for checkpoint in last:
         verify(checkpoint)
         assert json.loads((checkpoint / "symbols.json").read_text()) == ToyTask().symbols
-    weights = [load_weights(checkpoint) for checkpoint in last]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert len({(checkpoint / "weights.safetensors").read_bytes() for checkpoint in last}) == 1
