@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +95,8 @@ class Block(nn.Module):
     """What every block has: one named add and, unless it does without, one LayerNorm for each sub-layer.
 
     Called with the layer's input [..., D] and its sub-layers, a block gives the layer's output [..., D]; one that
-    `needs_history` takes and gives a `Stream`. What the rest of deepnmt asks of a block are these attributes, never
-    its name.
+    `needs_history` takes and gives a `Stream`. Most blocks only say how one sub-layer is joined to x (`join`). What the
+    rest of deepnmt asks of a block are these attributes, never its name.
     """
 
     layer_norms: ClassVar[bool] = True  # whether the sub-layers have LayerNorms
@@ -105,6 +106,7 @@ class Block(nn.Module):
     profiled: ClassVar[bool] = False  # whether its ω are measured before the first update (`admin.py`)
     foldable: ClassVar[bool] = False  # whether it is LN_i(ω_i ⊙ x + F_i(x)), ω a parameter or DeepNorm's α
     made_for_depth: ClassVar[bool] = False  # whether it is advised where another diverges
+    starts: ClassVar[dict[str, float]] = {}  # what the block's own parameters are before training; see `initial`
     fused: ClassVar[bool] = True  # whether `separate` changes any `matrix_gain`
     linear: ClassVar[type[nn.Linear]] = nn.Linear  # of the attentions
     feed_forward: ClassVar[type[FeedForward]] = FeedForward
@@ -124,17 +126,15 @@ class Block(nn.Module):
         return 2**-0.5 if matrix in ("q", "k", "v") and not separate else 1.0
 
     @classmethod
-    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
-        """What a parameter of the block, or of what stands on the stack, holds before training; here of LayerNorms.
+    def initial(cls, position: LayerPosition, name: str) -> float:
+        """What all numbers of a parameter of the block, or of what stands on the stack, are before training.
 
         Args:
             position: of the layer; of what stands on the stack the one above the last layer's.
-            name: the parameter's in the block, as in `norms.0.bias`.
-            omega: what was measured for the layer's sub-layers, of a block that is `profiled`.
+            name: the parameter's in the block, as in `norms.0.bias`; NaN where nobody says, which `fill` refuses.
         """
-        if name.endswith(("weight", "bias")):
-            return torch.full((position.width,), float(name.endswith("weight")))
-        raise ValueError(f"{cls.__name__}.initial does not say what {name} holds before training")
+        known = {"weight": 1.0, "bias": 0.0, **cls.starts}
+        return known.get(name.split(".")[0], known.get(name.rpartition(".")[2], math.nan))
 
     @classmethod
     def init_matrix(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
@@ -146,19 +146,30 @@ class Block(nn.Module):
         """The factor on the table that the stack's input is looked up in."""
         return 1.0
 
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        """One sub-layer, f = F_i with the dropout behind it: x [..., D] to [..., D]."""
+        raise NotImplementedError
+
+    def forward(self, x: Any, branches: Sequence[Branch]) -> Any:
+        for i, (add, branch) in enumerate(zip(self.adds, branches, strict=True)):
+            x = self.join(i, x, partial(_added, add, branch))
+        return x
+
     @classmethod
     def top(cls, position: LayerPosition) -> nn.Module:
         """What stands on the stack, new: it takes the last layer's `Stream` to the stack's output [..., D]."""
         return LayerNorm(position.width) if cls.final_norm else nn.Identity()
 
 
+def _added(add: nn.Module, branch: Branch, x: Tensor) -> Tensor:
+    return add(branch(x))
+
+
 class PostLN(Block):
     """x ← LN_i(x + F_i(x)). Vaswani et al. 2017, Attention Is All You Need, section 3.1."""
 
-    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
-            x = norm(x + add(branch(x)))
-        return x
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return self.norms[i](x + f(x))
 
 
 class PreLN(Block):
@@ -167,10 +178,8 @@ class PreLN(Block):
     final_norm = True
     made_for_depth = True
 
-    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
-            x = x + add(branch(norm(x)))
-        return x
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return x + f(self.norms[i](x))
 
 
 class Admin(Block):
@@ -183,21 +192,14 @@ class Admin(Block):
     profiled = True
     foldable = True
     made_for_depth = True
+    starts: ClassVar[dict[str, float]] = {"omegas": 1.0}
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
         self.omegas = nn.ParameterList(nn.Parameter(torch.empty(position.width)) for _ in range(position.branches))
 
-    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        for norm, add, branch, omega in zip(self.norms, self.adds, branches, self.omegas, strict=True):
-            x = norm(omega * x + add(branch(x)))
-        return x
-
-    @classmethod
-    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
-        if not name.startswith("omegas."):
-            return super().initial(position, name)
-        return torch.full((position.width,), omega[int(name.removeprefix("omegas."))] if omega else 1.0)
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return self.norms[i](self.omegas[i] * x + f(x))
 
 
 class AdminClosedForm(Admin):
@@ -211,8 +213,8 @@ class AdminClosedForm(Admin):
     made_for_depth = False
 
     @classmethod
-    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
-        return super().initial(position, name, [cls.constant(position)] * position.branches)
+    def initial(cls, position: LayerPosition, name: str) -> float:
+        return cls.constant(position) if name.startswith("omegas") else super().initial(position, name)
 
     @staticmethod
     def constant(position: LayerPosition) -> float:
@@ -290,10 +292,8 @@ class DeepNorm(Block):
         """β, but 1 for query and key, separate or not."""
         return 1.0 if matrix in ("q", "k") else DeepNorm.constants(position)[1]
 
-    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
-            x = norm(self.alpha * x + add(branch(x)))
-        return x
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return self.norms[i](self.alpha * x + f(x))
 
 
 class ReZero(Block):
@@ -303,36 +303,27 @@ class ReZero(Block):
     """
 
     layer_norms = False
+    starts: ClassVar[dict[str, float]] = {"a": 0.0}
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
         self.a = nn.Parameter(torch.empty(1))
 
-    @classmethod
-    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
-        return torch.zeros(1) if name == "a" else super().initial(position, name)
-
-    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        for add, branch in zip(self.adds, branches, strict=True):
-            x = x + self.a * add(branch(x))
-        return x
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return x + self.a * f(x)
 
 
 class ReZeroPostLN(Block):
     """x ← LN_i(x + a·F_i(x)), a as in ReZero, 0 at first. Liu et al. 2020, appendix E; Post-LN where a is 1."""
 
+    starts: ClassVar[dict[str, float]] = {"a": 0.0}
+
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
         self.a = nn.Parameter(torch.empty(1))
 
-    @classmethod
-    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
-        return torch.zeros(1) if name == "a" else super().initial(position, name)
-
-    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
-            x = norm(x + self.a * add(branch(x)))
-        return x
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return self.norms[i](x + self.a * f(x))
 
 
 class Fixup(Block):
@@ -344,16 +335,13 @@ class Fixup(Block):
     """
 
     layer_norms = False
+    starts: ClassVar[dict[str, float]] = {"scales": 1.0}
     linear = ShiftedLinear
     feed_forward = ShiftedFeedForward
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
         self.scales = nn.ParameterList(nn.Parameter(torch.empty(1)) for _ in range(position.branches))
-
-    @classmethod
-    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
-        return torch.ones(1) if name.startswith("scales.") else super().initial(position, name)
 
     @staticmethod
     def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
@@ -362,10 +350,8 @@ class Fixup(Block):
         own = {"fc1": n**-0.5, "fc2": 0.0, "out": 0.0}
         return own[matrix] if matrix in own else Block.matrix_gain(position, matrix, separate) * n ** (-1 / 6)
 
-    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        for scale, add, branch in zip(self.scales, self.adds, branches, strict=True):
-            x = x + scale * add(branch(x))
-        return x
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return x + self.scales[i] * f(x)
 
 
 class TFixup(Block):
@@ -388,10 +374,8 @@ class TFixup(Block):
         """(9L)^-1/4."""
         return (9 * position.depth) ** -0.25
 
-    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        for add, branch in zip(self.adds, branches, strict=True):
-            x = x + add(branch(x))
-        return x
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return x + f(x)
 
 
 class LooksLinear(PostLN):
@@ -476,15 +460,15 @@ class DLCL(Block):
         return MixtureTop(position.depth, position.width, pre_norm=cls.pre_norm)
 
     @classmethod
-    def initial(cls, position: LayerPosition, name: str, omega: Sequence[float] | None = None) -> Tensor:
-        count = position.index + 1
-        return torch.full((count,), 1 / count) if name == "mix.weights" else super().initial(position, name)
+    def initial(cls, position: LayerPosition, name: str) -> float:
+        return 1 / (position.index + 1) if name == "mix.weights" else super().initial(position, name)
 
     def forward(self, y: Stream, branches: Sequence[Branch]) -> Stream:
         x, kept = self.mix(y)
-        for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
-            x = x + add(branch(norm(x)))
-        return (*kept, x)
+        return (*kept, super().forward(x, branches))
+
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return x + f(self.norms[i](x))
 
 
 class DLCLPost(DLCL):
@@ -495,11 +479,8 @@ class DLCLPost(DLCL):
 
     pre_norm = False
 
-    def forward(self, y: Stream, branches: Sequence[Branch]) -> Stream:
-        x, kept = self.mix(y)
-        for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
-            x = norm(x + add(branch(x)))
-        return (*kept, x)
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return self.norms[i](x + f(x))
 
 
 BLOCKS: dict[str, type[Block]] = {

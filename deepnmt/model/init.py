@@ -33,13 +33,14 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt import config
-from deepnmt.model.blocks import BLOCKS, SIDES, LayerPosition, Matrix, Side, profiled_sublayers
+from deepnmt.model.blocks import BLOCKS, SIDES, LayerPosition, Matrix, profiled_sublayers
 from deepnmt.model.dropout import stable_hash
 from deepnmt.model.embedding import TABLES, Use
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
-Source = Callable[[str], Tensor]  # the weight of a canonical name, whole and in fp32
+# The weight of a canonical name, whole and in fp32; a single number [] where all its numbers are the same.
+Source = Callable[[str], Tensor]
 
 # The linear maps of a layer, and the matrices stacked in each.
 _MATRICES: dict[str, tuple[Matrix, ...]] = {
@@ -74,40 +75,29 @@ class Initialiser:
         first, kind, *rest = name.split(".")
         if first == "embeddings":
             return self._table(kind)
-        side: Side = "encoder" if first == "encoder" else "decoder"
+        model, side = self.model, SIDES[first == "decoder"]
+        stack = model.stack(side)
+        block = BLOCKS[stack.block]
         if kind == "input":
-            return torch.ones(self.model.width)
+            return torch.ones(())
         if kind == "norm":
-            stack = self.model.stack(side)
-            return BLOCKS[stack.block].initial(LayerPosition.of(self.model, side, stack.layers), ".".join(rest))
-        return self._of_layer(side, int(rest[0]), ".".join(rest[1:]))
-
-    def _of_layer(self, side: Side, index: int, name: str) -> Tensor:
-        """Parameter `name` of a layer, as in `ffn.fc1.weight`."""
-        model, stack = self.model, self.model.stack(side)
-        position, block = LayerPosition.of(model, side, index), BLOCKS[stack.block]
-        path, _, last = name.rpartition(".")
-        if path.startswith("rule"):
-            return block.initial(position, name.removeprefix("rule."), self._omega(position))
-        if last == "shift":
-            return torch.zeros(1)
+            return torch.tensor(block.initial(LayerPosition.of(model, side, stack.layers), ".".join(rest)))
+        position, path, last = LayerPosition.of(model, side, int(rest[0])), ".".join(rest[1:-1]), rest[-1]
+        if rest[1] == "rule":
+            if self.omega and block.profiled and rest[2] == "omegas":
+                return torch.tensor(self.omega[position.sublayers[int(last)]])
+            return torch.tensor(block.initial(position, ".".join(rest[2:])))
+        if last in ("bias", "shift"):
+            return torch.zeros(())
         matrices = _MATRICES[path]
         rows = model.ffn // block.feed_forward.copies if path == "ffn.fc1" else model.width * len(matrices)
-        if last == "bias":
-            return torch.zeros(rows)
         depth_scaled = stack.init == "depth_scaled" or (stack.init == "auto" and block.depth_scaled)
         scale, separate = position.depth**-0.5 if depth_scaled else 1.0, stack.init == "xavier_separate"
         weight = torch.empty(rows, model.ffn if path == "ffn.fc2" else model.width)
-        generator = generator_for(self.seed, f"{side}.layers.{index}.{name}")
+        generator = generator_for(self.seed, name)
         for part, matrix in zip(weight.chunk(len(matrices)), matrices, strict=True):
             block.init_matrix(part, matrix, block.matrix_gain(position, matrix, separate) * scale, generator)
         return weight
-
-    def _omega(self, position: LayerPosition) -> Sequence[float] | None:
-        """ω of a layer's sub-layers, where they were measured."""
-        if not self.omega or not BLOCKS[self.model.stack(position.side).block].profiled:
-            return None
-        return [self.omega[name] for name in position.sublayers]
 
     def _table(self, name: str) -> Tensor:
         """The embedding table [V, D] of this name from N(0, gain·D^-1/2), its row of pad 0."""
@@ -131,6 +121,7 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 def weight_from(source: Source, name: str, shape: Sequence[int]) -> Tensor:
     """What the source has under a name. Raises ValueError where that is of another shape or holds a NaN."""
     weight = source(name)
+    weight = weight if weight.ndim else weight.expand(*shape)
     if tuple(weight.shape) != tuple(shape):
         raise ValueError(f"{name} is {list(weight.shape)} where {list(shape)} is expected")
     if bool(weight.isnan().any()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -39,7 +38,7 @@ def place(side: Side, layers: tuple[int, int] = (6, 4)) -> LayerPosition:
 def new(block: str, position: LayerPosition) -> Block:
     """The block of a layer as a run begins with it."""
     made = BLOCKS[block](position)
-    fill(made, partial(made.initial, position))
+    fill(made, lambda name: torch.tensor(made.initial(position, name)))
     return made
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import tiny_engines
 import torch
@@ -16,10 +14,8 @@ from deepnmt.ranks import Ranks
 class Halved(Block):
     """x ← LN_i(x + F_i(x) / 2)."""
 
-    def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
-        for norm, add, branch in zip(self.norms, self.adds, branches, strict=True):
-            x = norm(x + add(branch(x)) / 2)
-        return x
+    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
+        return self.norms[i](x + f(x) / 2)
 
 
 def test_a_block_of_ones_own_trains(monkeypatch: pytest.MonkeyPatch) -> None:
