@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from deepnmt import config
 from deepnmt.checkpoint import average as averaging
+from deepnmt.checkpoint import checkpoint
 from deepnmt.checkpoint.average import (
     average_run,
     average_weights,
@@ -80,7 +81,7 @@ def test_files_are_opened_anew_for_each_group_of_tensors(
 ) -> None:
     folders = choose(_checkpoints(recipe), last=2)
     whole = average_weights(folders)
-    monkeypatch.setattr(averaging, "MAPPED_VALUES", 100)
+    monkeypatch.setattr(checkpoint, "MAPPED_VALUES", 100)
     parts = average_weights(folders)
     assert list(parts) == list(whole) and all(torch.equal(parts[name], whole[name]) for name in whole)
 
@@ -88,12 +89,12 @@ def test_files_are_opened_anew_for_each_group_of_tensors(
 MEMORY = """
 import sys
 from pathlib import Path
-from deepnmt.checkpoint import average as averaging
+from deepnmt.checkpoint import average as averaging, checkpoint
 
 def kilobytes(name):  # getrusage would count the process that started this one
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
 
-averaging.MAPPED_VALUES = 100_000
+checkpoint.MAPPED_VALUES = 100_000
 small, *folders = map(Path, sys.argv[1:])
 averaging.average_weights([small, small])  # the libraries' own memory does not count
 before = kilobytes("VmRSS")
@@ -198,8 +199,8 @@ def test_an_average_that_the_run_has_left_behind_is_told(
     recipe: config.Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = average_run(recipe, best=1)  # of update 20, though there is 40
-    for checkpoint in (folder, _checkpoints(recipe) / "update-00000010"):
-        warn_if_outdated(checkpoint)
+    for average in (folder, _checkpoints(recipe) / "update-00000010"):
+        warn_if_outdated(average)
     assert caplog.messages == []
     newest = tiny_run.write(recipe, 50)
     warn_if_outdated(folder)
