@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from deepnmt.batch import Batch
-from deepnmt.config import Init, Recipe, check_recipe
+from deepnmt.config import EARLY_ENDS, Init, Recipe, check_recipe
 from deepnmt.data.batching import Stream, collate, plan_eval
 from deepnmt.data.encoding import end_with_parent, submit
 from deepnmt.data.prepared import PreparedData, Split, open_prepared
@@ -126,10 +126,11 @@ def list_systems(
         if stack.init != "auto":
             raise UserError(f"model.{side}.init is {stack.init}, but a study sets it for every run; leave it at "
                             f"auto and say --inits {stack.init}")
-    for name, none in (("epochs", "null"), ("max_seconds", "null"), ("patience", 0)):
+    for name in EARLY_ENDS:
         if value := getattr(recipe.train, name):
+            never = type(recipe.train).model_fields[name].default
             raise UserError(f"train.{name} is {value}, but every run of a study goes to its last update, "
-                            f"train.updates; set train.{name}={none}")
+                            f"train.updates; set train.{name}={'null' if never is None else never}")
     pairs = [block_pair(word) for word in blocks or (*BLOCKS, *HYBRIDS)]
     listed = []
     for layers in depths:

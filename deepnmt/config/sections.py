@@ -207,6 +207,9 @@ class Schedule(Section):
             yield f"step_update ({self.step_update}) must be above warmup ({self.warmup})"
 
 
+EARLY_ENDS = ("epochs", "max_seconds", "patience")  # settings of `Train` that can end a run before its last update
+
+
 class Train(Section):
     """How long, how often."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -41,22 +41,17 @@ class StepStats:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One parameter under its canonical name: fp32 on CPU. Of the moments those that the optimizer keeps, zeros before
-    the first update (see `optim.moments_of`); the others are None."""
+    """One parameter under its canonical name, fp32 on the CPU. `kept`: what the optimizer keeps of it from update to
+    update (see `optim.moments_of`), zeros before the first."""
 
     name: str
     weight: torch.Tensor
-    exp_avg: torch.Tensor | None = None
-    exp_avg_sq: torch.Tensor | None = None
-    momentum_buffer: torch.Tensor | None = None
+    kept: Mapping[Moment, torch.Tensor]
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: NAME.exp_avg and so on, as far as they are kept."""
-        kept: dict[Moment, torch.Tensor | None] = {
-            "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "momentum_buffer": self.momentum_buffer
-        }
-        return {f"{self.name}.{moment}": tensor for moment, tensor in kept.items() if tensor is not None}
+        """What a checkpoint holds: NAME.exp_avg and so on."""
+        return {f"{self.name}.{moment}": tensor for moment, tensor in self.kept.items()}
 
 
 class Engine(Protocol):

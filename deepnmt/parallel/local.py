@@ -56,11 +56,9 @@ class LocalEngine:
         for name, parameter in self.module.named_parameters():
             weight = parameter.detach().float().cpu().clone()
             state = self.optimizer.state[parameter]
-            kept: dict[str, torch.Tensor] = {
-                moment: state[moment].cpu().clone() if moment in state else torch.zeros_like(weight)
-                for moment in self.moments
-            }
-            yield ParameterState(name, weight, **kept)
+            kept = {moment: state[moment].cpu().clone() if moment in state else torch.zeros_like(weight)
+                    for moment in self.moments}
+            yield ParameterState(name, weight, kept)
 
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         fill(self.module, source)

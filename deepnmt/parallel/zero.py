@@ -108,8 +108,7 @@ class ZeroEngine(DeepSpeedEngine):
     def export_state(self) -> Iterator[ParameterState]:
         for name, p in self.local.items():
             weight, *rest = (tensor.cpu().clone() for tensor in self._read(p))
-            kept: dict[str, torch.Tensor] = dict(zip(self.moments, rest, strict=True))
-            yield ParameterState(name, weight, **kept)
+            yield ParameterState(name, weight, dict(zip(self.moments, rest, strict=True)))
 
     def _write(self, p: nn.Parameter, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
         if self.zero < 3:

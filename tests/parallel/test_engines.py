@@ -108,7 +108,7 @@ def compute(folder: str, layout: str, trials: str) -> None:
             engine = build(layout, ranks, trial)
             start = {s.name: s.weight.clone() for s in engine.export_state()}
             trace = steps(engine, ranks, 0, 1)
-            gradient = {s.name: s.exp_avg for s in engine.export_state() if s.exp_avg is not None}
+            gradient = {s.name: s.kept["exp_avg"] for s in engine.export_state()}
             trace += steps(engine, ranks, 1, SAVED)
             saved, step = list(engine.export_state()), engine.optimizer_step
             trace += steps(engine, ranks, SAVED, RESUMED)
@@ -203,7 +203,7 @@ def poisoned(layouts: str) -> None:
         for layout in json.loads(layouts):
             engine = build(layout, ranks)
             steps(engine, ranks, 0, 1)
-            before = {s.name: (s.weight, s.exp_avg) for s in engine.export_state()}
+            before = {s.name: (s.weight, s.kept["exp_avg"]) for s in engine.export_state()}
             victim = next(p for name, p in engine.module.named_parameters() if name == "encoder.layers.1.ffn.fc1.bias")
             hook = victim.register_hook(lambda g: g * (float("nan") if ranks.first else 1.0))
             plan = batches(1)
@@ -214,7 +214,7 @@ def poisoned(layouts: str) -> None:
             assert engine.optimizer_step == 1, layout
             for s in engine.export_state():
                 weight, moment = before[s.name]
-                assert torch.equal(weight, s.weight) and torch.equal(moment, s.exp_avg), (layout, s.name)
+                assert torch.equal(weight, s.weight) and torch.equal(moment, s.kept["exp_avg"]), (layout, s.name)
             if scale is not None:
                 assert engine.scaler_state() == {"scale": scale["scale"] / 2, "clean": 0}, layout
             steps(engine, ranks, 2, 3)

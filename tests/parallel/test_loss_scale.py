@@ -54,7 +54,7 @@ def gradients(
         assert applied is not overflow and math.isfinite(norm) is applied
         scales.append(scale)
         if applied:
-            moment = torch.cat([state.exp_avg.flatten() for state in engine.export_state()])
+            moment = torch.cat([state.kept["exp_avg"].flatten() for state in engine.export_state()])
             used.append((moment - BETA * before) / (1 - BETA))
             before = moment
     engine.close()

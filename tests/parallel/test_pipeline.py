@@ -113,7 +113,7 @@ def update(engine: Engine, number: int, count: int, ranks: Ranks, rate: float) -
 
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    return {s.name: s.exp_avg.clone() for s in engine.export_state() if s.exp_avg is not None}
+    return {s.name: s.kept["exp_avg"].clone() for s in engine.export_state()}
 
 
 def measured(engine: Engine, ranks: Ranks, count: int, updates: int) -> dict[str, Any]:
@@ -321,7 +321,7 @@ def poisoned(configs: str) -> None:
             case = Case(2, 2, 1, config=config)
             engine = pipeline(case, ranks)
             update(engine, 0, 2, ranks, 1e-2)
-            before = {s.name: (s.weight, s.exp_avg) for s in engine.export_state()}
+            before = {s.name: (s.weight, s.kept["exp_avg"]) for s in engine.export_state()}
             scale = engine.scaler_state()
             victim = dict(engine.module.named_parameters()).get("decoder.layers.2.ffn.fc1.bias")
             hook = victim.register_hook(lambda grad: grad * float("nan")) if victim is not None else None
@@ -332,7 +332,7 @@ def poisoned(configs: str) -> None:
             assert engine.optimizer_step == 1, config
             for s in engine.export_state():
                 weight, moment = before[s.name]
-                assert torch.equal(weight, s.weight) and torch.equal(moment, s.exp_avg), (config, s.name)
+                assert torch.equal(weight, s.weight) and torch.equal(moment, s.kept["exp_avg"]), (config, s.name)
             if scale is not None:
                 assert engine.scaler_state() == {"scale": scale["scale"] / 2, "clean": 0}
             update(engine, 2, 2, ranks, 1e-2)

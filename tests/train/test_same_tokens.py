@@ -21,7 +21,7 @@ def trial(folder: str, layout: str) -> None:
     with processes(threads=1, group=True) as ranks:
         engine = build(recipe_of(layout, MICRO_BATCHES // ranks.world, clip=0.5), ranks)
         trace = [step(engine, batches(0, MICRO_BATCHES), ranks)]
-        first = {state.name: state.exp_avg for state in engine.export_state()}
+        first = {state.name: state.kept["exp_avg"] for state in engine.export_state()}
         trace += [step(engine, batches(update, MICRO_BATCHES), ranks) for update in range(1, UPDATES)]
         if ranks.first:
             save_file(first, f"{folder}/moments")

@@ -248,8 +248,7 @@ class PipelineEngine(DeepSpeedEngine):
             for tensor in tensors:
                 self._from_stage(tensor, stage)
             weight, *rest = (tensor.cpu().clone() for tensor in tensors)
-            kept: dict[str, torch.Tensor] = dict(zip(self.moments, rest, strict=True))
-            yield ParameterState(name, weight, **kept)
+            yield ParameterState(name, weight, dict(zip(self.moments, rest, strict=True)))
 
     def _each_once(self) -> Iterator[tuple[int, str, list[int]]]:
         """(stage, name, shape) of every parameter, tied tables from the first stage that holds them."""
