@@ -20,12 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 40
 
 
-def parallel(layout: str, stages: int = 0) -> dict[str, Any]:
+def parallel(layout: str, stages: int = 0, **more: Any) -> dict[str, Any]:
     """The recipe's section for "local", or for a file of ds_configs and a precision, such as "zero3_offload_bf16"."""
     zero, _, precision = layout.rpartition("_")
     if layout == "local":
-        return {"ds_config": None}
-    return {"ds_config": str(ROOT / "ds_configs" / f"{zero}.json"), "precision": precision, "pipeline_stages": stages}
+        return {"ds_config": None, **more}
+    return {"ds_config": str(ROOT / "ds_configs" / f"{zero}.json"), "precision": precision, "pipeline_stages": stages,
+            **more}
 
 
 def options(layout: str, stages: int = 0) -> tuple[str, ...]:
@@ -34,20 +35,21 @@ def options(layout: str, stages: int = 0) -> tuple[str, ...]:
                  for name, value in parallel(layout, stages).items())
 
 
+def recipe_with(**sections: Any) -> Recipe:
+    """A recipe over no files, with these sections."""
+    data = {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}}
+    return check_recipe({"run": "unused", "seed": 3, "data": data, "train": {"updates": 10}, **sections}, "test")
+
+
 def recipe_of(
     layout: str, accumulation: int = 1, stages: int = 0, loss_scale: dict[str, float] | None = None, **train: Any
 ) -> Recipe:
     """`layout`: see `parallel`. The FFN's 25 are no multiple of 2 or 4 processes."""
-    return check_recipe({
-        "run": "unused", "seed": 3,
-        "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}},
-        "batch": {"accumulation": accumulation},
-        "model": {"width": 16, "heads": 2, "ffn": 25, "dropout": 0.2,
-                  "encoder": {"block": "admin", "layers": 2}, "decoder": {"block": "b2t", "layers": 2}},
-        "train": {"updates": 100, **train},
-        "parallel": parallel(layout, stages),
-        "loss_scale": loss_scale or {},
-    }, "test")
+    return recipe_with(
+        batch={"accumulation": accumulation},
+        model={"width": 16, "heads": 2, "ffn": 25, "dropout": 0.2,
+               "encoder": {"block": "admin", "layers": 2}, "decoder": {"block": "b2t", "layers": 2}},
+        train={"updates": 100, **train}, parallel=parallel(layout, stages), loss_scale=loss_scale or {})
 
 
 def build(recipe: Recipe, ranks: Ranks) -> Engine:
@@ -59,20 +61,20 @@ def batch_of(src: Tensor, lengths: Tensor, trg_in: Tensor, trg_out: Tensor, key:
     return Batch((src, lengths, trg_in, trg_out), key, int((trg_out != PAD).sum()))
 
 
+def micro_batch(seed: int, rows: int, source: int, target: int, key: int, words: int = 2) -> Batch:
+    """Random pairs of `source` and `target` tokens; of several the first ends after 3 tokens and `words`."""
+    draw = torch.Generator().manual_seed(seed)
+    src, trg = (torch.randint(4, VOCAB, (rows, length), generator=draw) for length in (source, target + 1))
+    lengths, trg_out = torch.full((rows,), source), trg[:, 1:].clone()
+    if rows > 1:
+        lengths[0], src[0, 3:], trg_out[0, words:] = 3, PAD, PAD
+    return batch_of(src, lengths, trg[:, :-1], trg_out, key)
+
+
 def batches(update: int, count: int) -> list[Batch]:
     """`count` micro-batches of unequal sizes, lengths and token counts."""
-    made = []
-    for number in range(count):
-        draw = torch.Generator().manual_seed(100 * update + number)
-        rows, source, target = 1 + number % 5, 5 + 2 * (number % 3), 9 - number
-        src = torch.randint(4, VOCAB, (rows, source), generator=draw)
-        trg = torch.randint(4, VOCAB, (rows, target + 1), generator=draw)
-        lengths = torch.full((rows,), source)
-        trg_out = trg[:, 1:].clone()
-        if rows > 1:
-            lengths[0], src[0, 3:], trg_out[0, 1:] = 3, 3, 3
-        made.append(batch_of(src, lengths, trg[:, :-1], trg_out, 1000 * update + number))
-    return made
+    return [micro_batch(100 * update + n, 1 + n % 5, 5 + 2 * (n % 3), 9 - n, 1000 * update + n, words=1)
+            for n in range(count)]
 
 
 def step(engine: Engine, plan: list[Batch], ranks: Ranks, rate: float = 1e-2) -> tuple[float, float, float, bool]:
@@ -80,3 +82,24 @@ def step(engine: Engine, plan: list[Batch], ranks: Ranks, rate: float = 1e-2) ->
     tokens = sum(batch.tokens for batch in plan)
     stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
     return ranks.sum([stats.loss / tokens])[0], stats.grad_norm, stats.loss_scale, stats.applied
+
+
+def poison(engine: Engine, victim: str, plan: list[Batch], here: bool) -> None:
+    """A NaN in the gradient of the victim in the process it is `here` must not reach any weight, and is reported.
+
+    `plan`: of the processes together. One update was made before; after it the engine can go on.
+    """
+    before = {s.name: (s.weight, s.kept["exp_avg"]) for s in engine.export_state()}
+    scale = engine.scaler_state()
+    parameter = dict(engine.module.named_parameters()).get(victim) if here else None
+    hook = parameter.register_hook(lambda grad: grad * float("nan")) if parameter is not None else None
+    stats = engine.train_step(plan[engine.data_rank :: engine.data_world], 100, 1e-2)
+    if hook is not None:
+        hook.remove()
+    assert not stats.applied and stats.grad_norm == float("inf"), stats
+    assert engine.optimizer_step == 1
+    for s in engine.export_state():
+        weight, moment = before[s.name]
+        assert torch.equal(weight, s.weight) and torch.equal(moment, s.kept["exp_avg"]), s.name
+    if scale is not None:
+        assert engine.scaler_state() == {"scale": scale["scale"] / 2, "clean": 0}

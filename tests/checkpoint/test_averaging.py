@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 import torch
+from refusals import user_error
 from safetensors.torch import save_file
 
 from deepnmt import config
@@ -36,7 +37,6 @@ from deepnmt.checkpoint.checkpoint import (
     verify,
     write_checkpoint,
 )
-from deepnmt.errors import UserError
 from deepnmt.train.plan import describe
 
 VALIDATIONS = [{"update": 10, "value": 3.0}, {"update": 20, "value": 1.0}, {"update": 30, "value": 2.0}]
@@ -143,7 +143,7 @@ def test_an_average_is_a_checkpoint_without_moments(recipe: config.Recipe) -> No
     assert loaded.state.update == 30 and _updates(folder) == [30, 10]
     expected = average_weights(choose(_checkpoints(recipe), updates=[10, 30]))
     assert all(torch.equal(p, expected[name]) for name, p in loaded.model.named_parameters())
-    with pytest.raises(UserError, match="holds no optimizer moments"):
+    with user_error("holds no optimizer moments"):
         moments_in(folder)
     again = average_run(recipe, last=1)
     assert again == folder and _updates(again) == [40]
@@ -175,7 +175,7 @@ def test_an_old_best_is_none_of_the_last(recipe: config.Recipe) -> None:
     tiny_run.write(few, 40)
     tiny_run.write(more, 50)
     assert [update_of(path) for path in choose(checkpoints, last=3)] == [30, 40, 50]
-    with pytest.raises(UserError, match=r"^the last 4 checkpoints in .* but train.keep_last kept 3; .* Ask for 3"):
+    with user_error(r"^the last 4 checkpoints in .* but train.keep_last kept 3; .* Ask for 3"):
         choose(checkpoints, last=4)
     assert _updates(average_run(more)) == [30, 40, 50]
 
@@ -184,9 +184,9 @@ def test_more_to_average_than_is_kept(recipe: config.Recipe) -> None:
     """Is refused before training; of a run that was trained so, everything can be read."""
     asked = recipe.model_copy(update={"train": config.Train(updates=90, keep_last=2), "average_last": 5})
     sentence = r"^average_last \(5\) must not be above train.keep_last \(2\), .* set average_last=2, or keep more"
-    with pytest.raises(UserError, match=sentence):
+    with user_error(sentence):
         check_average_last(asked)
-    with pytest.raises(UserError, match=sentence):
+    with user_error(sentence):
         describe(asked)
     shutil.rmtree(asked.run)
     tiny_run.write(asked, 40)
@@ -245,19 +245,19 @@ def test_of_an_older_average_only_what_it_holds_is_known(
 def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:
     checkpoints = _checkpoints(recipe)
     for count in (5, 0, -1):
-        with pytest.raises(UserError, match=rf"^{count} checkpoints in .* were asked for, but there are \d"):
+        with user_error(rf"^{count} checkpoints in .* were asked for, but there are \d"):
             choose(checkpoints, last=count)
-    with pytest.raises(UserError, match=r"^4 validated checkpoints in .* but there are 3"):
+    with user_error(r"^4 validated checkpoints in .* but there are 3"):
         choose(checkpoints, best=4)
-    with pytest.raises(UserError, match=r"no checkpoint of update 25 in .* there are 10, 20, 30, 40"):
+    with user_error(r"no checkpoint of update 25 in .* there are 10, 20, 30, 40"):
         choose(checkpoints, updates=[10, 25])
-    with pytest.raises(UserError, match="name one twice"):
+    with user_error("name one twice"):
         choose(checkpoints, updates=[10, 10])
-    with pytest.raises(UserError, match="from 41 to 90"):
+    with user_error("from 41 to 90"):
         choose(checkpoints, span=(41, 90))
-    with pytest.raises(UserError, match="in one way only"):
+    with user_error("in one way only"):
         average_run(recipe, last=1, best=1)
-    with pytest.raises(UserError, match=r"there is no checkpoint in .*; train first"):
+    with user_error(r"there is no checkpoint in .*; train first"):
         average_run(recipe.model_copy(update={"run": recipe.run + "-other"}))
 
 
@@ -274,7 +274,7 @@ def test_another_model_is_refused_by_what_differs(
     recipe: config.Recipe, tmp_path: Path, change: dict[str, int | str], difference: str
 ) -> None:
     other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other", model=change), 50)
-    with pytest.raises(UserError, match=rf"{other} is another model than .*update-00000010: {difference}"):
+    with user_error(rf"{other} is another model than .*update-00000010: {difference}"):
         average_run(recipe, folders=[_checkpoints(recipe) / "update-00000010", other])
     assert not (Path(recipe.run) / "averaged").exists()
 
@@ -282,21 +282,21 @@ def test_another_model_is_refused_by_what_differs(
 def test_another_vocabulary_is_refused(recipe: config.Recipe, tmp_path: Path) -> None:
     vocabs = {**tiny_run.VOCABS, "src.spm": tiny_run.OTHER_VOCAB}
     other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other"), 50, vocabs=vocabs)
-    with pytest.raises(UserError, match=r"the vocabulary src\.spm is another"):
+    with user_error(r"the vocabulary src\.spm is another"):
         save_average([_checkpoints(recipe) / "update-00000010", other], tmp_path / "mean")
 
 
 def test_a_damaged_checkpoint_is_not_averaged(recipe: config.Recipe) -> None:
     file = _checkpoints(recipe) / "update-00000040" / "weights.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\x80\x7f")
-    with pytest.raises(UserError, match=r"update-00000040 is damaged: weights\.safetensors has another SHA-256"):
+    with user_error(r"update-00000040 is damaged: weights\.safetensors has another SHA-256"):
         average_run(recipe, last=2)
 
 
 def test_a_folder_of_something_else_is_not_replaced(recipe: config.Recipe, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("1")
-    with pytest.raises(UserError, match="thesis is there and is no checkpoint"):
+    with user_error("thesis is there and is no checkpoint"):
         average_run(recipe, last=1, output=tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter").read_text() == "1"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 import torch
+from refusals import user_error
 from safetensors.torch import load_file, save_file
 
 from deepnmt import folders
@@ -39,7 +40,6 @@ from deepnmt.checkpoint.checkpoint import (
     verify,
 )
 from deepnmt.config import dump_recipe, load_recipe
-from deepnmt.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -426,9 +426,9 @@ def test_scores_are_read_from_whatever_checkpoint_knows_them(run: Path) -> None:
 
 
 def test_which_checkpoint_of_a_run(run: Path) -> None:
-    with pytest.raises(UserError, match=r"no checkpoint in .* was validated"):
+    with user_error(r"no checkpoint in .* was validated"):
         find_checkpoint(run, "best")
-    with pytest.raises(UserError, match="holds no averaged/"):
+    with user_error("holds no averaged/"):
         find_checkpoint(run, "averaged")
     recipe = tiny_run.recipe_of(run)
     tiny_run.write(recipe, 30, validations=[{"update": 10, "value": 3.0}, {"update": 20, "value": 2.0}])
@@ -455,7 +455,7 @@ def test_weights_of_another_model_are_refused_by_name(run: Path) -> None:
     folder = checkpoint.save_checkpoint(
         run / "checkpoints", checkpoint.Contents(tiny_run.weights_of(tiny_run.recipe_of(run)), {},
                                                     tiny_run.state_of(30), dump_recipe(wide), tiny_run.VOCABS))
-    with pytest.raises(UserError, match=r"encoder\.layers\.0\.ffn\.fc1\.weight is \[16, 8\] where \[20, 8\] is"):
+    with user_error(r"encoder\.layers\.0\.ffn\.fc1\.weight is \[16, 8\] where \[20, 8\] is"):
         load_model(folder)
 
 
@@ -467,7 +467,7 @@ def test_a_model_is_not_loaded_from_damaged_or_missing_files(run: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match=r"weights\.safetensors has another SHA-256"):
         load_model(file.parent)
     assert load_model(run).state.update == 10
-    with pytest.raises(UserError, match="there is no folder"):
+    with user_error("there is no folder"):
         load_model(run / "nowhere")
-    with pytest.raises(UserError, match="is no checkpoint and holds no whole one"):
+    with user_error("is no checkpoint and holds no whole one"):
         load_model(run / "checkpoints")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import Refused, Tool, contents, truncate
+from refusals import Refused, Tool, contents, truncate, user_error
 
 from deepnmt.checkpoint.checkpoint import Contents, load_model, save_checkpoint
 from deepnmt.cli import main
@@ -164,17 +164,26 @@ def test_run_of_other_text(prepared: Path, run: Path, refused: Refused, tmp_path
     assert contents(run) == before
 
 
+def holder_of(run: Path, seconds: float) -> int:
+    """Another process, which holds the lock of the run for so long."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with run_lock(run, Ranks.alone()):
+            os.write(writer, b"!")
+            time.sleep(seconds)
+        os._exit(0)
+    os.read(reader, 1)
+    for end in (reader, writer):
+        os.close(end)
+    return pid
+
+
 def test_a_run_that_another_process_trains(
     prepared: Path, run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resume, "LOCK_WAIT", 0.2)
-    here, ready = Ranks(0, 1, 0, 1, torch.device("cpu")), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with run_lock(run, here):
-            os.write(ready[1], b"!")
-            signal.pause()
-    os.read(ready[0], 1)
+    here, pid = Ranks.alone(), holder_of(run, seconds=600)
     writing = run / "checkpoints" / ".tmp-update-00000009-0badc0de"
     writing.mkdir()
     (writing / "weights.safetensors").write_text("half")
@@ -186,40 +195,29 @@ def test_a_run_that_another_process_trains(
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        for end in ready:
-            os.close(end)
     assert contents(run) == before
     # with that process its lock is gone, and what it was writing is of no use
-    with run_lock(run, here), pytest.raises(UserError, match="another process"), run_lock(run, here):
+    with run_lock(run, here), user_error("another process"), run_lock(run, here):
         pass
     with run_lock(run, here):
         assert not writing.exists()
-    with pytest.raises(UserError, match="what the first said"), run_lock(run, Told(1, 2, 1, 2, here.device)):
+    with user_error("what the first said"), run_lock(run, Told(1, 2, 1, 2, here.device)):
         pass
 
 
 def test_a_run_that_another_process_is_leaving(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Told to stop, it saves first; who starts the run again meanwhile waits for that."""
-    here, ready = Ranks(0, 1, 0, 1, torch.device("cpu")), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with run_lock(tmp_path, here):
-            os.write(ready[1], b"!")
-            time.sleep(0.3)
-        os._exit(0)
-    os.read(ready[0], 1)
-    with run_lock(tmp_path, here):
+    pid = holder_of(tmp_path, seconds=0.3)
+    with run_lock(tmp_path, Ranks.alone()):
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
     os.waitpid(pid, 0)
-    for end in ready:
-        os.close(end)
     assert f"process {pid} on" in capfd.readouterr().err
 
 
 def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open to whoever may write to the folder; one that is not is no reason to train beside its holder. A file system
     that has no locks is."""
-    here = Ranks(0, 1, 0, 1, torch.device("cpu"))
+    here = Ranks.alone()
     tmp_path.chmod(0o2775)
     with run_lock(tmp_path, here):
         assert (tmp_path / ".lock").stat().st_mode & 0o777 == 0o664
@@ -232,7 +230,7 @@ def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for number in (errno.EACCES, errno.EIO):
         monkeypatch.setattr(resume.fcntl, "flock", fails(number))
         said = rf"\.lock cannot be locked: {os.strerror(number)}; if nobody trains there, delete it"
-        with pytest.raises(UserError, match=said), run_lock(tmp_path, here):
+        with user_error(said), run_lock(tmp_path, here):
             pass
     for number in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
         monkeypatch.setattr(resume.fcntl, "flock", fails(number))
@@ -248,8 +246,8 @@ def test_a_run_whose_checkpoint_cannot_be_put_back(tmp_path: Path, monkeypatch: 
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(UserError, match="a kill left of update-00000009"), \
-            run_lock(tmp_path, Ranks(0, 1, 0, 1, torch.device("cpu"))):
+    with user_error("a kill left of update-00000009"), \
+            run_lock(tmp_path, Ranks.alone()):
         pass
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import user_error
 
 from deepnmt.data.batching import Position, Stream, collate, plan_epoch, plan_eval, random_order
 from deepnmt.data.prepared import PreparedData, SideWriter, Split, variant_stem, write_manifest
-from deepnmt.errors import UserError
 
 
 def _lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +84,7 @@ def test_full_batches_hold_all_that_fits() -> None:
 
 def test_sentence_over_the_budget_is_refused_in_training_and_alone_in_evaluation() -> None:
     src, trg = np.array([3, 50, 4], dtype=np.int32), np.array([3, 3, 4], dtype=np.int32)
-    with pytest.raises(UserError, match=r"batch.tokens is 20, but a training sentence has 50 tokens"):
+    with user_error(r"batch.tokens is 20, but a training sentence has 50 tokens"):
         plan_epoch(src, trg, 20, 1, 0)
     plan = plan_eval(src, trg, 20)
     assert [plan[m].tolist() for m in range(len(plan))] == [[2], [1], [0]]
@@ -145,7 +145,7 @@ def test_stream_refuses_a_position_of_other_data(tmp_path: Path) -> None:
     stream = Stream(_split(tmp_path), 200, seed=1)
     size = stream.epoch_size(0)
     assert stream.update(Position(0, size), 1, 0, 1, CPU).batches[0].key == 1 << 32
-    with pytest.raises(UserError, match=f"micro-batch {size + 1} of epoch 0, which now has {size}"):
+    with user_error(f"micro-batch {size + 1} of epoch 0, which now has {size}"):
         stream.update(Position(0, size + 1), 1, 0, 1, CPU)
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import user_error
 
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.data import encoding
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
-from deepnmt.errors import UserError
 
 SYLLABLES = ("ba", "ko", "ten", "lis", "mur", "a", "ei", "st")
 
@@ -149,7 +149,7 @@ def test_folder_of_another_recipe_is_refused_and_kept(tmp_path: Path, change: An
     tree = _tree(tmp_path)
     before = _contents(prepare(_recipe(tree), progress=False))
     change(tree)
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         prepare(_recipe(tree), progress=False)
     assert _contents(tmp_path / "data") == before
 
@@ -160,7 +160,7 @@ def test_foreign_folders_are_never_touched(tmp_path: Path) -> None:
         note = tmp_path / name / "note.txt"
         note.parent.mkdir()
         note.write_text("mine")
-        with pytest.raises(UserError, match=words):
+        with user_error(words):
             prepare(recipe, progress=False)
         assert note.read_text() == "mine"
         note.unlink()
@@ -179,7 +179,7 @@ def test_faults_leave_nothing(tmp_path: Path) -> None:
                 tree[section][key] = value if not isinstance(value, dict) else {**tree[section][key], **value}
         if "a/b" in tree["data"]["test"]:
             tree["data"]["test"] = {"a/b": tree["data"]["valid"]}
-        with pytest.raises(UserError, match=words):
+        with user_error(words):
             prepare(_recipe(tree), progress=False)
         assert not (tmp_path / "data").exists() and not (tmp_path / "data.partial").exists()
 
@@ -189,7 +189,7 @@ def test_two_at_once(tmp_path: Path) -> None:
     (tmp_path / "data.partial").mkdir()
     with open(tmp_path / "data.partial" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process is preparing"):
+        with user_error("another process is preparing"):
             prepare(recipe, progress=False)
     prepare(recipe, progress=False)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import user_error
 
 from deepnmt.data.prepared import PreparedData, SideWriter, variant_stem, write_manifest
 from deepnmt.errors import UserError
@@ -55,7 +56,7 @@ def test_arrays_come_back(folder: Path) -> None:
     assert [variant.sources[i].tolist() for i in range(4)] == SAMPLED
     with pytest.raises(IndexError):
         split.variant(1)
-    with pytest.raises(UserError, match=r"has no split 'test.a'; it has train, valid"):
+    with user_error(r"has no split 'test.a'; it has train, valid"):
         data.split("test.a")
 
 
@@ -103,7 +104,7 @@ def test_truncation_is_seen_by_open_and_a_changed_byte_by_verify(folder: Path) -
     tokens.write_bytes(whole[:-2])
     assert f"train.trg.tokens has {len(whole) - 2} bytes, its manifest says {len(whole)}" in _fault(folder)
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    with pytest.raises(UserError, match=r"train.trg.tokens differs"):
+    with user_error(r"train.trg.tokens differs"):
         PreparedData.open(folder).verify()
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["settings"]["x"] = 1
@@ -114,5 +115,5 @@ def test_truncation_is_seen_by_open_and_a_changed_byte_by_verify(folder: Path) -
         entry[f"x{key}"] = entry.pop(key)
         (folder / "manifest.json").write_text(json.dumps(manifest))
         tokens.write_bytes(whole)
-        with pytest.raises(UserError, match=words):
+        with user_error(words):
             PreparedData.open(folder).verify()

@@ -6,10 +6,10 @@ import gzip
 from pathlib import Path
 
 import pytest
+from refusals import user_error
 
 from deepnmt.cli import main
 from deepnmt.data.split import key, split_of, split_tsv
-from deepnmt.errors import UserError
 
 
 def _corpus(file: Path, sentences: int) -> None:
@@ -54,13 +54,13 @@ def test_the_text_of_a_sentence_depends_on_it_alone() -> None:
 
 @pytest.mark.parametrize(("valid", "test"), [(0, 20), (10, 0), (500, 500)])
 def test_shares_out_of_range(tmp_path: Path, valid: int, test: int) -> None:
-    with pytest.raises(UserError, match=rf"{valid} \+ {test} of 1,000"):
+    with user_error(rf"{valid} \+ {test} of 1,000"):
         split_tsv(tmp_path / "none", tmp_path / "text", (1, 2), ("a", "b"), valid, test)
 
 
 def test_too_few_sentences(tmp_path: Path) -> None:
     (tmp_path / "few.tsv").write_text("a\tb\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"few\.tsv has too few sentences"):
+    with user_error(r"few\.tsv has too few sentences"):
         split_tsv(tmp_path / "few.tsv", tmp_path / "text", (1, 2), ("a", "b"))
     assert not (tmp_path / "text").exists()
 
@@ -68,7 +68,7 @@ def test_too_few_sentences(tmp_path: Path) -> None:
 def test_nothing_left_to_train_on(tmp_path: Path) -> None:
     tsv = tmp_path / "all.tsv"
     tsv.write_text("".join(f"source {number} a\ttarget {number} b\n" for number in range(40)))
-    with pytest.raises(UserError, match=r"all\.tsv has no pair left to train on where 499 \+ 500 of 1,000 sent"):
+    with user_error(r"all\.tsv has no pair left to train on where 499 \+ 500 of 1,000 sent"):
         split_tsv(tsv, tmp_path, (1, 2), ("en", "de"), 499, 500)
 
 
@@ -92,6 +92,6 @@ def test_a_corpus_under_the_name_of_a_text_is_kept(tmp_path: Path) -> None:
     _corpus(tmp_path / "pairs.tsv.gz", 2000)
     kept = gzip.decompress((tmp_path / "pairs.tsv.gz").read_bytes())
     (tmp_path / "train.de").write_bytes(kept)
-    with pytest.raises(UserError, match=r"train\.de would be overwritten by train\.de in .*; name another folder"):
+    with user_error(r"train\.de would be overwritten by train\.de in .*; name another folder"):
         split_tsv(tmp_path / "train.de", tmp_path, (2, 1), ("de", "en"), valid=50, test=100)
     assert (tmp_path / "train.de").read_bytes() == kept and not (tmp_path / "train.en").exists()

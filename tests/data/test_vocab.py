@@ -6,10 +6,10 @@ import itertools
 import re
 
 import pytest
+from refusals import user_error
 
 from deepnmt import config
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
-from deepnmt.errors import UserError
 from deepnmt.tokens import PAD, UNK
 
 ONSETS, RHYMES = ("b", "d", "kl", "m", "st", "tr"), ("an", "ei", "o", "urt")
@@ -56,11 +56,11 @@ def test_byte_fallback_leaves_nothing_unknown() -> None:
 
 @KINDS
 def test_size_faults_name_a_size_that_works(kind: str) -> None:
-    with pytest.raises(UserError, match=r"vocab.size is 5000, but the training text gives at most (\d+)") as error:
+    with user_error(r"vocab.size is 5000, but the training text gives at most (\d+)") as error:
         _train(kind, 5000)
     largest = int(re.findall(r"at most (\d+)", str(error.value))[0])
     assert _train(kind, largest).size == largest
-    with pytest.raises(UserError, match=r"vocab.size is 8, but the training text has characters for") as error:
+    with user_error(r"vocab.size is 8, but the training text has characters for") as error:
         _train(kind, 8)
     smallest = int(re.findall(r"to (\d+) or more", str(error.value))[0])
     assert _train(kind, smallest).size == smallest
@@ -70,14 +70,14 @@ def test_size_faults_name_a_size_that_works(kind: str) -> None:
 @pytest.mark.parametrize("line", ["ban bei " * 600, "\u2581 \u2581", " "])
 def test_a_text_without_a_line_to_learn_from(kind: str, line: str) -> None:
     settings = config.Vocab.model_validate({"kind": kind, "size": 20})
-    with pytest.raises(UserError, match="nothing to learn a vocabulary from: every line is over 4,192 bytes"):
+    with user_error("nothing to learn a vocabulary from: every line is over 4,192 bytes"):
         train_vocabulary([line] * 3, settings)
 
 
 def test_what_is_not_a_vocabulary_of_ours_is_refused(tmp_path) -> None:
-    with pytest.raises(UserError, match="not a SentencePiece model"):
+    with user_error("not a SentencePiece model"):
         Vocabulary(b"no model")
-    with pytest.raises(UserError, match=r"unk, bos, eos, pad at"):
+    with user_error(r"unk, bos, eos, pad at"):
         Vocabulary(b"")
-    with pytest.raises(UserError, match=r"none\.spm cannot be read"):
+    with user_error(r"none\.spm cannot be read"):
         Vocabulary.load(tmp_path / "none.spm")

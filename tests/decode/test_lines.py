@@ -11,10 +11,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from refusals import user_error
 
 from deepnmt.data.text import read_lines
 from deepnmt.decode.translate import Hypothesis, one_line, record, writing
-from deepnmt.errors import UserError
 from deepnmt.progress import progressing
 
 TEXT = "\ufeffein Haus\r\n\n  zwei\u2028Häuser \u0085\rx\nletzte"
@@ -43,13 +43,13 @@ def test_an_empty_file_has_no_lines(tmp_path: Path) -> None:
 ], ids=["plain", "packed", "cut", "not packed"])  # a .gz holds the time: two workers would not name it alike
 def test_damaged_input_is_named(name: str, data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=message) as fault:
+    with user_error(message) as fault:
         list(read_lines(tmp_path / name))
     assert str(tmp_path / name) in str(fault.value)
 
 
 def test_missing_input_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="absent cannot be read: No such file"):
+    with user_error("absent cannot be read: No such file"):
         list(read_lines(tmp_path / "absent"))
 
 
@@ -89,7 +89,7 @@ def test_standard_output_is_utf8_and_stays_open(capfdbinary: pytest.CaptureFixtu
 
 
 def test_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"output .*absent/out\.de cannot be written: No such file"), \
+    with user_error(r"output .*absent/out\.de cannot be written: No such file"), \
             writing(tmp_path / "absent" / "out.de"):
         pass
 
@@ -98,9 +98,9 @@ def test_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
-    with pytest.raises(UserError, match="no space is left"), writing(full) as out:
+    with user_error("no space is left"), writing(full) as out:
         out.write("x\n")
-    with pytest.raises(UserError, match="no space is left"), writing(tmp_path / "out"):
+    with user_error("no space is left"), writing(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "as a write to a full disk")
     assert list(tmp_path.iterdir()) == [full] and full.is_char_device()
 
@@ -128,7 +128,7 @@ def test_nothing_is_written_through_a_planted_link(tmp_path: Path, monkeypatch: 
     assert victim.read_text() == "mine" and out.read_text() == "theirs" and not out.is_symlink()
     monkeypatch.setattr("deepnmt.files.secrets.token_hex", lambda _: "guessed")
     (tmp_path / ".tmp-out-guessed").symlink_to(victim)
-    with pytest.raises(UserError, match="File exists"), writing(out) as stream:
+    with user_error("File exists"), writing(out) as stream:
         stream.write("theirs")
     assert victim.read_text() == "mine"
 

@@ -12,13 +12,13 @@ import pytest
 import tiny_run
 import torch
 from ranks import Gather, played, run_on_ranks
+from refusals import user_error
 
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
 from deepnmt.decode import translate
 from deepnmt.decode.steppers import RecomputingStepper
 from deepnmt.decode.translate import Hypothesis, translate_files, translate_lines, translate_shards
-from deepnmt.errors import UserError
 from deepnmt.parallel.launch import processes
 
 LINES = ["a dog sees the tree", "", "two cats", "the old red house is in the garden", " \t ", "birds", "a", "sing sing"]
@@ -163,18 +163,18 @@ def test_two_processes_write_what_one_writes(checkpoint: Path, source: Path, tmp
 
 def test_what_cannot_be_done_is_said_before_the_model_is_loaded(source: Path, tmp_path: Path) -> None:
     nowhere = tmp_path / "no model"
-    with pytest.raises(UserError, match=r"there is no input file .*absent"):
+    with user_error(r"there is no input file .*absent"):
         translate_files(nowhere, str(tmp_path / "absent"), "-", SETTINGS)
-    with pytest.raises(UserError, match="is the input file itself"):
+    with user_error("is the input file itself"):
         translate_files(nowhere, str(source), str(source), SETTINGS)
-    with pytest.raises(UserError, match=r"translate\.nbest is 2, but the format text holds one"):
+    with user_error(r"translate\.nbest is 2, but the format text holds one"):
         translate_files(nowhere, str(source), "-", SETTINGS.model_copy(update={"nbest": 2}))
-    with pytest.raises(UserError, match="standard input reaches one process only, but 2 were launched"):
+    with user_error("standard input reaches one process only, but 2 were launched"):
         translate_files(nowhere, "-", "-", SETTINGS, ranks=played(0, 2))
 
 
 def test_bad_text_leaves_no_output(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"a dog\n\xff\n")
-    with pytest.raises(UserError, match="line 2: not valid UTF-8"):
+    with user_error("line 2: not valid UTF-8"):
         translate_files(checkpoint, str(tmp_path / "in"), str(tmp_path / "out"), SETTINGS)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]

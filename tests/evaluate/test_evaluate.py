@@ -15,13 +15,13 @@ import pytest
 import sacrebleu
 import tiny_run
 from ranks import played
+from refusals import user_error
 
 from deepnmt import config
 from deepnmt.arguments import expected_model
 from deepnmt.checkpoint.average import average_run
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.decode.translate import translate_files, translate_lines
-from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import evaluate_run, find_sets, read_systems, scores_file
 from deepnmt.evaluate.metrics import EvaluationSet, compare, score_lines, score_systems
 from deepnmt.export.post_ln import fold_run
@@ -80,13 +80,13 @@ def test_the_target_language_chooses_the_tokenizer() -> None:
 
 
 def test_faulty_numbers_of_lines() -> None:
-    with pytest.raises(UserError, match="mine has 2 lines, but the reference has 3"):
+    with user_error("mine has 2 lines, but the reference has 3"):
         score_lines(TARGETS[:2], [TARGETS], "de", "mine")
-    with pytest.raises(UserError, match="mine has no lines"):
+    with user_error("mine has no lines"):
         score_lines([], [[]], "de", "mine")
-    with pytest.raises(UserError, match="test set t has 3 source lines and 2 reference lines"):
+    with user_error("test set t has 3 source lines and 2 reference lines"):
         EvaluationSet("t", SOURCES, [TARGETS, TARGETS[:2]])
-    with pytest.raises(UserError, match="test set t has no lines"):
+    with user_error("test set t has no lines"):
         EvaluationSet("t", [], [[]])
 
 
@@ -155,14 +155,14 @@ def test_test_sets_by_name_and_by_files(recipe: config.Recipe, tmp_path: Path) -
         (f"m={tmp_path / 'a.en.gz'},{short}", "test set m has 3 source lines and 2 reference lines"),
         (f"m={empty},{empty}", "test set m has no lines"),
     ):
-        with pytest.raises(UserError, match=fault):
+        with user_error(fault):
             find_sets(recipe, [spec])
-    with pytest.raises(UserError, match="share a name"):
+    with user_error("share a name"):
         find_sets(recipe, ["first", "first"])
-    with pytest.raises(UserError, match=r"no data\.test"):
+    with user_error(r"no data\.test"):
         find_sets(tiny_run.recipe_of(tmp_path), None)
     german = recipe.model_copy(update={"data": recipe.data.model_copy(update={"src_lang": "deu"})})
-    with pytest.raises(UserError, match=r"SacreBLEU's multi30k/2017 has no deu-de .*; it has en-de, en-fr"):
+    with user_error(r"SacreBLEU's multi30k/2017 has no deu-de .*; it has en-de, en-fr"):
         find_sets(german, ["multi30k/2017"])
 
 
@@ -279,7 +279,7 @@ def test_all_that_take_the_average_tell_that_it_is_outdated(
     assert caplog.messages == []
     translate_files(Path(recipe.run), source, out, recipe.translate)
     evaluate_run(recipe)
-    with pytest.raises(UserError, match="b2t"):  # which does not fold
+    with user_error("b2t"):  # which does not fold
         fold_run(recipe)
     assert len(caplog.messages) == 3
     assert all(said.startswith(f"{folder} was averaged") and str(newest) in said for said in caplog.messages)
@@ -316,19 +316,19 @@ def test_scores_go_into_a_device_and_through_a_link(recipe: config.Recipe, tmp_p
 def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
     good, short = _write(tmp_path / "good.de", TARGETS), _write(tmp_path / "short.de", TARGETS[:1])
     sets = find_sets(recipe, None)
-    with pytest.raises(UserError, match="not of the form SYSTEM=FILE"):
+    with user_error("not of the form SYSTEM=FILE"):
         read_systems([good], sets)
-    with pytest.raises(UserError, match=r"system s has 1 files for 2 test sets \(first, second\)"):
+    with user_error(r"system s has 1 files for 2 test sets \(first, second\)"):
         read_systems([f"s={good}"], sets)
-    with pytest.raises(UserError, match="system s is given twice"):
+    with user_error("system s is given twice"):
         read_systems([f"s={good},{good}"] * 2, sets)
-    with pytest.raises(UserError, match="s on second has 3 lines, but the reference has 2"):
+    with user_error("s on second has 3 lines, but the reference has 2"):
         evaluate_run(recipe, hypotheses=[f"s={good},{good}"])
-    with pytest.raises(UserError, match="s on first has 1 lines, but the reference has 3"):
+    with user_error("s on first has 1 lines, but the reference has 3"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={short}"])
-    with pytest.raises(UserError, match=r"scores cannot be written to .*good\.de/x"):
+    with user_error(r"scores cannot be written to .*good\.de/x"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], output=f"{good}/x")
-    with pytest.raises(UserError, match=r"so the checkpoint c would not be used; give one of the two"):
+    with user_error(r"so the checkpoint c would not be used; give one of the two"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], checkpoint="c")
 
 
@@ -336,11 +336,11 @@ def test_another_model_than_asked_for_is_refused_by_name(recipe: config.Recipe, 
     tiny_run.write(recipe, 10)
     asked = config.Model.model_validate({**recipe.model.model_dump(), "heads": 4, "dropout": 0.2})
     fault = r"update-00000010 holds another model .*:\n  model.dropout: 0.1 -> 0.2\n  model.heads: 2 -> 4\n"
-    with pytest.raises(UserError, match=fault):
+    with user_error(fault):
         evaluate_run(recipe, expected=asked)
-    with pytest.raises(UserError, match=fault):
+    with user_error(fault):
         average_run(recipe, last=1, model=asked)
-    with pytest.raises(UserError, match=fault):
+    with user_error(fault):
         translate_files(Path(recipe.run), str(tmp_path / "a.en.gz"), str(tmp_path / "out"), recipe.translate,
                         expected=asked)
     assert not (tmp_path / "out").exists() and not (tmp_path / "run" / "averaged").exists()

@@ -29,9 +29,8 @@ def test_a_trained_run_folds_into_the_same_translations(decoder: str, prepared: 
     blocks = after.recipe.model
     assert (blocks.encoder.block, blocks.decoder.block) == ("post_ln", "post_ln")
 
-    sentences = (prepared / "text" / "test.en").read_text(encoding="utf-8").splitlines()
-    references = (prepared / "text" / "test.de").read_text(encoding="utf-8").splitlines()
-    for sentence, reference in zip(sentences, references, strict=True):
+    texts = ((prepared / "text" / f"test.{side}").read_text(encoding="utf-8").splitlines() for side in ("en", "de"))
+    for sentence, reference in zip(*texts, strict=True):
         src = torch.tensor([[*before.src_vocab.encode(sentence), 2]])
         trg = torch.tensor([[1, *before.trg_vocab.encode(reference)]])
         lengths = torch.tensor([src.size(1)])

@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 import tiny_run
 import torch
+from refusals import user_error
 from torch import Tensor
 
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import (
     Contents,
-    list_checkpoints,
     load_model,
     moments_in,
     save_checkpoint,
     verify,
 )
 from deepnmt.cli import main
-from deepnmt.errors import UserError
 from deepnmt.export.post_ln import FOLDABLE, _compute_in_float64, fold_weights, save_folded
 from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.init import new_model
@@ -75,6 +74,10 @@ def logits(module: Transformer) -> Tensor:
     return found[..., torch.arange(VOCAB) != 3]
 
 
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("tied", ["all", "decoder", "none"])
 @pytest.mark.parametrize("block", KNOWN)
 def test_the_logits_stay(block: str, tied: str) -> None:
@@ -84,7 +87,7 @@ def test_the_logits_stay(block: str, tied: str) -> None:
     assert (plain.encoder.block, plain.decoder.block, plain.tied) == ("post_ln", "post_ln", tied)
     assert not any("omegas" in name for name, _ in other.named_parameters())
     assert [p.shape for p in other.embeddings.parameters()] == [p.shape for p in module.embeddings.parameters()]
-    torch.testing.assert_close(logits(other), logits(module), rtol=0, atol=1e-5)
+    assert_close(logits(other), logits(module))
 
 
 @pytest.mark.parametrize(("encoder", "decoder"), [
@@ -97,14 +100,14 @@ def test_each_stack_folds_alone(encoder: str, decoder: str) -> None:
     for stack, block in ((plain.encoder, encoder), (plain.decoder, decoder)):
         assert stack.block == ("post_ln" if block in KNOWN else block)
         assert stack.input_gain == (block in KNOWN)
-    torch.testing.assert_close(logits(other), logits(module), rtol=0, atol=1e-5)
+    assert_close(logits(other), logits(module))
 
 
 def test_a_gain_that_is_there_already_is_kept() -> None:
     stack = config.Stack(block="admin", layers=2, input_gain=True)
     model = shapes("admin", "admin").model_copy(update={"encoder": stack, "decoder": stack})
     module = as_trained(model)
-    torch.testing.assert_close(logits(folded(module, model)[0]), logits(module), rtol=0, atol=1e-5)
+    assert_close(logits(folded(module, model)[0]), logits(module))
 
 
 def test_the_first_omega_is_left_out_where_it_is_1() -> None:
@@ -116,7 +119,7 @@ def test_the_first_omega_is_left_out_where_it_is_1() -> None:
     other, plain = folded(module, model)
     assert not plain.encoder.input_gain and not plain.decoder.input_gain
     assert not any("gain" in name for name, _ in other.named_parameters())
-    torch.testing.assert_close(logits(other), logits(module), rtol=0, atol=1e-5)
+    assert_close(logits(other), logits(module))
 
 
 def test_the_fold_is_that_of_appendix_c() -> None:
@@ -149,10 +152,10 @@ def test_step_by_step_decoding_stays(beams: int) -> None:
             cache = each.start_cache(each.encode(src, lengths), lengths, beams, 11)
             steps = [each.step(trg[:, [t]].expand(-1, beams).flatten(), cache) for t in range(11)]
         found.append(torch.stack(steps, dim=1))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+    assert_close(found[1], found[0])
     with torch.no_grad():
         whole = module.decode(trg, module.encode(src, lengths), lengths)
-    torch.testing.assert_close(found[1].view(3, beams, 11, 16)[:, 0], whole, rtol=0, atol=1e-5)
+    assert_close(found[1].view(3, beams, 11, 16)[:, 0], whole)
 
 
 def test_training_mode_stays_too() -> None:
@@ -160,19 +163,19 @@ def test_training_mode_stays_too() -> None:
     model = shapes("admin", "deepnorm", dropout=0.3)
     module = as_trained(model).train()
     other = folded(module, model)[0].train()
-    torch.testing.assert_close(logits(other), logits(module), rtol=0, atol=1e-5)
+    assert_close(logits(other), logits(module))
     assert not torch.allclose(logits(module), logits(module.eval()), atol=0.1)
 
 
 def test_what_cannot_be_folded_is_refused() -> None:
     model = shapes("b2t", "pre_ln")
-    with pytest.raises(UserError, match=r"^model.encoder.block is b2t and model.decoder.block pre_ln, but only"):
+    with user_error(r"^model.encoder.block is b2t and model.decoder.block pre_ln, but only"):
         fold_weights(dict(as_trained(model).named_parameters()), model)
     model = shapes("b2t", "admin")
     module = as_trained(model)
     with torch.no_grad():
         module.decoder.get_parameter("layers.1.rule.omegas.2")[4] = 0.0
-    with pytest.raises(UserError, match=r"^ω of sub-layer 3 of decoder.layers.1 holds a zero"):
+    with user_error(r"^ω of sub-layer 3 of decoder.layers.1 holds a zero"):
         fold_weights({name: p.detach() for name, p in module.named_parameters()}, model)
 
 
@@ -195,20 +198,21 @@ def test_one_layer_at_a_time_is_in_float64() -> None:
     assert tensors == [parameter.data_ptr() for layer in layers for parameter in layer.parameters()]
 
 
-def trained_run(folder: Path, encoder: str, decoder: str) -> config.Recipe:
+def trained_run(folder: Path, encoder: str = "admin", decoder: str = "admin") -> tuple[config.Recipe, Path]:
     """A run with one checkpoint, all of its numbers random."""
     recipe = tiny_run.recipe_of(folder, model=shapes(encoder, decoder).model_dump())
-    recipe = recipe.model_copy(update={"admin": config.Admin(profile="omega.json")})
-    weights = dict(as_trained(recipe.model).named_parameters())
-    save_checkpoint(folder / "checkpoints", Contents(weights, {}, tiny_run.state_of(10),
-                    config.dump_recipe(recipe), tiny_run.VOCABS))
-    return recipe
+    recipe = config.with_settings(recipe, {"admin.profile": "omega.json"})
+    return recipe, saved(recipe, folder / "checkpoints", as_trained(recipe.model))
+
+
+def saved(recipe: config.Recipe, folder: Path, module: Transformer) -> Path:
+    return save_checkpoint(folder, Contents(dict(module.named_parameters()), {}, tiny_run.state_of(10),
+                                            config.dump_recipe(recipe), tiny_run.VOCABS))
 
 
 def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = trained_run(tmp_path / "run", "admin", "deepnorm")
+    recipe, source = trained_run(tmp_path / "run", decoder="deepnorm")
     (tmp_path / "run" / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
-    source = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
     assert main("fold", [str(tmp_path / "run"), "model.width=16"]) == 2
     assert "model.width=16 has no say here, since a trained model is folded as it is" in capsys.readouterr().err
     assert main("fold", [str(tmp_path / "run")]) == 0
@@ -217,12 +221,12 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
     target = tmp_path / "run" / "folded"
     verify(target)
     before, after = load_model(source), load_model(target)
-    torch.testing.assert_close(logits(after.model), logits(before.model), rtol=0, atol=1e-5)
+    assert_close(logits(after.model), logits(before.model))
     assert after.recipe.model.encoder == config.Stack(block="post_ln", layers=3, input_gain=True)
     assert after.recipe.optimizer == recipe.optimizer and after.state.update == 10
     assert after.recipe.admin.profile is None  # which no recipe without Admin may name
     assert after.state.extra["folded"] == str(source) and after.src_vocab.bytes == tiny_run.VOCAB
-    with pytest.raises(UserError, match="holds no optimizer moments"):
+    with user_error("holds no optimizer moments"):
         moments_in(target)
     text = tmp_path / "in"
     text.write_text("\n".join(tiny_run.SENTENCES) + "\n", encoding="utf-8")
@@ -236,35 +240,30 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
 
 
 def test_nothing_is_written_where_something_else_lies(tmp_path: Path) -> None:
-    trained_run(tmp_path / "run", "admin", "admin")
+    _, source = trained_run(tmp_path / "run")
     (tmp_path / "thesis").mkdir()
-    with pytest.raises(UserError, match="thesis is there and is no checkpoint"):
+    with user_error("thesis is there and is no checkpoint"):
         save_folded(tmp_path / "run", tmp_path / "thesis")
-    source = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
-    with pytest.raises(UserError, match="is the checkpoint to be folded"):
+    with user_error("is the checkpoint to be folded"):
         save_folded(tmp_path / "run", source)
 
 
 def test_a_difference_too_large_is_said_and_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained_run(tmp_path / "run", "admin", "admin")
+    trained_run(tmp_path / "run")
     monkeypatch.setattr("deepnmt.export.post_ln.LARGEST_DIFFERENCE", 1e-12)
-    with pytest.raises(UserError, match="an ω is too close to 0; use the checkpoint as it is"):
+    with user_error("an ω is too close to 0; use the checkpoint as it is"):
         save_folded(tmp_path / "run", tmp_path / "folded")
     assert not (tmp_path / "folded").exists()
 
 
 def test_logits_are_held_to_an_absolute_difference_in_float64(tmp_path: Path) -> None:
     """Of logits a thousand times as large the fold is refused, however small a share of them the difference is."""
-    recipe = trained_run(tmp_path / "run", "admin", "admin")
-    source = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    recipe, source = trained_run(tmp_path / "run")
     before, found = load_model(source).model, save_folded(source, tmp_path / "folded")
     after = load_model(tmp_path / "folded").model
     assert 0 < found.difference < 0.5 * float((logits(after) - logits(before)).abs().max())
     torch.testing.assert_close(logits(after.double()), logits(before.double()), rtol=0, atol=2 * found.difference)
-    weights = dict(load_model(source).model.named_parameters())
-    for name in ("weight", "bias"):
-        weights[f"decoder.layers.1.rule.norms.2.{name}"].data *= 1000
-    save_checkpoint(tmp_path / "large", Contents(weights, {}, tiny_run.state_of(10),
-                    config.dump_recipe(recipe), tiny_run.VOCABS))
-    with pytest.raises(UserError, match=r"in its logits, of which the largest is \d+\.\d, above 1e-05: rounding the"):
-        save_folded(list_checkpoints(tmp_path / "large")[0], tmp_path / "other")
+    for parameter in before.decoder.get_submodule("layers.1.rule.norms.2").parameters():
+        parameter.data *= 1000
+    with user_error(r"in its logits, of which the largest is \d+\.\d, above 1e-05: rounding the"):
+        save_folded(saved(recipe, tmp_path / "large", before.float()), tmp_path / "other")

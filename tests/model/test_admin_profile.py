@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import user_error
 from tiny_engines import batch_of
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from deepnmt.batch import Batch
 from deepnmt.config import Model
-from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile, measure, omega_of
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import new_model
@@ -239,20 +239,20 @@ def test_text_of_one_stack(tmp_path: Path) -> None:
 ])
 def test_faulty_files_are_named(text: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / "p").write_text(text)
-    with pytest.raises(UserError, match=fault):
+    with user_error(fault):
         AdminProfile.load(tmp_path / "p", shape())
 
 
 def test_faulty_json_values_are_named(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     made(8).save(path)
-    with pytest.raises(UserError, match=r"8 values for the encoder and 6 for the decoder, but .* 6 \+ 6"):
+    with user_error(r"8 values for the encoder and 6 for the decoder, but .* 6 \+ 6"):
         AdminProfile.load(path, shape())
     made().save(path)
     path.write_text(path.read_text().replace("1.125", "-1.125"))
-    with pytest.raises(UserError, match=r"-1.125 for encoder.layers.0.ffn"):
+    with user_error(r"-1.125 for encoder.layers.0.ffn"):
         AdminProfile.load(path, shape())
-    with pytest.raises(UserError, match="cannot be read"):
+    with user_error("cannot be read"):
         AdminProfile.load(tmp_path / "none", shape())
 
 

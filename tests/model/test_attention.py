@@ -18,32 +18,28 @@ D, H = 16, 4
 LENGTHS = torch.tensor([7, 3, 5])
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def copy_weights(theirs: nn.MultiheadAttention, ours: SelfAttention | CrossAttention) -> None:
+    fused = [ours.qkv] if isinstance(ours, SelfAttention) else [ours.q, ours.kv]
+    theirs.in_proj_weight.copy_(torch.cat([linear.weight for linear in fused]))
+    theirs.in_proj_bias.copy_(torch.cat([linear.bias for linear in fused]))
+    theirs.out_proj.load_state_dict(ours.out.state_dict())
+
+
+def both(kind: type[SelfAttention] | type[CrossAttention]) -> tuple[nn.Module, nn.MultiheadAttention]:
+    """Ours with random weights, and PyTorch's with the same."""
+    ours = kind(D, H, 0.0)
     torch.manual_seed(5)
-    for parameter in module.parameters():
+    for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.3)
-    return module.eval()
-
-
-def copy_self(theirs: nn.MultiheadAttention, ours: SelfAttention) -> None:
-    theirs.in_proj_weight.copy_(ours.qkv.weight)
-    theirs.in_proj_bias.copy_(ours.qkv.bias)
-    theirs.out_proj.load_state_dict(ours.out.state_dict())
-
-
-def copy_cross(theirs: nn.MultiheadAttention, ours: CrossAttention) -> None:
-    theirs.in_proj_weight.copy_(torch.cat([ours.q.weight, ours.kv.weight]))
-    theirs.in_proj_bias.copy_(torch.cat([ours.q.bias, ours.kv.bias]))
-    theirs.out_proj.load_state_dict(ours.out.state_dict())
+    theirs = nn.MultiheadAttention(D, H, batch_first=True).eval()
+    copy_weights(theirs, ours)
+    return ours.eval(), theirs
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("causal", [False, True])
 def test_self_attention_is_pytorchs(causal: bool) -> None:
-    ours = SelfAttention(D, H, 0.0)
-    randomised(ours)
-    theirs = nn.MultiheadAttention(D, H, batch_first=True).eval()
-    copy_self(theirs, ours)
+    ours, theirs = both(SelfAttention)
     x, mask = torch.randn(3, 7, D), key_mask(LENGTHS, 7)
     hidden = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
     padding = None if causal or mask is None else ~mask[:, 0, 0]
@@ -53,10 +49,7 @@ def test_self_attention_is_pytorchs(causal: bool) -> None:
 
 @torch.no_grad()
 def test_cross_attention_is_pytorchs() -> None:
-    ours = CrossAttention(D, H, 0.0)
-    randomised(ours)
-    theirs = nn.MultiheadAttention(D, H, batch_first=True).eval()
-    copy_cross(theirs, ours)
+    ours, theirs = both(CrossAttention)
     x, memory, mask = torch.randn(3, 4, D), torch.randn(3, 7, D), key_mask(LENGTHS, 7)
     assert mask is not None
     expected, _ = theirs(x, memory, memory, key_padding_mask=~mask[:, 0, 0], need_weights=False)
@@ -99,11 +92,11 @@ def pytorch_layer(ours: Layer, pre: bool) -> nn.TransformerEncoderLayer | nn.Tra
     theirs: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
     if isinstance(ours, DecoderLayer):
         theirs = nn.TransformerDecoderLayer(D, H, inner, 0.0, batch_first=True, norm_first=pre)
-        copy_cross(theirs.multihead_attn, ours.cross_attn)
+        copy_weights(theirs.multihead_attn, ours.cross_attn)
         theirs.norm3.load_state_dict(ours.rule.norms[2].state_dict())
     else:
         theirs = nn.TransformerEncoderLayer(D, H, inner, 0.0, batch_first=True, norm_first=pre)
-    copy_self(theirs.self_attn, ours.self_attn)
+    copy_weights(theirs.self_attn, ours.self_attn)
     theirs.linear1.load_state_dict(ours.ffn.fc1.state_dict())
     theirs.linear2.load_state_dict(ours.ffn.fc2.state_dict())
     theirs.norm1.load_state_dict(ours.rule.norms[0].state_dict())

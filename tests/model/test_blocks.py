@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -71,97 +70,51 @@ def normalised(x: Tensor, rule: Block, i: int | str) -> Tensor:
     return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
 
 
-def post_ln(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    for i in range(len(f)):
-        x = normalised(x + f[i](x), rule, i)
+def formula(block: str, x: Stream, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
+    """What layer 1 of 6 in the encoder, of 4 in the decoder, makes of its input, as the block's paper writes it."""
+    parameter, branches, in_encoder = rule.get_parameter, list(enumerate(f)), side == "encoder"
+    if isinstance(x, tuple):
+        w = parameter("mix.weights")
+        if block == "dlcl":  # the first of x was normed by the layer below
+            return formula("pre_ln", w[0] * x[0] + w[1] * normalised(x[1], rule, "mix.norm"), f, rule, side)
+        return formula("post_ln", normalised(w[0] * x[0] + w[1] * x[1], rule, "mix.norm"), f, rule, side)
+    match block:
+        case "post_ln" | "looks_linear":
+            for i, branch in branches:
+                x = normalised(x + branch(x), rule, i)
+        case "pre_ln":
+            for i, branch in branches:
+                x = x + branch(normalised(x, rule, i))
+        case "admin" | "admin_closed_form":
+            for i, branch in branches:
+                x = normalised(x * parameter(f"omegas.{i}") + branch(x), rule, i)
+        case "b2t":
+            h1 = normalised(x + f[0](x), rule, 0)
+            h = h1 if in_encoder else normalised(h1 + f[1](h1), rule, 1)
+            x = normalised(x + h + f[-1](h), rule, len(f) - 1)
+        case "b2t_no_ln":
+            h1 = x + f[0](x)
+            h = h1 if in_encoder else h1 + f[1](h1)
+            x = (0.5 if in_encoder else 4 / 12) * x + 16**-0.2 * (h + f[-1](h))  # L = 6 and 4, both under 9
+        case "deepnorm":
+            alpha = 0.81 * (6**4 * 4) ** 0.0625 if in_encoder else (3 * 4) ** 0.25
+            for i, branch in branches:
+                x = normalised(alpha * x + branch(x), rule, i)
+        case "rezero":
+            for branch in f:
+                x = x + parameter("a") * branch(x)
+        case "rezero_post_ln":
+            for i, branch in branches:
+                x = normalised(x + parameter("a") * branch(x), rule, i)
+        case "fixup":
+            for i, branch in branches:
+                x = x + parameter(f"scales.{i}") * branch(x)
+        case "t_fixup":
+            for branch in f:
+                x = x + branch(x)
+        case _:
+            raise AssertionError(f"{block} has no formula here")
     return x
-
-
-def pre_ln(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    for i in range(len(f)):
-        x = x + f[i](normalised(x, rule, i))
-    return x
-
-
-def admin(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    for i in range(len(f)):
-        x = normalised(x * rule.get_parameter(f"omegas.{i}") + f[i](x), rule, i)
-    return x
-
-
-def b2t(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    h1 = normalised(x + f[0](x), rule, 0)
-    h = h1 if side == "encoder" else normalised(h1 + f[1](h1), rule, 1)
-    return normalised(x + h + f[-1](h), rule, len(f) - 1)
-
-
-def deepnorm(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    alpha = 0.81 * (6**4 * 4) ** 0.0625 if side == "encoder" else (3 * 4) ** 0.25
-    for i in range(len(f)):
-        x = normalised(alpha * x + f[i](x), rule, i)
-    return x
-
-
-def b2t_no_ln(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    h1 = x + f[0](x)
-    h = h1 if side == "encoder" else h1 + f[1](h1)
-    return (0.5 if side == "encoder" else 4 / 12) * x + 16**-0.2 * (h + f[-1](h))  # L = 6 and 4, both under 9
-
-
-def rezero(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    for branch in f:
-        x = x + rule.get_parameter("a") * branch(x)
-    return x
-
-
-def rezero_post_ln(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    for i in range(len(f)):
-        x = normalised(x + rule.get_parameter("a") * f[i](x), rule, i)
-    return x
-
-
-def fixup(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    for i in range(len(f)):
-        x = x + rule.get_parameter(f"scales.{i}") * f[i](x)
-    return x
-
-
-def t_fixup(x: Tensor, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    for branch in f:
-        x = x + branch(x)
-    return x
-
-
-def dlcl(y: tuple[Tensor, Tensor], f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    w = rule.get_parameter("mix.weights")  # the first of y was normed by the layer below
-    return pre_ln(w[0] * y[0] + w[1] * normalised(y[1], rule, "mix.norm"), f, rule, side)
-
-
-def dlcl_post(y: tuple[Tensor, Tensor], f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    w = rule.get_parameter("mix.weights")
-    return post_ln(normalised(w[0] * y[0] + w[1] * y[1], rule, "mix.norm"), f, rule, side)
-
-
-REFERENCES: dict[str, Callable[..., Tensor]] = {
-    "post_ln": post_ln,
-    "pre_ln": pre_ln,
-    "admin": admin,
-    "admin_closed_form": admin,
-    "b2t": b2t,
-    "b2t_no_ln": b2t_no_ln,
-    "deepnorm": deepnorm,
-    "rezero": rezero,
-    "rezero_post_ln": rezero_post_ln,
-    "fixup": fixup,
-    "t_fixup": t_fixup,
-    "looks_linear": post_ln,
-    "dlcl": dlcl,
-    "dlcl_post": dlcl_post,
-}
-
-
-def test_every_block_has_a_reference() -> None:
-    assert REFERENCES.keys() == BLOCKS.keys()
 
 
 def test_the_page_has_a_row_for_each_block() -> None:
@@ -176,7 +129,7 @@ def test_the_page_has_a_row_for_each_block() -> None:
 @pytest.mark.parametrize("block", list(BLOCKS))
 def test_block_follows_its_formula(block: str, side: Side) -> None:
     rule, f, x = rule_of(block, side), branches_of(side), stream_of(block)
-    torch.testing.assert_close(newest(rule(x, f)), REFERENCES[block](x, f, rule, side), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(newest(rule(x, f)), formula(block, x, f, rule, side), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -225,12 +178,6 @@ def test_deepnorm_constants(
 ) -> None:
     assert DeepNorm.constants(place("encoder", layers)) == pytest.approx(encoder, abs=5.1e-5)
     assert DeepNorm.constants(place("decoder", layers)) == pytest.approx(decoder, abs=5.1e-5)
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_rezero_starts_as_the_identity(side: Side) -> None:
-    x = stream_of("rezero")
-    assert torch.equal(new("rezero", place(side))(x, branches_of(side)), x)
 
 
 @pytest.mark.parametrize("pre_norm", [True, False])

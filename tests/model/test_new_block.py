@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import tiny_engines
-import torch
 from torch import Tensor
 
 from deepnmt.model.blocks import BLOCKS, Block, Branch
@@ -20,7 +19,7 @@ class Halved(Block):
 
 def test_a_block_of_ones_own_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BLOCKS, "halved", Halved)
-    recipe, ranks = tiny_engines.recipe_of("local"), Ranks(0, 1, 0, 1, torch.device("cpu"))
+    recipe, ranks = tiny_engines.recipe_of("local"), Ranks.alone()
     stack = recipe.model.encoder.model_copy(update={"block": "halved"})  # past the config's list of words
     model = recipe.model.model_copy(update={"encoder": stack, "decoder": stack})
     engine = tiny_engines.build(recipe.model_copy(update={"model": model}), ranks)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engines import VOCAB, batches, parallel, step
+from tiny_engines import VOCAB, batches, parallel, recipe_with, step
 from warm import Warm
 
-from deepnmt.config import Recipe, check_recipe
+from deepnmt.config import Recipe
 from deepnmt.doctor.training_probe import TrainingProbe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import processes
@@ -26,15 +26,12 @@ MICRO_BATCHES = 2
 
 def recipe(layout: str, world: int, encoder: str, decoder: str) -> Recipe:
     stages = world if layout.startswith("pipeline") else 0
-    return check_recipe({
-        "run": "unused", "seed": 3,
-        "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}},
-        "batch": {"accumulation": MICRO_BATCHES * max(1, stages) // world},
-        "model": {"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": encoder, "layers": 3},
-                  "decoder": {"block": decoder, "layers": 2}},
-        "train": {"updates": 10, "clip": 0.5},
-        "parallel": parallel(layout.removeprefix("pipeline_"), stages),
-    }, "test")
+    return recipe_with(
+        batch={"accumulation": MICRO_BATCHES * max(1, stages) // world},
+        model={"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": encoder, "layers": 3},
+               "decoder": {"block": decoder, "layers": 2}},
+        train={"updates": 10, "clip": 0.5},
+        parallel=parallel(layout.removeprefix("pipeline_"), stages))
 
 
 def trial(folder: str, layout: str) -> None:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from refusals import user_error
 from tiny_engines import options
 from warm import Warm
 
@@ -16,7 +17,6 @@ from deepnmt.checkpoint.checkpoint import moments_in, weights_in
 from deepnmt.config import Recipe, Translate, load_recipe
 from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.translate import translate_lines
-from deepnmt.errors import UserError
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
@@ -59,7 +59,7 @@ def check_texts(settings: Recipe, ranks: Ranks) -> None:
     """Training texts may be on some machines alone: what one process finds amiss there keeps all from training."""
     here = patch("deepnmt.data.prepared.is_here", lambda corpus: ranks.rank == ranks.world - 1)
     others = patch("deepnmt.data.prepared.input_files", lambda corpus: [])
-    with here, others, pytest.raises(UserError, match="made from other texts"):
+    with here, others, user_error("made from other texts"):
         Trainer(settings, ranks)
 
 

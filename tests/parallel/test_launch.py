@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import user_error
 
 import deepnmt
 from deepnmt.cli import COMMANDS, main
@@ -30,7 +31,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_gpu(monkeypatch)
-    with pytest.raises(UserError, match="9 processes were started on this machine, but 1 GPU can be seen"):
+    with user_error("9 processes were started on this machine, but 1 GPU can be seen"):
         with processes():
             pass
 

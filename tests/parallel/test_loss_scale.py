@@ -7,10 +7,10 @@ import os
 
 import pytest
 import torch
+from refusals import user_error
 from tiny_engines import batches, build, recipe_of, step
 from warm import Warm
 
-from deepnmt.errors import UserError
 from deepnmt.parallel.launch import processes
 from deepnmt.ranks import Ranks
 
@@ -91,7 +91,7 @@ def refused() -> None:
     get_accelerator().is_fp16_supported = lambda: False
     with processes(threads=1, group=True) as ranks:
         for layout in ("zero0_fp16", "zero1_fp16"):
-            with pytest.raises(UserError, match=r"precision is fp16, but this machine's cpu has no fp16; set "):
+            with user_error(r"precision is fp16, but this machine's cpu has no fp16; set "):
                 build(recipe_of(layout), ranks)
 
 

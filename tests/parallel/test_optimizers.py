@@ -8,35 +8,21 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks
-from tiny_engines import batch_of, parallel
+from tiny_engines import batch_of, parallel, recipe_with, step
 
 from deepnmt.batch import Batch
-from deepnmt.config import Recipe, check_recipe, with_settings
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 VOCAB, UPDATES = 30, 4
 OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "decay_norms_and_biases": False},
     {"name": "sgd"},
     {"name": "adamw", "weight_decay": 0.1, "decay_norms_and_biases": False},
 ]
-
-
-def recipe(layout: str, optimizer: dict[str, Any]) -> Recipe:
-    return check_recipe({
-        "run": "unused", "seed": 3,
-        "data": {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}},
-        "model": {"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": "admin", "layers": 2},
-                  "decoder": {"block": "post_ln", "layers": 2, "input_gain": True}},
-        "optimizer": optimizer,
-        "train": {"updates": 10, "clip": 0.5},
-        "parallel": parallel(layout),
-    }, "test")
 
 
 def micro_batches(update: int) -> list[Batch]:
@@ -51,16 +37,17 @@ def micro_batches(update: int) -> list[Batch]:
 
 
 def build(layout: str, optimizer: dict[str, Any], ranks: Ranks) -> Engine:
-    settings = recipe(layout, optimizer)
-    settings = with_settings(settings, {"batch.accumulation": 2 // ranks.world})
-    return start_engine(settings, layout_of(settings, ranks.world), (VOCAB, VOCAB), ranks)
+    recipe = recipe_with(
+        batch={"accumulation": 2 // ranks.world},
+        model={"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": "admin", "layers": 2},
+               "decoder": {"block": "post_ln", "layers": 2, "input_gain": True}},
+        optimizer=optimizer, train={"updates": 10, "clip": 0.5}, parallel=parallel(layout))
+    return start_engine(recipe, layout_of(recipe, ranks.world), (VOCAB, VOCAB), ranks)
 
 
 def steps(engine: Engine, ranks: Ranks, first: int, last: int) -> None:
     for update in range(first, last):
-        plan = micro_batches(update)
-        tokens = sum(batch.tokens for batch in plan)
-        assert engine.train_step(plan[ranks.rank :: ranks.world], tokens, 0.05).applied
+        assert step(engine, micro_batches(update), ranks, 0.05)[3]
 
 
 def end(engine: Engine) -> dict[str, torch.Tensor]:
@@ -78,13 +65,13 @@ def trial(folder: str, layout: str) -> None:
             whole = build(layout, optimizer, ranks)
             steps(whole, ranks, 0, 2)
             saved = end(whole)
-            step = whole.optimizer_step
+            halfway = whole.optimizer_step
             steps(whole, ranks, 2, UPDATES)
             other = build(layout, optimizer, ranks)
-            other.fill(saved.__getitem__, saved.__getitem__, step)
+            other.fill(saved.__getitem__, saved.__getitem__, halfway)
             steps(other, ranks, 2, UPDATES)
             last, again = end(whole), end(other)
-            assert step == 2 and whole.optimizer_step == other.optimizer_step == UPDATES, optimizer
+            assert halfway == 2 and whole.optimizer_step == other.optimizer_step == UPDATES, optimizer
             assert last.keys() == again.keys() and all(torch.equal(last[k], again[k]) for k in last), optimizer
             found |= {f"{number}.{name}": tensor for name, tensor in last.items()}
             other.close()

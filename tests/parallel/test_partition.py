@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import get_args
 
 import pytest
+from tiny_engines import recipe_of
 
-from deepnmt.config import Block, Model, Recipe, check_recipe
+from deepnmt.config import Block, Model, with_settings
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.embedding import TABLES
@@ -16,19 +16,12 @@ from deepnmt.parallel.pipeline.partition import Partition, Unit, cost_units, par
 from deepnmt.parallel.pipeline.stage import Stage
 from deepnmt.parallel.settings import layout_of
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def model(encoder: int, decoder: int, width: int = 16) -> Model:
-    return Model.model_validate(
-        {
-            "width": width,
-            "heads": 2,
-            "ffn": 4 * width,
-            "encoder": {"layers": encoder, "block": "post_ln"},
-            "decoder": {"layers": decoder, "block": "post_ln"},
-        }
-    )
+    return Model.model_validate({
+        "width": width, "heads": 2, "ffn": 4 * width, "encoder": {"layers": encoder, "block": "post_ln"},
+        "decoder": {"layers": decoder, "block": "post_ln"},
+    })
 
 
 def slowest(units: tuple[Unit, ...], bounds: tuple[int, ...]) -> float:
@@ -99,61 +92,22 @@ def test_bubble() -> None:
 
 def test_table_names_every_stage() -> None:
     table = partition(cost_units(model(3, 3), 50, 60), 2).table(4)
-    assert (
-        "stage" in table
-        and "source ... " in table
-        and " ... output" in table
-        and "expected bubble with 4 micro-batches" in table
-    )
+    for words in ("stage", "source ... ", " ... output", "expected bubble with 4 micro-batches"):
+        assert words in table
     assert table.count("%") == 3
 
 
-def recipe(config: str | None, stages: int, **model_settings: object) -> Recipe:
-    return check_recipe(
-        {
-            "run": "unused",
-            "data": {
-                "folder": "unused",
-                "src_lang": "a",
-                "trg_lang": "b",
-                "train": {"tsv": "x"},
-                "valid": {"tsv": "x"},
-            },
-            "model": {
-                "width": 16,
-                "heads": 2,
-                "ffn": 24,
-                "encoder": {"layers": 2},
-                "decoder": {"layers": 2},
-                **model_settings,
-            },
-            "train": {"updates": 10},
-            "parallel": {"ds_config": config and str(ROOT / "ds_configs" / config), "pipeline_stages": stages},
-        },
-        "test",
-    )
-
-
-@pytest.mark.parametrize(
-    ("config", "stages", "world", "words"),
-    [
-        (None, 2, 2, ["pipeline_stages is 2", "ds_config is null", "zero1.json"]),
-        ("zero2.json", 2, 2, ["pipeline_stages is 2", "zero2.json has ZeRO stage 2", "ZeRO 0 or 1"]),
-        ("zero3.json", 2, 2, ["ZeRO stage 3"]),
-        ("zero1.json", 3, 4, ["pipeline_stages is 3", "4 processes", "one of 1, 2, 4"]),
-        ("zero1.json", 2, 1, ["pipeline_stages is 2", "1 process cannot"]),
-        ("zero1.json", 8, 8, ["pipeline_stages is 8", "4 layers (2 encoder, 2 decoder)", "4 or less"]),
-    ],
-)
-def test_impossible_layouts_are_refused(config: str | None, stages: int, world: int, words: list[str]) -> None:
+@pytest.mark.parametrize(("layout", "stages", "world", "words"), [
+    ("local", 2, 2, ["pipeline_stages is 2", "ds_config is null", "zero1.json"]),
+    ("zero2_fp32", 2, 2, ["pipeline_stages is 2", "zero2.json has ZeRO stage 2", "ZeRO 0 or 1"]),
+    ("zero3_fp32", 2, 2, ["ZeRO stage 3"]),
+    ("zero1_fp32", 3, 4, ["pipeline_stages is 3", "4 processes", "one of 1, 2, 4"]),
+    ("zero1_fp32", 2, 1, ["pipeline_stages is 2", "1 process cannot"]),
+    ("zero1_fp32", 8, 8, ["pipeline_stages is 8, but the model has 4 layers (2 encoder, 2 decoder)", "4 or less"]),
+])
+def test_impossible_layouts_are_refused(layout: str, stages: int, world: int, words: list[str]) -> None:
+    recipe = with_settings(recipe_of(layout), {"parallel.pipeline_stages": stages})
     with pytest.raises(UserError) as caught:
-        layout_of(recipe(config, stages), world)
+        layout_of(recipe, world)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    units = cost_units(model(2, 1), 50, 50)
-    assert partition(units, 3).stages == 3
-    with pytest.raises(UserError, match=r"pipeline_stages is 4, but the model has 3 layers \(2 encoder, 1 decoder\)"):
-        partition(units, 4)

@@ -18,11 +18,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_engines import batch_of, parallel
+from tiny_engines import VOCAB, micro_batch, parallel, poison, recipe_with
 from warm import Warm
 
 from deepnmt.batch import Batch
-from deepnmt.config import Recipe, check_recipe
+from deepnmt.config import Recipe
 from deepnmt.model.init import Initialiser
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
@@ -31,7 +31,7 @@ from deepnmt.parallel.pipeline.partition import Partition, cost_units
 from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 
-VOCAB, VALID = 40, 5
+VALID = 5
 BLOCKS = [("post_ln", "pre_ln"), ("admin", "b2t"), ("pre_ln", "deepnorm"), ("b2t", "post_ln"), ("deepnorm", "admin")]
 
 
@@ -54,52 +54,20 @@ class Case:
 
 def recipe(case: Case, accumulation: int, control: str = "") -> Recipe:
     encoder, decoder = BLOCKS[case.blocks]
-    return check_recipe(
-        {
-            "run": "unused",
-            "seed": 3,
-            "data": {
-                "folder": "unused",
-                "src_lang": "a",
-                "trg_lang": "b",
-                "train": {"tsv": "x"},
-                "valid": {"tsv": "x"},
-            },
-            "vocab": {"shared": case.tied == "all"},
-            "batch": {"accumulation": accumulation},
-            "model": {
-                "width": 16,
-                "heads": 2,
-                "ffn": 24,
-                "dropout": case.dropout,
-                "tied": case.tied,
-                "encoder": {"block": encoder, "layers": 3},
-                "decoder": {"block": decoder, "layers": 3},
-            },
-            "train": {"updates": 10, "clip": case.clip},
-            "parallel": {
-                **parallel(control or case.config, 0 if control else case.stages),
-                "recompute_layers": 0 if control else case.recompute,
-            },
-        },
-        "test",
-    )
+    stages, recompute = (0, 0) if control else (case.stages, case.recompute)
+    return recipe_with(
+        vocab={"shared": case.tied == "all"},
+        batch={"accumulation": accumulation},
+        model={"width": 16, "heads": 2, "ffn": 24, "dropout": case.dropout, "tied": case.tied,
+               "encoder": {"block": encoder, "layers": 3}, "decoder": {"block": decoder, "layers": 3}},
+        train={"updates": 10, "clip": case.clip},
+        parallel=parallel(control or case.config, stages, recompute_layers=recompute))
 
 
 def batches(update: int, count: int) -> list[Batch]:
     """Micro-batches of unequal sizes and lengths, with padding."""
-    made = []
-    for number in range(count):
-        draw = torch.Generator().manual_seed(100 * update + number)
-        rows, source, target = 2 + number % 3, 4 + 2 * (number % 5), 9 - number % 4
-        src = torch.randint(4, VOCAB, (rows, source), generator=draw)
-        trg = torch.randint(4, VOCAB, (rows, target + 1), generator=draw)
-        lengths = torch.full((rows,), source)
-        lengths[0], src[0, 3:] = 3, 3
-        trg_out = trg[:, 1:].clone()
-        trg_out[0, 2:] = 3
-        made.append(batch_of(src, lengths, trg[:, :-1], trg_out, (update << 32) + number))
-    return made
+    return [micro_batch(100 * update + n, 2 + n % 3, 4 + 2 * (n % 5), 9 - n % 4, (update << 32) + n)
+            for n in range(count)]
 
 
 def update(engine: Engine, number: int, count: int, ranks: Ranks, rate: float) -> list[float]:
@@ -315,26 +283,13 @@ def check(found: dict[str, Any], gradient: float, figures: float) -> None:
 
 
 def poisoned(configs: str) -> None:
-    """Runs on each rank: a NaN in one gradient of one stage must not reach a weight of any stage, and is reported."""
+    """Runs on each rank: a NaN in one gradient of one stage."""
     with processes(threads=1, group=True) as ranks:
         for config in json.loads(configs):
-            case = Case(2, 2, 1, config=config)
-            engine = pipeline(case, ranks)
+            print(config, flush=True)  # for where it fails
+            engine = pipeline(Case(2, 2, 1, config=config), ranks)
             update(engine, 0, 2, ranks, 1e-2)
-            before = {s.name: (s.weight, s.kept["exp_avg"]) for s in engine.export_state()}
-            scale = engine.scaler_state()
-            victim = dict(engine.module.named_parameters()).get("decoder.layers.2.ffn.fc1.bias")
-            hook = victim.register_hook(lambda grad: grad * float("nan")) if victim is not None else None
-            stats = engine.train_step(batches(1, 2), 100, 1e-2)
-            if hook is not None:
-                hook.remove()
-            assert not stats.applied and stats.grad_norm == float("inf"), (config, stats)
-            assert engine.optimizer_step == 1, config
-            for s in engine.export_state():
-                weight, moment = before[s.name]
-                assert torch.equal(weight, s.weight) and torch.equal(moment, s.kept["exp_avg"]), (config, s.name)
-            if scale is not None:
-                assert engine.scaler_state() == {"scale": scale["scale"] / 2, "clean": 0}
+            poison(engine, "decoder.layers.2.ffn.fc1.bias", batches(1, 2), here=True)
             update(engine, 2, 2, ranks, 1e-2)
             engine.close()
 

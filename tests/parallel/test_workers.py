@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import user_error
 
 from deepnmt.errors import UserError
 from deepnmt.parallel import workers
@@ -64,7 +65,7 @@ def test_a_users_mistake_is_told_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(job: dict[str, Any], ranks: Ranks) -> None:
         raise UserError(f"no fp16 on {ranks.rank}; name bf16")
 
-    with pytest.raises(UserError, match=r"^no fp16 on 0; name bf16$"):
+    with user_error(r"^no fp16 on 0; name bf16$"):
         run(work, monkeypatch)
 
 
@@ -78,7 +79,7 @@ def test_a_mistake_in_one_process_counts_above_what_follows_from_it(
         if second:
             raise second
 
-    with pytest.raises(UserError, match=r"^too few GPUs$"):
+    with user_error(r"^too few GPUs$"):
         run(work, monkeypatch)
 
 

@@ -66,15 +66,6 @@ def test_the_figures_are_the_papers(name: str) -> None:
 
 
 @every_paper
-def test_every_setting_has_a_comment(name: str) -> None:
-    body = file_of(name).read_text(encoding="utf-8").partition("\nrun:")[2]
-    group = re.compile(r"(data|vocab|batch|model|admin|optimizer|schedule|train|parallel|translate|  test|  filters):")
-    bare = [line for line in f"run:{body}".splitlines()
-            if line and " # " not in line and not group.fullmatch(line) and not re.match(r" +(src|trg): \S+/", line)]
-    assert bare == []
-
-
-@every_paper
 def test_the_head_says_what_is_reproduced_and_how(name: str) -> None:
     head = "\n".join(head_of(name))
     assert re.search(r"Table \d|Figure \d|No row of a table", head)

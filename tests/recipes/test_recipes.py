@@ -13,11 +13,11 @@ import pytest
 import torch
 import yaml
 from pydantic import BaseModel
-from tiny_engines import batch_of
+from tiny_engines import batch_of, recipe_with
 
 from deepnmt.batch import Batch
 from deepnmt.cli import main
-from deepnmt.config import Block, Corpus, Model, Recipe, load_recipe
+from deepnmt.config import Block, Corpus, Recipe, load_recipe
 from deepnmt.model.admin import measure
 from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
@@ -96,22 +96,7 @@ def test_demo_recipe_shows_every_setting() -> None:
         assert re.search(rf"\b{key}:", text), key
 
 
-def test_demo_recipe_explains_every_setting() -> None:
-    """Each setting has a comment where it first stands; a corpus has one for its files together."""
-    explained = dict.fromkeys(Corpus.model_fields, True)
-    for line in DEMO.read_text(encoding="utf-8").splitlines():
-        if found := re.fullmatch(r" *(\w+): *[^ #].*?( +# .+)?", line):
-            explained.setdefault(found[1], found[2] is not None)
-    assert [key for key, has_comment in explained.items() if not has_comment] == []
-
-
 # -- depth -------------------------------------------------------------------------------------------------------------
-
-
-def model_of(block: str, encoder: int, decoder: int, width: int) -> Model:
-    shape = {"width": width, "heads": max(2, width // 64), "ffn": 4 * width, "max_length": 64}
-    return Model.model_validate({**shape, "encoder": {"block": block, "layers": encoder},
-                                 "decoder": {"block": block, "layers": decoder}})
 
 
 def micro_batch(vocab: int = VOCAB, sentences: int = 2, length: int = 6) -> Batch:
@@ -122,12 +107,11 @@ def micro_batch(vocab: int = VOCAB, sentences: int = 2, length: int = 6) -> Batc
     return batch_of(src, torch.full((sentences,), length), trg_in, trg)
 
 
-def one_update(model: Model, tmp_path: Path) -> None:
+def one_update(block: str, encoder: int, decoder: int, width: int) -> None:
     """An update of a model with a few words, on the local engine."""
-    tree = {"run": str(tmp_path), "train": {"updates": 1, "clip": 1.0}, "model": model.model_dump(),
-            "data": {"folder": "none", "src_lang": "en", "trg_lang": "de", "filters": {"max_tokens": 60},
-                     **{name: {"src": ["a"], "trg": ["b"]} for name in ("train", "valid")}}}
-    update_once(Recipe.model_validate(tree), VOCAB, micro_batch())
+    shape = {"width": width, "heads": max(2, width // 64), "ffn": 4 * width,
+             "encoder": {"block": block, "layers": encoder}, "decoder": {"block": block, "layers": decoder}}
+    update_once(recipe_with(model=shape, train={"updates": 1, "clip": 1.0}), VOCAB, micro_batch())
 
 
 def update_once(recipe: Recipe, vocab: int, batch: Batch) -> None:
@@ -154,16 +138,16 @@ DEEP = [(block, *depth) for block in get_args(Block) for depth in (DEPTHS if blo
 
 
 @pytest.mark.parametrize(("block", "encoder", "decoder"), DEEP)
-def test_deep_shapes_take_an_update(block: str, encoder: int, decoder: int, tmp_path: Path) -> None:
-    one_update(model_of(block, encoder, decoder, width=16), tmp_path)
+def test_deep_shapes_take_an_update(block: str, encoder: int, decoder: int) -> None:
+    one_update(block, encoder, decoder, width=16)
 
 
 @pytest.mark.skipif(os.environ.get("DEEPNMT_DEEP") != "1", reason="minutes and up to 16 GB; DEEPNMT_DEEP=1 runs it")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("encoder", "decoder"), DEPTHS)
 @pytest.mark.parametrize("block", get_args(Block))
-def test_deep_shapes_take_an_update_at_full_width(block: str, encoder: int, decoder: int, tmp_path: Path) -> None:
-    one_update(model_of(block, encoder, decoder, width=512), tmp_path)
+def test_deep_shapes_take_an_update_at_full_width(block: str, encoder: int, decoder: int) -> None:
+    one_update(block, encoder, decoder, width=512)
 
 
 @pytest.mark.skipif(os.environ.get("DEEPNMT_DEEP") != "1", reason="minutes and 16 GB; DEEPNMT_DEEP=1 runs it")
