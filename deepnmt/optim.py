@@ -40,9 +40,11 @@ def parameter_groups(parameters: Iterable[nn.Parameter], settings: config.Optimi
     everything = list(parameters)
     if not settings.weight_decay or settings.decay_norms_and_biases:
         return [{"params": everything, "weight_decay": settings.weight_decay}]
-    matrices = [p for p in everything if p.dim() > 1]
-    spared = [p for p in everything if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for p in everything:  # under ZeRO-3 what is left of a matrix here has no shape; DeepSpeed keeps the whole one's
+        by_kind[len(getattr(p, "ds_shape", p.shape)) > 1].append(p)
+    groups = [{"params": by_kind[True], "weight_decay": settings.weight_decay},
+              {"params": by_kind[False], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
