@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from refusals import Refused, Tool
 
 from deepnmt.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 TOY = ("vocab.size=200", "batch.tokens=256", "model.encoder.layers=1", "model.decoder.layers=1", "admin.tokens=256",
        "train.updates=6", "schedule.warmup=2", "train.validate_every=6", "train.save_every=2", "train.log_every=1",
        "train.valid_sentences=2", "translate.beam=1", "translate.max_ratio=1.0", "translate.max_extra=2",
@@ -37,7 +35,7 @@ def written(folder: Path) -> dict[str, int]:
 
 
 def test_demo_from_corpus_to_score_and_again(
-    tool: Tool, threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tool: Tool, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "demo"
     words = [str(ROOT / "recipes" / "demo" / "admin_18l-18l.yaml"), "--pairs", "200", f"run={run}", *TOY]
@@ -61,8 +59,8 @@ def test_demo_from_corpus_to_score_and_again(
     assert f"chrF {scores['chrf']:.1f}  ({scores['chrf_signature']})" in said
     assert [said.count(f"  {who} ") for who in ("English", "deepnmt", "reference")] == [3, 3, 3]
 
-    hypotheses = [f"{name}={tmp_path}/data/text/test.de" for name in "xy"]
-    assert main("evaluate", [str(run), "--hypotheses", hypotheses[0], "--hypotheses", hypotheses[1]]) == 0
+    hypotheses = [word for name in "xy" for word in ("--hypotheses", f"{name}={tmp_path}/data/text/test.de")]
+    assert main("evaluate", [str(run), *hypotheses]) == 0
     assert "scores-x-y.json" in capsys.readouterr().err
 
     before = written(tmp_path)
@@ -75,7 +73,6 @@ def test_demo_from_corpus_to_score_and_again(
     assert all(name.startswith(("runs/demo/averaged/", "runs/demo/sample.")) for name in renewed), renewed
 
     monkeypatch.setenv("DEEPNMT_DEMO", str(tmp_path / "data"))
-    assert main("demo", [*words, "model.encoder.layers=2", "optimizer.lr=9.0"]) == 2
-    refused = capsys.readouterr().err
-    assert "[4/5]" not in refused
-    assert f"{run} is finished, but was trained with other settings:\n  model.encoder.layers: 1 -> 2\n" in refused
+    fault = refused("demo", *words, "model.encoder.layers=2", "optimizer.lr=9.0")
+    assert "[4/5]" not in fault
+    assert f"{run} is finished, but was trained with other settings:\n  model.encoder.layers: 1 -> 2\n" in fault

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -58,42 +59,42 @@ def no(en: str, plural: bool = False) -> Phrase:
     return noun_phrase(noun(en), ("any" if plural else "a", "kein"), "no", plural)
 
 
-NUMBERS = [
-    (0, "zero", "null"),
-    (1, "one", "eins"),
-    (7, "seven", "sieben"),
-    (11, "eleven", "elf"),
-    (12, "twelve", "zwölf"),
-    (13, "thirteen", "dreizehn"),
-    (16, "sixteen", "sechzehn"),
-    (17, "seventeen", "siebzehn"),
-    (20, "twenty", "zwanzig"),
-    (21, "twenty-one", "einundzwanzig"),
-    (30, "thirty", "dreißig"),
-    (47, "forty-seven", "siebenundvierzig"),
-    (66, "sixty-six", "sechsundsechzig"),
-    (77, "seventy-seven", "siebenundsiebzig"),
-    (80, "eighty", "achtzig"),
-    (99, "ninety-nine", "neunundneunzig"),
-    (100, "one hundred", "hundert"),
-    (101, "one hundred and one", "hunderteins"),
-    (116, "one hundred and sixteen", "hundertsechzehn"),
-    (121, "one hundred and twenty-one", "hunderteinundzwanzig"),
-    (200, "two hundred", "zweihundert"),
-    (731, "seven hundred and thirty-one", "siebenhunderteinunddreißig"),
-    (1000, "one thousand", "tausend"),
-    (1001, "one thousand and one", "tausendeins"),
-    (1100, "one thousand one hundred", "tausendeinhundert"),
-    (1234, "one thousand two hundred and thirty-four", "tausendzweihundertvierunddreißig"),
-    (2020, "two thousand and twenty", "zweitausendzwanzig"),
-    (7017, "seven thousand and seventeen", "siebentausendsiebzehn"),
-    (9999, "nine thousand nine hundred and ninety-nine", "neuntausendneunhundertneunundneunzig"),
-]
+NUMBERS = {
+    0: "zero, null",
+    1: "one, eins",
+    7: "seven, sieben",
+    11: "eleven, elf",
+    12: "twelve, zwölf",
+    13: "thirteen, dreizehn",
+    16: "sixteen, sechzehn",
+    17: "seventeen, siebzehn",
+    20: "twenty, zwanzig",
+    21: "twenty-one, einundzwanzig",
+    30: "thirty, dreißig",
+    47: "forty-seven, siebenundvierzig",
+    66: "sixty-six, sechsundsechzig",
+    77: "seventy-seven, siebenundsiebzig",
+    80: "eighty, achtzig",
+    99: "ninety-nine, neunundneunzig",
+    100: "one hundred, hundert",
+    101: "one hundred and one, hunderteins",
+    116: "one hundred and sixteen, hundertsechzehn",
+    121: "one hundred and twenty-one, hunderteinundzwanzig",
+    200: "two hundred, zweihundert",
+    731: "seven hundred and thirty-one, siebenhunderteinunddreißig",
+    1000: "one thousand, tausend",
+    1001: "one thousand and one, tausendeins",
+    1100: "one thousand one hundred, tausendeinhundert",
+    1234: "one thousand two hundred and thirty-four, tausendzweihundertvierunddreißig",
+    2020: "two thousand and twenty, zweitausendzwanzig",
+    7017: "seven thousand and seventeen, siebentausendsiebzehn",
+    9999: "nine thousand nine hundred and ninety-nine, neuntausendneunhundertneunundneunzig",
+}
 
 
-@pytest.mark.parametrize(("number", "en", "de"), NUMBERS)
-def test_numbers_in_words(number: int, en: str, de: str) -> None:
-    assert (number_en(number), number_de(number)) == (en, de)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_in_words(number: int) -> None:
+    assert f"{number_en(number)}, {number_de(number)}" == NUMBERS[number]
 
 
 def test_number_words_are_distinct() -> None:
@@ -124,7 +125,7 @@ DECLENSIONS = {  # nominative, accusative, dative, genitive
 }
 
 
-@pytest.mark.parametrize(("determiner", "word"), list(DECLENSIONS))
+@pytest.mark.parametrize(("determiner", "word"), DECLENSIONS)
 def test_declension(determiner: str, word: str) -> None:
     plural = all(n.en != word for n in lexicon.NOUNS)
     entry = next(n for n in lexicon.NOUNS if word in (n.en, plural_en(n)))
@@ -161,7 +162,7 @@ PRESENT = {  # ich, du, er, wir
 }
 
 
-@pytest.mark.parametrize("infinitive", list(PRESENT))
+@pytest.mark.parametrize("infinitive", PRESENT)
 def test_present_of_german_verbs(infinitive: str) -> None:
     entry = next(v for v in lexicon.VERBS if v.de == infinitive)
     assert " ".join(present_de(entry, slot) for slot in range(4)) == PRESENT[infinitive]
@@ -348,19 +349,19 @@ def test_a_corpus_of_100_000_distinct_pairs(tmp_path: Path) -> None:
 
 def test_a_complete_corpus_is_reused_and_a_damaged_one_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "text"
-    first = make_corpus(folder, pairs=40, valid=5, test=5)
-    before = (folder / "train.de").stat().st_mtime_ns
-    text = (folder / "train.de").read_bytes()
-    assert make_corpus(folder, pairs=40, valid=5, test=5) == first
-    assert (folder / "train.de").stat().st_mtime_ns == before
-    (folder / "train.de").write_bytes(text[:-10])
-    assert make_corpus(folder, pairs=40, valid=5, test=5) == first
-    assert (folder / "train.de").read_bytes() == text
+    make = partial(make_corpus, folder, valid=5, test=5)
+    first, file = make(pairs=40), folder / "train.de"
+    before, text = file.stat().st_mtime_ns, file.read_bytes()
+    assert make(pairs=40) == first
+    assert file.stat().st_mtime_ns == before
+    file.write_bytes(text[:-10])
+    assert make(pairs=40) == first
+    assert file.read_bytes() == text
     tests = read(folder, "test.en")
-    make_corpus(folder, pairs=60, valid=5, test=5)
+    make(pairs=60)
     assert len(read(folder, "train.en")) == 60
     assert read(folder, "test.en") == tests
-    make_corpus(folder, pairs=60, seed=2, valid=5, test=5)
+    make(pairs=60, seed=2)
     assert read(folder, "test.en") != tests
     assert [path.name for path in folder.parent.iterdir()] == ["text"]  # nothing is left aside
 

@@ -33,11 +33,9 @@ def test_only_the_scores_of_this_average_are_reused(tmp_path: Path) -> None:
     assert not is_scored(recipe, file)
     others = ({"sets": {"other": {}}}, {"sets": {"test": {}, "other": {}}}, {"averaged_updates": []},
               {"averaged_updates": [10]}, {"translate": config.Translate(beam=9).model_dump()})
-    for change in others:
-        file.write_text(json.dumps({**due, **change}))
-        assert not is_scored(recipe, file), change
-    file.write_text(json.dumps({"systems": {"x": {}, "y": {}}, "comparisons": []}))
-    assert not is_scored(recipe, file)
+    for scores in (*({**due, **change} for change in others), {"systems": {"x": {}, "y": {}}, "comparisons": []}):
+        file.write_text(json.dumps(scores))
+        assert not is_scored(recipe, file), scores
     file.write_text(json.dumps(due))
     assert is_scored(recipe, file)
     tiny_run.write(recipe, 30)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import Refused
+from run_files import records, scalars
 
 import deepnmt.doctor.diagnose
 from deepnmt.batch import Batch
@@ -20,6 +22,7 @@ from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.diagnose import (
+    Subject,
     _features,
     between_checkpoints,
     due_rate,
@@ -40,6 +43,12 @@ from deepnmt.train.profile import profile_for
 ONE = "parallel.threads=1"
 LAYOUTS = Path(__file__).parents[2] / "ds_configs"
 PICTURES = {"dependency", "change", "gradients", "matrices", "places", "likeness", "ranges", "half"}
+
+
+def seen(recipe: Recipe, checkpoint: Path | None = None, tokens: int = 60) -> Subject:
+    """What is examined, on the recipe's data."""
+    data = open_prepared(recipe)
+    return subject_of(recipe, data, first_batch(recipe, data, tokens, torch.device("cpu")), checkpoint)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -136,32 +145,28 @@ def test_the_model_starts_from_the_profile_that_the_run_would(prepared: Path, tm
     odd = AdminProfile([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5, 5.5, 6.5], {})
     odd.save(tmp_path / "odd.json")
     ours = load_recipe(prepared / "recipe.yaml", [f"admin.profile={tmp_path}/odd.json"])
-    data = open_prepared(ours)
-    looked_at = first_batch(ours, data, 60, torch.device("cpu"))
 
     def omegas(recipe: Recipe) -> list[float]:
-        model = subject_of(recipe, data, looked_at, None).model
-        return [float(tensor.detach()[0]) for name, tensor in model.named_parameters() if ".omegas." in name]
+        parameters = seen(recipe).model.named_parameters()
+        return [float(tensor.detach()[0]) for name, tensor in parameters if ".omegas." in name]
 
     assert omegas(ours) == [*odd.encoder, *odd.decoder]
     measured = load_recipe(prepared / "recipe.yaml")
-    begun = profile_for(measured, data, Ranks(0, 1, 0, 1, torch.device("cpu")))  # on admin.tokens, not on the batch
+    begun = profile_for(measured, open_prepared(measured), Ranks.alone())  # on admin.tokens, not on the batch
     assert begun is not None and omegas(measured) == pytest.approx([*begun.encoder, *begun.decoder])
 
 
 def test_a_run_and_its_checkpoints(
-    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    prepared: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
     stepped = ["schedule.name=step", "schedule.warmup=0", "schedule.step_epoch=2", "batch.tokens=2048",
                "batch.accumulation=4"]
     assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "train.updates=6", "train.valid_bleu=false",
                           "train.probe_every=2", ONE, *stepped]) == 0
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    rates = [line["learning_rate"] for line in log if line["type"] == "train"]
-    recipe, begun = load_recipe(run), run / "checkpoints" / "update-00000003"
-    data = open_prepared(recipe)
-    subject = subject_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), begun)
+    rates = [record["learning_rate"] for record in records(run, "train")]
+    subject = seen(load_recipe(run), run / "checkpoints" / "update-00000003")
     assert len(rates) == 6 and subject.passes > 1 and subject.passes % 1 > 0
     assert due_rate(subject) == pytest.approx(rates[3], rel=1e-6) != pytest.approx(0.1 * rates[0], rel=1e-2)
     assert main("diagnose", [str(run), "--tokens", "60", ONE]) == 0
@@ -169,10 +174,9 @@ def test_a_run_and_its_checkpoints(
     folder = run / "diagnosis-update-00000006"
     found = read(folder)
     assert "verdict" not in found and "verdict" not in said
-    assert main("diagnose", [str(run), "optimizer.lr=1e-3", ONE]) == 2
-    assert "optimizer.lr=1e-3 has no say here, since " in capsys.readouterr().err
-    assert main("diagnose", [str(run), "--rule", str(tmp_path / "none.json"), ONE]) == 2
-    assert f"--rule {tmp_path}/none.json has no say here, since a rule knows models before" in capsys.readouterr().err
+    assert "optimizer.lr=1e-3 has no say here, since " in refused("diagnose", run, "optimizer.lr=1e-3", ONE)
+    said = refused("diagnose", run, "--rule", f"{tmp_path}/none.json", ONE)
+    assert f"--rule {tmp_path}/none.json has no say here, since a rule knows models before" in said
     assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"moved"}
     assert (found["moved"][0]["update"], found["moved"][-1]["until"]) == (3, 6)
     assert max(found["moved"][0]["updates"].values()) == 1.0
@@ -184,20 +188,14 @@ def test_a_run_and_its_checkpoints(
     monkeypatch.setattr(deepnmt.doctor.diagnose, "SHIPPED", tmp_path / "none.json")
     assert main("diagnose", [str(run), "--fresh", "--tokens", "60", ONE]) == 0
     assert read(run / "diagnosis")["verdict"] is None and "no rule comes with this version" in capsys.readouterr().out
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(run / "tensorboard"))
-    board.Reload()
-    tags = [tag for tag in board.Tags()["scalars"] if tag.startswith("probe/")]
-    assert len(tags) == 6 * 4 + 3 * 2 * (2 + 3)  # of four layers, and of each of their sub-layers
-    points = board.Scalars("probe/decoder.layers.1/gradient_norm")
-    assert [p.step for p in points] == [2, 4, 6] and all(p.value > 0 for p in points)
+    probed = {tag: points for tag, points in scalars(run).items() if tag.startswith("probe/")}
+    assert len(probed) == 6 * 4 + 3 * 2 * (2 + 3)  # of four layers, and of each of their sub-layers
+    points = probed["probe/decoder.layers.1/gradient_norm"]
+    assert [*points] == [2, 4, 6] and min(points.values()) > 0
 
 
 def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
-    recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.layers=6", "model.decoder.layers=2"])
-    data = open_prepared(recipe)
-    subject = subject_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
+    subject = seen(load_recipe(prepared / "recipe.yaml", ["model.encoder.layers=6", "model.decoder.layers=2"]))
     found, last = growth(subject)
     for sides in found.values():
         assert sides["encoder"].depths == [1, 2, 3, 4, 6] and sides["decoder"].depths == [1, 2]
@@ -211,10 +209,8 @@ def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
     """RAdam's own first updates are plain momentum, which says nothing of how its later ones are scaled."""
     weights = []
     for name in ("adam", "radam"):
-        recipe = load_recipe(prepared / "recipe.yaml", [f"optimizer.name={name}"])
-        data = open_prepared(recipe)
-        subject = subject_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), None)
-        one_update(subject.model, recipe, subject.batch)
+        subject = seen(load_recipe(prepared / "recipe.yaml", [f"optimizer.name={name}"]))
+        one_update(subject.model, subject.recipe, subject.batch)
         weights.append(subject.model.state_dict())
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
@@ -226,18 +222,16 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert main("train", [recipe, f"run={tmp_path}", "train.updates=6", "train.save_every=2", "train.keep_last=3",
                           "train.validate_every=6", "train.valid_bleu=false", "average_last=1", ONE]) == 0
     (tmp_path / "checkpoints" / "update-00000004" / "weights.safetensors").write_bytes(b"torn")
-    run = load_recipe(tmp_path)
-    data = open_prepared(run)
     newest = tmp_path / "checkpoints" / "update-00000006"
     loaded = load_model(newest)
     reached = replace(loaded, state=replace(loaded.state, loss_scale={"scale": 512.0, "clean": 3}))
     monkeypatch.setattr(deepnmt.doctor.diagnose, "load_model", lambda _folder: reached)
-    subject = subject_of(run, data, first_batch(run, data, 60, torch.device("cpu")), newest)
+    subject = seen(load_recipe(tmp_path), newest)
     assert [(pair["update"], pair["until"]) for pair in between_checkpoints(subject)] == [(2, 6)]
     assert "update-00000004 is damaged" in capsys.readouterr().err
     assert loss_scale(subject) == 512.0
     other = load_recipe(tmp_path, ["loss_scale.initial_power=4"])  # said on the line, so it counts
-    assert subject_of(other, data, subject.batch, newest).scale is None
+    assert seen(other, newest).scale is None
 
 
 def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
@@ -252,10 +246,7 @@ def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
                           "model.encoder.block=fixup", "model.decoder.block=dlcl"]) == 0
 
     def look(folder: Path, run: Path) -> dict[str, Any]:
-        recipe = load_recipe(run)
-        data = open_prepared(recipe)
-        subject = subject_of(recipe, data, first_batch(recipe, data, 60, torch.device("cpu")), folder)
-        found = deepnmt.doctor.diagnose.examine(subject, None)
+        found = deepnmt.doctor.diagnose.examine(seen(load_recipe(run), folder), None)
         assert folder.name in deepnmt.doctor.diagnose.summary(found) and "verdict" not in found
         change = found["change"]["update"]
         assert math.isfinite(change["loss_after"]) and change["loss_after"] != change["loss_before"]
@@ -301,10 +292,9 @@ def test_the_rule_is_told_of_all_processes_and_of_the_precision(
              "fp16": [f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp16.json", "parallel.pipeline_stages=2"]}
     for precision, words in lines.items():
         recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=3", *words])
-        data = open_prepared(recipe)
-        subject = subject_of(recipe, data, first_batch(recipe, data, 100, torch.device("cpu")), None)
+        subject = seen(recipe, tokens=100)
         alone, four = (_features(recipe, subject.model, subject, count) for count in (1, 4))
-        stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
+        stream = Stream(open_prepared(recipe).split("train"), recipe.batch.tokens, recipe.seed)
         told = int(stream.split(0).trg_lengths.sum()) / stream.epoch_size(0)
         assert alone["tokens"] == round(3 * told) and four["tokens"] == round(4 * 3 * told)
         assert alone["precision"] == four["precision"] == precision
@@ -315,46 +305,43 @@ def test_a_batch_of_one_sentence_is_refused(prepared: Path) -> None:
     data = open_prepared(recipe)
     split = data.split("train")
     longest = max(int(split.src_lengths.max()), int(split.trg_lengths.max()))
-    short = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"tokens": longest})})
-    said = set()
+    short, said = recipe.batch.model_copy(update={"tokens": longest}), set()
     for seed in range(40):
+        other = recipe.model_copy(update={"batch": short, "seed": seed})
         try:
-            batch = first_batch(short.model_copy(update={"seed": seed}), data, 100, torch.device("cpu"))
-            assert len(batch.tensors[0]) >= 2
+            assert len(first_batch(other, data, 100, torch.device("cpu")).tensors[0]) >= 2
         except UserError as error:
             said.add(str(error))
     assert said == {f"batch.tokens is {longest}, so that the first micro-batch has one sentence, but sentences are "
                     f"compared with one another; give more, as in batch.tokens={2 * longest}"}
 
 
-def test_mistakes(
-    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = str(prepared / "recipe.yaml")
-    assert main("diagnose", [recipe, f"run={tmp_path}", "--checkpoint", str(tmp_path / "none")]) == 2
-    assert main("diagnose", [recipe, f"run={tmp_path}", "--tokens", "0"]) == 2
-    assert main("diagnose", [recipe, f"run={tmp_path}", "--rule", str(tmp_path / "none.json")]) == 2
-    assert main("diagnose", [recipe, f"run={tmp_path}", "--fresh"]) == 2
-    assert main("diagnose", [recipe, f"run={tmp_path}", "--processes", "0"]) == 2
-    staged = ["parallel.pipeline_stages=2", f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp32.json"]
-    assert main("diagnose", [recipe, f"run={tmp_path}", *staged, "--processes", "3"]) == 2
+def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, run = prepared / "recipe.yaml", f"run={tmp_path}"
+    plain = "model.encoder.block=b2t model.decoder.block=pre_ln"
     (tmp_path / "file").write_text("")
-    assert main("diagnose", [recipe, f"run={tmp_path}", ONE, "--output", str(tmp_path / "file")]) == 2
+    for command, said in (
+        (f"diagnose --checkpoint {tmp_path}/none", "there is no folder"),
+        ("diagnose --tokens 0", "--tokens is 0"),
+        (f"diagnose --rule {tmp_path}/none.json", "none.json cannot be read"),
+        ("diagnose --fresh", f"--fresh is of a run's folder, but {recipe} is a recipe"),
+        ("diagnose --processes 0", "--processes is 0, must be 1"),
+        (f"diagnose parallel.pipeline_stages=2 parallel.ds_config={LAYOUTS}/pipeline_zero1_fp32.json --processes 3",
+         "--processes is 3, must be a multiple of parallel.pipeline_stages (2)"),
+        (f"diagnose {ONE} --output {tmp_path}/file",
+         f"folder {tmp_path}/file cannot be written: File exists; set --output to a folder that can be"),
+        ("diagnose admin.profile=omega.json admin.tokens=99",
+         "admin.tokens=99 has no say here, since the profile is read from admin.profile (omega.json); leave"),
+        (f"train {plain} admin.tokens=99",
+         "admin.tokens=99 has no say here, since model.encoder.block is b2t and model.decoder.block pre_ln, n"),
+        (f'train {plain} admin={{"input_variance":one}}',
+         "admin.input_variance=one has no say here, since model.encoder.block is b2t and "),
+    ):
+        name, *words = command.split()
+        assert said in refused(name, recipe, run, *words)
+    # the recipe itself may say it
+    assert main("train", [str(recipe), f"run={tmp_path}/dry", *plain.split(), "--dry-run"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert main("diagnose", [recipe, f"run={tmp_path}"]) == 2
-    monkeypatch.undo()
-    plain = ["model.encoder.block=b2t", "model.decoder.block=pre_ln"]
-    for command, words in (("train", [*plain, "admin.tokens=99"]), ("train", [*plain, "admin={input_variance: one}"]),
-                           ("diagnose", ["admin.profile=omega.json", "admin.tokens=99"])):
-        assert main(command, [recipe, f"run={tmp_path}", *words]) == 2
-    said = capsys.readouterr().err
-    assert "admin.tokens=99 has no say here, since model.encoder.block is b2t and model.decoder.block pre_ln, n" in said
-    assert "admin.input_variance=one has no say here, since model.encoder.block is b2t and " in said
-    assert "admin.tokens=99 has no say here, since the profile is read from admin.profile (omega.json); leave" in said
-    assert main("train", [recipe, f"run={tmp_path}/dry", *plain, "--dry-run"]) == 0  # the recipe itself may say it
-    assert f"--fresh is of a run's folder, but {recipe} is a recipe" in said and "--processes is 0, must be 1" in said
-    assert "--processes is 3, must be a multiple of parallel.pipeline_stages (2)" in said
-    assert f"folder {tmp_path}/file cannot be written: File exists; set --output to a folder that can be" in said
-    assert "diagnose was started on 2 processes, but it looks at one model by itself; start it alone, and say" in said
-    assert "there is no folder" in said and "--tokens is 0" in said and "none.json cannot be read" in said
+    assert "diagnose was started on 2 processes, but it looks at one model by itself; start it alone, and say" in (
+        refused("diagnose", recipe, run))

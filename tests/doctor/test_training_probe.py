@@ -11,8 +11,9 @@ import pytest
 import torch
 from probe_models import batch, model_of
 from tiny_run import recipe_of
+from torch import Tensor
 
-from deepnmt.config import Model
+from deepnmt.config import Model, with_settings
 from deepnmt.doctor.measures import gradients
 from deepnmt.doctor.probes import watching
 from deepnmt.doctor.training_probe import TrainingProbe
@@ -26,27 +27,25 @@ TOKENS = 13
 
 def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
     model, recipe = model_of("post_ln"), recipe_of(tmp_path)
-    shape = recipe.model.model_copy(update={side: recipe.model.encoder.model_copy(update={"layers": 2})
-                                            for side in ("encoder", "decoder")})
+    shape = with_settings(recipe.model, {"encoder.layers": 2, "decoder.layers": 2})
     probe = TrainingProbe(model, shape, every=3)
     assert [probe.due(update) for update in range(1, 7)] == [False, False, True, False, False, True]
     plain = model_of("post_ln")
-    inputs, outputs = [], []
-    layer = plain.get_submodule("encoder.layers.1")
-    layer.register_forward_pre_hook(lambda _m, given: inputs.append(given[0]))
-    layer.register_forward_hook(lambda _m, _i, out: outputs.append(out))
+    seen: list[tuple[Tensor, Tensor]] = []
+    plain.get_submodule("encoder.layers.1").register_forward_hook(
+        lambda _m, given, output: seen.append((given[0], output)))
     loss = plain(*batch().tensors).loss / TOKENS
-    [expected] = torch.autograd.grad(loss, outputs)
+    [(below, output)] = seen
+    [expected] = torch.autograd.grad(loss, [output])
     engine = LocalEngine(model, recipe, torch.device("cpu"))
     with probe.watching(True):
         engine.train_step([batch()], TOKENS, 0.0)
     found = probe.read(1.0)
-    assert found["encoder.layers.1/gradient_norm"] == pytest.approx(float(expected.norm()), rel=1e-5)
-    below, output = inputs[0].detach(), outputs[0].detach()
-    assert found["encoder.layers.1/output_rms"] == pytest.approx(float(output.square().mean().sqrt()), rel=1e-5)
-    assert found["encoder.layers.1/output_variance"] == pytest.approx(float(output.var(correction=0)), rel=1e-5)
+    below, output = below.detach(), output.detach()
     alike = (output * below).sum(dim=-1) / output.norm(dim=-1) / below.norm(dim=-1)
-    assert found["encoder.layers.1/cosine_below"] == pytest.approx(float(alike.mean()), rel=1e-5)
+    for name, value in (("gradient_norm", expected.norm()), ("output_rms", output.square().mean().sqrt()),
+                        ("output_variance", output.var(correction=0)), ("cosine_below", alike.mean())):
+        assert found[f"encoder.layers.1/{name}"] == pytest.approx(float(value), rel=1e-5), name
     assert found["encoder.layers.1/output_largest"] == float(output.abs().max())
     assert len(found) == 6 * 4 + 3 * 2 * 2 + 3 * 2 * 3
     with probe.watching(True):  # two micro-batches: the squares add up
@@ -65,8 +64,8 @@ def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("rule.a"):
                 parameter.fill_(0.5)
-    stack = recipe.model.encoder.model_copy(update={"layers": 2, "block": block})
-    shape = recipe.model.model_copy(update={"encoder": stack, "decoder": stack})
+    shape = with_settings(recipe.model, {f"{side}.{key}": value for side in SUBLAYERS
+                                         for key, value in (("layers", 2), ("block", block))})
     places = gradients(model, batch()).places
     branches: dict[str, torch.Tensor] = {}
     inside: dict[str, float] = {}
@@ -81,7 +80,7 @@ def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
         engine.train_step([batch()], batch().tokens, 0.0)
     found = probe.read(1.0)
     for side, parts in SUBLAYERS.items():
-        for index, layer in ((index, f"{side}.layers.{index}") for index in range(2)):
+        for layer in (f"{side}.layers.{index}" for index in range(2)):
             assert found[f"{layer}/inside_largest"] == pytest.approx(inside[layer], rel=1e-5), layer
             for number, part in enumerate(parts):
                 rms = float(branches[f"{layer}.rule.adds.{number}"].square().mean().sqrt())
@@ -89,7 +88,7 @@ def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
                 assert (f"{layer}.{part}/norm_gradient" in found) == BLOCKS[block].layer_norms
             if side == "decoder" and block in ("post_ln", "b2t", "admin_closed_form", "dlcl_post"):
                 five = [found[f"{layer}.{part}/{kind}_gradient"] for part in parts for kind in ("branch", "norm")][:5]
-                assert five == pytest.approx(places[layer], rel=1e-4), (index, layer)
+                assert five == pytest.approx(places[layer], rel=1e-4), layer
     if not BLOCKS[block].layer_norms:  # d loss / d F = a · d loss / d x, and the layer's x is behind its last branch
         assert found["decoder.layers.1.ffn/branch_gradient"] == pytest.approx(
             0.5 * found["decoder.layers.1/gradient_norm"], rel=1e-5)
@@ -131,16 +130,16 @@ def test_its_cost(tmp_path: Path) -> None:
     task = ToyTask()
     model, looked_at = new_model(shape, task.vocabulary, task.vocabulary, 1), task.batch(0, 73)
     engine, probe = LocalEngine(model, recipe_of(tmp_path), torch.device("cpu")), TrainingProbe(model, shape, 1)
+    positions = looked_at.tensors[3].numel()
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for update in range(2 * 12):
         started, probed = time.process_time(), update % 2 == 0
         with probe.watching(probed):
-            engine.train_step([looked_at], looked_at.tensors[3].numel(), 1e-4)
+            engine.train_step([looked_at], positions, 1e-4)
         if probed:
             probe.read(1.0)
         seconds[probed].append(time.process_time() - started)
     probed_s, plain_s = (sorted(seconds[probed][2:])[5] for probed in (True, False))  # medians, the first two left out
     share = (probed_s - plain_s) / plain_s / 100
-    positions = looked_at.tensors[3].numel()
     print(f"{positions} positions, {plain_s:.3f} s an update, {probed_s:.3f} s probed: {100 * share:.2f} %")
     assert share <= 0.02

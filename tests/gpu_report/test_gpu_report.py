@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,9 @@ from typing import Any
 
 import pytest
 from deepspeed.accelerator import get_accelerator
+from refusals import Tool
+from run_files import records
+from tiny_engines import options
 from warm import Warm
 
 from deepnmt.config import load_recipe
@@ -24,13 +26,23 @@ from deepnmt.parallel.settings import layout_of
 from deepnmt.train.trainer import FINISHED, train
 
 ROOT = Path(__file__).resolve().parents[2]
-Tool = Callable[..., "subprocess.CompletedProcess[str]"]
+Reported = Callable[..., "tuple[dict[str, Any], str]"]
 
 
-def test_toy_report(tool: Tool, tmp_path: Path) -> None:
-    done = tool("gpu_report", "--toy", "--output", tmp_path / "report", DS_ACCELERATOR="cpu")
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+@pytest.fixture
+def reported(tool: Tool, tmp_path: Path) -> Reported:
+    """Makes a report into `tmp_path/report` with words and an exit code; returns it and the page."""
+
+    def run(*words: object, code: int = 0) -> tuple[dict[str, Any], str]:
+        done = tool("gpu_report", "--toy", "--output", tmp_path / "report", *words, DS_ACCELERATOR="cpu")
+        assert done.returncode == code, done.stderr
+        return json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8")), done.stdout or done.stderr
+
+    return run
+
+
+def test_toy_report(reported: Reported, tmp_path: Path) -> None:
+    report, page = reported()
     parts = report["parts"]
     assert list(parts) == ["corpus", "machine", "prepare", "60L-12L zero1_fp16", "60L-12L zero1_bf16", "train",
                            "average", "score"]
@@ -46,7 +58,6 @@ def test_toy_report(tool: Tool, tmp_path: Path) -> None:
     assert parts["train"]["figures"]["updates"] == 12 and parts["train"]["figures"]["status"] == "finished"
     assert len(parts["train"]["figures"]["validations"]) == 2
     assert parts["score"]["figures"]["bleu"] >= 0 and "tok:13a" in parts["score"]["figures"]["bleu_signature"]
-    page = done.stdout
     assert "test BLEU" in page and ("fp16, ZeRO-1" in page) == ("fp16" in computes) and page.strip() == (
         tmp_path / "report" / "report.md").read_text(encoding="utf-8").strip()
     widths = [line.replace("\\|", "").count("|") for line in page.splitlines() if line.startswith("| fp16")]
@@ -72,22 +83,15 @@ def test_a_precision_that_the_accelerator_lacks_is_left_out(tmp_path: Path, monk
         _check_device(layout_of(recipe, 1))
 
 
-def layout_job(prepared: Path, folder: Path, layout: str, stages: int) -> None:
-    """The job that `updates` is given, over the tiny corpus."""
-    recipe = load_recipe(prepared / "recipe.yaml", [
-        f"run={folder}/{layout}", "parallel.ds_config=ds_configs/zero1.json", "parallel.precision=fp16",
-        f"parallel.pipeline_stages={stages}",
-        "parallel.threads=1", "train.updates=6", "train.validate_every=6", "train.save_every=6", "train.log_every=2",
-        "train.valid_bleu=false"])
-    job = {"measure": "updates", "recipe": recipe.model_dump()}
-    (folder / f"{layout}.job").write_text(json.dumps(job), encoding="utf-8")
-
-
 def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> None:
     """Both take the same updates; the page has a line of each."""
     found = {}
     for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1)):
-        layout_job(prepared, tmp_path, layout, stages)
+        recipe = load_recipe(prepared / "recipe.yaml", [
+            f"run={tmp_path}/{layout}", *options("zero1_fp16", stages), "parallel.threads=1", "train.updates=6",
+            "train.validate_every=6", "train.save_every=6", "train.log_every=2", "train.valid_bleu=false"])
+        job = {"measure": "updates", "recipe": recipe.model_dump()}
+        (tmp_path / f"{layout}.job").write_text(json.dumps(job), encoding="utf-8")
         warm.run(1, "deepnmt.gpu_report.measure:work", tmp_path / f"{layout}.job", tmp_path / layout / "answer.json")
         found[layout] = json.loads((tmp_path / layout / "answer.json").read_text(encoding="utf-8"))
     plain, staged = found.values()
@@ -106,28 +110,24 @@ def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> N
 
 
 @pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="five processes one after the other; DEEPNMT_LONG=1")
-def test_toy_report_of_layouts(tool: Tool, tmp_path: Path) -> None:
-    done = tool("gpu_report", "--toy", "--part", "layouts", "--output", tmp_path / "report", DS_ACCELERATOR="cpu")
-    assert done.returncode == 0, done.stderr
-    parts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))["parts"]
+def test_toy_report_of_layouts(reported: Reported) -> None:
+    report, page = reported("--part", "layouts")
+    parts = report["parts"]
     assert list(parts) == ["corpus", "machine", "prepare", "updates zero1_fp16", "updates pipeline_zero1_fp16",
                            "60L-12L zero1_fp16", "60L-12L zero1_bf16"]
     assert {part["status"] for part in parts.values()} == {"done"}
-    assert "| zero1_fp16, 1 stage(s) | 6 |" in done.stdout
+    assert "| zero1_fp16, 1 stage(s) | 6 |" in page
 
 
-def test_failed_and_skipped_parts_are_told(tool: Tool, tmp_path: Path) -> None:
+def test_failed_and_skipped_parts_are_told(reported: Reported, tmp_path: Path) -> None:
     (tmp_path / "few.tsv").write_text("Go.\tGeh.\n", encoding="utf-8")
-    done = tool("gpu_report", "--toy", "--tsv", tmp_path / "few.tsv", "--budget", "0.001", "--output",
-                tmp_path / "report", DS_ACCELERATOR="cpu")
-    assert done.returncode == 1, done.stderr
-    parts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))["parts"]
+    report, page = reported("--tsv", tmp_path / "few.tsv", "--budget", "0.001", code=1)
+    parts = report["parts"]
     assert parts["corpus"]["status"] == "failed" and "few.tsv has too few sentences" in parts["corpus"]["note"]
     assert parts["machine"]["status"] == "skipped" and "0 s of the budget are left" in parts["machine"]["note"]
     assert parts["train"]["status"] == "skipped" and "needs prepare" in parts["train"]["note"]
-    assert "| corpus | failed |" in done.stdout
-    again = tool("gpu_report", "--toy", "--output", tmp_path / "report", DS_ACCELERATOR="cpu")
-    assert again.returncode == 2 and "exists already" in again.stderr
+    assert "| corpus | failed |" in page
+    assert "exists already" in reported(code=2)[1]
 
 
 def test_job_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
@@ -142,7 +142,6 @@ def test_job_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_device_too_slow_for_one_update_gets_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = Path(__file__).resolve().parents[2] / "recipes" / "tatoeba"
     asked: list[tuple[int, float]] = []
 
     def measure(self: Report, name: str, arguments: dict[str, Any], file: str) -> dict[str, Any]:
@@ -150,7 +149,7 @@ def test_a_device_too_slow_for_one_update_gets_small_ones(tmp_path: Path, monkey
         raise TooSlow("stopped")
 
     monkeypatch.setattr(Report, "_measure", measure)
-    report = Report(tmp_path, recipes, None, 8.0, 590.0, FULL, None, "training")
+    report = Report(tmp_path, ROOT / "recipes" / "tatoeba", None, 8.0, 590.0, FULL, None, "training")
     with pytest.raises(TooSlow):
         report._step("zero1_fp16")
     assert [tokens for tokens, _ in asked] == [32768, 2048]
@@ -168,11 +167,8 @@ def test_training_ends_by_the_clock_and_stays_ended(prepared: Path, tmp_path: Pa
         return found["status"], found["update"]
 
     assert status("1.0e-6") == ("finished", 2)  # what an update took is known when the next one is made
-    records = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [r["update"] for r in records if r["type"] == "valid"] == [2]
+    assert [record["update"] for record in records(run, "valid")] == [2]
     assert (run / "checkpoints" / "update-00000002" / "manifest.json").exists()
     assert status("1.0e-6") == ("finished", 2)
     assert status("null") == ("finished", 12)
-    rates = {r["update"]: r["learning_rate"] for r in map(json.loads, (run / "log.jsonl").read_text().splitlines())
-             if r["type"] == "train"}
-    assert rates[3] == pytest.approx(5e-3 * 3 / 4)  # the schedule has not moved
+    assert records(run, "train")[2]["learning_rate"] == pytest.approx(5e-3 * 3 / 4)  # the schedule has not moved

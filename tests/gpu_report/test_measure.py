@@ -9,8 +9,6 @@ from deepnmt.config import Model, Stack
 from deepnmt.gpu_report.measure import FEWEST_TOKENS, model_flops, random_batch, step_figures, timed_updates
 from deepnmt.ranks import Ranks
 
-ONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
-
 
 @pytest.mark.parametrize(("encoder", "decoder", "gigaflop"), [(6, 6, 0.37), (60, 12, 1.548), (50, 50, 2.325)])
 def test_flops_of_a_pair_of_tokens(encoder: int, decoder: int, gigaflop: float) -> None:
@@ -56,11 +54,11 @@ def test_updates_end_in_time(seconds: float, until: float, tokens: int, timed: i
 
 
 def test_random_batch_is_a_batch() -> None:
-    batch = random_batch(6, 9, 40, 3, ONE)
+    batch = random_batch(6, 9, 40, 3, Ranks.alone())
     src, lengths, trg_in, trg_out = batch.tensors
     assert src.shape == trg_in.shape == trg_out.shape == (6, 9) and (batch.key, batch.tokens) == (3, 54)
     assert lengths.tolist() == [9] * 6
     assert (src[:, -1] == 2).all() and (trg_out[:, -1] == 2).all() and (trg_in[:, 0] == 1).all()
     assert torch.equal(trg_in[:, 1:], trg_out[:, :-1])
     assert int(torch.cat([src[:, :-1], trg_out[:, :-1]]).min()) >= 4 and int(src.max()) < 40
-    assert not torch.equal(src, random_batch(6, 9, 40, 4, ONE).tensors[0])
+    assert not torch.equal(src, random_batch(6, 9, 40, 4, Ranks.alone()).tensors[0])

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -18,11 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import Refused, Tool
+from run_files import records
 
 from deepnmt.cli import main as train_command
 from deepnmt.config import Recipe, load_recipe
-from deepnmt.data.prepared import PreparedData, Split
+from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
+from deepnmt.files import read_log
 from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
@@ -40,30 +42,35 @@ from studies.blocks import (
 )
 from studies.plots import spread
 
-Tool = Callable[..., "subprocess.CompletedProcess[str]"]
-ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
 ONE = "parallel.threads=1"
+Compare = Callable[..., list[dict[str, Any]]]
 
 
 def recipe_of(prepared: Path, *overrides: str) -> Recipe:
     return load_recipe(prepared / "recipe.yaml", [ONE, *overrides])
 
 
-def valid_of(prepared: Path) -> Split:
-    return PreparedData.open(prepared / "data").split("valid")
-
-
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs.jsonl").read_text().splitlines()]
+    return read_log(folder / "runs.jsonl")
 
 
-def test_a_study_and_going_on_with_it(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(prepared / "recipe.yaml"), ONE, "train.updates=22", "--output", str(tmp_path), "--depths", "1", "2",
-             "--blocks", "post_ln", "pre_ln/post_ln"]
-    assert main("compare-blocks", [*words, "--seconds", "0"]) == 0
-    assert len(lines(tmp_path)) <= 1 and "runs are missing; the same command goes on." in capsys.readouterr().out
-    assert main("compare-blocks", words) == 0
-    said, runs = capsys.readouterr().out, lines(tmp_path)
+@pytest.fixture
+def compare(prepared: Path, tmp_path: Path) -> Compare:
+    """The command, into `tmp_path`; returns the runs that it holds then."""
+
+    def run(*words: str) -> list[dict[str, Any]]:
+        assert main("compare-blocks", [str(prepared / "recipe.yaml"), ONE, "--output", str(tmp_path), *words]) == 0
+        return lines(tmp_path)
+
+    return run
+
+
+def test_a_study_and_going_on_with_it(compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train.updates=22", "--depths", "1", "2", "--blocks", "post_ln", "pre_ln/post_ln"]
+    assert len(compare(*words, "--seconds", "0")) <= 1
+    assert "runs are missing; the same command goes on." in capsys.readouterr().out
+    runs = compare(*words)
+    said = capsys.readouterr().out
     assert [(r["system"]["encoder"], r["system"]["layers"], r["system"]["source"]) for r in runs] == [
         ("pre_ln", 1, False), ("post_ln", 1, True), ("pre_ln", 1, True),
         ("pre_ln", 2, False), ("post_ln", 2, True), ("pre_ln", 2, True)]
@@ -74,17 +81,16 @@ def test_a_study_and_going_on_with_it(prepared: Path, tmp_path: Path, capsys: py
     assert {row[0] for row in rows[2:]} == {"| post_ln", "| pre_ln/post_ln", "| pre_ln, no source"}
     assert [float(row[3]) for row in rows[2:]] == sorted(float(row[3]) for row in rows[2:])  # the best first
     assert (tmp_path / "blocks.png").stat().st_size > 20_000
-    assert main("compare-blocks", words) == 0  # nothing is left to do
-    assert lines(tmp_path) == runs and capsys.readouterr().out == said
+    assert compare(*words) == runs and capsys.readouterr().out == said  # nothing is left to do
 
 
-def test_other_settings_are_other_runs(prepared: Path, tmp_path: Path) -> None:
-    words = [str(prepared / "recipe.yaml"), ONE, "--output", str(tmp_path), "--depths", "1", "--blocks", "post_ln"]
-    for overrides in (["train.updates=2"], ["train.updates=3"], ["train.updates=3", f"run={tmp_path}/other"]):
-        assert main("compare-blocks", [words[0], *overrides, *words[1:]]) == 0
-    assert len(lines(tmp_path)) == 4  # two each of the first two; where the run folder is plays no part
-    assert main("compare-blocks", [words[0], "train.updates=3", *words[1:], "--warmups", "2", "0"]) == 0
-    assert [r["system"]["warmup"] for r in lines(tmp_path)[4:]] == [2, 2, 0, 0]
+def test_other_settings_are_other_runs(compare: Compare, tmp_path: Path) -> None:
+    words = ["--depths", "1", "--blocks", "post_ln"]
+    # two each of the first two; where the run folder is plays no part
+    for updates, run, count in ((2, "one", 2), (3, "one", 4), (3, "other", 4)):
+        assert len(compare(f"train.updates={updates}", f"run={tmp_path}/{run}", *words)) == count
+    runs = compare("train.updates=3", *words, "--warmups", "2", "0")
+    assert [run["system"]["warmup"] for run in runs[4:]] == [2, 2, 0, 0]
     assert "1L-1L, no warm-up: parameters" in (tmp_path / "blocks.md").read_text()
 
 
@@ -109,18 +115,16 @@ def test_initialisations(prepared: Path) -> None:
         list_systems(recipe_of(prepared, "model.decoder.init=xavier"), blocks, [4])
 
 
-def test_an_older_study_goes_on(prepared: Path, tmp_path: Path) -> None:
+def test_an_older_study_goes_on(compare: Compare, tmp_path: Path) -> None:
     """Lines of before there was an initialisation count as auto, and stand beside new ones."""
-    words = [str(prepared / "recipe.yaml"), ONE, "train.updates=2", "--output", str(tmp_path), "--depths", "1",
-             "--blocks", "post_ln"]
-    assert main("compare-blocks", words) == 0
-    old = lines(tmp_path)
+    words = ["train.updates=2", "--depths", "1", "--blocks", "post_ln"]
+    old = compare(*words)
     for record in old:
         assert record["system"].pop("init") == "auto"
         record["settings"]["optimizer"]["decay_norms_and_biases"] = True
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
-    assert main("compare-blocks", [*words, "--inits", "auto", "xavier", "depth_scaled"]) == 0
-    assert lines(tmp_path)[:2] == old and [r["system"]["init"] for r in lines(tmp_path)[2:]] == ["depth_scaled"]
+    runs = compare(*words, "--inits", "auto", "xavier", "depth_scaled")
+    assert runs[:2] == old and [r["system"]["init"] for r in runs[2:]] == ["depth_scaled"]
     table = (tmp_path / "blocks.md").read_text()
     assert "| post_ln | xavier | " in table and "| post_ln | depth_scaled | " in table
     panels_drawn = panels(read_study(tmp_path / "runs.jsonl"))
@@ -170,11 +174,10 @@ def test_a_run_is_the_training_jobs(prepared: Path, tmp_path: Path) -> None:
     """The same losses as `deepnmt train`, the same validation, for Admin with its profile and two micro-batches."""
     overrides = [ONE, f"run={tmp_path}", "batch.accumulation=2", "train.updates=10", "train.valid_bleu=false"]
     assert train_command("train", [str(prepared / "recipe.yaml"), *overrides]) == 0
-    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    plain = [math.log(r["perplexity"]) for r in log if r["type"] == "train"]
-    found = run_system(System("admin", "admin", 2, 4), recipe_of(prepared, *overrides), ALONE)
+    plain = [math.log(r["perplexity"]) for r in records(tmp_path, "train")]
+    found = run_system(System("admin", "admin", 2, 4), recipe_of(prepared, *overrides), Ranks.alone())
     assert found["losses"] == pytest.approx([sum(plain) / 10], abs=2e-4) and found["dropped"] == 0
-    valid = [r for r in log if r["type"] == "valid"][-1]
+    valid = records(tmp_path, "valid")[-1]
     assert found["valid"] == pytest.approx(math.log(valid["perplexity"]), abs=2e-4)
 
 
@@ -190,11 +193,11 @@ def test_the_mark_of_frequencies(prepared: Path) -> None:
 
 def test_sources_are_exchanged_or_left_out(prepared: Path) -> None:
     """Against the model called sentence by sentence."""
-    recipe, valid = recipe_of(prepared), valid_of(prepared)
+    recipe, valid = recipe_of(prepared), PreparedData.open(prepared / "data").split("valid")
     model = System("post_ln", "post_ln", 1, 0).recipe(recipe).model
     vocab = PreparedData.open(prepared / "data").vocabs()[1].size
     module = new_model(model, vocab, vocab, 3, 0.1)
-    engine = LocalEngine(module, recipe, ALONE.device)
+    engine = LocalEngine(module, recipe, torch.device("cpu"))
     count = len(valid)
     order = sorted(range(count), key=lambda i: (-valid.trg_lengths[i], -valid.src_lengths[i], i))
 
@@ -210,12 +213,9 @@ def test_sources_are_exchanged_or_left_out(prepared: Path) -> None:
     def own(place: int) -> list[int]:
         return [*valid.sources[order[place]].tolist(), 2]
 
-    def close(source_of: Callable[[int], list[int]]) -> Any:
-        return pytest.approx(loss(source_of), abs=1e-5)
-
-    assert validation_loss(engine, valid, 64, ALONE, "own") == close(own)
-    assert validation_loss(engine, valid, 64, ALONE, "exchanged") == close(lambda place: own((place - 1) % count))
-    assert validation_loss(engine, valid, 64, ALONE, "none") == close(lambda _: [2])
+    kinds = {"own": own, "exchanged": lambda place: own((place - 1) % count), "none": lambda _: [2]}
+    for kind, source_of in kinds.items():
+        assert validation_loss(engine, valid, 64, Ranks.alone(), kind) == pytest.approx(loss(source_of), abs=1e-5)
 
 
 def test_what_a_run_came_to() -> None:
@@ -229,11 +229,9 @@ def test_what_a_run_came_to() -> None:
     assert outcome({**run, "ended": False}, 3.1) == "diverged"
 
 
-def test_a_run_that_is_not_finite(prepared: Path, tmp_path: Path) -> None:
-    words = [str(prepared / "recipe.yaml"), ONE, "optimizer.lr=1e+30", "train.updates=40", "--output", str(tmp_path),
-             "--depths", "1", "--blocks", "t_fixup", "--warmups", "0"]
-    assert main("compare-blocks", words) == 0
-    run = lines(tmp_path)[-1]
+def test_a_run_that_is_not_finite(compare: Compare, tmp_path: Path) -> None:
+    words = "optimizer.lr=1e+30 train.updates=40 --depths 1 --blocks t_fixup --warmups 0"
+    run = compare(*words.split())[-1]
     assert not run["ended"] and run["dropped"] == 25 and len(run["losses"]) < 4 and run["losses"][-1] is None
     assert "not finite" in (tmp_path / "blocks.md").read_text() and (tmp_path / "blocks.png").is_file()
 
@@ -248,23 +246,18 @@ def test_names_are_spread() -> None:
     assert sorted(range(5), key=lambda i: places[i]) == [4, 0, 1, 2, 3]
 
 
-def test_mistakes(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(prepared / "recipe.yaml"), ONE, "--output", str(tmp_path)]
-    assert main("compare-blocks", [*words, "--blocks", "post_nl"]) == 2
-    assert main("compare-blocks", [*words, "--depths", "0"]) == 2
-    assert main("compare-blocks", [*words, "--processes", "0"]) == 2
-    for mistake in (["model.encoder.block=b2t"], ["model={decoder: {layers: 3}}"], ["schedule.warmup=3", "--warmups",
-                    "0"], ["train.epochs=3"], ["train.max_seconds=9.0"], ["train.patience=1"]):
-        assert main("compare-blocks", [*words, *mistake]) == 2
-    said = capsys.readouterr().err
-    for name, option in (("model.encoder.block", "--blocks"), ("model.decoder.layers", "--depths"),
-                         ("schedule.warmup", "--warmups")):
-        assert f"{name} has no say here, since a study sets it for every run; leave it out and say {option}\n" in said
-    for name, value, none in (("epochs", 3, "null"), ("max_seconds", 9.0, "null"), ("patience", 1, 0)):
-        assert (f"train.{name} is {value}, but every run of a study goes to its last update, train.updates; set "
-                f"train.{name}={none}\n") in said
-    assert "there is no block 'post_nl'; known: post_ln, " in said and "layers" in said and "--processes is 0" in said
+@pytest.mark.parametrize(("words", "said"), [
+    ("--blocks post_nl", "there is no block 'post_nl'; known: post_ln, "),
+    ("--depths 0", "layers"),
+    ("--processes 0", "--processes is 0"),
+    *((words, f"{name} has no say here, since a study sets it for every run; leave it out and say {option}\n")
+      for words, name, option in (("model.encoder.block=b2t", "model.encoder.block", "--blocks"),
+                                  ('model={"decoder":{"layers":3}}', "model.decoder.layers", "--depths"),
+                                  ("schedule.warmup=3 --warmups 0", "schedule.warmup", "--warmups"))),
+    *((f"train.{name}={value}", f"train.{name} is {value}, but every run of a study goes to its last update, "
+       f"train.updates; set train.{name}={none}\n")
+      for name, value, none in (("epochs", 3, "null"), ("max_seconds", 9.0, "null"), ("patience", 1, 0))),
+])
+def test_mistakes(words: str, said: str, prepared: Path, tmp_path: Path, refused: Refused) -> None:
+    assert said in refused("compare-blocks", prepared / "recipe.yaml", ONE, "--output", tmp_path, *words.split())
     assert not (tmp_path / "runs.jsonl").exists()
-    with pytest.raises(UserError, match=r"^parallel.ds_config is ds_configs/zero1.json, but runs of a study"):
-        run_system(System("post_ln", "post_ln", 1, 0),
-                   recipe_of(prepared, "parallel.ds_config=ds_configs/zero1.json"), ALONE)

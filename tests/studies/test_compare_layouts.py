@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from refusals import Tool
 
-Tool = Callable[..., "subprocess.CompletedProcess[str]"]
 SMALL = ["--vocab", 50, "--tokens", 48, "--micro-batches", 2]
 
 
@@ -36,9 +34,3 @@ def test_idle_time_is_measured_and_drawn(prepared: Path, tmp_path: Path, study: 
     assert row["formula"] == pytest.approx(1 / 3)
     assert len(row["idle"]) == 2 and all(0 < idle < 1 for idle in row["idle"])
     assert (tmp_path / "idle.png").stat().st_size > 5_000
-
-
-def test_layouts_of_another_form_are_named(prepared: Path, study: Tool) -> None:
-    done = study("layouts", prepared / "recipe.yaml", "--layouts", "zero3:two")
-    assert done.returncode == 2 and "zero3:two" in done.stderr and "CONFIG:PROCESSES" in done.stderr
-    assert "Traceback" not in done.stderr

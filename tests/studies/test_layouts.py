@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from refusals import Refused
 
-from deepnmt.errors import UserError
 from deepnmt.parallel.engine import Engine
-from studies.__main__ import main
-from studies.benchmarks.layouts import BusyClock, own_peak, parse_layout
+from studies.benchmarks.layouts import BusyClock, own_peak
 
 
 class OneStage:
@@ -45,48 +44,33 @@ def test_the_step_is_neither_work_nor_waiting() -> None:
         assert started + 0.025 <= last <= ended - 0.02
 
 
-@pytest.mark.parametrize("text", ["zero1_fp32:0", "pipeline_zero1_fp32:4/0", "pipeline_zero1_fp32:0/2", "zero3:two"])
-def test_layouts_of_no_process_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"is not of the form local, CONFIG:PROCESSES"):
-        parse_layout(text)
-
-
 RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml")
-FOUR_LAYERS = ["model.encoder.layers=2", "model.decoder.layers=2"]
 
 
-@pytest.mark.parametrize(("command", "words", "said"), [
-    ("pipeline-idle", ["--counts", "4", "0"], "--counts is 0, must be 1 or more"),
-    ("pipeline-idle", ["--vocab", "4"], "--vocab is 4, must be 5 or more"),
-    ("layouts", ["--layouts", "local", "--vocab", "4"], "--vocab is 4, must be 5 or more"),
-    ("pipeline-idle", ["--stages", "9", *FOUR_LAYERS],
-     "parallel.pipeline_stages is 9, but the model has 4 layers (2 encoder, 2 decoder)"),
-    ("layouts", [*FOUR_LAYERS, "--layouts", "local", "pipeline_zero1_fp32:8/8"],
+@pytest.mark.parametrize(("line", "said"), [
+    *((f"layouts --layouts {text}", f"layout '{text}' is not of the form local, CONFIG:PROCESSES")
+      for text in ("zero1_fp32:0", "pipeline_zero1_fp32:4/0", "pipeline_zero1_fp32:0/2", "zero3:two")),
+    ("pipeline-idle --counts 4 0", "--counts is 0, must be 1 or more"),
+    ("pipeline-idle --vocab 4", "--vocab is 4, must be 5 or more"),
+    ("layouts --layouts local --vocab 4", "--vocab is 4, must be 5 or more"),
+    ("pipeline-idle --stages 9", "parallel.pipeline_stages is 9, but the model has 4 layers (2 encoder, 2 decoder)"),
+    ("layouts --layouts local pipeline_zero1_fp32:8/8",
      "parallel.pipeline_stages is 8, but the model has 4 layers (2 encoder, 2 decoder)"),
+    ("layouts --layouts local --output mine/a.json",
+     "file mine/a.json cannot be written: File exists; set --output to a f"),
+    ("layouts --layouts local --output .",
+     "file . cannot be written: Is a directory; set --output to a file that can be"),
+    ("pipeline-idle --output mine", "folder mine cannot be written: File exists; set --output to a folder that can be"),
 ])
 def test_what_cannot_be_is_said_before_anything_starts(
-    command: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("subprocess.Popen")
-    assert main(command, [RECIPE, *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("command", "output", "said"), [
-    ("layouts --layouts local", "mine/a.json", "file mine/a.json cannot be written: File exists; set --output to a f"),
-    ("layouts --layouts local", ".", "file . cannot be written: Is a directory; set --output to a file that can be"),
-    ("pipeline-idle", "mine", "folder mine cannot be written: File exists; set --output to a folder that can be"),
-])
-def test_an_output_that_cannot_be_written_is_told_before_anything_starts(
-    command: str, output: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, said: str, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("subprocess.Popen")
     monkeypatch.chdir(tmp_path)
     Path("mine").write_text("mine")
-    name, *words = command.split()
-    assert main(name, [RECIPE, *FOUR_LAYERS, *words, "--output", output]) == 2
-    assert said in capsys.readouterr().err and Path("mine").read_text() == "mine"
+    command, *words = line.split()
+    assert said in refused(command, RECIPE, "model.encoder.layers=2", "model.decoder.layers=2", *words)
+    assert Path("mine").read_text() == "mine"
 
 
 def test_memory_of_a_process_is_not_that_of_the_one_that_started_it() -> None:

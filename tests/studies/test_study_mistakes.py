@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import Refused
 
 from studies import blocks as block_study
-from studies.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 GRID = '{"point": {"encoder": "b2t"}, "settings": {"width": 32}, "features": {"layers": 1.8}, "learned": true}'
@@ -21,12 +21,16 @@ def _nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(block_study, "run_system")
 
 
-def refused(capsys: pytest.CaptureFixture[str], command: str, *words: object) -> str:
-    """What the user reads."""
-    assert main(command, [str(word) for word in words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("deepnmt: ") and said.count("\n") == 1
-    return said
+@pytest.fixture
+def told(refused: Refused) -> Refused:
+    """`refused`, in one sentence."""
+
+    def run(*words: object) -> str:
+        said = refused(*words)
+        assert said.startswith("deepnmt: ") and said.count("\n") == 1
+        return said
+
+    return run
 
 
 def run_of(**changes: Any) -> dict[str, Any]:
@@ -38,59 +42,50 @@ def run_of(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("line", [GRID, "7", json.dumps(run_of(system="admin")), json.dumps(run_of(settings=[])),
                                   json.dumps(run_of(settings={"optimizer": {}})), "{}"])
-def test_runs_of_something_else_are_no_study(
-    line: str, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_something_else_are_no_study(line: str, prepared: Path, tmp_path: Path, told: Refused) -> None:
     text = f'{{"system": {{"enc\n{json.dumps(run_of())}\n{line}\n'  # the half line of a kill, a run, and the other
     (tmp_path / "runs.jsonl").write_text(text)
-    said = refused(capsys, "compare-blocks", prepared / "recipe.yaml", *BLOCKS, "--output", tmp_path)
+    said = told("compare-blocks", prepared / "recipe.yaml", *BLOCKS, "--output", tmp_path)
     assert f"{tmp_path}/runs.jsonl, line 3, is not a run of a block study" in said and "set --output to a new" in said
     assert (tmp_path / "runs.jsonl").read_text() == text and len(list(tmp_path.iterdir())) == 1
 
 
-def test_runs_that_cannot_be_read(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_be_read(prepared: Path, tmp_path: Path, told: Refused) -> None:
     (tmp_path / "bytes").mkdir()
     (tmp_path / "bytes" / "runs.jsonl").write_bytes(b"\xff\n")
     (tmp_path / "folder" / "runs.jsonl").mkdir(parents=True)
     for name in ("bytes", "folder"):
-        said = refused(capsys, "compare-blocks", prepared / "recipe.yaml", *BLOCKS, "--output", tmp_path / name)
+        said = told("compare-blocks", prepared / "recipe.yaml", *BLOCKS, "--output", tmp_path / name)
         assert f"{tmp_path}/{name}/runs.jsonl cannot be read as lines of JSON: " in said
 
 
-def test_a_study_for_several_processes_writes_nothing(
-    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_for_several_processes_writes_nothing(prepared: Path, tmp_path: Path, told: Refused) -> None:
     output = tmp_path / "blocks"
     for words in ([prepared / "recipe.yaml", "parallel.ds_config=ds_configs/zero1.json", *BLOCKS],
                   [ROOT / "recipes" / "demo" / "admin_18l-18l.yaml"]):
-        said = refused(capsys, "compare-blocks", *words, "--output", output)
+        said = told("compare-blocks", *words, "--output", output)
         assert "parallel.ds_config is ds_configs/zero1.json, but runs of a study are trained by the plain" in said
     assert not output.exists()
 
 
-def test_an_output_that_cannot_be_made_is_named_by_its_option(
-    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_that_cannot_be_made_is_named_by_its_option(prepared: Path, tmp_path: Path, told: Refused) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")
     for words in (["compare-blocks", prepared / "recipe.yaml", *BLOCKS], ["reproduce", "corollaries"]):
-        said = refused(capsys, *map(str, words), "--output", mine)
-        assert said == (f"deepnmt: folder {mine} cannot be written: File exists; set --output to a folder that can "
-                        "be\n")
+        assert told(*words, "--output", mine) == (
+            f"deepnmt: folder {mine} cannot be written: File exists; set --output to a folder that can be\n")
     assert mine.read_text() == "mine"
 
 
 @pytest.mark.parametrize("line", ['{"update": 1, "loss": 2.0}', "[1, 2]", '{"type": "train", "update": 1}',
                                   '{"type": "train", "update": null, "loss": 2.0}',
                                   '{"type": "train", "update": 1, "loss": "low"}'])
-def test_a_log_of_something_else_is_not_compared(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_of_something_else_is_not_compared(line: str, tmp_path: Path, told: Refused) -> None:
     sound = '{"type": "train", "update": 1, "loss": 2.0}\n'
     (tmp_path / "log.jsonl").write_text(f"{sound}{line}\n")
-    said = refused(capsys, "compare", tmp_path, "--output", tmp_path / "picture.png")
+    said = told("compare", tmp_path, "--output", tmp_path / "picture.png")
     assert f"{tmp_path}/log.jsonl, line 2, is not of a training's log" in said and "give the folder of a run" in said
     (tmp_path / "log.jsonl").write_bytes(sound.encode() + b"\xff")
-    said = refused(capsys, "compare", tmp_path, "--output", tmp_path / "picture.png")
+    said = told("compare", tmp_path, "--output", tmp_path / "picture.png")
     assert f"{tmp_path}/log.jsonl cannot be read as lines of JSON" in said
     assert not (tmp_path / "picture.png").exists()

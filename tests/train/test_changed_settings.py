@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from run_files import records, tensors
 from warm import Warm
+
+from deepnmt.checkpoint.checkpoint import load_state
 
 COMMON = ("train.valid_bleu=false", "train.save_every=1", "train.validate_every=100", "train.keep_last=9",
           "train.keep_best=0", "loss_scale.initial_power=3", "loss_scale.window=1")
@@ -18,28 +18,17 @@ BETA1, BETA2, EPS = 0.9, 0.98, 1e-9  # the recipe's defaults
 
 
 def trained(warm: Warm, world: int, recipe: Path, run: Path, *changes: str) -> None:
-    warm.train(world, recipe, f"run={run}", *COMMON, *changes)
-    assert warm.wait() == [0] * world, warm.said()
+    warm.run(world, "warm:train", recipe, f"run={run}", *COMMON, *changes)
 
 
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [record for record in found if record["type"] == kind]
-
-
-def state_of(run: Path, update: int) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run / f"checkpoints/update-{update:08d}/state.json").read_text())
-    return content
-
-
-def tensors(run: Path, update: int, name: str) -> dict[str, torch.Tensor]:
-    return load_file(run / f"checkpoints/update-{update:08d}" / f"{name}.safetensors")
+def scale_at(run: Path, update: int) -> dict[str, float] | None:
+    return load_state(run / f"checkpoints/update-{update:08d}").loss_scale
 
 
 def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -> None:
     recipe, run = prepared / "recipe.yaml", tmp_path / "run"
     trained(warm, 2, recipe, run, FP16, "train.clip=0", "train.updates=3")
-    assert state_of(run, 3)["loss_scale"] == {"scale": 64.0, "clean": 3}
+    assert scale_at(run, 3) == {"scale": 64.0, "clean": 3}
 
     # a while in fp32: the scale is kept for later; that the text has grown does not matter to what was prepared
     grown = []
@@ -48,7 +37,7 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
         grown[-1].write_text((prepared / "text" / grown[-1].name).read_text(encoding="utf-8") + "!\n", encoding="utf-8")
     trained(warm, 1, recipe, run, "parallel.ds_config=null", "train.clip=0", "train.updates=4",
             f"data.train={{src: {grown[0]}, trg: {grown[1]}}}")
-    assert state_of(run, 4)["loss_scale"] == {"scale": 64.0, "clean": 3}
+    assert scale_at(run, 4) == {"scale": 64.0, "clean": 3}
     said = next(record["message"] for record in records(run, "event") if "going on from" in record["message"])
     for words in ("now parallel.ds_config: ds_configs/zero1.json -> None", "now parallel.precision: fp16 -> fp32",
                   "now train.updates: 3 -> 4",

@@ -11,22 +11,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from run_files import losses, tensors
 from tiny_engines import options
 from warm import Warm
 
-from deepnmt.checkpoint.checkpoint import MOMENTS, Contents, load_state, load_weights, verify, write_checkpoint
-
-
-def losses(run: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return {r["update"]: r["loss"] for r in records if r["type"] == "train"}
-
-
-def trained(warm: Warm, world: int, recipe: Path, *overrides: str) -> list[int]:
-    warm.train(world, recipe, *overrides)
-    return warm.wait()
-
+from deepnmt.checkpoint.checkpoint import Contents, load_state, load_weights, verify, write_checkpoint
 
 Row = tuple[int, str, int]  # processes, layout, pipeline stages
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
@@ -42,9 +31,10 @@ def test_run_that_blew_up(world: int, layout: str, stages: int, prepared: Path, 
     recipe, run, whole = prepared / "recipe.yaml", tmp_path / "run", tmp_path / "whole"
     kind = "fp32" if layout == "local" else layout.rpartition("_")[2]
     common = (*options(layout, stages), "train.valid_bleu=false")
-    assert trained(warm, world, recipe, f"run={run}", *common, "train.updates=6") == [0] * world, warm.said()
+    warm.run(world, "warm:train", recipe, f"run={run}", *common, "train.updates=6")
     # one update at this rate throws every weight out of range
-    codes = trained(warm, world, recipe, f"run={run}", *common, "optimizer.lr=1.0e+38", "train.save_every=100")
+    warm.train(world, recipe, f"run={run}", *common, "optimizer.lr=1.0e+38", "train.save_every=100")
+    codes = warm.wait()
     said, status = warm.said(), json.loads((run / "STATUS.json").read_text())
     assert codes == [2] * world and "Traceback" not in said and said.count("deepnmt: ") == 1, said
     assert status["status"] == "failed" and status["update"] == 7 and status["error"].startswith("Diverged: 25 updates")
@@ -55,8 +45,8 @@ def test_run_that_blew_up(world: int, layout: str, stages: int, prepared: Path, 
     verify(checkpoint)
     dropped = said.count("a non-finite gradient at update 8: dropped")
     assert dropped == 25 if kind != "fp16" else dropped > 25
-    assert trained(warm, world, recipe, f"run={run}", *common) == [0] * world, warm.said()
-    assert trained(warm, world, recipe, f"run={whole}", *common) == [0] * world, warm.said()
+    for folder in (run, whole):
+        warm.run(world, "warm:train", recipe, f"run={folder}", *common)
     assert losses(run) == losses(whole) and len(losses(run)) == 12
 
 
@@ -71,7 +61,8 @@ def test_every_layout_names_the_layer(
     shutil.copytree(blown, run)
     checkpoint = run / "checkpoints" / "update-00000006"
     before = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
-    codes = trained(warm, world, prepared / "recipe.yaml", f"run={run}", *options(layout, stages))
+    warm.train(world, prepared / "recipe.yaml", f"run={run}", *options(layout, stages))
+    codes = warm.wait()
     said, status = warm.said(), json.loads((run / "STATUS.json").read_text())
     assert codes == [2] * world and "Traceback" not in said, said
     assert f"First non-finite in fp32: the output of {BROKEN}; the tensor before it reached" in said
@@ -84,12 +75,11 @@ def test_every_layout_names_the_layer(
 def blown(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     """A run whose checkpoint is whole, but holds a matrix so large that its product overflows."""
     run = tmp_path_factory.mktemp("blown") / "run"
-    settings = ("train.updates=6", "train.valid_bleu=false")
-    assert trained(warm, 1, prepared / "recipe.yaml", f"run={run}", *settings) == [0], warm.said()
+    warm.run(1, "warm:train", prepared / "recipe.yaml", f"run={run}", "train.updates=6", "train.valid_bleu=false")
     checkpoint = run / "checkpoints" / "update-00000006"
     weights = load_weights(checkpoint)
     weights[f"{BROKEN}.weight"].fill_(3e38)
     files = {name: (checkpoint / name).read_bytes() for name in ("src.spm", "trg.spm")}
-    write_checkpoint(checkpoint, Contents(weights, load_file(checkpoint / MOMENTS), load_state(checkpoint),
+    write_checkpoint(checkpoint, Contents(weights, tensors(run, 6, "moments"), load_state(checkpoint),
                                           (checkpoint / "recipe.yaml").read_text(), files))
     return run

@@ -94,9 +94,7 @@ def test_activations_are_what_autograd_keeps(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # the model is on the CPU, and so must the figures be
     overrides = [f"model.{name}={value}" for name, value in {"width": 64, "ffn": 128, **change}.items()]
-    recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=256", *overrides,
-                                                    "parallel.ds_config=ds_configs/zero1.json",
-                                                    f"parallel.precision={precision}"])
+    recipe = load_recipe(prepared / "recipe.yaml", [*overrides, *options(f"zero1_{precision}")])
     model = new_model(recipe.model, 64, 64, 1, 0.1).to(torch.bfloat16 if precision == "bf16" else torch.float32)
     kept = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
     held = []

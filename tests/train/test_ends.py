@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from deepnmt.checkpoint.checkpoint import load_state
 from deepnmt.config import load_recipe
@@ -28,10 +27,8 @@ Run = Callable[..., Path]
 
 
 @pytest.fixture
-def run(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(prepared: Path, tmp_path: Path, threads: None, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Trains into a folder with `(loss, BLEU)` of the validations to come, and overrides; returns the folder."""
-    threads = torch.get_num_threads()
-
     def start(found: list[tuple[float, float]], *overrides: str) -> Path:
         coming = iter(found)
 
@@ -48,8 +45,7 @@ def run(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         assert next(coming, None) is None, "fewer validations than expected"
         return tmp_path / "run"
 
-    yield start
-    torch.set_num_threads(threads)
+    return start
 
 
 def ended(run: Path) -> int:

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from run_files import scalars
 
 from deepnmt.errors import UserError
-from deepnmt.files import drop_partial_line, make_folder_of, make_run_folder, write_text
+from deepnmt.files import drop_partial_line, make_folder_of, make_run_folder, read_log, write_text
 from deepnmt.train.log import Monitor
 
 RECORD = {"epoch": 3, "loss": 4.25, "perplexity": 51.0, "learning_rate": 2.5e-4, "gradient_norm": 1.75,
           "loss_scale": 4096.0, "target_tokens_per_second": 1234.0, "target_tokens": 98765, "skipped_updates": 2,
           "padding_waste": 0.125, "training_seconds": 80.0}
-
-
-def scalars(run: Path) -> dict[str, dict[int, float]]:
-    """TensorBoard's values by name and update."""
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_each_figure_is_on_screen_in_the_log_and_in_tensorboard(
@@ -44,7 +31,7 @@ def test_each_figure_is_on_screen_in_the_log_and_in_tensorboard(
     assert said.splitlines()[0] == ("update 20/120 epoch 3 loss 4.250 ppl 51.00 lr 2.50e-04 gnorm 1.75 scale 4096 "
                                     "1234 tok/s skipped 2 left 6:40")
     assert "validation at update 20: loss 4.5000 ppl 60.00 BLEU 12.5 (best so far)" in said
-    trained, validated = lines(tmp_path)
+    trained, validated = read_log(tmp_path / "log.jsonl")
     assert trained == {"type": "train", "update": 20, **RECORD, "seconds_left": 400.0}  # 100 updates of 4 s
     assert validated["bleu"] == 12.5 and validated["signature"] == "tok:13a"
     board = scalars(tmp_path)
@@ -57,7 +44,7 @@ def test_the_time_left_is_never_above_what_the_run_may_take(tmp_path: Path) -> N
     monitor = Monitor(tmp_path, True, update=0, updates=10**9)
     monitor.train(1, RECORD, 10**9 - 1, at_most=7.0)
     monitor.close()
-    assert lines(tmp_path)[0]["seconds_left"] == 7.0
+    assert read_log(tmp_path / "log.jsonl")[0]["seconds_left"] == 7.0
 
 
 def test_only_the_first_process_talks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engines import parallel
+from tiny_engines import recipe_of
 from torch import Tensor, nn
 from warm import Warm
 
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import verify
-from deepnmt.config import Recipe, check_recipe
+from deepnmt.config import Recipe, with_settings
 from deepnmt.data.batching import Position, Update
 from deepnmt.files import read_log
 from deepnmt.model.loss import LossSums, label_smoothed_loss
@@ -96,13 +96,11 @@ LANGUAGE = Task(
 def trained(run: str, layout: str, updates: str) -> int:
     """Runs on each rank."""
     with processes(1, group=layout != "local") as ranks:
-        return train(check_recipe({
-            "run": run, "data": {"folder": "none", "src_lang": "a", "trg_lang": "a", "train": {"tsv": "x"},
-                                 "valid": {"tsv": "x"}},
-            "model": {"width": 16, "heads": 2, "ffn": 32}, "batch": {"accumulation": 2 // ranks.world},
-            "optimizer": {"lr": 0.02}, "schedule": {"name": "constant", "warmup": 0}, "average_last": 1,
-            "train": {"updates": int(updates), "log_every": 1, "validate_every": 4, "save_every": 4,
-                      "valid_bleu": False}, "parallel": parallel(layout)}, "test"), ranks, LANGUAGE)
+        recipe = recipe_of(layout, 2 // ranks.world, updates=int(updates), log_every=1, validate_every=4, save_every=4,
+                           valid_bleu=False)
+        return train(with_settings(recipe, {
+            "run": run, "optimizer.lr": 0.02, "schedule.name": "constant", "schedule.warmup": 0, "average_last": 1,
+        }), ranks, LANGUAGE)
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, "local"), (2, "zero1_fp32")])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from ranks import played
 
 from deepnmt.batch import Batch
 from deepnmt.config import Translate, load_recipe
@@ -39,7 +39,7 @@ def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypat
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=61"])  # 13 micro-batches: a last round is padded
     split = open_prepared(recipe).split("valid")
     engines: list[Any] = [Adding(rank, world) for rank in range(world)]
-    sums = [validate._losses(recipe, split, engine, Ranks(rank, world, rank, world, torch.device("cpu")))
+    sums = [validate._losses(recipe, split, engine, played(rank, world))
             for rank, engine in enumerate(engines)]
     eos = 2 * len(split)
     expected = [sum(int(side[i].sum()) for i in range(len(split))) + eos for side in (split.targets, split.sources)]
@@ -51,15 +51,13 @@ def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypat
 
 def test_bleu_is_that_of_the_target_language(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chinese is scored by characters, here as where translations are evaluated."""
-    recipe = load_recipe(prepared / "recipe.yaml", ["data.trg_lang=zh", "train.valid_sentences=1"])
     data = open_prepared(load_recipe(prepared / "recipe.yaml"))
     said = [[Hypothesis("\u4f60\u597d", 0, 0, 2, True)]]
     monkeypatch.setattr(validate, "translate_shards", lambda *_, **__: iter(said))
     model: Any = None
-    ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
-    assert "|tok:zh|" in validate._bleu(recipe, data, data.split("valid"), model, ranks)[1]
-    recipe = load_recipe(prepared / "recipe.yaml", ["train.valid_sentences=1"])
-    assert "|tok:13a|" in validate._bleu(recipe, data, data.split("valid"), model, ranks)[1]
+    for lang, tokens in (("zh", "zh"), ("de", "13a")):
+        recipe = load_recipe(prepared / "recipe.yaml", [f"data.trg_lang={lang}", "train.valid_sentences=1"])
+        assert f"|tok:{tokens}|" in validate._bleu(recipe, data, data.split("valid"), model, Ranks.alone())[1]
 
 
 def test_what_is_cut_is_not_said_at_every_validation(
@@ -68,7 +66,7 @@ def test_what_is_cut_is_not_said_at_every_validation(
     data = open_prepared(recipe)
     split, vocabs = data.split("valid"), data.vocabs()
     model = new_model(recipe.model.model_copy(update={"max_length": 4}), vocabs[0].size, vocabs[1].size, 1)
-    validate._bleu(recipe, data, split, model, Ranks(0, 1, 0, 1, torch.device("cpu")))
+    validate._bleu(recipe, data, split, model, Ranks.alone())
     assert caplog.records == []
     translate_lines(model, vocabs, split.src_text()[:2], Translate(method="greedy"))
     assert [record.getMessage().split(" has ")[0] for record in caplog.records] == ["line 1", "line 2"]
