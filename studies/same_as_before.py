@@ -111,6 +111,8 @@ def layout_cases() -> Iterator[tuple[str, list[Step]]]:
             run = "{folder}/" + re.sub(r"\W+", "-", case)
             words = f"{{folder}}/recipe.yaml run={run} parallel.pipeline_stages={stages} batch.accumulation=2"
             words += f" parallel.ds_config=ds_configs/{config}_{precision}.json" if config else ""
+            if precision == "fp32":  # a decay that spares norms and biases must tell them from a share of a matrix
+                words += " optimizer.name=adamw optimizer.weight_decay=0.1 optimizer.decay_norms_and_biases=false"
             steps = [Step(1, f"train {words} --dry-run"), Step(processes, f"train {words} train.updates=8"),
                      Step(processes, f"train {words}")]
             if precision == "fp32":

@@ -14,7 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import pytest
 import torch
 from refusals import Refused
-from warm import Warm
+from warm import Warm, without_pictures
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,6 +69,18 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe.write_text(RECIPE.format(folder=folder), encoding="utf-8")
     prepare(load_recipe(recipe), progress=False)
     return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The rooms whose files take minutes come first, so that no worker is left alone with one at the end."""
+    first = ("parallel", "train", "gpu_report", "demo", "project", "studies", "doctor")
+    items.sort(key=lambda item: first.index(item.path.parent.name) if item.path.parent.name in first else len(first))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pictures() -> None:
+    """None of runs in this process. Tests of pictures have imported what draws them by now."""
+    without_pictures()
 
 
 @pytest.fixture(scope="session")

@@ -109,7 +109,15 @@ def train(*arguments: str) -> int:
     """What a rank of `Warm.train` calls."""
     from deepnmt.cli import main
 
+    without_pictures()
     return main("train", arguments)
+
+
+def without_pictures() -> None:
+    """Runs draw no pictures from here on: matplotlib and two of them take longer than a tiny run's updates."""
+    from deepnmt import plots
+
+    plots.plot_admin_profile = plots.plot_learning_curve = lambda *_: None
 
 
 def serve() -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from refusals import Refused, Tool, contents, truncate, user_error
+from warm import Warm
 
 from deepnmt.checkpoint.checkpoint import Contents, load_model, save_checkpoint
 from deepnmt.cli import main
@@ -29,12 +30,12 @@ FIRST, NEWEST = "update-00000003", "update-00000006"
 
 
 @pytest.fixture(scope="module")
-def trained(prepared: Path, tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(prepared: Path, warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of updates 3 and 6."""
     run = tmp_path_factory.mktemp("trained") / "run"
-    done = tool("train", prepared / "recipe.yaml", f"run={run}", "train.updates=6", "train.valid_bleu=false",
-                "train.validate_every=6")
-    assert done.returncode == 0, done.stderr
+    warm.train(1, prepared / "recipe.yaml", f"run={run}", "train.updates=6", "train.valid_bleu=false",
+               "train.validate_every=6")
+    assert warm.wait() == [0], warm.said()
     return run
 
 

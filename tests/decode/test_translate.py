@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import tiny_run
 import torch
-from ranks import Gather, played, run_on_ranks
+from ranks import Gather, played
 from refusals import user_error
+from warm import Warm
 
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
@@ -151,10 +152,10 @@ def translate_together(folder: str, source: str, target: str) -> None:
         assert written == (len(LINES) if ranks.first else 0)
 
 
-def test_two_processes_write_what_one_writes(checkpoint: Path, source: Path, tmp_path: Path) -> None:
+def test_two_processes_write_what_one_writes(checkpoint: Path, source: Path, tmp_path: Path, warm: Warm) -> None:
     settings = SETTINGS.model_copy(update={"nbest": 2})
     translate_files(checkpoint, str(source), str(tmp_path / "one"), settings, form="tsv")
-    run_on_ranks(2, "test_translate:translate_together", str(checkpoint), str(source), str(tmp_path / "two"))
+    warm.run(2, "test_translate:translate_together", checkpoint, source, tmp_path / "two")
     one = [line.split("\t") for line in (tmp_path / "one").read_text(encoding="utf-8").splitlines()]
     two = [json.loads(line) for line in (tmp_path / "two").read_text(encoding="utf-8").splitlines()]
     flat = [(o["line"], rank, h["text"]) for o in two for rank, h in enumerate(o["hypotheses"], start=1)]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
 from tiny_engines import batch_of, parallel, recipe_with, step
+from warm import Warm
 
 from deepnmt.batch import Batch
 from deepnmt.parallel.build import start_engine
@@ -81,9 +81,9 @@ def trial(folder: str, layout: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def control(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     folder = tmp_path_factory.mktemp("local")
-    run_on_ranks(1, "test_optimizers:trial", str(folder), "local")
+    warm.run(1, "test_optimizers:trial", folder, "local")
     return folder
 
 
@@ -101,10 +101,10 @@ LAYOUTS = [(1, "zero0_fp32"), (1, "zero1_fp32"), (2, "zero1_fp32"), (1, "zero3_f
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
-def test_layout_equals_local_engine(world: int, layout: str, control: Path, tmp_path: Path) -> None:
+def test_layout_equals_local_engine(world: int, layout: str, control: Path, tmp_path: Path, warm: Warm) -> None:
     from safetensors.torch import load_file
 
-    run_on_ranks(world, "test_optimizers:trial", str(tmp_path), layout)
+    warm.run(world, "test_optimizers:trial", tmp_path, layout)
     ours, theirs = load_file(tmp_path / "end.safetensors"), load_file(control / "end.safetensors")
     assert ours.keys() == theirs.keys()
     assert sum("momentum_buffer" in name for name in ours) == sum(name.startswith("1.") for name in ours)

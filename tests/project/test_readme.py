@@ -61,7 +61,7 @@ def workplace(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workplace")
     tree: dict[str, Any] = yaml.safe_load((prepared / "recipe.yaml").read_text(encoding="utf-8"))
     tree["run"], tree["data"]["folder"] = "runs/my", "data/my"
-    tree["parallel"] = {"ds_config": "ds_configs/zero1.json"}
+    tree["parallel"] |= {"ds_config": "ds_configs/zero1.json"}
     tree["train"] |= {"updates": 5, "save_every": 1, "validate_every": 5}
     copied = yaml.safe_load((ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8"))
     tree["average_last"] = copied["average_last"]  # the recipe that is copied
@@ -96,6 +96,7 @@ def test_every_command_runs_in_order(workplace: Path) -> None:
     for name in ("recipe.yaml", "checkpoints/update-00000005/manifest.json", "averaged/manifest.json", "log.jsonl",
                  "curve.png", "admin_profile.json", "admin_profile.png", "scores.json", "STATUS.json"):
         assert (run / name).stat().st_size > 0, name
+    assert (run / "curve.png").stat().st_size > 5000
     assert list((run / "tensorboard").glob("events*"))
     assert re.search(r"\|version:", (run / "scores.json").read_text(encoding="utf-8"))
 
