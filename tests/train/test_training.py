@@ -87,6 +87,7 @@ def test_the_status_is_as_new_as_the_progress_line_and_an_untried_deepspeed_is_t
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = []
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the group's port is not for what later tests start
     monkeypatch.setattr(Monitor, "train", lambda monitor, update, *_: found.append(
         (update, json.loads((monitor.folder / "STATUS.json").read_text()))))
     monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
