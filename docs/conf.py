@@ -1,0 +1,50 @@
+"""The site of docs/, built by Sphinx with `make docs` into build/docs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from deepnmt import __version__  # noqa: E402
+
+project = "deepnmt"
+version = release = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
+exclude_patterns = [".ipynb_checkpoints"]
+myst_heading_anchors = 4
+nitpicky = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+html_theme = "furo"
+html_title = f"deepnmt {__version__}"
+html_copy_source = False
+
+
+def notebook_as_markdown(notebook: str) -> str:
+    """The cells of a Jupyter notebook as one Markdown page: text as it is, code and printed output fenced. Nothing is
+    executed, so a page shows what was saved with the notebook."""
+    parts = []
+    for cell in json.loads(notebook)["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            printed = output.get("text") or output.get("data", {}).get("text/plain", "")
+            if printed := "".join(printed).rstrip():
+                parts.append(f"```text\n{printed}\n```")
+    return "\n\n".join(parts)
+
+
+def _read(app: Sphinx, document: str, content: list[str]) -> None:
+    if app.env.doc2path(document).suffix == ".ipynb":
+        content[0] = notebook_as_markdown(content[0])
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", _read)
