@@ -24,7 +24,8 @@ Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str)
 class Section(BaseModel):
     """A group of settings: unknown keys and wrong types are faults, values cannot change after checking."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
+                              use_attribute_docstrings=True)
 
     def faults(self) -> Iterator[str]:
         """What does not go together, a sentence each; settings by their names below this section."""
@@ -41,9 +42,13 @@ class Corpus(Section):
     """A parallel corpus: `src` and `trg` files (plain or .gz) of equal length, or `tsv` files with two columns."""
 
     src: Files = Field(default_factory=list)
+    """Files of source sentences, one a line; plain, .gz, .xz, .zst or .bz2."""
     trg: Files = Field(default_factory=list)
+    """Files of their translations, line by line, as many files as in `src`."""
     tsv: Files = Field(default_factory=list)
-    columns: list[Count] = Field(default=[1, 2], min_length=2, max_length=2)  # source, target; counted from 1
+    """Files of tab-separated columns, in place of `src` and `trg`."""
+    columns: list[Count] = Field(default=[1, 2], min_length=2, max_length=2)
+    """The columns of source and target in the `tsv` files, counted from 1."""
 
     def faults(self) -> Iterator[str]:
         if self.tsv and (self.src or self.trg):
@@ -55,74 +60,111 @@ class Corpus(Section):
 
 
 class Filters(Section):
-    """Which training pairs are left out. Lengths are in subword tokens without bos and eos."""
+    """Which training pairs are left out. Lengths are in subword tokens, without bos and eos."""
 
     max_tokens: Count = 250
+    """A pair with more subword tokens than this on either side is left out."""
     max_ratio: Positive = 9.0
+    """A pair whose longer side has more than this many times the tokens of the shorter is left out."""
     drop_duplicates: bool = True
+    """Leave out the second and later copies of a pair."""
     drop_identical: bool = True
+    """Leave out pairs whose source and target are equal."""
 
 
 class Data(Section):
-    """Texts, the folder they are prepared into, and how."""
+    """The texts, the folder they are prepared into, and how."""
 
     folder: Folder
+    """The folder that `deepnmt prepare` writes and training reads."""
     src_lang: str
+    """The source language, such as `de`."""
     trg_lang: str
+    """The target language, such as `en`; it also decides how SacreBLEU tokenises."""
     train: Corpus
+    """The training text."""
     valid: Corpus
+    """The validation text, for the loss and the BLEU during training."""
     test: dict[str, Corpus] = Field(default_factory=dict)
+    """Test sets by name, for `deepnmt evaluate`."""
     filters: Filters = Filters()
-    workers: Annotated[int, Field(ge=0)] = 0  # 0: one per core
-    subword_variants: Annotated[int, Field(ge=0)] = 0  # sampled segmentations of the training text, by turns
-    subword_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1  # how far they stray from the best segmentation
+    """Which training pairs are left out."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that segment the text; 0: one per core."""
+    subword_variants: Annotated[int, Field(ge=0)] = 0
+    """Sampled segmentations of the training text, used in turn by the epochs (BPE-dropout or unigram sampling);
+    0: none, every epoch sees the best segmentation."""
+    subword_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """How far sampled segmentations stray: with bpe the probability of leaving out a merge; with unigram the
+    power of a segmentation's probability, so that smaller strays further."""
 
 
 class Vocab(Section):
-    """SentencePiece; ids unk 0, bos 1, eos 2, pad 3."""
+    """The SentencePiece vocabularies. Ids: unk 0, bos 1, eos 2, pad 3."""
 
     kind: Literal["bpe", "unigram"] = "bpe"
+    """The SentencePiece model."""
     size: Annotated[int, Field(ge=8, le=65000)] = 8000
+    """Pieces, the four special ones (unk, bos, eos, pad) included."""
     shared: bool = True
+    """One vocabulary for both languages."""
     byte_fallback: bool = False
+    """Write characters without a piece as bytes, instead of as unk."""
     character_coverage: Annotated[float, Field(gt=0.9, le=1.0)] = 1.0
+    """The share of the text's characters that get a piece of their own."""
     max_sentences: Count = 2_000_000
+    """At most this many sentences of the training text are read for training the vocabulary."""
 
 
 class Batch(Section):
-    """`tokens`: positions of one micro-batch on its longer side, padding included. `accumulation`: micro-batches per
-    process and update."""
+    """The micro-batches."""
 
     tokens: Count = 4096
+    """Size of a micro-batch: its sentences times its longest sentence, on either side, padding included."""
     accumulation: Count = 1
+    """Micro-batches per process and update."""
 
 
 class Stack(Section):
-    """One side of the model. `init`: depth_scaled multiplies every matrix of the layers by layers^-1/2; auto does so
-    for b2t and b2t_no_ln, as their published code does, and is xavier for the others; query, key and value have 1/√2
-    of Xavier's bound, under xavier_separate the whole.
-    `input_gain`: a trainable vector on the stack's input, 1 at first, which takes the first ω of a folded model."""
+    """One side of the model."""
 
     block: Block = "admin"
+    """The residual block of every layer."""
     layers: Count = 6
+    """Number of layers."""
     init: Init = "auto"
+    """Initial weights of matrices. `xavier` divides Xavier's bound of query, key and value by √2 (but for deepnorm);
+    `xavier_separate` keeps it whole; `depth_scaled` is `xavier` with every matrix times layers^-1/2. `auto` is
+    `depth_scaled` for b2t and b2t_no_ln, as in their published code, and `xavier` for the others."""
     input_gain: bool = False
+    """A trainable vector on the stack's input, 1 at first; a folded model keeps its first ω there."""
 
 
 class Model(Section):
-    """Shapes, dropout and blocks."""
+    """Shapes, dropout and blocks of the Transformer."""
 
     width: Count = 512
+    """Width of the model."""
     heads: Count = 8
+    """Attention heads; they share the width evenly."""
     ffn: Count = 2048
+    """Inner width of the feed-forward sub-layer."""
     activation: Literal["relu", "gelu"] = "relu"
+    """Activation of the feed-forward sub-layer."""
     dropout: Rate = 0.1
+    """Dropout on the output of every sub-layer and on the embeddings."""
     attention_dropout: Rate = 0.0
+    """Dropout on the attention weights."""
     activation_dropout: Rate = 0.0
+    """Dropout inside the feed-forward sub-layer."""
     tied: Literal["all", "decoder", "none"] = "all"
+    """Which embeddings are one table: `all` (source, target and output), `decoder` (target and output) or `none`."""
     max_length: Count = 512
+    """The longest sentence in tokens, eos included."""
     encoder: Stack = Stack()
+    """The stack that reads the source."""
     decoder: Stack = Stack()
+    """The stack that writes the target."""
 
     def stack(self, side: Literal["encoder", "decoder"]) -> Stack:
         """One side of the model."""
@@ -143,25 +185,34 @@ class Model(Section):
 
 
 class Admin(Section):
-    """`profile`: a file of ω to start from (else the run profiles itself). `tokens`: size of the profiled batch."""
+    """The profile of `block: admin`, which sets its initial ω."""
 
     profile: str | None = None
+    """A file of ω to start from; null: the run measures them before its first update."""
     tokens: Annotated[int, Field(ge=1, le=65536)] = 8192
-    input_variance: Literal["measured", "one"] = "measured"  # Var[F_0] in ω_2, ω_3, ...; ω_1 is 1 either way
+    """Target tokens of the batch on which ω are measured."""
+    input_variance: Literal["measured", "one"] = "measured"
+    """The variance of the stack's input in ω_2, ω_3, ...: `measured`, or `one`, as the paper prints the formula. ω_1 is
+    1 with either."""
 
 
 class Optimizer(Section):
-    """PyTorch's Adam, RAdam or SGD. `weight_decay`: adamw and radamw shrink the weights themselves, the others add the
-    weight times it to the gradient."""
+    """The optimizer; all come from PyTorch."""
 
     name: Literal["adam", "adamw", "radam", "radamw", "sgd"] = "adam"
+    """PyTorch's Adam, AdamW, RAdam, RAdam with AdamW's weight decay, or SGD."""
     lr: Positive = 5e-4
-    betas: list[Rate] = Field(default=[0.9, 0.98], min_length=2, max_length=2)  # not of sgd
-    eps: Positive = 1e-9  # not of sgd
-    momentum: Rate = 0.0  # of sgd
+    """Peak learning rate."""
+    betas: list[Rate] = Field(default=[0.9, 0.98], min_length=2, max_length=2)
+    """Decay of the running means of the gradient and of its square (not with sgd)."""
+    eps: Positive = 1e-9
+    """Added to the denominator (not with sgd)."""
+    momentum: Rate = 0.0
+    """Momentum (with sgd only)."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    # Whether it is on vectors and single numbers too, or on matrices alone; to be said where there is any.
+    """Weight decay: adamw and radamw shrink the weights themselves, the others add it to the gradient."""
     decay_norms_and_biases: bool | None = None
+    """Whether the decay is on every parameter, or on matrices alone; required if `weight_decay` is above 0."""
 
     def faults(self) -> Iterator[str]:
         if self.momentum and self.name != "sgd":
@@ -177,20 +228,27 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """Learning rate over updates: `warmup` updates of linear rise to the peak `optimizer.lr`, then the named curve.
+    """The learning rate over updates: `warmup` updates of linear rise to the peak `optimizer.lr`, then the named curve.
 
-    step: constant until an epoch begins (counted from 1) or until an update; from there on times `step_factor`, and
-    falling as `after_step` says. inverse_sqrt without warm-up falls from update 1 on, to 1 % of the peak at 10,000; a
-    peak that holds to update n without a warm-up is step, warmup: 0, step_update: n, step_factor: 1.0.
+    inverse_sqrt without warm-up falls from update 1 on, to 1 % of the peak at 10,000. A peak that holds to update n
+    without a warm-up is name: step, warmup: 0, step_update: n, step_factor: 1.0.
     """
 
     name: Literal["inverse_sqrt", "constant", "linear", "step"] = "inverse_sqrt"
+    """The curve after the warm-up. `step` is constant until an epoch begins or an update is reached; there the rate
+    is multiplied by `step_factor`."""
     warmup: Annotated[int, Field(ge=0)] = 4000
-    final: Annotated[float, Field(ge=0.0)] = 0.0  # linear: the rate at the last update
+    """Updates of linear rise to `optimizer.lr`."""
+    final: Annotated[float, Field(ge=0.0)] = 0.0
+    """The rate at the last update (with linear only)."""
     step_epoch: Annotated[int, Field(ge=2)] | None = None
+    """The epoch, counted from 1, at whose beginning the rate drops (with step only)."""
     step_update: Annotated[int, Field(ge=2)] | None = None
+    """The update at which the rate drops, in place of `step_epoch` (with step only)."""
     step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """What the rate is multiplied by at the drop (with step only)."""
     after_step: Literal["constant", "inverse_sqrt"] = "inverse_sqrt"
+    """The curve after the drop (with step only)."""
 
     def faults(self) -> Iterator[str]:
         given = [place for place in (self.step_epoch, self.step_update) if place is not None]
@@ -211,33 +269,53 @@ EARLY_ENDS = ("epochs", "max_seconds", "patience")  # settings of `Train` that c
 
 
 class Train(Section):
-    """How long, how often."""
+    """How long a run is, and what it logs, validates and saves."""
 
     updates: Count
+    """The update at which the run ends."""
     epochs: Count | None = None
-    max_seconds: Positive | None = None  # of updates, after which the run ends; validations and checkpoints not counted
+    """An earlier end, in passes over the training text; null: none."""
+    max_seconds: Positive | None = None
+    """An earlier end, in seconds of updates, not counting validations and checkpoints; null: none."""
     label_smoothing: Rate = 0.1
-    clip: Annotated[float, Field(ge=0.0)] = 0.0  # largest gradient norm; 0: no clipping
+    """Probability mass that is spread over the vocabulary."""
+    clip: Annotated[float, Field(ge=0.0)] = 0.0
+    """Largest gradient norm; 0: no clipping."""
     log_every: Count = 50
-    probe_every: Annotated[int, Field(ge=0)] = 0  # updates between probes of every layer, into TensorBoard; 0: none
+    """Updates between progress lines."""
+    probe_every: Annotated[int, Field(ge=0)] = 0
+    """Updates between probes of every layer, written to TensorBoard; 0: none."""
     validate_every: Count = 1000
+    """Updates between validations."""
     save_every: Count = 1000
+    """Updates between checkpoints."""
     keep_last: Count = 5
+    """How many of the newest checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = 1
+    """How many of the checkpoints with the best validation are kept besides."""
     best_by: Literal["loss", "bleu"] = "loss"
-    patience: Annotated[int, Field(ge=0)] = 0  # validations without a new best before the run ends; 0: never
+    """What makes a validation the best: the lowest loss, or the highest BLEU."""
+    patience: Annotated[int, Field(ge=0)] = 0
+    """Validations in a row without a new best after which the run ends; 0: never."""
     valid_bleu: bool = True
-    valid_sentences: Annotated[int, Field(ge=0)] = 500  # of the validation text, translated greedily; 0: all
+    """Translate the validation text (greedily) and score it with BLEU."""
+    valid_sentences: Annotated[int, Field(ge=0)] = 500
+    """How many sentences of the validation text are translated for that, from its beginning; 0: all."""
 
 
 class Parallel(Section):
-    """`ds_config`: a DeepSpeed JSON; null runs the plain local engine (one process, fp32)."""
+    """Processes, DeepSpeed and precision."""
 
     ds_config: str | None = None
-    precision: Precision = "fp32"  # of what is computed; weights and their sums of gradients are kept in fp32 too
-    pipeline_stages: Annotated[int, Field(ge=0)] = 0  # the model cut into so many stages; 0: no pipeline
-    recompute_layers: Annotated[int, Field(ge=0)] = 0  # in a group whose activations are computed twice; 0: all kept
-    threads: Annotated[int, Field(ge=0)] = 0  # per process; 0: the machine's cores shared among its processes
+    """A DeepSpeed JSON, such as `ds_configs/zero1.json`; null: plain PyTorch on one process, in fp32."""
+    precision: Precision = "fp32"
+    """The number format of the computation; weights and sums of gradients are kept in fp32 too."""
+    pipeline_stages: Annotated[int, Field(ge=0)] = 0
+    """Stages of the pipeline that the model is split into; 0: no pipeline."""
+    recompute_layers: Annotated[int, Field(ge=0)] = 0
+    """Layers in a group whose activations are computed twice to save memory; 0: all activations are kept."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads per process; 0: the machine's cores, shared among its processes."""
 
     def faults(self) -> Iterator[str]:
         if self.ds_config is None and self.precision != "fp32":
@@ -246,12 +324,14 @@ class Parallel(Section):
 
 
 class LossScale(Section):
-    """Of fp16 alone. The loss is multiplied by 2^initial_power at first, by half of it after an overflow, never by less
-    than `floor`, and by twice as much after `window` updates in a row without one."""
+    """The dynamic loss scale of fp16; other precisions have none."""
 
     initial_power: Annotated[int, Field(ge=0, le=32)] = 13
+    """The loss scale is 2 to this power at first, and is halved after an overflow."""
     window: Count = 256
+    """Updates in a row without an overflow after which the scale doubles."""
     floor: Positive = 0.03125
+    """The scale never falls below this."""
 
     def faults(self) -> Iterator[str]:
         if self.floor > 2.0**self.initial_power:
@@ -259,20 +339,32 @@ class LossScale(Section):
 
 
 class Translate(Section):
-    """Search. Length penalty over a score s and a length n: none s, average s / n^alpha, gnmt s / ((5+n)/6)^alpha."""
+    """The search for translations."""
 
     method: Literal["beam", "greedy", "sample"] = "beam"
+    """How translations are searched for."""
     beam: Count = 5
+    """Hypotheses kept per sentence."""
     length_penalty: Literal["none", "average", "gnmt"] = "average"
+    """What the score s (log-probability) of a hypothesis of n tokens is divided by: `none` 1, `average` n^alpha,
+    `gnmt` ((5 + n) / 6)^alpha."""
     alpha: Annotated[float, Field(ge=0.0)] = 1.0
+    """Strength of the length penalty."""
     temperature: Positive = 1.0
+    """Divides the logits before sampling; below 1 likely tokens become likelier (with sample only)."""
     nbest: Count = 1
-    # A sentence is done when patience × beam hypotheses have ended among its best; null: when none can be better still.
+    """Translations per sentence."""
     patience: Positive | None = None
-    max_ratio: Positive = 2.0  # longest output: max_ratio × source tokens + max_extra
+    """A sentence is done when patience × beam hypotheses have ended among its best; null: when no better one can
+    follow (with beam only)."""
+    max_ratio: Positive = 2.0
+    """The longest output has max_ratio × source tokens + `max_extra` tokens."""
     max_extra: Annotated[int, Field(ge=0)] = 20
+    """Tokens of output allowed beyond `max_ratio` × source tokens."""
     batch_tokens: Count = 4096
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16 is faster on a GPU and on a CPU with AMX, and slower without
+    """Size of a batch: its sentences times beams times its longest source; on a GPU take 65536."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Number format of the weights; bf16 is faster on a GPU and on a CPU with AMX, and slower without."""
 
     def faults(self) -> Iterator[str]:
         if self.method == "beam" and self.nbest > self.beam:
@@ -290,20 +382,34 @@ class Translate(Section):
 class Recipe(Section):
     """A whole run."""
 
-    run: Folder  # of the run
+    run: Folder
+    """The run folder: checkpoints, logs, pictures, scores."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    """Fixes initial weights, batches and dropout."""
     data: Data
+    """Texts, and how they are prepared."""
     vocab: Vocab = Vocab()
+    """The vocabularies."""
     batch: Batch = Batch()
+    """The micro-batches."""
     model: Model = Model()
+    """The Transformer."""
     admin: Admin = Admin()
+    """How Admin's ω are measured."""
     optimizer: Optimizer = Optimizer()
+    """The optimizer."""
     schedule: Schedule = Schedule()
+    """The learning rate over updates."""
     train: Train
+    """Length of the run; what it logs, validates and saves."""
     parallel: Parallel = Parallel()
+    """Processes, DeepSpeed and precision."""
     loss_scale: LossScale = LossScale()
+    """The loss scale, which fp16 needs."""
     translate: Translate = Translate()
-    average_last: Count = 5  # checkpoints averaged for the final score
+    """The search for translations."""
+    average_last: Count = 5
+    """Checkpoints averaged for the final scores."""
 
     def faults(self) -> Iterator[str]:
         if self.model.tied == "all" and not self.vocab.shared:
