@@ -37,8 +37,8 @@ def attend(
 ) -> Tensor:
     """softmax(q kᵀ / √d) v: q [B, H, T, d], keys and values [B, H, S, d] to [B, H, T, d].
 
-    On a CPU the 16-bit kernel's backward takes six times its fp32 twin's time at sentence length (docs/log.md), so
-    16-bit inputs that need a gradient are attended in fp32 there.
+    On a CPU the 16-bit kernel's backward takes six times its fp32 twin's time at sentence length
+    (docs/results/log.md), so 16-bit inputs that need a gradient are attended in fp32 there.
     """
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and q.requires_grad:
         attended = F.scaled_dot_product_attention(q.float(), keys.float(), values.float(), mask, dropout, causal)

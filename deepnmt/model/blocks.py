@@ -121,7 +121,8 @@ class Block(nn.Module):
         """The factor on the Xavier bound of one of the layer's matrices: 1, and 1/√2 for query, key and value.
 
         1/√2 is Xavier's bound for a fused [3D, D] matrix, as the toolkit drew it that the Admin and B2T papers used;
-        Admin's published profile follows from it. With 1 (`separate`) a deep profile runs 30 % above (docs/results.md).
+        Admin's published profile follows from it. With 1 (`separate`) a deep profile is 30 % too high
+        (docs/results/papers.md).
         """
         return 2**-0.5 if matrix in ("q", "k", "v") and not separate else 1.0
 

@@ -349,7 +349,7 @@ def test_mistakes(line: str, said: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_shipped_rule_is_the_one_of_the_shipped_runs() -> None:
     rule = VerdictRule.load()
     assert set(rule.names) <= set(FEATURES) and set(rule.spans) == set(rule.names)
-    records = read_grid(Path(__file__).parents[2] / "docs" / "verdict_runs.jsonl")
+    records = read_grid(Path(__file__).parents[2] / "studies" / "verdict_runs.jsonl")
     assert all(set(record["features"]) == set(FEATURES) for record in records)
     test = [record for record in records if held_out(record, 0.3)]
     found = confusion(rule, test)
