@@ -28,6 +28,7 @@ test: $(STAMP)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
+	@$(BIN)/codespell
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 

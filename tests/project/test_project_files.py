@@ -1,0 +1,61 @@
+"""The files that a host of repositories reads are what they should be, and what CONTRIBUTING.md names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import deepnmt
+
+ROOT = Path(__file__).resolve().parents[2]
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def tree(name: str) -> dict[str, Any]:
+    content = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+    assert isinstance(content, dict)
+    return content
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = tree("CITATION.cff")
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["version"] == deepnmt.__version__
+    assert all(work["authors"] and work["title"] for work in citation["references"])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
+def test_an_issue_form_asks_for_something(form: Path) -> None:
+    fields = [field for field in tree(str(form))["body"] if field["type"] != "markdown"]
+    assert tree(str(form)).keys() >= {"name", "description", "body"}
+    assert any(field.get("validations", {}).get("required") for field in fields)
+    names = [field["id"] for field in fields]
+    assert names and len(set(names)) == len(names) and all(field["attributes"]["label"] for field in fields)
+
+
+def test_the_workflow_runs_a_target_of_the_makefile() -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    steps = tree(".github/workflows/check.yml")["jobs"]["check"]["steps"]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert "make check" in commands
+    assert [word for command in commands for word in command.split()[1:] if word not in targets] == []
+
+
+def test_hooks_are_the_tools_of_make_lint() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    hooks = [hook for repo in tree(".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    called = {Path(hook["entry"].split()[0]).name for hook in hooks}
+    assert called == set(re.findall(r"\$\(BIN\)/([a-z-]+)", makefile.partition("lint:")[2].partition("\n\n")[0]))
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
+def test_what_a_page_names_is_there(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    folders = "deepnmt|tests|docs|recipes|tools|studies"
+    named = [*re.findall(rf"((?:{folders})/[\w./-]*\w)", text), *re.findall(r"\]\((?!http)([^)#]+)", text)]
+    files = [name for name in named if not name.endswith("/X")]
+    assert files and [name for name in files if not (ROOT / name).exists()] == []
