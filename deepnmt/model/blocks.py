@@ -6,7 +6,7 @@ self-attention, FFN; decoder: self-attention, cross-attention, FFN), K the numbe
 1e-5), N encoder and M decoder layers, L the layers of the block's own stack, D width.
 
 Every branch output passes through `adds[i]`, so a forward hook on `encoder.layers.3.rule.adds.1` sees F_2 of layer 3.
-docs/blocks.md has all of them in one table.
+docs/reference/blocks.md compares them.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def update_once(recipe: Recipe, vocab: int, batch: Batch) -> None:
     for _ in range(2 if model.decoder.block in CLOSED_AT_FIRST else 1):
         stats = engine.train_step([batch], tokens, 1e-5)  # at 1e-3 one update throws fixup 50L-50L off at width 512
         assert stats.applied and math.isfinite(stats.loss) and 0 < stats.grad_norm < math.inf
-    if model.encoder.block != "b2t_no_ln":  # which grows with depth at this width: docs/blocks.md
+    if model.encoder.block != "b2t_no_ln":  # which grows with depth at this width: docs/reference/blocks.md
         assert 0.5 < stats.nll / tokens / math.log(vocab) < 10  # in nats a token, of the order of guessing
     moved = [name for name, parameter in module.named_parameters()
              if name in before and not torch.equal(parameter, before[name])]

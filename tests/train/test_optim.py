@@ -37,7 +37,7 @@ def test_learning_rate(schedule: Schedule, rates: dict[int, float]) -> None:
 
 
 def test_a_step_is_close_to_the_schedule_of_t_fixup() -> None:
-    """Its published code: peak · sqrt(P / (P + k)) after k updates. docs/blocks.md says 0 to 41 % above it."""
+    """Its published code: peak · sqrt(P / (P + k)) after k updates. docs/reference/blocks.md: 0 to 41 % above it."""
     schedule, period = Schedule(name="step", warmup=0, step_update=4000, step_factor=1.0), 4000
     ratios = [learning_rate(1.0, schedule, done + 1, 10**6) / (period / (period + done)) ** 0.5
               for done in (0, 1000, 3998, 3999, 8000, 200_000)]

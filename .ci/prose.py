@@ -1,0 +1,134 @@
+"""Are the pages easy to read? `python .ci/prose.py [PAGE ...]`; without pages, all that a reader is given.
+
+Each fault is printed as file:line. Lines have at most 100 columns (rows of tables, which cannot be broken, and single
+long words aside) and tables at most six. Over all sentences together the median has at most 16 words and the 90th
+percentile at most 30; no sentence has more than 45. Tables, code, headings and the targets of links are left out of
+the sentences, and a piece of `code` counts as one word.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS, CELLS, MEDIAN, NINETIETH, LONGEST = 100, 6, 16, 30, 45
+
+_FENCE = re.compile(r"\s*(```+|~~~+)")
+_NOT_PROSE = re.compile(r"\s*(#|\||<|\(.*\)=$|---+$|\[[^\]]+\]: )")  # headings, tables, HTML, labels, rules, references
+_ITEM = re.compile(r"\s*(?:[-*+]|\d+\.) +|\s*> ?")
+_ABBREVIATION = re.compile(r"\b(?:et al|e\.g|i\.e|eq|cf|vs|resp|no|fig)\.$", re.IGNORECASE)
+_END = re.compile(r"[.!?][\"'”’)*_]*\s+")
+
+
+class Sentence(NamedTuple):
+    file: Path
+    line: int
+    text: str
+
+    @property
+    def words(self) -> int:
+        return sum(any(c.isalnum() for c in word) for word in self.text.split())
+
+
+def pages() -> list[Path]:
+    """What a reader is given."""
+    named = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    folders = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("ds_configs/*.md")]
+    return [file for file in (*named, *sorted(folders)) if file.is_file()]
+
+
+def prose_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """The number and text of each line outside code."""
+    fence = ""
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        mark = _FENCE.match(line)
+        if mark and not fence:
+            fence = mark[1]
+        elif mark and mark[1].startswith(fence):
+            fence = ""
+        elif not fence:
+            yield number, line
+
+
+def paragraphs(file: Path) -> Iterator[list[tuple[int, str]]]:
+    """Lines of prose that belong together; an item of a list is a paragraph."""
+    lines: list[tuple[int, str]] = []
+    last = 0
+    for number, line in prose_lines(file):
+        item = _ITEM.match(line)
+        if item or not line.strip() or _NOT_PROSE.match(line) or number != last + 1:
+            yield lines
+            lines = []
+        if line.strip() and not _NOT_PROSE.match(line):
+            lines.append((number, line[item.end():] if item else line))
+        last = number
+    yield lines
+
+
+def sentences(file: Path) -> Iterator[Sentence]:
+    for lines in paragraphs(file):
+        text = "\n".join(line for _, line in lines)
+        text = re.sub(r"`[^`]+`", lambda code: "code" + "\n" * code[0].count("\n"), text)
+        text = re.sub(r"!\[[^\]]*\]\([^)]*\)", lambda image: "\n" * image[0].count("\n"), text)
+        text = re.sub(r"\]\([^)]*\)", lambda target: "]" + "\n" * target[0].count("\n"), text)
+        start = 0
+        for end in (*(match.end() for match in _END.finditer(text)), len(text)):
+            if end < len(text) and _ABBREVIATION.search(text[start:end].rstrip()):
+                continue
+            if (found := text[start:end]).strip():
+                before = text[:start].count("\n") + len(found) - len(found.lstrip("\n"))
+                yield Sentence(file, lines[min(before, len(lines) - 1)][0], " ".join(found.split()))
+            start = end
+
+
+def cells(row: str) -> int:
+    """Columns of a table's row; a bar in code or behind a backslash separates nothing."""
+    return len(re.sub(r"`[^`]*`|\\\|", "", row).strip().strip("|").split("|"))
+
+
+def layout_faults(file: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are too wide, and tables."""
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if len(line) > COLUMNS and not line.startswith("|") and " " in line.strip().lstrip("-*+> "):
+            yield number, f"{len(line)} columns, must be {COLUMNS} or fewer"
+    previous = ""
+    for number, line in prose_lines(file):
+        if line.startswith("|") and not previous.startswith("|") and (count := cells(line)) > CELLS:
+            yield number, f"a table of {count} columns, must be {CELLS} or fewer"
+        previous = line
+
+
+def quantile(counts: list[int], share: float) -> int:
+    return sorted(counts)[min(len(counts) - 1, int(share * len(counts)))] if counts else 0
+
+
+def main(names: list[str]) -> int:
+    files = [Path(name).resolve() for name in names] or pages()
+    faults = 0
+    counts: dict[Path, list[int]] = {}
+    for file in files:
+        found = list(layout_faults(file))
+        every = list(sentences(file))
+        found += [(s.line, f"a sentence of {s.words} words, must be {LONGEST} or fewer: {s.text[:60]}…")
+                  for s in every if s.words > LONGEST]
+        counts[file] = [s.words for s in every if s.words]
+        faults += len(found)
+        for line, fault in sorted(found):
+            print(f"{file.relative_to(ROOT)}:{line}: {fault}")
+    together = [count for one in counts.values() for count in one]
+    median, ninetieth = quantile(together, 0.5), quantile(together, 0.9)
+    print(f"{len(together)} sentences in {len(files)} pages: median {median} words, 90th percentile {ninetieth}")
+    if median > MEDIAN or ninetieth > NINETIETH:
+        faults += 1
+        print(f"the median must be {MEDIAN} or lower and the 90th percentile {NINETIETH} or lower; page by page:")
+        for file, one in sorted(counts.items(), key=lambda item: -quantile(item[1], 0.9)):
+            print(f"  {file.relative_to(ROOT)}: {quantile(one, 0.5)}, {quantile(one, 0.9)}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
