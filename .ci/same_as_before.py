@@ -1,4 +1,4 @@
-"""Whether one commit computes what another did: python -m studies.same_as_before OLD_CHECKOUT [NEW_CHECKOUT]
+"""Whether one commit computes what another did: python .ci/same_as_before.py OLD_CHECKOUT [NEW_CHECKOUT]
 
 Both checkouts get the same commands, one thread a process, on this machine at the same time. They are used through the
 command line alone, so that everything inside may have moved. What they leave behind is compared to the bit: texts,
