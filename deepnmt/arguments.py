@@ -116,10 +116,3 @@ def positive(args: argparse.Namespace, *names: str) -> None:
         for number in value if isinstance(value, list) else [value]:
             if number < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {number}, must be 1 or more")
-
-
-def batch_options(parser: argparse.ArgumentParser) -> None:
-    """What random batches look like, and who computes on them."""
-    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of a micro-batch, a side (default 512)")
-    parser.add_argument("--vocab", type=int, default=8000, metavar="V", help="default 8000")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of each process (default 1)")

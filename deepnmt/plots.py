@@ -73,6 +73,11 @@ def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path) 
     save(figure, path)
 
 
+def style(number: int) -> dict[str, Any]:
+    """Colour and dashes of the line of this number, from 0."""
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
+
+
 def marker(points: Sequence[Any]) -> str | None:
     """Few points are marked, so that one alone is seen at all; many would hide the line."""
     return "o" if len(points) <= 40 else None

@@ -42,19 +42,18 @@ class Ranks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sums over all processes, in float64."""
-        if self.world == 1:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+        return self._combine(values, dist.ReduceOp.SUM)
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Element-wise maxima over all processes, in float64."""
+        return self._combine(values, dist.ReduceOp.MAX)
+
+    def _combine(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world == 1:
             return list(values)
-        top = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(top, dist.ReduceOp.MAX)
-        return top.tolist()
+        combined = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(combined, how)
+        return combined.tolist()
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank. No object is pickled."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from deepnmt import arguments
-from deepnmt.arguments import batch_options, given, parse, positive
+from deepnmt.arguments import given, parse, positive
 from deepnmt.cli import Command, run_command
 from deepnmt.config import Init
 from deepnmt.errors import UserError
@@ -20,11 +20,19 @@ plain_parser = partial(arguments.plain_parser, program=PROGRAM)
 recipe_parser = partial(arguments.recipe_parser, program=PROGRAM)
 
 
-def whole_numbers(parser: argparse.ArgumentParser, *options: tuple[str, str, int | list[int] | None, str]) -> None:
-    """Options with a metavar, a default and a help text, of several numbers where the default is not one."""
-    for name, metavar, default, text in options:
-        parser.add_argument(name, type=int, metavar=metavar, default=default, help=text,
-                            nargs=None if isinstance(default, int) else "+")
+Option = tuple[str, str, type, object, str]  # name, metavar, type, default (a list: several values), help
+BLOCKS: Option = ("--blocks", "BLOCK", str, [], "words, or ENCODER/DECODER (default: all blocks)")
+SECONDS: Option = ("--seconds", "N", float, float("inf"), "begin no run after so many")
+THREADS: Option = ("--threads", "N", int, 1, "of each process (default 1)")
+RANDOM_BATCHES: tuple[Option, ...] = (("--tokens", "N", int, 512, "of a micro-batch, a side (default 512)"),
+                                      ("--vocab", "V", int, 8000, "default 8000"), THREADS)
+
+
+def add_options(parser: argparse.ArgumentParser, *options: Option) -> None:
+    """Adds options to a parser."""
+    for name, metavar, kind, default, text in options:
+        parser.add_argument(name, type=kind, metavar=metavar, default=default, help=text,
+                            nargs="+" if isinstance(default, list) else None)
 
 
 def use_threads(count: int) -> None:
@@ -41,8 +49,8 @@ def compare(words: list[str]) -> None:
         "python -m studies compare runs/post_ln runs/admin --output runs/blocks.png",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument("--output", type=Path, default="runs/comparison.png", metavar="FILE", help="the picture")
-    parser.add_argument("--title", default="Training loss", help="over the picture")
+    add_options(parser, ("--output", "FILE", Path, "runs/comparison.png", "the picture"),
+                ("--title", "TITLE", str, "Training loss", "over the picture"))
     args = parser.parse_args(words)
     from studies.compare import compare_runs
 
@@ -64,19 +72,16 @@ def verdict_grid(words: list[str]) -> None:
     )
     parser.add_argument("action", choices=["run", "measure", "fit", "judge"])
     parser.add_argument("runs", type=Path, metavar="RUNS", help="the file of runs, a line of JSON each")
-    parser.add_argument("--blocks", nargs="+", metavar="BLOCK", help="words, or ENCODER/DECODER (default: all blocks)")
-    parser.add_argument("--rates", nargs="+", type=float, metavar="R", help="peak rates (default 1e-3 3e-3 1e-2 3e-2)")
-    whole_numbers(parser, ("--depths", "N", None, "layers of each stack (default 6 12 18 36)"),
-                  ("--sentences", "N", [8], "of a batch (default 8)"), ("--seeds", "N", [1], "default 1"),
-                  ("--threads", "N", 1, "default 1"))
+    add_options(parser, BLOCKS, ("--rates", "R", float, [], "peak rates (default 1e-3 3e-3 1e-2 3e-2)"),
+                ("--depths", "N", int, [], "layers of each stack (default 6 12 18 36)"),
+                ("--sentences", "N", int, [8], "of a batch (default 8)"), ("--seeds", "N", int, [1], "default 1"),
+                THREADS, SECONDS, ("--rule", "FILE", Path, None, "judge: a rule other than deepnmt's own"))
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32"],
                         help="default fp32")
     parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], help="default auto")
-    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
     parser.add_argument("--mark", choices=["source", "context"], default="source",
                         help="fit: what counts as learned: reads the source (default), or at least its own output")
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
-    parser.add_argument("--rule", type=Path, metavar="FILE", help="judge: a rule other than deepnmt's own")
     args = parser.parse_args(words)
     actions = {"mark": "fit", "ship": "fit", "rule": "judge"}  # of an option; "run" of all others
     for name, value in vars(args).items():
@@ -85,7 +90,7 @@ def verdict_grid(words: list[str]) -> None:
             raise UserError(f"--{name} is of verdict-grid {action} and has no say in {args.action}; leave it out")
     positive(args, "threads")
     for name in ("depths", "sentences", "rates"):
-        for value in getattr(args, name) or []:
+        for value in getattr(args, name):
             if not 0 < value < float("inf"):
                 raise UserError(f"--{name} has {value}, but all must be above 0 and finite")
     if min(args.seeds) < 0:
@@ -115,10 +120,11 @@ def reproduce(words: list[str]) -> None:
         "python -m studies reproduce corollaries --output runs/reproduce",
     )
     parser.add_argument("name", choices=["corollaries", "vanishing", "last_ffn"])
-    parser.add_argument("--output", type=Path, default=Path("runs/reproduce"), metavar="FOLDER")
-    whole_numbers(parser, ("--width", "D", 64, "a multiple of 4 (default 64)"),
-                  ("--sentences", "N", 16, "of 20 tokens (default 16)"), ("--trials", "N", 5, "seeds (default 5)"),
-                  ("--deepest", "N", 100, "layers (default 100)"), ("--threads", "N", 1, "default 1"))
+    add_options(parser, ("--output", "FOLDER", Path, "runs/reproduce", "default: %(default)s"),
+                ("--width", "D", int, 64, "a multiple of 4 (default 64)"),
+                ("--sentences", "N", int, 16, "of 20 tokens (default 16)"),
+                ("--trials", "N", int, 5, "seeds (default 5)"), ("--deepest", "N", int, 100, "layers (default 100)"),
+                THREADS)
     args = parser.parse_args(words)
     positive(args, "width", "sentences", "trials", "deepest", "threads")
     from studies.papers import Small
@@ -138,24 +144,20 @@ def compare_blocks(words: list[str]) -> None:
         "python -m studies compare-blocks recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
         " --processes 2",
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/blocks"), metavar="FOLDER",
-                        help="default: %(default)s")
-    parser.add_argument("--blocks", nargs="+", metavar="BLOCK",
-                        help="words, or ENCODER/DECODER (default: all, post_ln/pre_ln and pre_ln/post_ln)")
     parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], metavar="INIT",
                         help="initialisations, auto xavier xavier_separate depth_scaled; what comes to the same for a"
                         " block is run once (default auto)")
-    whole_numbers(parser, ("--depths", "N", [18, 36], "layers of each stack (default 18 36)"),
-                  ("--warmups", "N", None, "updates of warm-up (default: the recipe's)"),
-                  ("--processes", "N", 1, "runs at a time (default 1)"))
-    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no run after so many")
+    add_options(parser, ("--output", "FOLDER", Path, "runs/blocks", "default: %(default)s"),
+                (*BLOCKS[:4], "words, or ENCODER/DECODER (default: all, post_ln/pre_ln and pre_ln/post_ln)"),
+                ("--depths", "N", int, [18, 36], "layers of each stack (default 18 36)"),
+                ("--warmups", "N", int, [], "updates of warm-up (default: the recipe's)"),
+                ("--processes", "N", int, 1, "runs at a time (default 1)"), SECONDS)
     args, recipe = parse(parser, words)
     positive(args, "processes")
-    options = {"encoder.block": "--blocks", "encoder.layers": "--depths",
-               "decoder.block": "--blocks", "decoder.layers": "--depths"}
-    options = {f"model.{name}": option for name, option in options.items()}
-    for name, option in {**options, **({"schedule.warmup": "--warmups"} if args.warmups else {})}.items():
-        if name in given(args):
+    options = {f"model.{side}.{name}": option for side in ("encoder", "decoder")
+               for name, option in (("block", "--blocks"), ("layers", "--depths"))}
+    for name, option in {**options, "schedule.warmup": "--warmups"}.items():
+        if name in given(args) and (name in options or args.warmups):
             raise UserError(f"{name} has no say here, since a study sets it for every run; leave it out and say "
                             f"{option}")
     from studies.blocks import list_systems, study
@@ -173,15 +175,15 @@ def benchmark(words: list[str]) -> None:
         "python -m studies benchmark recipes/multi30k/de-en_4l-4l.yaml batch.tokens=2048"
         " --translate runs/multi30k_de-en",
     )
-    whole_numbers(parser, ("--updates", "N", 20, "timed updates a round (default 20)"),
-                  ("--rounds", "N", 3, "rounds (default 3)"))
-    parser.add_argument("--translate", metavar="RUN", help="a trained run whose first test set is translated")
-    parser.add_argument("--output", type=Path, default="runs/benchmark.json", metavar="FILE", help="JSON file")
+    add_options(parser, ("--updates", "N", int, 20, "timed updates a round (default 20)"),
+                ("--rounds", "N", int, 3, "rounds (default 3)"),
+                ("--translate", "RUN", Path, None, "a trained run whose first test set is translated"),
+                ("--output", "FILE", Path, "runs/benchmark.json", "JSON file"))
     args, recipe = parse(parser, words)
     positive(args, "updates", "rounds")
     from studies.benchmarks.training import benchmark
 
-    benchmark(recipe, args.updates, args.rounds, Path(args.translate) if args.translate else None, args.output)
+    benchmark(recipe, args.updates, args.rounds, args.translate, args.output)
 
 
 def layouts(words: list[str]) -> None:
@@ -195,10 +197,8 @@ def layouts(words: list[str]) -> None:
         " pipeline_zero1_fp32:2",
     )
     parser.add_argument("--layouts", nargs="+", required=True, metavar="LAYOUT")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file")
-    whole_numbers(parser, ("--updates", "N", 3, "default 3"),
-                  ("--micro-batches", "M", 4, "of an update, over all processes (default 4)"))
-    batch_options(parser)
+    add_options(parser, ("--output", "FILE", Path, None, "JSON file"), ("--updates", "N", int, 3, "default 3"),
+                ("--micro-batches", "M", int, 4, "of an update, over all processes (default 4)"), *RANDOM_BATCHES)
     args, recipe = parse(parser, words)
     positive(args, "updates", "micro_batches", "tokens", "vocab", "threads")
     from studies.benchmarks.layouts import compare_layouts, parse_layout
@@ -215,13 +215,12 @@ def pipeline_idle(words: list[str]) -> None:
         "stages wait with (stages - 1) / (micro-batches + stages - 1). Writes idle.json and idle.png.",
         "python -m studies pipeline-idle recipes/demo/admin_18l-18l.yaml --stages 2 --counts 1 2 4 8 16",
     )
-    parser.add_argument("--config", default="pipeline_zero1_fp32", metavar="NAME",
-                        help="file of ds_configs/ and precision (default: %(default)s)")
-    whole_numbers(parser, ("--stages", "P", 2, "default 2"),
-                  ("--counts", "M", [1, 2, 4, 8, 16], "micro-batches an update (default 1 2 4 8 16)"))
-    parser.add_argument("--output", type=Path, default=Path("runs/idle"), metavar="FOLDER",
-                        help="of idle.json and idle.png (default %(default)s)")
-    batch_options(parser)
+    add_options(parser, ("--config", "NAME", str, "pipeline_zero1_fp32",
+                         "file of ds_configs/ and precision (default: %(default)s)"),
+                ("--stages", "P", int, 2, "default 2"),
+                ("--counts", "M", int, [1, 2, 4, 8, 16], "micro-batches an update (default 1 2 4 8 16)"),
+                ("--output", "FOLDER", Path, "runs/idle", "of idle.json and idle.png (default %(default)s)"),
+                *RANDOM_BATCHES)
     args, recipe = parse(parser, words)
     positive(args, "stages", "counts", "tokens", "vocab", "threads")
     from studies.benchmarks.layouts import measure_idle

@@ -38,7 +38,6 @@ from deepnmt.config import EARLY_ENDS, Init, Recipe, check_recipe
 from deepnmt.data.batching import Stream, collate, plan_eval
 from deepnmt.data.encoding import end_with_parent, submit
 from deepnmt.data.prepared import PreparedData, Split, open_prepared
-from deepnmt.doctor.variants import block_pair
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
 from deepnmt.model.blocks import BLOCKS
@@ -52,7 +51,7 @@ from deepnmt.train.profile import profile_for
 from deepnmt.train.state import TrainState
 from deepnmt.train.updates import updates
 from studies.plots import Panel, plot_study
-from studies.runs import Record, Stacks, append_runs, read_runs
+from studies.runs import Record, Stacks, append_runs, block_pair, read_runs
 
 HYBRIDS = ("post_ln/pre_ln", "pre_ln/post_ln")  # of the Admin paper's Table 1, and the other way round
 REFERENCE = "pre_ln"  # what is trained without sources

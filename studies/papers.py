@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
 from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.doctor.measures import Gradients, Growth, fit_line, gradients, noise_change
@@ -22,9 +20,10 @@ from deepnmt.doctor.plots import plot_growth, plot_lines
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
+from deepnmt.gpu_report.measure import random_batch
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
-from deepnmt.tokens import BOS, EOS, PAD
+from deepnmt.ranks import Ranks
 
 _VOCAB = 1000
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)
@@ -50,11 +49,7 @@ class Small:
             **{side: {"block": block, "layers": layers, "init": init}
                for side, layers in (("encoder", encoder), ("decoder", decoder))}})
         for seed in range(1, self.trials + 1):
-            generator = torch.Generator().manual_seed(seed)
-            src, trg = (torch.randint(PAD + 1, _VOCAB, (self.sentences, 20), generator=generator) for _ in range(2))
-            src[:, -1] = trg[:, -1] = EOS
-            trg_in = torch.cat([torch.full((self.sentences, 1), BOS), trg[:, :-1]], dim=1)
-            batch = Batch((src, torch.full((self.sentences,), 20), trg_in, trg), seed, trg.numel())
+            batch = random_batch(self.sentences, 20, _VOCAB, seed, Ranks.alone())
             yield fresh_model(shape, _VOCAB, _VOCAB, seed, [batch]), batch
 
 

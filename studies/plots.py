@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any, get_args
 
 import numpy as np
@@ -15,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from deepnmt.config import Precision
-from deepnmt.plots import COLOURS, DASHES, GREY, HEIGHT, dress, marker, panels, save
+from deepnmt.plots import COLOURS, GREY, HEIGHT, dress, marker, panels, save, style
 
 _WIDTH, _HEIGHT = 7.2, 6.4  # inches of a panel
 _COLUMNS = 2
@@ -47,8 +46,7 @@ def plot_study(panels: Sequence[Panel], path: Path, title: str) -> None:
     figure.suptitle(title, x=0.01, ha="left")
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     names = dict.fromkeys(name for panel in panels for name in panel.curves)
-    styles = {name: {"color": COLOURS[number % len(COLOURS)],
-                     "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]} for number, name in enumerate(names)}
+    styles = {name: style(number) for number, name in enumerate(names)}
     ends = [points[-1][1] for panel in panels for points in panel.curves.values() if points]
     marks = [mark for panel in panels for mark in panel.marks.values()]
     high = 1.03 * max(marks, default=10.0)
@@ -91,18 +89,16 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
     """Heights for names: as near to the values as can be with at least `gap` between two, in the same order, within
     (low, high) where there is room.
 
-    With the gaps taken out, the heights must only not fall: an isotonic regression, here by its max-min formula.
-   .
+    With the gaps taken out, the heights must only not fall: an isotonic regression.
     """
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    bare = [values[index] - gap * step for step, index in enumerate(order)]
-    highest = high - gap * (len(values) - 1)
-    heights = [0.0] * len(values)
-    for step, index in enumerate(order):
-        level = max(min(fmean(bare[start:stop]) for stop in range(step + 1, len(bare) + 1))
-                    for start in range(step + 1))
-        heights[index] = max(low, min(level, highest)) + gap * step
-    return heights
+    from sklearn.isotonic import IsotonicRegression  # of the extra `studies`; other pictures do without
+
+    order = np.argsort(values, kind="stable")
+    steps = gap * np.arange(len(values))
+    levels = IsotonicRegression().fit_transform(np.arange(len(values)), np.take(values, order) - steps)
+    heights = np.empty(len(values))
+    heights[order] = levels.clip(max=high - gap * (len(values) - 1)).clip(low) + steps
+    return heights.tolist()
 
 
 def plot_idle_time(rows: Sequence[Mapping[str, Any]], stages: int, path: str | Path) -> None:
@@ -117,8 +113,8 @@ def plot_idle_time(rows: Sequence[Mapping[str, Any]], stages: int, path: str | P
                             "Idle share of the time, per cent")
     counts = [row["micro_batches"] for row in rows]
 
-    def plot(shares: Sequence[float], label: str, **style: Any) -> None:
-        axes.plot(counts, [100 * share for share in shares], label=label, **style)
+    def plot(shares: Sequence[float], label: str, **look: Any) -> None:
+        axes.plot(counts, [100 * share for share in shares], label=label, **look)
 
     plot([row["formula"] for row in rows], "(P − 1) / (M + P − 1), equal stages", color=GREY, linestyle="--")
     plot([row["expected"] for row in rows], "expected of these cuts", color=GREY, linestyle=":")
@@ -145,8 +141,7 @@ def plot_comparison(curves: Mapping[str, Mapping[int, float]], path: Path, title
     for number, (name, points) in enumerate(curves.items()):
         finite = {update: value for update, value in points.items() if math.isfinite(value)}
         values = list(finite.values())
-        axes.plot(list(finite), values, color=COLOURS[number % len(COLOURS)], marker=marker(values), markersize=4,
-                  linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
+        axes.plot(list(finite), values, **style(number), marker=marker(values), markersize=4,
                   label=f"{name} ({values[-1]:.2f})" if finite else f"{name} (nothing finite)")
     axes.set_xlim(left=0)
     if curves:

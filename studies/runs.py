@@ -11,8 +11,19 @@ from typing import Any
 from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line
+from deepnmt.model.blocks import BLOCKS
 
 Record = dict[str, Any]
+
+
+def block_pair(word: str) -> tuple[str, str]:
+    """Encoder and decoder block of a word: `admin`, or `post_ln/pre_ln`. Raises `UserError` for an unknown block."""
+    encoder, _, decoder = word.partition("/")
+    for block in (encoder, decoder or encoder):
+        if block not in BLOCKS:
+            raise UserError(f"there is no block {block!r}; known: {', '.join(BLOCKS)}; two with a / between them are "
+                            "encoder and decoder")
+    return encoder, decoder or encoder
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from deepnmt.config import Init, Precision, Recipe, check_recipe
-from deepnmt.doctor.variants import block_pair, fresh_model
+from deepnmt.doctor.variants import fresh_model
 from deepnmt.doctor.verdict import (
     FEATURES,
     SHIPPED,
@@ -39,7 +39,7 @@ from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from studies.plots import plot_grid
-from studies.runs import Record, Stacks, append_runs, json_lines, read_runs
+from studies.runs import Record, Stacks, append_runs, block_pair, json_lines, read_runs
 from studies.side_by_side import train_side_by_side
 from studies.toy_task import ToyTask
 from studies.verdict_fit import confusion, fit_rule, held_out, unpaired

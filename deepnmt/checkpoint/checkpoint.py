@@ -15,7 +15,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -316,7 +317,8 @@ def load_weights(folder: Path, verify: bool = True) -> dict[str, Tensor]:
     """Name to fp32 tensor on the CPU. Raises `DamagedCheckpoint`; without `verify` only where nothing can be read."""
     if verify:
         verify_files(folder, (WEIGHTS,))
-    return _read_tensors(folder, WEIGHTS)
+    with _reading(folder, WEIGHTS):
+        return load_file(folder / WEIGHTS)
 
 
 def weights_in(folder: Path) -> Source:
@@ -339,12 +341,10 @@ def _tensors_in(folder: Path, name: str) -> Source:
 
     def read(key: str) -> Tensor:
         nonlocal file, values
-        try:
+        with _reading(folder, name):
             if file is None or values >= MAPPED_VALUES:
                 file, values = safe_open(folder / name, framework="pt"), 0
             tensor = file.get_tensor(key)
-        except (OSError, SafetensorError) as error:
-            raise DamagedCheckpoint(folder, f"{name} cannot be read ({error})") from None
         values += tensor.numel()
         return tensor
 
@@ -353,16 +353,15 @@ def _tensors_in(folder: Path, name: str) -> Source:
 
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each weight in a checkpoint, by name. Raises `DamagedCheckpoint`."""
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
-        raise DamagedCheckpoint(folder, f"{WEIGHTS} cannot be read ({error})") from None
+    with _reading(folder, WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
-def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+@contextmanager
+def _reading(folder: Path, name: str) -> Iterator[None]:
+    """Turns a fault of a file of tensors into `DamagedCheckpoint`."""
     try:
-        return load_file(folder / name)
+        yield
     except (OSError, SafetensorError) as error:
         raise DamagedCheckpoint(folder, f"{name} cannot be read ({error})") from None
 

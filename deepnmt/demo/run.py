@@ -24,7 +24,7 @@ from deepnmt.train.log import clock
 _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
 
 
-def walk(recipe: Recipe, pairs: int = 110_000, number_of_processes: int = 2) -> int:
+def walk(recipe: Recipe, pairs: int) -> int:
     """Runs every step and returns the exit code.
 
     Args:
@@ -49,8 +49,8 @@ def walk(recipe: Recipe, pairs: int = 110_000, number_of_processes: int = 2) -> 
     make_corpus(texts, pairs, valid=min(500, pairs // 10), test=min(1000, pairs // 10))
     begin(2, "preparing the data")
     prepare(recipe)
-    begin(3, f"profiling Admin and training on {number_of_processes} processes")
-    _train(recipe, number_of_processes)
+    begin(3, "profiling Admin and training on 2 processes")
+    _train(recipe)
     begin(4, "averaging the last checkpoints")
     average_run(recipe)
     begin(5, "translating and scoring the test set")
@@ -72,8 +72,8 @@ def walk(recipe: Recipe, pairs: int = 110_000, number_of_processes: int = 2) -> 
     return 0
 
 
-def _train(recipe: Recipe, count: int) -> None:
-    """Starts `deepnmt train` under the launcher unless the run is finished.
+def _train(recipe: Recipe) -> None:
+    """Starts `deepnmt train` under the launcher, on two processes, unless the run is finished.
 
     Raises:
         UserError: it was finished with other settings, or training fails.
@@ -87,7 +87,7 @@ def _train(recipe: Recipe, count: int) -> None:
     run.mkdir(parents=True, exist_ok=True)
     (run / "demo.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     launcher = Path(sys.executable).parent / "deepspeed"
-    command = [launcher, "--quiet", "--num_accelerators", str(count), "--master_port", str(free_port()), _MAIN, "train",
+    command = [launcher, "--quiet", "--num_accelerators", "2", "--master_port", str(free_port()), _MAIN, "train",
                run / "demo.yaml"]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"}
     code = subprocess.run(list(map(str, command)), env=env, check=False).returncode

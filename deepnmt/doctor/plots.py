@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepnmt.doctor.measures import HALF_MAX, Growth
-from deepnmt.plots import COLOURS, DASHES, GREY, HEIGHT, panels, save
+from deepnmt.plots import COLOURS, GREY, HEIGHT, panels, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,17 +62,16 @@ def plot_growth(growths: Mapping[str, Mapping[str, Growth]], path: Path, title: 
     figure, row = panels(list(growths), "layers N", "change of the output, share of its variance", title, share=False)
     for axes, lines in zip(row, growths.values(), strict=True):
         for number, (name, growth) in enumerate(lines.items()):
-            colour = COLOURS[number % len(COLOURS)]
+            look = style(number)
             linear = not growth.linear.r2 < growth.logarithmic.r2
             fit = growth.linear if linear else growth.logarithmic
-            axes.plot(growth.depths, growth.changes, "o", color=colour, markersize=4)
+            axes.plot(growth.depths, growth.changes, "o", color=look["color"], markersize=4)
             if math.isfinite(fit.r2):
                 span = np.linspace(min(growth.depths), max(growth.depths), 100)
-                axes.plot(span, fit.slope * (span if linear else np.log(span)) + fit.offset, color=colour,
-                          linestyle=DASHES[number // len(COLOURS)],
+                axes.plot(span, fit.slope * (span if linear else np.log(span)) + fit.offset, **look,
                           label=f"{name}, fit to {'N' if linear else 'log N'}: R² {fit.r2:.3f}")
             else:
-                axes.plot(growth.depths, growth.changes, color=colour, label=name)
+                axes.plot(growth.depths, growth.changes, color=look["color"], label=name)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False)
     save(figure, path)
@@ -97,8 +96,7 @@ def plot_lines(
     for axes, group in zip(row, lines.values(), strict=True):
         for number, (name, values) in enumerate(group.items()):
             axes.plot(xs if xs is not None else range(1, len(values) + 1), [max(value, _FLOOR) for value in values],
-                      color=COLOURS[number % len(COLOURS)], linestyle=DASHES[number // len(COLOURS) % len(DASHES)],
-                      marker="o", markersize=3, label=name)
+                      **style(number), marker="o", markersize=3, label=name)
         axes.set_yscale("log")
         if bound is not None:
             axes.axhline(bound[0], color=GREY, linestyle=(0, (2, 2)), linewidth=1.2, label=bound[1])
@@ -170,7 +168,7 @@ def plot_displacements(pairs: Sequence[Tree], path: Path) -> None:
     _decades(row)
     for matrix, colour in colours.items():
         row[0].plot([], [], color=colour, label=matrix)
-    for attention, style in dashes.items():
-        row[0].plot([], [], color=GREY, linestyle=style, label=attention)
+    for attention, dash in dashes.items():
+        row[0].plot([], [], color=GREY, linestyle=dash, label=attention)
     figure.legend(loc="outside lower center", ncols=len(colours) + len(dashes), frameon=False, fontsize="small")
     save(figure, path)

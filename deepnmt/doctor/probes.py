@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from deepnmt.batch import Batch
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side, newest
+from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -119,17 +120,6 @@ def real_positions(batch: Batch) -> dict[Side, Tensor]:
     """Where there is no padding: boolean [B, S] for the encoder, [B, T] for the decoder."""
     src, lengths, _, trg_out = batch.tensors
     return {"encoder": torch.arange(src.size(1), device=src.device) < lengths[:, None], "decoder": trg_out != PAD}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """While it lasts the model is in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import Init, Model, Recipe, with_settings
-from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile, InputVariance, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.init import new_model
@@ -42,16 +41,6 @@ def initialisation(block: str, init: Init) -> str:
     if init == "auto":
         return "depth_scaled" if BLOCKS[block].depth_scaled else "xavier"
     return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused else init
-
-
-def block_pair(word: str) -> tuple[str, str]:
-    """Encoder and decoder block of a word: `admin`, or `post_ln/pre_ln`. Raises `UserError` for an unknown block."""
-    encoder, _, decoder = word.partition("/")
-    for block in (encoder, decoder or encoder):
-        if block not in BLOCKS:
-            raise UserError(f"there is no block {block!r}; known: {', '.join(BLOCKS)}; two with a / between them are "
-                            "encoder and decoder")
-    return encoder, decoder or encoder
 
 
 def alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:

@@ -165,8 +165,7 @@ def _peak_memory(device: torch.device) -> float | None:
 
 
 def timed_updates(
-    update: Callable[[int, int], float], tokens: int, warm_up: int, steps: int, until: float,
-    now: Callable[[], float] = time.monotonic,
+    update: Callable[[int, int], float], tokens: int, warm_up: int, steps: int, until: float
 ) -> tuple[int, list[float]]:
     """Updates until there are enough of them, or the next one, as long as the last, would end after `until`.
 
@@ -177,7 +176,7 @@ def timed_updates(
         update: takes tokens and number of an update, and returns its seconds.
         tokens: of an update, where there is time.
         warm_up, steps: how many are wanted that are not timed, and that are.
-        until: by the clock `now`.
+        until: by `time.monotonic`.
 
     Returns:
         The tokens of the timed updates, and the seconds of each.
@@ -185,7 +184,7 @@ def timed_updates(
     seconds: list[float] = []
     while len(seconds) < warm_up + steps:
         seconds.append(update(tokens, len(seconds)))
-        left = until - now()
+        left = until - time.monotonic()
         if seconds[-1] <= left:
             continue
         if len(seconds) > 1 or tokens // 2 < FEWEST_TOKENS:

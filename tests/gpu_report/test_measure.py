@@ -41,7 +41,8 @@ def test_the_median_update_counts() -> None:
     (1.0, 1.6, 8192, 1, 1.5),  # the first was too long for a second: two of a quarter
     (1.0, 1.0, FEWEST_TOKENS, 1, 1.0625),  # no time at all: one of the fewest tokens
 ])
-def test_updates_end_in_time(seconds: float, until: float, tokens: int, timed: int, ended: float) -> None:
+def test_updates_end_in_time(seconds: float, until: float, tokens: int, timed: int, ended: float,
+                             monkeypatch: pytest.MonkeyPatch) -> None:
     """An update takes time by its tokens; the clock shows their sum."""
     taken: list[float] = []
 
@@ -49,7 +50,8 @@ def test_updates_end_in_time(seconds: float, until: float, tokens: int, timed: i
         taken.append(seconds * size / 32768)
         return taken[-1]
 
-    found = timed_updates(update, 32768, 4, 12, until, now=lambda: sum(taken))
+    monkeypatch.setattr("time.monotonic", lambda: sum(taken))
+    found = timed_updates(update, 32768, 4, 12, until)
     assert found == (tokens, [seconds * tokens / 32768] * timed) and sum(taken) == ended
 
 
