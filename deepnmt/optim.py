@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import nn
 
 from deepnmt import config
 
+# Tensors beside each weight, of its shape, that go into checkpoints and out of them under every layout. To add one (an
+# average of the weights, say): its name here and in `moments_of`, its first value in `first_moment`, and what changes
+# it in a `register_step_post_hook` of the optimizer that `build_optimizer` returns, which keeps it in `state[p]`.
 Moment = Literal["exp_avg", "exp_avg_sq", "momentum_buffer"]
 
 
@@ -73,26 +76,73 @@ def moments_of(settings: config.Optimizer) -> tuple[Moment, ...]:
     return ("exp_avg", "exp_avg_sq")
 
 
+# What `optimizer.*` settings, another value of which makes other moments; a run keeps them.
+MOMENT_SETTINGS = ("optimizer.name", "optimizer.momentum")
+
+
+def first_moment(moment: Moment, weight: torch.Tensor) -> torch.Tensor:
+    """What a moment of a weight is before the first update."""
+    return torch.zeros_like(weight)
+
+
+class Progress(NamedTuple):
+    """How far a run is: the number of the update (from 1), the run's last, and how often the training text was seen
+    before this update."""
+
+    update: int
+    last_update: int
+    passes: float
+
+
 def learning_rate(
     peak: float, schedule: config.Schedule, update: int, last_update: int, passes: float = 0.0
 ) -> float:
     """The rate of update number `update` (counted from 1); a pure function, so a resumed run has nothing to restore.
 
-    Rises linearly to `peak` over `schedule.warmup` updates; then inverse_sqrt: peak · sqrt(warmup / update) (with no
-    warm-up: peak / sqrt(update)); constant: peak; linear: a straight line to `schedule.final` at `last_update`; step:
-    see `_stepped`. `passes`: how often the training text was seen before this update; `schedule.step_epoch` needs it.
+    Rises linearly to `peak` over `schedule.warmup` updates, then follows its curve in `SCHEDULES`. `passes`: how often
+    the training text was seen before this update; `schedule.step_epoch` needs it.
     """
-    warmup = schedule.warmup
-    if update < warmup:
-        return peak * update / warmup
-    if schedule.name == "inverse_sqrt":
-        return peak * (max(warmup, 1) / update) ** 0.5
-    if schedule.name == "linear":
-        done = min(1.0, (update - warmup) / max(1, last_update - warmup))
-        return peak + (schedule.final - peak) * done
-    if schedule.name == "step":
-        return peak * _stepped(schedule, update, passes)
+    if update < schedule.warmup:
+        return peak * update / schedule.warmup
+    return SCHEDULES[schedule.name](peak, schedule, Progress(update, last_update, passes))
+
+
+def _inverse_sqrt(peak: float, schedule: config.Schedule, now: Progress) -> float:
+    """peak · sqrt(warmup / update), with no warm-up peak / sqrt(update)."""
+    return peak * (max(schedule.warmup, 1) / now.update) ** 0.5
+
+
+def _constant(peak: float, schedule: config.Schedule, now: Progress) -> float:
     return peak
+
+
+def _linear(peak: float, schedule: config.Schedule, now: Progress) -> float:
+    """A straight line to `schedule.final` at the last update."""
+    done = min(1.0, (now.update - schedule.warmup) / max(1, now.last_update - schedule.warmup))
+    return peak + (schedule.final - peak) * done
+
+
+def _step(peak: float, schedule: config.Schedule, now: Progress) -> float:
+    """The peak before the step, times `step_factor` from there on, under inverse_sqrt times sqrt(step / now) as well.
+
+    Where the step is an epoch, both are counted in passes over the text: with equally long epochs that is the same as
+    in updates, and it stays so for a run that goes on with other processes.
+    """
+    step, at = schedule.step_update or 0, float(now.update)
+    if schedule.step_epoch is not None:
+        step, at = schedule.step_epoch - 1, now.passes
+    if at < step:
+        return peak
+    return peak * (schedule.step_factor * (1.0 if schedule.after_step == "constant" else (step / at) ** 0.5))
+
+
+# The rate after the warm-up. To add one: a function and a row here, its name and settings in `config.Schedule`.
+SCHEDULES: dict[str, Callable[[float, config.Schedule, Progress], float]] = {
+    "inverse_sqrt": _inverse_sqrt,
+    "constant": _constant,
+    "linear": _linear,
+    "step": _step,
+}
 
 
 def warmup_note(recipe: config.Recipe) -> str | None:
@@ -103,20 +153,6 @@ def warmup_note(recipe: config.Recipe) -> str | None:
     reached = learning_rate(recipe.optimizer.lr, recipe.schedule, updates, updates)
     return (f"schedule.warmup ({warmup}) ends after train.updates ({updates}): the rate rises to {reached:.3g} and "
             f"never to optimizer.lr ({recipe.optimizer.lr:g})")
-
-
-def _stepped(schedule: config.Schedule, update: int, passes: float) -> float:
-    """1 before the step and `step_factor` from there on, under inverse_sqrt times sqrt(step / now).
-
-    Where the step is an epoch, both are counted in passes over the text: with equally long epochs that is the same as
-    in updates, and it stays so for a run that goes on with other processes.
-    """
-    at, now = (schedule.step_update or 0, float(update))
-    if schedule.step_epoch is not None:
-        at, now = schedule.step_epoch - 1, passes
-    if now < at:
-        return 1.0
-    return schedule.step_factor * (1.0 if schedule.after_step == "constant" else (at / now) ** 0.5)
 
 
 class ScalerState(TypedDict):

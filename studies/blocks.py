@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from deepnmt.batch import Batch
-from deepnmt.config import EARLY_ENDS, Init, Recipe, check_recipe
+from deepnmt.config import Init, Recipe, Section, check_recipe
 from deepnmt.data.batching import Stream, collate, plan_eval
 from deepnmt.data.encoding import end_with_parent, submit
 from deepnmt.data.prepared import PreparedData, Split, open_prepared
@@ -49,6 +49,7 @@ from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 from deepnmt.train.profile import profile_for
 from deepnmt.train.state import TrainState
+from deepnmt.train.trainer import ENDS
 from deepnmt.train.updates import updates
 from studies.plots import Panel, plot_study
 from studies.runs import Record, Stacks, append_runs, block_pair, read_runs
@@ -125,9 +126,9 @@ def list_systems(
         if stack.init != "auto":
             raise UserError(f"model.{side}.init is {stack.init}, but a study sets it for every run; leave it at "
                             f"auto and say --inits {stack.init}")
-    for name in EARLY_ENDS:
-        if value := getattr(recipe.train, name):
-            never = type(recipe.train).model_fields[name].default
+    for name in ENDS.keys() - {"updates"}:
+        never = type(recipe.train).model_fields[name].default
+        if (value := getattr(recipe.train, name)) != never:
             raise UserError(f"train.{name} is {value}, but every run of a study goes to its last update, "
                             f"train.updates; set train.{name}={'null' if never is None else never}")
     pairs = [block_pair(word) for word in blocks or (*BLOCKS, *HYBRIDS)]
@@ -161,7 +162,7 @@ def study(
 
     def done() -> list[Record | None]:
         """The run of each system with these settings, None where it was not done."""
-        runs = [run for run in read_study(file) if run["settings"] == settings]
+        runs = [run for run in read_study(file) if _completed(run["settings"]) == _completed(settings)]
         return [next((run for run in runs if run["system"] == asdict(system)), None) for system in systems]
 
     left = [system for system, run in zip(systems, done(), strict=True) if run is None]
@@ -204,6 +205,14 @@ def shared_settings(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
     tree["train"] = {key: tree["train"][key] for key in ("updates", "label_smoothing", "clip")}
     kept = {key: tree[key] for key in ("seed", "batch", "model", "admin", "optimizer", "schedule", "train")}
     return {**kept, "data": data.fingerprint}
+
+
+def _completed(settings: dict[str, Any]) -> dict[str, Any]:
+    """With the defaults of those that a line lacks, because it is older than they are."""
+    defaults = {name: field.default.model_dump() for name, field in Recipe.model_fields.items()
+                if isinstance(field.default, Section)}
+    return {name: {**defaults.get(name, {}), **value} if isinstance(value, dict) else value
+            for name, value in settings.items()}
 
 
 def _results(systems: Sequence[System], recipe: Recipe, count: int, deadline: float) -> Iterator[Record]:

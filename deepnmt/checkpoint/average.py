@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from deepnmt.checkpoint.checkpoint import (
-    MODEL_FILES,
     RECIPE,
+    REQUIRED,
     SRC_VOCAB,
     TRG_VOCAB,
     Contents,
@@ -26,14 +26,19 @@ from deepnmt.checkpoint.checkpoint import (
     read_scores,
     require_model,
     shapes_in,
+    task_files,
     update_of,
     verify_files,
     weights_in,
     write_checkpoint,
 )
-from deepnmt.config import Model, Recipe, load_recipe
+from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.folders import own_name
+
+# Settings of the model that training alone asks for. Under another of any other one, tensors of the same names and
+# shapes are used otherwise.
+_OF_TRAINING = ("dropout", "attention_dropout", "activation_dropout", "max_length", "encoder.init", "decoder.init")
 
 log = logging.getLogger(__name__)
 
@@ -164,25 +169,25 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
         CheckpointWriteError: it cannot be written.
     """
     check_target(target, "the average")
-    manifests = [verify_files(folder, MODEL_FILES) for folder in checkpoints]
+    manifests = [verify_files(folder, {*REQUIRED, *task_files(folder)}) for folder in checkpoints]
     require_model(checkpoints[0], model)
     weights = average_weights(checkpoints)
     models = [load_recipe(folder / RECIPE).model for folder in checkpoints]
     for folder, manifest, other in zip(checkpoints, manifests, models):
-        for name in (SRC_VOCAB, TRG_VOCAB):
-            if manifest["files"][name] != manifests[0]["files"][name]:
-                raise _other_model(checkpoints[0], folder, f"the vocabulary {name} is another")
-        # Under another of these, tensors of the same names and shapes are used otherwise.
-        for setting in ("encoder.block", "decoder.block", "heads", "activation"):
-            ours, theirs = map(attrgetter(setting), (models[0], other))
-            if ours != theirs:
+        for name in task_files(checkpoints[0]):
+            if manifest["files"].get(name) != manifests[0]["files"][name]:
+                what = "vocabulary" if name in (SRC_VOCAB, TRG_VOCAB) else "file"
+                raise _other_model(checkpoints[0], folder, f"the {what} {name} is another")
+        for change in changed_settings(models[0], other):
+            setting, ours, theirs = re.split(": | -> ", change)
+            if setting not in _OF_TRAINING:
                 raise _other_model(checkpoints[0], folder, f"model.{setting} is {theirs} where {ours} is expected")
     states = [load_state(folder) for folder in checkpoints]
     state, newest = max(zip(states, checkpoints), key=lambda each: each[0].update)
     beside = list_checkpoints(target.parent / "checkpoints")
     averaged = {"averaged": [str(folder) for folder in checkpoints], "averaged_updates": [s.update for s in states],
                 "updates_beside": [update_of(path) for path in beside]}
-    files = {name: (newest / name).read_bytes() for name in (SRC_VOCAB, TRG_VOCAB)}
+    files = {name: (newest / name).read_bytes() for name in task_files(newest)}
     write_checkpoint(target, Contents(
         weights, None, replace(state, loss_scale=None, best={}, extra=averaged),
         (newest / RECIPE).read_text(encoding="utf-8"), files))

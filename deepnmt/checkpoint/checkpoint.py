@@ -40,6 +40,7 @@ __all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # which callers catch; 
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
 REQUIRED = (WEIGHTS, STATE, RECIPE)  # which each checkpoint has, whatever its task
+# Any other file is the task's (`train/task.py`, `_files`, names it), and goes into averages and folded models as it is.
 MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is loaded from
 FILES = (*MODEL_FILES, MOMENTS)
 
@@ -105,8 +106,8 @@ class LoadedModel:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The vocabularies, as a checkpoint carries them."""
-        return {SRC_VOCAB: self.src_vocab.bytes, TRG_VOCAB: self.trg_vocab.bytes}
+        """The files of the task, as the checkpoint carries them."""
+        return {name: (self.folder / name).read_bytes() for name in task_files(self.folder)}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -304,6 +305,11 @@ def verify_files(folder: Path, files: Collection[str] | None) -> dict[str, Any]:
     return manifest
 
 
+def task_files(folder: Path) -> list[str]:
+    """The names of the files that the task put into a checkpoint. Raises `DamagedCheckpoint`."""
+    return [name for name in verify_files(folder, ())["files"] if name not in (*REQUIRED, MOMENTS)]
+
+
 def load_state(folder: Path) -> TrainingState:
     """Raises `DamagedCheckpoint` where state.json is missing or is none."""
     content = folders.read_json(folder, STATE)
@@ -383,7 +389,7 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
         UserError: no checkpoint, a damaged one, or weights that are not those of its recipe (naming the first tensor).
     """
     checkpoint = find_checkpoint(folder, which)
-    verify_files(checkpoint, MODEL_FILES)
+    verify_files(checkpoint, {*MODEL_FILES, *task_files(checkpoint)})
     recipe = load_recipe(checkpoint / RECIPE)
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
     model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)

@@ -2,7 +2,6 @@
 
 from deepnmt.config.load import changed_settings, check_recipe, dump_recipe, load_recipe, override, with_settings
 from deepnmt.config.sections import (
-    EARLY_ENDS,
     HISTORY_BLOCKS,
     PROFILED_BLOCKS,
     Admin,
@@ -27,7 +26,6 @@ from deepnmt.config.sections import (
 )
 
 __all__ = [
-    "EARLY_ENDS",
     "HISTORY_BLOCKS",
     "PROFILED_BLOCKS",
     "Admin",

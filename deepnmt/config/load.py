@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from deepnmt.config.sections import Corpus, Recipe
+from deepnmt.config.sections import Corpus, Recipe, Section
 from deepnmt.errors import UserError
 
 Part = TypeVar("Part", bound=BaseModel)
@@ -103,8 +103,8 @@ def with_settings(section: Part, changes: Mapping[str, Any]) -> Part:
     return type(section).model_validate(tree)
 
 
-def changed_settings(old: Recipe, new: Recipe) -> list[str]:
-    """The settings that differ, as `key: old -> new`."""
+def changed_settings(old: Section, new: Section) -> list[str]:
+    """The settings of two recipes, or of a section of each, that differ, as `key: old -> new`."""
     before, after = _flat(old.model_dump()), _flat(new.model_dump())
     return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(before.keys() | after.keys())
             if before.get(key) != after.get(key)]

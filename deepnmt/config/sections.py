@@ -265,9 +265,6 @@ class Schedule(Section):
             yield f"step_update ({self.step_update}) must be above warmup ({self.warmup})"
 
 
-EARLY_ENDS = ("epochs", "max_seconds", "patience")  # settings of `Train` that can end a run before its last update
-
-
 class Train(Section):
     """How long a run is, and what it logs, validates and saves."""
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deepnmt.config import Corpus, Recipe
+from deepnmt.config import Corpus, Filters, Recipe, Vocab
 from deepnmt.data.text import input_files
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
@@ -248,7 +248,8 @@ def open_prepared(recipe: Recipe, texts: bool = True, verify: bool = False) -> P
 
 def check_settings(recipe: Recipe, data: PreparedData) -> None:
     """Raises `UserError` naming the first setting that differs from those a folder was prepared with."""
-    then = data.manifest["settings"]
+    # a filter that was not there then left out nothing, which is its default
+    then = _filters_and_vocab(Filters(), Vocab()) | data.manifest["settings"]
     for key, value in prepared_settings(recipe).items():
         if then.get(key) != value:
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, the recipe says "
@@ -270,12 +271,16 @@ def other_texts(data: PreparedData, name: str) -> UserError:
 def prepared_settings(recipe: Recipe) -> dict[str, Any]:
     """All settings that the prepared bytes depend on, by their dotted names."""
     data = recipe.data
-    settings = {f"data.filters.{key}": value for key, value in data.filters.model_dump().items()}
-    settings |= {f"vocab.{key}": value for key, value in recipe.vocab.model_dump().items()}
+    settings = _filters_and_vocab(data.filters, recipe.vocab)
     settings["data.subword_variants"] = data.subword_variants
     if data.subword_variants:
         settings["data.subword_alpha"] = data.subword_alpha
     return settings | {f"data.{name}.columns": corpus.columns for name, corpus in corpora(recipe).items() if corpus.tsv}
+
+
+def _filters_and_vocab(filters: Filters, vocab: Vocab) -> dict[str, Any]:
+    return {f"{name}.{key}": value for name, section in (("data.filters", filters), ("vocab", vocab))
+            for key, value in section.model_dump().items()}
 
 
 def corpora(recipe: Recipe) -> dict[str, Corpus]:

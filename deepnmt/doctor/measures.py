@@ -33,7 +33,7 @@ from deepnmt.doctor.probes import (
     sublayers,
     watching,
 )
-from deepnmt.model.blocks import SIDES, Side, Stream, newest
+from deepnmt.model.blocks import SIDES, Norm, Side, Stream, newest
 from deepnmt.model.init import generator_for
 from deepnmt.model.transformer import Transformer
 
@@ -213,19 +213,18 @@ def _run(block: nn.Module, x: Stream, outputs: Sequence[Tensor]) -> tuple[list[T
 
 @contextmanager
 def _frozen(module: nn.Module, forward: Callable[[], Result]) -> Iterator[Result]:
-    """Gives what `forward` returns; while it lasts, each LayerNorm of the module is γ (c - mean c) / σ + ν with the σ
-    of what it took then [B, T, D]: affine in c."""
-    taken: dict[nn.LayerNorm, Tensor] = {}
-    norms = [norm for norm in module.modules() if isinstance(norm, nn.LayerNorm)]
+    """Gives what `forward` returns; while it lasts, each norm of the module keeps the statistics of what it took then
+    [B, T, D], see `Norm.frozen`."""
+    taken: dict[Norm, Tensor] = {}
+    norms = [norm for norm in module.modules() if isinstance(norm, Norm)]
     with hooks() as handles:
         for norm in norms:
             handles.append(norm.register_forward_pre_hook(lambda norm, inputs: taken.update({norm: inputs[0]})))
         result = forward()
     with hooks() as handles:
         for norm, x in taken.items():
-            gain = (x.var(-1, correction=0, keepdim=True) + norm.eps).rsqrt() * norm.weight
-            handles.append(norm.register_forward_hook(
-                lambda norm, inputs, _o, gain=gain: (inputs[0] - inputs[0].mean(-1, keepdim=True)) * gain + norm.bias))
+            frozen = norm.frozen(x)
+            handles.append(norm.register_forward_hook(lambda _m, inputs, _o, frozen=frozen: frozen(inputs[0])))
         yield result
 
 
@@ -391,7 +390,7 @@ def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
 
     def module_done(largest: dict[str, float], path: str, module: nn.Module, taken: tuple[Any, ...], output: Any
                     ) -> None:
-        seen = {path: output, **({f"{path} (input)": taken[0]} if isinstance(module, nn.LayerNorm) else {})}
+        seen = {path: output, **({f"{path} (input)": taken[0]} if isinstance(module, Norm) else {})}
         for name, tensor in seen.items():
             if isinstance(tensor, Tensor):
                 largest[name] = max(largest.get(name, 0.0), float(tensor.abs().max()))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.batch import Batch
-from deepnmt.model.blocks import SIDES, SUBLAYERS, Side, newest
+from deepnmt.model.blocks import SIDES, SUBLAYERS, Norm, Side, newest
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
@@ -86,9 +86,9 @@ def _layer_hooks(
 
 
 def norms_of(layer: nn.Module) -> list[nn.Module]:
-    """The LayerNorms of a layer's rule, in order; of a rule without any, none."""
+    """The norms of a layer's rule, in order; of a rule without any, none."""
     return [module for name, module in layer.get_submodule("rule").named_modules()
-            if name.startswith("norms.") and isinstance(module, nn.LayerNorm)]
+            if name.startswith("norms.") and isinstance(module, Norm)]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Text is scored detokenised and cased. Several test sets make one table with thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +17,14 @@ from sacrebleu.significance import PairedTest
 from deepnmt.errors import UserError
 from deepnmt.files import table
 
-METRICS = {"bleu": "BLEU", "chrf": "chrF2", "ter": "TER"}  # our name to SacreBLEU's; of TER, lower is better
+# What is scored: our name, in JSON, to SacreBLEU's; and its scorer for a target language. To add one: a row in each.
+METRICS = {"bleu": "BLEU", "chrf": "chrF2", "ter": "TER"}
+SCORERS: dict[str, Callable[[str], Metric]] = {
+    "bleu": lambda lang: sacrebleu.BLEU(trg_lang=lang),
+    "chrf": lambda lang: sacrebleu.CHRF(),
+    "ter": lambda lang: sacrebleu.TER(),
+}
+LOWER_IS_BETTER = ("ter",)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class Report:
         blocks = []
         for metric, name in METRICS.items():
             sets = list(next(iter(self.scores.values())))
-            rows = [[name + (" (lower is better)" if metric == "ter" else ""), *sets, "average"]]
+            rows = [[name + (" (lower is better)" if metric in LOWER_IS_BETTER else ""), *sets, "average"]]
             for system, by_set in self.scores.items():
                 values = [*(scores.values[metric] for scores in by_set.values()), self.average(system, metric)]
                 rows.append([system, *(f"{value:.2f}" for value in values)])
@@ -145,7 +152,7 @@ def score_systems(systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence
 def score_lines(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]], lang: str, name: str = "the translation"
 ) -> Scores:
-    """BLEU, chrF and TER of lines against one or more sets of reference lines; `name` is for the message of a fault.
+    """All `METRICS` of lines against one or more sets of reference lines; `name` is for the message of a fault.
 
     Raises:
         UserError: the numbers of lines differ, or there is none; SacreBLEU's tokenizer for `lang` is not installed.
@@ -185,7 +192,7 @@ def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str
 def scorers(lang: str) -> dict[str, Metric]:
     """By our name; of a target language. Raises `UserError` where its tokenizer is not installed."""
     try:
-        return {"bleu": sacrebleu.BLEU(trg_lang=lang), "chrf": sacrebleu.CHRF(), "ter": sacrebleu.TER()}
+        return {metric: make(lang) for metric, make in SCORERS.items()}
     except RuntimeError:
         raise UserError(f"data.trg_lang is {lang!r}, whose tokenizer is no part of SacreBLEU's plain installation; say "
                         f"pip install 'sacrebleu[{lang}]'") from None

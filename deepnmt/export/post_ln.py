@@ -121,8 +121,9 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
             matrix = f"{layers}{layer}.{reader}"
             folded[matrix] = (weights[matrix].double() / omega).float()
             if norm:
-                for name in (f"{norm}.weight", f"{norm}.bias"):
-                    folded[name] = (weights[name].double() * omega).float()
+                for name in (f"{norm}.weight", f"{norm}.bias"):  # its gain and, where it has one, its bias
+                    if name in weights:
+                        folded[name] = (weights[name].double() * omega).float()
             elif gain in weights:
                 folded[gain] = (weights[gain].double() * omega).float()
             elif not bool((omega == 1).all()):

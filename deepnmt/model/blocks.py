@@ -44,7 +44,15 @@ def newest(x: Stream) -> Tensor:
     return x if isinstance(x, Tensor) else x[-1]
 
 
-class LayerNorm(nn.LayerNorm):
+class Norm(nn.Module):
+    """A norm over the last dimension; all that stand in a model come from `LayerPosition.norm`."""
+
+    def frozen(self, x: Tensor) -> Branch:
+        """The norm as a map of any c [..., D] that keeps the statistics of x [..., D]: affine in c."""
+        raise NotImplementedError
+
+
+class LayerNorm(Norm, nn.LayerNorm):
     """(x - mean) / sqrt(variance + 1e-5) · weight + bias, over the last dimension. Ba et al. 2016, Layer Normalization.
 
     On a CPU PyTorch's 16-bit LayerNorm keeps mean and deviation in 16 bits for the backward pass and sums the gradients
@@ -58,6 +66,10 @@ class LayerNorm(nn.LayerNorm):
             return super().forward(x)
         y = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
         return y.to(x.dtype)
+
+    def frozen(self, x: Tensor) -> Branch:
+        gain = (x.var(-1, correction=0, keepdim=True) + self.eps).rsqrt() * self.weight
+        return lambda c: (c - c.mean(-1, keepdim=True)) * gain + self.bias
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,13 @@ class LayerPosition:
     def of(cls, model: config.Model, side: Side, index: int) -> LayerPosition:
         """That of layer `index` (from 0) of a model's stack."""
         return cls(side, index, model.encoder.layers, model.decoder.layers, model.width)
+
+    def norm(self) -> Norm:
+        """A new norm of the layer, or of what stands on the stack.
+
+        To add a kind: a subclass of `Norm` above, its word in `config.Model`, and a field here that `of` takes it from.
+        """
+        return LayerNorm(self.width)
 
     @property
     def branches(self) -> int:
@@ -113,7 +132,7 @@ class Block(nn.Module):
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(LayerNorm(position.width) for _ in range(position.branches * self.layer_norms))
+        self.norms = nn.ModuleList(position.norm() for _ in range(position.branches * self.layer_norms))
         self.adds = nn.ModuleList(nn.Identity() for _ in range(position.branches))
 
     @staticmethod
@@ -159,7 +178,7 @@ class Block(nn.Module):
     @classmethod
     def top(cls, position: LayerPosition) -> nn.Module:
         """What stands on the stack, new: it takes the last layer's `Stream` to the stack's output [..., D]."""
-        return LayerNorm(position.width) if cls.final_norm else nn.Identity()
+        return position.norm() if cls.final_norm else nn.Identity()
 
 
 def _added(add: nn.Module, branch: Branch, x: Tensor) -> Tensor:
@@ -408,10 +427,10 @@ class Mixture(nn.Module):
     mixture above it. Post-norm form: LN_l(Σ w_k·y_k).
     """
 
-    def __init__(self, below: int, width: int, pre_norm: bool) -> None:
+    def __init__(self, below: int, norm: Norm, pre_norm: bool) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.empty(below + 1))
-        self.norm = LayerNorm(width)
+        self.norm = norm
         self.pre_norm = pre_norm
 
     def forward(self, x: Stream) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -432,10 +451,10 @@ class Mixture(nn.Module):
 class MixtureTop(nn.Module):
     """The output of a DLCL stack: the mixture of all its layers, in the pre-norm form with a LayerNorm on it."""
 
-    def __init__(self, layers: int, width: int, pre_norm: bool) -> None:
+    def __init__(self, position: LayerPosition, pre_norm: bool) -> None:
         super().__init__()
-        self.mix = Mixture(layers, width, pre_norm)
-        self.norm = LayerNorm(width) if pre_norm else nn.Identity()
+        self.mix = Mixture(position.depth, position.norm(), pre_norm)
+        self.norm = position.norm() if pre_norm else nn.Identity()
 
     def forward(self, x: Stream) -> Tensor:
         """The last layer's stream to the stack's output [..., D]."""
@@ -454,11 +473,11 @@ class DLCL(Block):
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
-        self.mix = Mixture(position.index, position.width, pre_norm=self.pre_norm)
+        self.mix = Mixture(position.index, position.norm(), pre_norm=self.pre_norm)
 
     @classmethod
     def top(cls, position: LayerPosition) -> nn.Module:
-        return MixtureTop(position.depth, position.width, pre_norm=cls.pre_norm)
+        return MixtureTop(position, pre_norm=cls.pre_norm)
 
     @classmethod
     def initial(cls, position: LayerPosition, name: str) -> float:

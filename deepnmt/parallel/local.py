@@ -11,7 +11,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, moments_of
+from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, first_moment, moments_of
 from deepnmt.parallel.engine import ParameterState, StepStats
 
 
@@ -56,18 +56,17 @@ class LocalEngine:
         for name, parameter in self.module.named_parameters():
             weight = parameter.detach().float().cpu().clone()
             state = self.optimizer.state[parameter]
-            kept = {moment: state[moment].cpu().clone() if moment in state else torch.zeros_like(weight)
+            kept = {moment: state[moment].cpu().clone() if moment in state else first_moment(moment, weight)
                     for moment in self.moments}
             yield ParameterState(name, weight, kept)
 
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         fill(self.module, source)
-        self.optimizer.state.clear()
-        if moments is not None:
-            for name, parameter in self.module.named_parameters():
-                kept = {moment: moments(f"{name}.{moment}").to(parameter) for moment in self.moments}
-                counted = {"step": torch.tensor(float(step))} if self.counts else {}
-                self.optimizer.state[parameter] = {**counted, **kept}
+        for name, parameter in self.module.named_parameters():
+            kept = {m: moments(f"{name}.{m}").to(parameter) if moments else first_moment(m, parameter.detach())
+                    for m in self.moments}
+            counted = {"step": torch.tensor(float(step))} if self.counts else {}
+            self.optimizer.state[parameter] = {**counted, **kept}
         self._applied = step
 
     def gather_model(self) -> Transformer:

@@ -17,7 +17,7 @@ from deepnmt.checkpoint.checkpoint import MOMENTS, load_state, recover_checkpoin
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
-from deepnmt.optim import moments_of
+from deepnmt.optim import MOMENT_SETTINGS, moments_of
 from deepnmt.parallel.settings import data_ranks
 from deepnmt.ranks import Ranks
 
@@ -115,7 +115,7 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
     changes = changed_settings(begun, recipe)
     fixed = list(_FIXED)
     if moments_of(begun.optimizer) != moments_of(recipe.optimizer):
-        fixed += ["optimizer.name", "optimizer.momentum"]
+        fixed += MOMENT_SETTINGS
     if state.loss_scale is not None:  # the run has a later one than its first
         fixed.append("loss_scale.initial_power")
     refused = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in fixed)]

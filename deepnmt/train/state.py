@@ -39,6 +39,7 @@ class TrainState:
         validations: figures of each, with `update` and `value`, where lower is better.
         data_fingerprint: of the prepared data. processes: how many wrote this.
         interval: since the last progress line.
+        out_of_time: whether `train.max_seconds` had passed before the last update, on any process; not saved.
     """
 
     update: int = 0
@@ -53,6 +54,7 @@ class TrainState:
     interval: Interval = field(default_factory=Interval)
     data_fingerprint: str = ""
     processes: int = 1
+    out_of_time: bool = False
 
     def saved(self) -> TrainingState:
         """As state.json holds it."""

@@ -22,7 +22,7 @@ from deepnmt.checkpoint.checkpoint import (
     save_checkpoint,
     weights_in,
 )
-from deepnmt.config import Recipe, dump_recipe
+from deepnmt.config import Recipe, Train, dump_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import read_log, write_text
 from deepnmt.optim import warmup_note
@@ -37,6 +37,15 @@ from deepnmt.train.task import TRANSLATION, Task
 from deepnmt.train.updates import Around, Finished, updates
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
+
+# What ends a run, by the setting that asks for it: whether a run that stands so is at its end. Asked on every process
+# after every update, so only of what is the same on all. To add one: a row here, its setting in `config.Train`.
+ENDS: dict[str, Callable[[Train, TrainState], bool]] = {
+    "updates": lambda train, state: state.update >= train.updates,
+    "epochs": lambda train, state: train.epochs is not None and state.position.epoch >= train.epochs,
+    "max_seconds": lambda train, state: state.out_of_time,
+    "patience": lambda train, state: train.patience > 0 and state.best.get("waited", 0) >= train.patience,
+}
 
 
 class Trainer:
@@ -63,7 +72,6 @@ class Trainer:
         self.stream = task.stream(recipe, self.data)
         self.state = TrainState(data_fingerprint=self.data.fingerprint, processes=ranks.world)
         self.stop_signal = 0
-        self.out_of_time = False  # train.max_seconds has passed; the same on every process
         self._saved = -1
         with ExitStack() as held:  # let go of if anything here fails, else by `close`
             held.enter_context(run_lock(self.run, ranks))
@@ -113,7 +121,7 @@ class Trainer:
             self.engine.restore_scaler(state.loss_scale)
         self._saved = state.update
         limit = self.recipe.train.max_seconds
-        self.out_of_time = limit is not None and state.seconds >= limit
+        state.out_of_time = limit is not None and state.seconds >= limit
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -131,7 +139,6 @@ class Trainer:
             return self._finish()
         for done in updates(self.engine, self.stream, self.recipe, state, self.ranks, self.around,
                             lambda: self.stop_signal != 0):
-            self.out_of_time = done.late
             if done.seen:
                 self.monitor.probe(done.number, done.seen)
             if not done.stats.applied:
@@ -165,11 +172,7 @@ class Trainer:
                            self.engine.data_world / done.update.tokens, scale, self.explain)
 
     def _ended(self) -> bool:
-        settings, state = self.recipe.train, self.state
-        return (state.update >= settings.updates
-                or self.out_of_time
-                or (settings.epochs is not None and state.position.epoch >= settings.epochs)
-                or (settings.patience > 0 and state.best.get("waited", 0) >= settings.patience))
+        return any(at_end(self.recipe.train, self.state) for at_end in ENDS.values())
 
     def _report(self, interval: Interval) -> None:
         state = self.state

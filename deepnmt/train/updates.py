@@ -39,7 +39,6 @@ class Finished:
         loss, nll: sums over all processes, smoothed and plain.
         seen: what the hook around it says.
         stop: whether any process was told to stop.
-        late: whether `train.max_seconds` had passed before it, on any process.
         hopeless: whether so many in a row were dropped that no more are worth trying.
     """
 
@@ -50,7 +49,6 @@ class Finished:
     nll: float
     seen: dict[str, float]
     stop: bool
-    late: bool
     hopeless: bool
 
 
@@ -76,7 +74,7 @@ def updates(
         seen = look(stats) if look and stats.applied else {}
         late = limit is not None and state.seconds >= limit
         loss, nll, stop, over = ranks.sum([stats.loss, stats.nll, float(told()), float(late)])
-        state.position, interval = update.next, state.interval
+        state.position, state.out_of_time, interval = update.next, over > 0, state.interval
         if stats.applied:
             state.update = number
             state.target_tokens += update.tokens
@@ -93,4 +91,4 @@ def updates(
         interval.seconds += seconds
         interval.rate, interval.loss_scale = rate, stats.loss_scale
         state.seconds += seconds
-        yield Finished(number, update, stats, loss, nll, seen, stop > 0, over > 0, hopeless)
+        yield Finished(number, update, stats, loss, nll, seen, stop > 0, hopeless)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -74,24 +76,25 @@ def test_every_line_has_a_comment(file: Path) -> None:
     assert [line for line in body.splitlines() if line.strip() and "# " not in line] == []
 
 
-def settings(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted name of every setting; of a corpus, and of the named tests, the group's name."""
+def settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted name and the default of every setting; of a corpus, and of the named tests, the group's name."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Corpus:
             yield from settings(kind, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", field.default
 
 
 def test_demo_recipe_shows_every_setting() -> None:
     text = DEMO.read_text(encoding="utf-8")
     tree = yaml.safe_load(text)
-    for name in settings(Recipe):
-        node: Any = tree
-        for key in name.split("."):
-            assert key in node, name
-            node = node[key]
+    missing = []
+    for name, default in settings(Recipe):
+        *groups, key = name.split(".")
+        if key not in reduce(dict.__getitem__, groups, tree):
+            missing.append(f"{key}: {json.dumps(default, default=str)}  # what it does; under {'.'.join(groups)}:")
+    assert not missing, f"{DEMO} explains every setting; add these lines there: {missing}"
     for key in Corpus.model_fields:
         assert re.search(rf"\b{key}:", text), key
 
