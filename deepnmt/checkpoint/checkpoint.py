@@ -40,7 +40,7 @@ __all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # which callers catch; 
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
 REQUIRED = (WEIGHTS, STATE, RECIPE)  # which each checkpoint has, whatever its task
-# Any other file is the task's (`train/task.py`, `_files`, names it), and goes into averages and folded models as it is.
+# Any other file is the task's (train/task.py, `_files`), which averages and folded models carry on.
 MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is loaded from
 FILES = (*MODEL_FILES, MOMENTS)
 

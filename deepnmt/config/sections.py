@@ -1,4 +1,9 @@
-"""The recipe's sections: every setting with its type, its default and its checks."""
+"""The recipe's sections: every setting with its type, its default and its checks.
+
+To add a setting: here, with its description and a default that changes nothing, since recipes, data and runs from
+before it are read with that; and a line in recipes/demo/admin_18l-18l.yaml, which explains them all. Comments name the
+table that has a row for each word of a setting.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
-                "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]
+                "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]  # model/blocks.py, `BLOCKS`
 # What a recipe is checked for, here again because a recipe is read without torch: see model/blocks.py.
 HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # `needs_history`
 PROFILED_BLOCKS = ("admin",)  # `profiled`
@@ -62,6 +67,7 @@ class Corpus(Section):
 class Filters(Section):
     """Which training pairs are left out. Lengths are in subword tokens, without bos and eos."""
 
+    # The filters that these settings are of: data/filters.py, `TEXT_FILTERS` and `LENGTH_FILTERS`.
     max_tokens: Count = 250
     """A pair with more subword tokens than this on either side is left out."""
     max_ratio: Positive = 9.0
@@ -140,7 +146,7 @@ class Stack(Section):
     """A trainable vector on the stack's input, 1 at first; a folded model keeps its first ω there."""
 
 
-class Model(Section):
+class Model(Section):  # its norms: model/blocks.py, `LayerPosition.norm`
     """Shapes, dropout and blocks of the Transformer."""
 
     width: Count = 512
@@ -199,7 +205,7 @@ class Admin(Section):
 class Optimizer(Section):
     """The optimizer; all come from PyTorch."""
 
-    name: Literal["adam", "adamw", "radam", "radamw", "sgd"] = "adam"
+    name: Literal["adam", "adamw", "radam", "radamw", "sgd"] = "adam"  # optim.py, `build_optimizer` and `moments_of`
     """PyTorch's Adam, AdamW, RAdam, RAdam with AdamW's weight decay, or SGD."""
     lr: Positive = 5e-4
     """Peak learning rate."""
@@ -234,7 +240,7 @@ class Schedule(Section):
     without a warm-up is name: step, warmup: 0, step_update: n, step_factor: 1.0.
     """
 
-    name: Literal["inverse_sqrt", "constant", "linear", "step"] = "inverse_sqrt"
+    name: Literal["inverse_sqrt", "constant", "linear", "step"] = "inverse_sqrt"  # optim.py, `SCHEDULES`
     """The curve after the warm-up. `step` is constant until an epoch begins or an update is reached; there the rate
     is multiplied by `step_factor`."""
     warmup: Annotated[int, Field(ge=0)] = 4000
@@ -268,6 +274,7 @@ class Schedule(Section):
 class Train(Section):
     """How long a run is, and what it logs, validates and saves."""
 
+    # What ends a run: train/trainer.py, `ENDS`.
     updates: Count
     """The update at which the run ends."""
     epochs: Count | None = None
@@ -338,7 +345,7 @@ class LossScale(Section):
 class Translate(Section):
     """The search for translations."""
 
-    method: Literal["beam", "greedy", "sample"] = "beam"
+    method: Literal["beam", "greedy", "sample"] = "beam"  # decode/translate.py, `_search`
     """How translations are searched for."""
     beam: Count = 5
     """Hypotheses kept per sentence."""

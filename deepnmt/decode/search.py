@@ -113,6 +113,8 @@ def _grow(
     tokens = torch.zeros(*sums.shape, longest, dtype=torch.int64, device=device)
     last = torch.full((sums.numel(),), BOS, device=device)
     for length in range(1, longest + 1):
+        # All methods pass here: what must or must not come next (a given prefix, banned words) is -inf in the logits
+        # [b·K, V] of token number `length` of these sentences [b].
         step = extend(stepper.step(last), sentences, sums, length)
         divisor, parents, sums = penalty.divisor(length), step.parents, step.live
         finished.offer(sentences, step.ended, tokens, length - 1, divisor, ended=True)

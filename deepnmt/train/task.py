@@ -79,6 +79,8 @@ def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, beg
 
 
 def _files(data: PreparedData) -> dict[str, bytes]:
+    """To put one more file into every checkpoint: its name and bytes here. It is hashed and checked like the others;
+    averages and folded models carry it on."""
     return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
 
 
