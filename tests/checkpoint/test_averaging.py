@@ -286,6 +286,16 @@ def test_another_vocabulary_is_refused(recipe: config.Recipe, tmp_path: Path) ->
         save_average([_checkpoints(recipe) / "update-00000010", other], tmp_path / "mean")
 
 
+def test_a_file_of_the_task_is_carried_on(tmp_path: Path) -> None:
+    run, files = tiny_run.recipe_of(tmp_path / "run"), {**tiny_run.VOCABS, "more.txt": b"1"}
+    for update in (10, 20):
+        tiny_run.write(run, update, vocabs=files)
+    assert load_model(average_run(run)).files == files
+    tiny_run.write(run, 30, vocabs={**files, "more.txt": b"2"})
+    with user_error(r"the file more\.txt is another"):
+        average_run(run)
+
+
 def test_a_damaged_checkpoint_is_not_averaged(recipe: config.Recipe) -> None:
     file = _checkpoints(recipe) / "update-00000040" / "weights.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\x80\x7f")

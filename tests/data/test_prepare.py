@@ -21,7 +21,7 @@ from refusals import user_error
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.data import encoding
 from deepnmt.data.prepare import prepare
-from deepnmt.data.prepared import PreparedData
+from deepnmt.data.prepared import PreparedData, check_settings
 
 SYLLABLES = ("ba", "ko", "ten", "lis", "mur", "a", "ei", "st")
 
@@ -152,6 +152,16 @@ def test_folder_of_another_recipe_is_refused_and_kept(tmp_path: Path, change: An
     with user_error(words):
         prepare(_recipe(tree), progress=False)
     assert _contents(tmp_path / "data") == before
+
+
+def test_a_folder_from_before_a_filter_serves_without_it(tmp_path: Path) -> None:
+    tree = _tree(tmp_path)
+    data = PreparedData.open(prepare(_recipe(tree), progress=False))
+    del data.manifest["settings"]["data.filters.drop_identical"]
+    check_settings(_recipe(tree), data)
+    tree["data"]["filters"]["drop_identical"] = False
+    with user_error("was made with data.filters.drop_identical True, the recipe says False"):
+        check_settings(_recipe(tree), data)
 
 
 def test_foreign_folders_are_never_touched(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def test_an_older_study_goes_on(compare: Compare, tmp_path: Path) -> None:
     for record in old:
         assert record["system"].pop("init") == "auto"
         record["settings"]["optimizer"]["decay_norms_and_biases"] = True
+        del record["settings"]["model"]["activation"]  # as if that setting had come later
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
     runs = compare(*words, "--inits", "auto", "xavier", "depth_scaled")
     assert runs[:2] == old and [r["system"]["init"] for r in runs[2:]] == ["depth_scaled"]

@@ -14,10 +14,22 @@ from deepnmt.batch import Batch
 from deepnmt.config import Optimizer, Recipe, Schedule, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
-from deepnmt.optim import LossScaler, build_optimizer, clip_gradients, learning_rate, moments_of, warmup_note
+from deepnmt.optim import (
+    SCHEDULES,
+    LossScaler,
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    moments_of,
+    warmup_note,
+)
 from deepnmt.parallel.local import LocalEngine
 
 Name = Literal["adam", "adamw", "radam", "radamw", "sgd"]
+
+
+def test_every_schedule_of_a_recipe_has_its_function() -> None:
+    assert set(get_args(Schedule.model_fields["name"].annotation)) == SCHEDULES.keys()
 
 
 @pytest.mark.parametrize(("schedule", "rates"), [
