@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo demo-clean test check lint clean
+.PHONY: install demo demo-clean test check docs linkcheck lint clean
 
 install: $(STAMP)
 
@@ -32,7 +32,15 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-check: lint test
+# The site of docs/, in build/docs. A warning, such as of a link that leads nowhere, is an error.
+docs: $(STAMP)
+	@$(BIN)/python -m sphinx -q -E -W --keep-going docs build/docs
+
+# Asks every website that a page links to; needs a network.
+linkcheck: $(STAMP)
+	@$(BIN)/python -m sphinx -q -E -b linkcheck docs build/linkcheck
+
+check: lint docs test
 
 clean: demo-clean
 	rm -rf $(VENV) build *.egg-info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -42,8 +43,16 @@ def notebook_as_markdown(notebook: str) -> str:
 
 
 def _read(app: Sphinx, document: str, content: list[str]) -> None:
-    if app.env.doc2path(document).suffix == ".ipynb":
+    file = app.env.doc2path(document)
+    if file.suffix == ".ipynb":
         content[0] = notebook_as_markdown(content[0])
+
+    def link(match: re.Match[str]) -> str:
+        """MyST takes every link to Markdown for a page of the site, unless it is marked as a file to download."""
+        inside = (file.parent / match[1]).resolve().is_relative_to(app.srcdir)
+        return match[0] if inside else f"](path:{match[1]})"
+
+    content[0] = re.sub(r"\]\(((?:\.\./)+[^)#]+\.md)\)", link, content[0])
 
 
 def setup(app: Sphinx) -> None:

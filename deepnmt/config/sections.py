@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
                 "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]  # model/blocks.py, `BLOCKS`
@@ -23,7 +23,8 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Folder = Annotated[str, Field(min_length=1)]
-Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), WithJsonSchema(
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})]
 
 
 class Section(BaseModel):
@@ -44,7 +45,7 @@ class Section(BaseModel):
 
 
 class Corpus(Section):
-    """A parallel corpus: `src` and `trg` files (plain or .gz) of equal length, or `tsv` files with two columns."""
+    """A parallel corpus: either `src` and `trg` files of equal length, or `tsv` files."""
 
     src: Files = Field(default_factory=list)
     """Files of source sentences, one a line; plain, .gz, .xz, .zst or .bz2."""
@@ -126,13 +127,14 @@ class Batch(Section):
     """The micro-batches."""
 
     tokens: Count = 4096
-    """Size of a micro-batch: its sentences times its longest sentence, on either side, padding included."""
+    """Size of a micro-batch: its sentences times its longest sentence, on either side, padding included; above
+    `data.filters.max_tokens`."""
     accumulation: Count = 1
     """Micro-batches per process and update."""
 
 
 class Stack(Section):
-    """One side of the model."""
+    """A stack of layers, one side of the model."""
 
     block: Block = "admin"
     """The residual block of every layer."""
@@ -150,11 +152,11 @@ class Model(Section):  # its norms: model/blocks.py, `LayerPosition.norm`
     """Shapes, dropout and blocks of the Transformer."""
 
     width: Count = 512
-    """Width of the model."""
+    """Width of the model; even, and a multiple of `heads`."""
     heads: Count = 8
     """Attention heads; they share the width evenly."""
     ffn: Count = 2048
-    """Inner width of the feed-forward sub-layer."""
+    """Inner width of the feed-forward sub-layer; even with looks_linear."""
     activation: Literal["relu", "gelu"] = "relu"
     """Activation of the feed-forward sub-layer."""
     dropout: Rate = 0.1
@@ -164,9 +166,10 @@ class Model(Section):  # its norms: model/blocks.py, `LayerPosition.norm`
     activation_dropout: Rate = 0.0
     """Dropout inside the feed-forward sub-layer."""
     tied: Literal["all", "decoder", "none"] = "all"
-    """Which embeddings are one table: `all` (source, target and output), `decoder` (target and output) or `none`."""
+    """Which embeddings are one table: `all` (source, target and output), `decoder` (target and output) or `none`;
+    `all` needs `vocab.shared`."""
     max_length: Count = 512
-    """The longest sentence in tokens, eos included."""
+    """The longest sentence in tokens, eos included; above `data.filters.max_tokens`."""
     encoder: Stack = Stack()
     """The stack that reads the source."""
     decoder: Stack = Stack()
@@ -194,7 +197,7 @@ class Admin(Section):
     """The profile of `block: admin`, which sets its initial ω."""
 
     profile: str | None = None
-    """A file of ω to start from; null: the run measures them before its first update."""
+    """A file of ω to start from, only with `block: admin`; null: the run measures them before its first update."""
     tokens: Annotated[int, Field(ge=1, le=65536)] = 8192
     """Target tokens of the batch on which ω are measured."""
     input_variance: Literal["measured", "one"] = "measured"
@@ -236,21 +239,21 @@ class Optimizer(Section):
 class Schedule(Section):
     """The learning rate over updates: `warmup` updates of linear rise to the peak `optimizer.lr`, then the named curve.
 
-    inverse_sqrt without warm-up falls from update 1 on, to 1 % of the peak at 10,000. A peak that holds to update n
-    without a warm-up is name: step, warmup: 0, step_update: n, step_factor: 1.0.
+    inverse_sqrt without warm-up falls from update 1 on, to 1 % of the peak at 10,000. To hold the peak to update n
+    without a warm-up, use `name: step`, `warmup: 0`, `step_update: n`, `step_factor: 1.0`.
     """
 
     name: Literal["inverse_sqrt", "constant", "linear", "step"] = "inverse_sqrt"  # optim.py, `SCHEDULES`
     """The curve after the warm-up. `step` is constant until an epoch begins or an update is reached; there the rate
     is multiplied by `step_factor`."""
     warmup: Annotated[int, Field(ge=0)] = 4000
-    """Updates of linear rise to `optimizer.lr`."""
+    """Updates of linear rise to `optimizer.lr`; below `train.updates` with linear, below `step_update` with step."""
     final: Annotated[float, Field(ge=0.0)] = 0.0
     """The rate at the last update (with linear only)."""
     step_epoch: Annotated[int, Field(ge=2)] | None = None
-    """The epoch, counted from 1, at whose beginning the rate drops (with step only)."""
+    """The epoch, counted from 1, at whose beginning the rate drops; step needs this or `step_update`."""
     step_update: Annotated[int, Field(ge=2)] | None = None
-    """The update at which the rate drops, in place of `step_epoch` (with step only)."""
+    """The update at which the rate drops, in place of `step_epoch`."""
     step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """What the rate is multiplied by at the drop (with step only)."""
     after_step: Literal["constant", "inverse_sqrt"] = "inverse_sqrt"
@@ -298,7 +301,8 @@ class Train(Section):
     keep_best: Annotated[int, Field(ge=0)] = 1
     """How many of the checkpoints with the best validation are kept besides."""
     best_by: Literal["loss", "bleu"] = "loss"
-    """What makes a validation the best: the lowest loss, or the highest BLEU."""
+    """What makes a validation the best: the lowest loss, or the highest BLEU, which needs
+    `valid_bleu`."""
     patience: Annotated[int, Field(ge=0)] = 0
     """Validations in a row without a new best after which the run ends; 0: never."""
     valid_bleu: bool = True
@@ -313,9 +317,10 @@ class Parallel(Section):
     ds_config: str | None = None
     """A DeepSpeed JSON, such as `ds_configs/zero1.json`; null: plain PyTorch on one process, in fp32."""
     precision: Precision = "fp32"
-    """The number format of the computation; weights and sums of gradients are kept in fp32 too."""
+    """The number format of the computation, fp32 without a `ds_config`; weights and sums of gradients are kept in fp32
+    too."""
     pipeline_stages: Annotated[int, Field(ge=0)] = 0
-    """Stages of the pipeline that the model is split into; 0: no pipeline."""
+    """Stages of the pipeline that the model is split into, not with dlcl and dlcl_post; 0: no pipeline."""
     recompute_layers: Annotated[int, Field(ge=0)] = 0
     """Layers in a group whose activations are computed twice to save memory; 0: all activations are kept."""
     threads: Annotated[int, Field(ge=0)] = 0
@@ -335,7 +340,7 @@ class LossScale(Section):
     window: Count = 256
     """Updates in a row without an overflow after which the scale doubles."""
     floor: Positive = 0.03125
-    """The scale never falls below this."""
+    """The scale never falls below this; at most 2^`initial_power`."""
 
     def faults(self) -> Iterator[str]:
         if self.floor > 2.0**self.initial_power:
@@ -357,7 +362,7 @@ class Translate(Section):
     temperature: Positive = 1.0
     """Divides the logits before sampling; below 1 likely tokens become likelier (with sample only)."""
     nbest: Count = 1
-    """Translations per sentence."""
+    """Translations per sentence; at most `beam` with beam, 1 with greedy."""
     patience: Positive | None = None
     """A sentence is done when patience × beam hypotheses have ended among its best; null: when no better one can
     follow (with beam only)."""
@@ -413,7 +418,7 @@ class Recipe(Section):
     translate: Translate = Translate()
     """The search for translations."""
     average_last: Count = 5
-    """Checkpoints averaged for the final scores."""
+    """How many of the last checkpoints are averaged for the final scores; at most `train.keep_last`."""
 
     def faults(self) -> Iterator[str]:
         if self.model.tied == "all" and not self.vocab.shared:

@@ -107,11 +107,6 @@ def test_readme_names_the_variables_that_more_tests_are_behind() -> None:
     assert behind and [name for name in behind if f"`{name}=" not in README] == []
 
 
-def test_files_named_in_the_readme_exist() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)", README)
-    assert links and [link for link in links if not (ROOT / link).exists()] == []
-
-
 def test_installed_names_are_commands(tmp_path: Path) -> None:
     named = re.search(r"`deepnmt ([a-z|]+)`", README)
     assert named and set(named[1].split("|")) <= COMMANDS.keys()

@@ -1,0 +1,184 @@
+"""Writes the pages of docs/reference/ that follow from the code: `python docs/generate.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from deepnmt.cli import COMMANDS, main  # noqa: E402
+from deepnmt.config.sections import Recipe, Section  # noqa: E402
+from studies import __main__ as studies  # noqa: E402
+
+RECIPE = """\
+# Recipe
+
+<!-- Written by `python docs/generate.py` from deepnmt/config/sections.py. -->
+
+A recipe is one YAML file with every setting of a run. Settings that you leave out take their
+defaults; those marked *required* have none. A name that deepnmt does not know is rejected. All
+faults of a recipe are reported together, each in one sentence.
+
+[recipes/demo/admin_18l-18l.yaml](../../recipes/demo/admin_18l-18l.yaml) contains every setting once,
+with comments. `deepnmt train RECIPE --dry-run` prints a recipe with all its defaults filled in, and
+trains nothing.
+
+Override any setting on the command line by its full name. Values are read as YAML:
+
+```text
+model.encoder.block=b2t model.encoder.layers=60 optimizer.betas=[0.9,0.98] train.epochs=null
+```
+
+Text values may contain environment variables: `${NAME}`, or `${NAME:-default}` for one that may be
+unset. Relative paths start from the current folder.
+"""
+
+COMMANDS_PAGE = """\
+# Commands
+
+<!-- Written by `python docs/generate.py` from the commands' own `--help`. -->
+
+This page shows what `--help` prints. From a checkout, `python tools/train.py` and its neighbours run
+the same commands as `deepnmt train`. Every command exits with 0 if it succeeded and with 2 after a
+user's mistake, which it reports in one sentence. `deepnmt train` exits with 75 if a signal made it
+stop early, once it has saved; the same command then resumes the run.
+"""
+
+STUDIES = """\
+## Studies
+
+The studies support the claims of [the results](../results/index.md). They run from a checkout only.
+"""
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def recipe_page() -> str:
+    """Every section of a recipe, with a row for each of its settings."""
+    paths: dict[type[Section], list[str]] = {}
+    for path, section in _sections("", Recipe):
+        paths.setdefault(section, []).append(path)
+    headings = {section: ", ".join(there) or "Top level" for section, there in paths.items()}
+    return "\n".join([RECIPE, *(part for section in headings for part in _table(section, headings))])
+
+
+def _sections(path: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
+    """A section and all within it, each with its dotted name."""
+    yield path, section
+    for name, field in section.model_fields.items():
+        if kind := _section_of(field):
+            inside = f"{path}.{name}" if path else name
+            yield from _sections(inside if kind is field.annotation else f"{inside}.NAME", kind)
+
+
+def _section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that a setting is, or is a mapping to."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _table(section: type[Section], headings: Mapping[type[Section], str]) -> Iterator[str]:
+    """A heading, what the section is, and its settings."""
+    schema = section.model_json_schema()["properties"]
+    yield f"## {headings[section]}\n"
+    if section is not Recipe:
+        yield _reflowed(inspect.getdoc(section) or "") + "\n"
+    yield "| setting | values | default | what it does |\n|---|---|---|---|"
+    for name, field in section.model_fields.items():
+        kind = _section_of(field)
+        allowed = values(schema[name]) if kind is None else f"[a section](#{_anchor(headings[kind])})"
+        cells = (f"`{name}`", allowed, _default(field), " ".join((field.description or "").split()))
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    yield ""
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub and MyST have it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "*required*"
+    value = field.get_default(call_default_factory=True)
+    return "" if isinstance(value, Section) or value in ({}, []) else f"`{json.dumps(value)}`".replace('"', "")
+
+
+def values(schema: Mapping[str, Any], many: bool = False) -> str:
+    """What a setting may be, in words, from its JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(values(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{word}`" for word in schema["enum"])
+    if schema["type"] == "array":
+        return f"{'two' if schema.get('maxItems') == 2 else 'list of'} {values(schema['items'], many=True)}"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limits = ", ".join(f"{sign} {schema[key]:.10g}" for key, sign in signs.items() if key in schema)
+    word = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`",
+            "null": "`null`"}[schema["type"]]
+    return f"{word}{'s' * many} {limits}".strip()
+
+
+def _reflowed(text: str) -> str:
+    """Paragraphs at a page's width."""
+    return "\n\n".join(textwrap.fill(part, 100, break_on_hyphens=False) for part in text.split("\n\n"))
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def commands_page() -> str:
+    """The `--help` of every command and study."""
+    parts = [COMMANDS_PAGE, _fenced(_help(main)), *_helps(main, COMMANDS, "##"),
+             STUDIES, _fenced(_help(studies.main)), *_helps(studies.main, studies.STUDIES, "###")]
+    return "\n".join(parts)
+
+
+def _helps(run: Callable[..., int], commands: Any, level: str) -> Iterator[str]:
+    for command in commands:
+        yield f"{level} {command}\n"
+        yield _fenced(_help(run, command))
+
+
+def _help(run: Callable[..., int], command: str | None = None) -> str:
+    """What a command prints for `--help`."""
+    width, printed = os.environ.get("COLUMNS"), io.StringIO()
+    os.environ["COLUMNS"] = "98"  # argparse leaves two of them free
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            run(command, ["--help"])
+    finally:
+        del os.environ["COLUMNS"]
+        if width is not None:
+            os.environ["COLUMNS"] = width
+    return printed.getvalue().rstrip()
+
+
+def _fenced(text: str) -> str:
+    return f"```text\n{text}\n```\n"
+
+
+def generated() -> dict[Path, str]:
+    """Every page that this file writes."""
+    return {REFERENCE / "recipe.md": recipe_page(), REFERENCE / "commands.md": commands_page()}
+
+
+if __name__ == "__main__":
+    for file, text in generated().items():
+        file.write_text(text, encoding="utf-8")

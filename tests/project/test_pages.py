@@ -1,0 +1,147 @@
+"""Pages keep their word: those made from code are up to date, links to files lead somewhere, and every command is
+understood, up to where it would need text, data or a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from deepnmt.cli import main
+from deepnmt.errors import UserError
+from studies import __main__ as studies
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(path: str) -> ModuleType:
+    """A script of the repository that is no part of a package, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PAGES: list[Path] = script(".ci/prose.py").pages()
+
+
+@pytest.mark.parametrize("file", ["recipe.md", "commands.md"])
+def test_a_page_made_from_code_is_up_to_date(file: str) -> None:
+    pages = {path.name: text for path, text in script("docs/generate.py").generated().items()}
+    there = (ROOT / "docs" / "reference" / file).read_text(encoding="utf-8")
+    # versions of Python wrap the usage of a command differently
+    assert there.split() == pages[file].split(), "run python docs/generate.py, and commit what it writes"
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+# Bash expands variables and loops; no program is in its path, so that every command comes to this function.
+RECORD = """\
+PATH=/nowhere
+command_not_found_handle() { printf '%s\\037' "$@" >> words; printf '\\036' >> words; }
+cd() { :; }
+source() { :; }
+"""
+# What would begin to work once its arguments are understood.
+LONG = ("studies.papers.reproduce", "studies.benchmarks.layouts.compare_layouts",
+        "studies.benchmarks.layouts.measure_idle", "studies.verdict_grid.run_grid", "studies.verdict_grid.fit_grid",
+        "studies.verdict_grid.judge_runs", "deepnmt.gpu_report.report.gpu_report", "deepnmt.demo.run.make_corpus")
+WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
+          "there is no folder", "there is no recipe runs/", "there is no checkpoint in", "there are 0;",
+          "holds no whole one", "holds no log.jsonl", "not here")
+
+
+def commands(page: Path, folder: Path) -> list[list[str]]:
+    """The words of every command in a page's bash blocks."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    subprocess.run(["bash", "-ec", RECORD + "".join(blocks)], check=True, cwd=folder,
+                   env={"DEEPNMT_CORPORA": "corpora"})
+    words = folder / "words"
+    return [command.split("\037")[:-1] for command in words.read_text().split("\036")[:-1]] if words.exists() else []
+
+
+def ours(words: list[str]) -> tuple[Callable[..., int], list[str]] | None:
+    """What runs a command, behind whatever launcher, and the words for it; None where it is no command of ours."""
+    if words[:3] == ["python", "-m", "studies"]:
+        return studies.main, words[3:]
+    for number, word in enumerate(words):
+        if word == "deepnmt" and words[number - 1] in ("deepnmt", "-m", "--module", "python"):
+            return main, words[number + 1:]
+        if word.startswith("tools/"):
+            command = re.search(r'main\("([a-z-]+)"\)', (ROOT / word).read_text(encoding="utf-8"))
+            assert command, word
+            return main, [command[1], *words[number + 1:]]
+    return None
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise UserError("not here")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder with the recipes, the layouts and a recipe `my.yaml`, but no text, data or checkpoint."""
+    for name in ("recipes", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    recipe = (ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8")
+    (tmp_path / "my.yaml").write_text(recipe.replace("runs/demo", "runs/my"), encoding="utf-8")
+    monkeypatch.setenv("DEEPNMT_CORPORA", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in LONG:
+        monkeypatch.setattr(name, refuse)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_understood(page: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands(page, elsewhere):
+        for run in re.findall(r"\bruns/[\w-]+(?![\w.-])", " ".join(words)):
+            (elsewhere / run).mkdir(parents=True, exist_ok=True)
+            shutil.copy(elsewhere / "my.yaml", elsewhere / run / "recipe.yaml")
+        if (command := ours(words)) is not None:
+            run_command, (name, *rest) = command
+            code = run_command(name, [*rest, "--dry-run"] if name == "train" and "--dry-run" not in rest else rest)
+            said = capsys.readouterr().err
+            assert code == 0 or (code == 2 and any(want in said for want in WANTED)), f"{' '.join(words)}\n{said}"
+        elif words[0] == "make":
+            assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+                       for target in words[1:] if "=" not in target), words
+        elif "pytest" in words:
+            chosen = [word for word in words if word.startswith("tests/")]
+            text = "".join((ROOT / word).read_text(encoding="utf-8") for word in chosen if word.endswith(".py"))
+            assert all((ROOT / word).exists() for word in chosen), words
+            names = words[words.index("-k") + 1].split() if "-k" in words else []
+            assert all(re.search(rf"def test\w*{name}|\"{name}\"", text) for name in names
+                       if name not in ("and", "not")), words
+        elif words[0] == "python" and words[1].endswith(".py"):
+            assert (ROOT / words[1]).exists(), words
