@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,86 +17,117 @@ if TYPE_CHECKING:
 
     from deepnmt.model.admin import AdminProfile
 
-# Okabe and Ito's palette: told apart in every form of colour blindness. Dashes tell its second round from the first.
+# Okabe and Ito's palette: told apart in every form of colour blindness. Dashes and markers tell lines apart in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", ":")
-GREY = "#767676"
-HEIGHT = 4.5  # inches
-_RESOLUTION = 120  # dots an inch
+DASHES = ("-", "--", "-.", ":")
+MARKERS = "os^Dv*Px"
+GREY = "#666666"
+WIDTH, HEIGHT = 6.25, 3.4  # inches of a picture and of one panel; shown 600 pixels wide, a point is 4/3 of a pixel
+LEGEND: dict[str, Any] = {"frameon": False, "fontsize": "small"}
+_RESOLUTION = 160  # dots an inch: 1,000 pixels, for sharp text on screens of today
+_TITLE = 11  # points
+_MARKS = 8  # on a line with more points than `marker` marks
 
 
 def plot_admin_profile(profile: AdminProfile, path: str | Path) -> None:
     """ω against the sub-layer's number in its stack, with the growth published for a d 512, 100L-100L model."""
-    figure, [axes] = panels(["Admin: initial shortcut weight ω"], "Sub-layer, counted from the bottom of its stack",
-                            "ω")
+    figure, [axes] = panels(["Admin's initial shortcut weight ω of every sub-layer"],
+                            "sub-layer k, counted from the bottom of its stack", "ω, a factor")
     stacks = {"encoder": profile.encoder, "decoder": profile.decoder}
-    for (name, values), colour in zip(stacks.items(), COLOURS, strict=False):
+    for number, (name, values) in enumerate(stacks.items()):
         if values:
-            axes.plot(range(1, len(values) + 1), values, color=colour, label=f"{name}, {len(values)} sub-layers",
-                      marker=marker(values), markersize=3)
+            axes.plot(range(1, len(values) + 1), values, **style(number, len(values)),
+                      label=f"{name}, {len(values)} sub-layers")
     depths = range(1, max(map(len, stacks.values())) + 1)
-    axes.plot(depths, [math.sqrt(1 + 0.39 * (k - 1)) for k in depths], color=GREY, linestyle=(0, (2, 2)),
-              linewidth=1.2, label="√(1 + 0.39 (k − 1)), about as published for width 512")
+    axes.plot(depths, [math.sqrt(1 + 0.39 * (k - 1)) for k in depths], color=GREY, linestyle=":",
+              label="√(1 + 0.39 (k − 1)): about what was published for width 512")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2, **LEGEND)
     save(figure, path)
 
 
-def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Training and validation loss against updates, and the validations' BLEU on an axis at the right.
+def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, run: str) -> None:
+    """Loss, validation BLEU where there is any, and the learning rate against updates, one below the other.
 
     Args:
         records: those of a run's `log.jsonl`; types other than "train" and "valid" are passed over.
         path: the PNG to write.
+        run: its name, for the title.
     """
     def points(kind: str, key: str) -> list[tuple[int, float]]:
         """(update, value) of the records that hold a finite value; logs write NaN and infinity as text."""
         values = [(int(r["update"]), float(r[key])) for r in records if r["type"] == kind and r.get(key) is not None]
         return [(update, value) for update, value in values if math.isfinite(value)]
 
-    figure, [axes] = panels(["Learning curve"], "Update", "Loss, nats a target token")
-    for kind, label, colour in (("train", "training loss", COLOURS[5]), ("valid", "validation loss", COLOURS[0])):
-        if losses := points(kind, "loss"):
-            axes.plot(*zip(*losses, strict=True), color=colour, marker=marker(losses), markersize=4, label=label)
-    lines = list(axes.get_lines())
-    if bleu := points("valid", "bleu"):
-        right = axes.twinx()
-        lines += right.plot(*zip(*bleu, strict=True), color=COLOURS[1], linestyle="--", marker="s", markersize=4,
-                            label="validation BLEU")
-        right.set_ylabel("BLEU", color=COLOURS[1])
-        right.tick_params(axis="y", colors=COLOURS[1])
-        right.spines["top"].set_visible(False)
-        right.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    if lines:
-        figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
+    # label of the axis: the lines' names and points
+    lines = {
+        "loss, nats per target token": {"training": points("train", "loss"), "validation": points("valid", "loss")},
+        "validation BLEU": {"": points("valid", "bleu")},
+        "learning rate": {"": points("train", "learning_rate")},
+    }
+    lines = {label: named for number, (label, named) in enumerate(lines.items()) if not number or any(named.values())}
+    named = [label.partition(",")[0] for label in lines]
+    title = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
+    figure, column = panels([""] * len(lines), "update", list(lines), f"Run {run}: {title} over its updates",
+                            heights=[2.6, 1.5, 1.2][: len(lines)], share=False)
+    for axes, group in zip(column, lines.values(), strict=True):
+        for number, (name, values) in enumerate(group.items()):
+            if values:
+                axes.plot(*zip(*values, strict=True), **style(number, len(values)), label=name)
+        axes.sharex(column[0])
+        axes.tick_params(labelbottom=axes is column[-1])
+        if axes is not column[0]:
+            axes.set_ylim(bottom=0)
+    column[0].set_xlim(left=0)
+    if column[0].get_lines():
+        column[0].legend(loc="upper right", **LEGEND)
     save(figure, path)
 
 
-def style(number: int) -> dict[str, Any]:
-    """Colour and dashes of the line of this number, from 0."""
-    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
+def style(number: int, points: int = 0) -> dict[str, Any]:
+    """Colour, dashes and marker of the line of this number, from 0; `points`: how many it has, all of them marked
+    where they are few, so that one alone is seen at all."""
+    look = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)]}
+    if points:
+        apart = max(1, points // _MARKS) if points > 40 else 1
+        look |= {"marker": MARKERS[number % len(MARKERS)], "markersize": 3.5 if points <= 40 else 4.5,
+                 "markevery": (number % apart, apart)}
+    return look
 
 
-def marker(points: Sequence[Any]) -> str | None:
-    """Few points are marked, so that one alone is seen at all; many would hide the line."""
-    return "o" if len(points) <= 40 else None
+def panels(
+    titles: Sequence[str], xlabel: str, ylabel: str | Sequence[str], title: str = "", *, share: bool = True,
+    columns: int = 1, heights: Sequence[float] | None = None,
+) -> tuple[Figure, list[Axes]]:
+    """Axes for each of `titles`, row by row, and a title over all.
 
-
-def panels(titles: Sequence[str], xlabel: str, ylabel: str, title: str = "", *, share: bool = True
-           ) -> tuple[Figure, list[Axes]]:
-    """Axes side by side, one for each of `titles`, with a title over all; `share`: the y axis."""
+    Args:
+        ylabel: one for all, or one for each.
+        share: the y axis.
+        columns: axes side by side.
+        heights: of the rows, in inches; all the same where there are none.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(max(8.0, 5.5 * len(titles)), HEIGHT), layout="constrained")
-    row = list(figure.subplots(1, len(titles), sharey=share, squeeze=False)[0])
-    for axes, own in zip(row, titles, strict=True):
-        dress(axes, xlabel, ylabel)
-        axes.set_title(own, loc="left")
-    if title:
-        figure.suptitle(title, x=0.01, ha="left")
-    return figure, row
+    if len(titles) == 1 and not title:
+        titles, title = [""], titles[0]
+    rows = math.ceil(len(titles) / columns)
+    heights = heights or [HEIGHT if rows == 1 else 0.8 * HEIGHT] * rows
+    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    grid = list(figure.subplots(rows, columns, sharey=share, squeeze=False, height_ratios=heights).flatten())
+    for axes in grid[len(titles):]:
+        axes.set_visible(False)
+    labels = [ylabel] * len(titles) if isinstance(ylabel, str) else ylabel
+    together = ylabel if isinstance(ylabel, str) and rows > 1 else ""
+    for number, (axes, own, label) in enumerate(zip(grid, titles, labels, strict=False)):
+        last = number + columns >= len(titles)  # of its column
+        dress(axes, xlabel if last else "", "" if together or number % columns else label)
+        axes.set_title(own, loc="left", fontsize="medium" if columns == 1 else "small")
+    if together:
+        figure.supylabel(together, fontsize="medium")
+    figure.suptitle(fill(title, 74), x=0.01, ha="left", fontsize=_TITLE)
+    return figure, grid[: len(titles)]
 
 
 def dress(axes: Axes, xlabel: str, ylabel: str) -> None:
@@ -106,7 +138,8 @@ def dress(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.grid(color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(labelsize="small")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 

@@ -176,7 +176,7 @@ def study(
     text = table(found) + (f"\n\n{missing} runs are missing; the same command goes on." if missing else "")
     (output / "blocks.md").write_text(text + "\n", encoding="utf-8")
     plot_study(panels(found), output / "blocks.png",
-               f"Training loss by residual system, {recipe.train.updates:,} updates of one recipe")
+               f"Training loss by residual block, {recipe.train.updates:,} updates of one recipe")
     return f"{text}\n{output / 'blocks.png'}"
 
 

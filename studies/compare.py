@@ -22,7 +22,7 @@ def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
     if not shared:
         raise UserError("the runs were never logged at the same update; train them with one train.log_every")
     try:
-        plot_comparison(curves, picture, title, "training loss (label-smoothed, nats a token)")
+        plot_comparison(curves, picture, title, "label-smoothed training loss, nats per target token")
     except OSError as error:
         raise UserError(f"picture {picture} cannot be written: {error.strerror or error}; name another file") from None
     chosen = sorted({shared[round(i * (len(shared) - 1) / 5)] for i in range(6)})

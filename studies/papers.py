@@ -87,7 +87,8 @@ def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]
             by_seed[block].append(found)
             _say(f"{block} {depth}L: {median(found):.3g} ({min(found):.3g} to {max(found):.3g})")
         growths[block] = Growth.of(depths, list(map(median, by_seed[block])))
-    plot_growth({"encoders under 1 % noise on their matrices": growths}, picture, "Output change against depth")
+    plot_growth({"encoders of N layers, noise of 1 % on every matrix": growths}, picture,
+                "How far the output moves under noise, against depth")
     lines = [f"{block}: R² to N {growth.linear.r2:.3f}, to log N {growth.logarithmic.r2:.3f}; change "
              f"{growth.changes[0]:.2g} at {depths[0]}L, {growth.changes[-1]:.2g} at {depths[-1]}L"
              for block, growth in growths.items()]
@@ -110,8 +111,8 @@ def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
         **{side: {name: medians(name, side, "ffn") for name in norms} for side in SIDES},
         "Post-LN decoder, by sub-layer": {part: medians("post_ln", "decoder", part)
                                           for part in ("self_attn", "cross_attn", "ffn")}}
-    plot_lines(panels, picture, title=f"Gradient of every layer's output, {layers}L-{layers}L", xlabel="layer",
-               ylabel="gradient norm")
+    plot_lines(panels, picture, title=f"Gradient of every layer's output before training, {layers}L-{layers}L",
+               xlabel="layer", ylabel="gradient norm")
     ratios: dict[str, dict[str, float]] = {}
     for name, found in norms.items():
         tops = {side: [_tops(each, side, "ffn") for each in found] for side in SIDES}
@@ -163,8 +164,8 @@ def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
         for depth in depths:
             values.append(fmean(gradients(*fresh).last_ffn for fresh in small.models(block, depth, depth)))
             _say(f"{block} {depth}L-{depth}L: {values[-1]:.4g}")
-    plot_lines({"decoder's last fc2": norms}, picture, title="Gradient of the last FFN against depth", xs=depths,
-               xlabel="layers L", ylabel="gradient norm")
+    plot_lines({"": norms}, picture, xs=depths, xlabel="layers of each stack", ylabel="gradient norm",
+               title="Gradient of the decoder's last FFN matrix (fc2) before training, against depth")
     slopes = {block: fit_line([*map(math.log, depths)], [*map(math.log, values)]) for block, values in norms.items()}
     lines = [f"{block}: {values[0]:.3g} at {depths[0]}L, {values[-1]:.3g} at {depths[-1]}L, about "
              f"L^{slopes[block].slope:.2f} (R² {slopes[block].r2:.2f})" for block, values in norms.items()]

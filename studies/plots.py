@@ -11,17 +11,13 @@ from typing import Any, get_args
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from deepnmt.config import Precision
-from deepnmt.plots import COLOURS, GREY, HEIGHT, dress, marker, panels, save, style
+from deepnmt.plots import GREY, HEIGHT, LEGEND, panels, save, style
 
-_WIDTH, _HEIGHT = 7.2, 6.4  # inches of a panel
-_COLUMNS = 2
-_LABEL = 7.5  # points
+_LABEL, _SMALL = 8.0, 6.5  # points
 _ROOM = 0.62  # of the curves' width, kept at their right for names
 _LINES_BELOW = 0.35  # nats below the lowest end
-_BROADEST = 40  # columns of a grid's panels side by side
 
 
 @dataclass(frozen=True)
@@ -34,52 +30,51 @@ class Panel:
     marks: Mapping[str, float]  # the highest first
 
 
-def plot_study(panels: Sequence[Panel], path: Path, title: str) -> None:
-    """Panels in rows of two, one loss axis for all; a name has the same colour and dashes everywhere.
+def plot_study(studies: Sequence[Panel], path: Path, title: str) -> None:
+    """Panels below each other, one loss axis for all; a name has the same colour and dashes everywhere.
 
     The axis ends just above the highest mark: what lies above is cut, and the name of a curve that ends there stands at
     the upper edge.
     """
-    rows = max(1, math.ceil(len(panels) / _COLUMNS))
-    columns = min(_COLUMNS, max(1, len(panels)))
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left")
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
-    names = dict.fromkeys(name for panel in panels for name in panel.curves)
+    most = max((len(study.curves) for study in studies), default=0)
+    height = max(0.8 * HEIGHT, 1.6 + 1.35 * _LABEL / 72 * most)
+    figure, column = panels([study.title for study in studies], "update", "training loss, nats per target token", title,
+                            heights=[height] * len(studies))
+    names = dict.fromkeys(name for study in studies for name in study.curves)
     styles = {name: style(number) for number, name in enumerate(names)}
-    ends = [points[-1][1] for panel in panels for points in panel.curves.values() if points]
-    marks = [mark for panel in panels for mark in panel.marks.values()]
+    ends = [points[-1][1] for study in studies for points in study.curves.values() if points]
+    marks = [mark for study in studies for mark in study.marks.values()]
     high = 1.03 * max(marks, default=10.0)
     low = max(0.0, min([*ends, *marks, high]) - _LINES_BELOW)
-    for axes, panel in zip(grid, panels, strict=False):
-        dress(axes, "Update", "Training loss, nats a target token")
+    for axes, study in zip(column, studies, strict=True):
         axes.set_ylim(low, high)
-        axes.set_title(panel.title, loc="left")
-        _plot_panel(axes, panel, styles, low, high)
-    for axes in grid[len(panels):]:
-        axes.set_visible(False)
+        _plot_panel(axes, study, styles, low, high, (high - low) * 1.35 * _LABEL / 72 / (height - 0.8))
     save(figure, path)
 
 
-def _plot_panel(axes: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]], low: float, high: float) -> None:
+def _plot_panel(
+    axes: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]], low: float, high: float, gap: float
+) -> None:
+    """`gap`: nats between two names."""
     last = max((points[-1][0] for points in panel.curves.values() if points), default=1)
-    for number, (name, mark) in enumerate(panel.marks.items()):
+    for mark in panel.marks.values():
         axes.plot([0, last], [mark, mark], color=GREY, linestyle=(0, (2, 2)), linewidth=1)
-        side = "left" if number else "right"  # curves fall through the highest at the left
-        axes.annotate(name, (0 if number else last, mark), (0, 2), textcoords="offset points", ha=side, color=GREY,
-                      fontsize=_LABEL)
     for name, points in panel.curves.items():
         if points:
             axes.plot(*zip(*points, strict=True), **styles[name], linewidth=1.3)
+    for number, (name, mark) in enumerate(panel.marks.items()):
+        side = "left" if number else "right"  # curves fall through the highest at the left
+        axes.annotate(name, (0 if number else last, mark), (2, 3), textcoords="offset points", ha=side, color=GREY,
+                      fontsize=_LABEL, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.8})
     ends = [min(points[-1][1], high) if points else high for points in panel.curves.values()]
-    gap = (high - low) * 1.35 * _LABEL / 72 / (0.84 * _HEIGHT)
     heights = spread(ends, gap, low + gap, high - gap / 2)
     for (name, points), end, height in zip(panel.curves.items(), ends, heights, strict=True):
         start = points[-1][0] if points and points[-1][1] <= high else last
-        axes.plot([start, last * 1.05, last * 1.1], [end, height, height], **styles[name], linewidth=0.6, clip_on=False)
+        axes.plot([start, last * 1.03, last * 1.06], [end, height, height], color=styles[name]["color"], linewidth=0.6,
+                  clip_on=False)
+        axes.plot([last * 1.06, last * 1.15], [height, height], **styles[name], linewidth=1.3, clip_on=False)
         value = f"{points[-1][1]:.2f}" if points and points[-1][1] < 100 else "beyond"
-        axes.text(last * 1.115, height, f"{name}  {value}  {panel.words[name]}", color=styles[name]["color"],
-                  fontsize=_LABEL, va="center", bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})
+        axes.text(last * 1.17, height, f"{name}  {value}  {panel.words[name]}", fontsize=_LABEL, va="center")
     axes.set_xlim(0, last * (1 + _ROOM))
     axes.set_xticks([round(last * part / 6) for part in range(7)] if last >= 6 else [0, last])
     axes.grid(visible=False, axis="x")
@@ -109,22 +104,24 @@ def plot_idle_time(rows: Sequence[Mapping[str, Any]], stages: int, path: str | P
         stages: P.
         path: the PNG to write.
     """
-    figure, [axes] = panels([f"Idle time of a pipeline of {stages} stages"], "Micro-batches an update",
-                            "Idle share of the time, per cent")
+    figure, [axes] = panels([f"Idle time of a pipeline of {stages} stages against micro-batches per update"],
+                            "micro-batches per update, M", "idle share of the time, %")
     counts = [row["micro_batches"] for row in rows]
 
     def plot(shares: Sequence[float], label: str, **look: Any) -> None:
         axes.plot(counts, [100 * share for share in shares], label=label, **look)
 
-    plot([row["formula"] for row in rows], "(P − 1) / (M + P − 1), equal stages", color=GREY, linestyle="--")
-    plot([row["expected"] for row in rows], "expected of these cuts", color=GREY, linestyle=":")
+    plot([row["formula"] for row in rows], f"(P − 1) / (M + P − 1), P = {stages} equal stages", color=GREY,
+         linestyle="--")
+    plot([row["expected"] for row in rows], "expected of these stages", color=GREY, linestyle=":")
     for stage in range(stages):
-        plot([row["idle"][stage] for row in rows], f"stage {stage}", color=COLOURS[stage % len(COLOURS)], linewidth=1,
-             alpha=0.6)
-    plot([row["mean"] for row in rows], "mean, measured", color=COLOURS[0], marker="o", linewidth=2)
+        plot([row["idle"][stage] for row in rows], f"stage {stage}, measured",
+             **{**style(stage + 1, len(rows)), "linestyle": "none"})
+    plot([row["mean"] for row in rows], "mean, measured", **style(0, len(rows)), linewidth=2)
+    axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xticks(counts)
-    axes.legend(frameon=False)
+    axes.set_xticks(counts, [f"{count}" for count in counts])
+    axes.legend(**LEGEND)
     save(figure, path)
 
 
@@ -136,67 +133,61 @@ def plot_comparison(curves: Mapping[str, Mapping[int, float]], path: Path, title
         path: the PNG to write.
         title, ylabel: what is compared, and the name of the values with their unit.
     """
-    figure, [axes] = panels([title], "Update", ylabel)
-    figure.set_figheight(HEIGHT + 0.25 * math.ceil(len(curves) / 2))  # room for the legend's rows
+    figure, [axes] = panels([title], "update", ylabel, heights=[HEIGHT + 0.2 * math.ceil(len(curves) / 2)])
     for number, (name, points) in enumerate(curves.items()):
         finite = {update: value for update, value in points.items() if math.isfinite(value)}
         values = list(finite.values())
-        axes.plot(list(finite), values, **style(number), marker=marker(values), markersize=4,
+        axes.plot(list(finite), values, **style(number, len(values)), linewidth=1.3,
                   label=f"{name} ({values[-1]:.2f})" if finite else f"{name} (nothing finite)")
     axes.set_xlim(left=0)
     if curves:
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, title="run (last value)")
+        figure.legend(loc="outside lower center", ncols=2, title="run (last value)", title_fontsize="small", **LEGEND)
     save(figure, path)
 
 
-Column = tuple[bool, int, float]  # without warm-up, layers, rate
-Cells = dict[tuple[str, Column], list[float]]  # by block and column, what its runs ended at
+Kind = tuple[str, int, str]  # precision, sentences a batch, initialisation
+Cells = dict[tuple[str, int, float], list[float]]  # by block, layers and rate, what its runs ended at
 
 
 def plot_grid(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The runs of a verdict's grid: a row for each block, a column for each depth and rate, with and without warm-up; a
-    panel for each precision, batch size and initialisation.
+    """The runs of a verdict's grid: a row of panels for each precision, batch size and initialisation, with warm-up at
+    the left and without at the right; in a panel a row for each block, a column for each depth and rate.
 
-    The colour is the final loss as a share of the mark that a run must come under: blue below, red above; the mean over
-    seeds.
+    The colour is the final loss as a share of the mark that a run must come under: blue below, red and dotted above;
+    the mean over seeds.
     """
-    found: dict[tuple[str, int, str], Cells] = defaultdict(lambda: defaultdict(list))
+    cells: dict[Kind, dict[bool, Cells]] = defaultdict(lambda: {True: defaultdict(list), False: defaultdict(list)})
     for record in records:
         point = record["point"]
         name = point["encoder"] if point["encoder"] == point["decoder"] else f"{point['encoder']} / {point['decoder']}"
         kind = point.get("precision", "fp32"), point.get("sentences", 0), point.get("init", "auto")
-        column = not point["warmup"], point["layers"], point["rate"]
-        found[kind][name, column].append(min(record["final"] / record["bar"], 2.0))
-    rows = sorted({name for cells in found.values() for name, _ in cells})
-    names = get_args(Precision)
-    bands: list[list[tuple[str, Cells]]] = []  # panels side by side, each with its title
-    for kind in sorted(found, key=lambda kind: (names.index(kind[0]), kind[2] != "auto", -len(found[kind]), kind[1:])):
-        precision, size, init = kind
-        words = [precision, f"{size} sentences a batch" if size else "", f"init: {init}" if init != "auto" else ""]
-        panel = ", ".join(filter(None, words)), found[kind]
-        if bands and sum(_breadths([*bands[-1], panel])) <= _BROADEST:
-            bands[-1].append(panel)
-        else:
-            bands.append([panel])
-    figure = Figure(figsize=(max(8.0, 0.36 * max(sum(_breadths(band)) for band in bands) + 3),
-                             (0.36 * len(rows) + 2.2) * len(bands) + 0.4), layout="constrained")
-    figure.suptitle(f"{len(records)} runs: blue learned, red did not ('none': no warm-up)", x=0.01, ha="left")
-    for part, band in zip(figure.subfigures(len(bands), 1, squeeze=False)[:, 0], bands, strict=True):
-        row = part.subplots(1, len(band), sharey=True, squeeze=False, width_ratios=_breadths(band))[0]
-        for axes, (title, cells) in zip(row, band, strict=True):
-            columns = sorted({column for _, column in cells})
-            table = np.full((len(rows), len(columns)), np.nan)
-            for (name, column), values in cells.items():
-                table[rows.index(name), columns.index(column)] = np.mean(values)
-            image = axes.imshow(table, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
-            axes.set_yticks(range(len(rows)), rows)
-            axes.set_xticks(range(len(columns)), [f"{layers}L {rate:g}{' none' if bare else ''}"
-                                                  for bare, layers, rate in columns], rotation=90, fontsize="small")
-            axes.set_title(title, loc="left", fontsize="medium")
-        part.colorbar(image, ax=list(row), label="final loss / mark")
+        ended = cells[kind][bool(point["warmup"])][name, point["layers"], point["rate"]]
+        ended.append(min(record["final"] / record["bar"], 2.0))
+    names = sorted({name for sides in cells.values() for side in sides.values() for name, *_ in side})
+    order = get_args(Precision)
+    kinds = sorted(cells, key=lambda kind: (order.index(kind[0]), kind[2] != "auto", kind[1] != 8, *kind[1:]))
+    titles = [f"{_words(kind)}, {'warm-up' if warmup else 'no warm-up'}" for kind in kinds for warmup in (True, False)]
+    title = (f"{len(records)} runs of the toy task by block, layers and peak learning rate: blue learned, red with a "
+             "dot did not")
+    figure, grid = panels(titles, "", "", title, columns=2, heights=[0.13 * len(names) + 0.95] * len(kinds))
+    for axes, side in zip(grid, [cells[kind][warmup] for kind in kinds for warmup in (True, False)], strict=True):
+        columns = sorted({(layers, rate) for _, layers, rate in side})
+        table = np.full((len(names), max(1, len(columns))), np.nan)
+        for (name, layers, rate), values in side.items():
+            table[names.index(name), columns.index((layers, rate))] = np.mean(values)
+        image = axes.imshow(table, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
+        axes.plot(*np.argwhere(table >= 1).T[::-1], "o", color="white", markersize=2.2, markeredgecolor="black",
+                  markeredgewidth=0.3)
+        axes.set_yticks(range(len(names)), names, fontsize=_SMALL)
+        axes.set_xticks(range(len(columns)), [f"{layers}L {rate:g}" for layers, rate in columns], rotation=90,
+                        fontsize=_SMALL)
+        axes.grid(visible=False)
+    bar = figure.colorbar(image, ax=grid, label="final loss / highest loss that counts as learned", shrink=0.5)
+    bar.ax.tick_params(labelsize="small")
     save(figure, path)
 
 
-def _breadths(band: Sequence[tuple[str, Cells]]) -> list[int]:
-    """Columns of each panel."""
-    return [len({column for _, column in cells}) for _, cells in band]
+def _words(kind: Kind) -> str:
+    precision, size, init = kind
+    return ", ".join(filter(None, [precision, f"{size} sentences" if size else "",
+                                   f"init: {init}" if init != "auto" else ""]))

@@ -270,7 +270,7 @@ class Trainer:
         if self.ranks.first:
             from deepnmt.plots import plot_learning_curve  # importing matplotlib takes a second
 
-            plot_learning_curve(read_log(self.run / "log.jsonl"), self.run / "curve.png")
+            plot_learning_curve(read_log(self.run / "log.jsonl"), self.run / "curve.png", self.run.name)
         return FINISHED
 
     def close(self) -> None:

@@ -260,8 +260,8 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     plot_admin_profile(made(decoder=0), tmp_path / "a.png")
     records = [{"type": "train", "update": 1, "loss": "nan"}, {"type": "train", "update": 2, "loss": 3.5},
                {"type": "valid", "update": 2, "loss": 3.0, "bleu": 12.5}, {"type": "event", "update": 2}]
-    plot_learning_curve(records, tmp_path / "b.png")
-    plot_learning_curve([], tmp_path / "c.png")
+    plot_learning_curve(records, tmp_path / "b.png", "demo")
+    plot_learning_curve([], tmp_path / "c.png", "demo")
     plot_comparison({"one": {1: 2.0, 2: math.nan}, "two": {}}, tmp_path / "d.png", "title", "loss")
     for name in "abcd":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,63 @@
+"""What every picture keeps to: a title, axes with names, the same width, lines told apart by more than colour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from deepnmt import plots
+from deepnmt.doctor import plots as doctor
+from deepnmt.doctor.measures import Growth
+from deepnmt.plots import plot_learning_curve  # a fixture takes it out of its module
+from studies import plots as studies
+
+CURVES = {name: [(update, 5.0 / update) for update in range(1, 9)] for name in ("post_ln", "admin")}
+LOSSES = {name: [loss for _, loss in points] for name, points in CURVES.items()}
+PANEL = studies.Panel("6L-6L", CURVES, dict.fromkeys(CURVES, "learned"), {"even guess": 8.0})
+ROWS = [{"micro_batches": count, "idle": [0.5, 0.4], "mean": 0.45, "formula": 0.5, "expected": 0.4} for count in (1, 2)]
+RUNS = [{"point": {"encoder": block, "decoder": block, "layers": 6, "rate": 0.01, "warmup": warmup}, "final": 1.0,
+         "bar": 1.5} for block in CURVES for warmup in (True, False)]
+GROWTH = Growth.of([1, 2, 4], [0.1, 0.2, 0.4])
+LOG = [{"type": "train", "update": 5, "loss": 3.5, "learning_rate": 1e-3},
+       {"type": "valid", "update": 5, "loss": 3.0, "bleu": 12.5}]
+PATH = Path("picture.png")
+PICTURES = {
+    "curve": lambda: plot_learning_curve(LOG, PATH, "demo"),
+    "squares": lambda: doctor.plot_similarity({"encoder": [[1.0, 0.5], [0.5, 1.0]], "decoder": [[1.0]]}, PATH),
+    "growth": lambda: doctor.plot_growth({"noise": {"encoder": GROWTH}, "update": {"encoder": GROWTH}}, PATH, "title"),
+    "lines": lambda: doctor.plot_lines({"encoder": LOSSES}, PATH, title="title", xlabel="layer", ylabel="norm"),
+    "half": lambda: doctor.plot_half({"scale": 1.0, "shares": {"encoder": 0.1}, "shares_fp32": {"encoder": 0.0}}, PATH),
+    "study": lambda: studies.plot_study([PANEL, PANEL], PATH, "title"),
+    "idle": lambda: studies.plot_idle_time(ROWS, 2, PATH),
+    "comparison": lambda: studies.plot_comparison({"a": dict(CURVES["admin"])}, PATH, "title", "loss, nats per token"),
+    "grid": lambda: studies.plot_grid(RUNS, PATH),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_says_what_it_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    for module in (plots, doctor, studies):
+        monkeypatch.setattr(module, "save", lambda figure, _path: figures.append(figure))
+    PICTURES[name]()
+    [figure] = figures
+    assert figure.get_suptitle() and figure.get_figwidth() == plots.WIDTH
+    axes = [axes for axes in figure.axes if axes.get_visible()]
+    named = {"half": "y", "grid": ""}.get(name, "xy")  # of those two the ticks are words
+    for way in named:
+        assert any([getattr(figure, f"get_sup{way}label")(), *(getattr(a, f"get_{way}label")() for a in axes)])
+    for each in axes:
+        lines = [line for line in each.get_lines() if line.get_label() and not line.get_label().startswith("_")]
+        assert len({(line.get_linestyle(), line.get_marker()) for line in lines}) == len(lines)
+
+
+def test_a_round_of_colours_is_told_from_the_next() -> None:
+    looks = [tuple(plots.style(number).values()) for number in range(len(plots.COLOURS) * len(plots.DASHES))]
+    assert len(set(looks)) == len(looks)
+
+
+def test_pictures_of_the_documents_are_small() -> None:
+    folder = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+    assert [file.name for file in folder.glob("*.png") if file.stat().st_size >= 300_000] == []
