@@ -88,7 +88,7 @@ def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, 
 def style(number: int, points: int = 0) -> dict[str, Any]:
     """Colour, dashes and marker of the line of this number, from 0; `points`: how many it has, all of them marked
     where they are few, so that one alone is seen at all."""
-    look = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)]}
+    look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)]}
     if points:
         apart = max(1, points // _MARKS) if points > 40 else 1
         look |= {"marker": MARKERS[number % len(MARKERS)], "markersize": 3.5 if points <= 40 else 4.5,
