@@ -34,7 +34,7 @@ A recipe is one YAML file with every setting of a run. Settings that you leave o
 defaults; those marked *required* have none. A name that deepnmt does not know is rejected. All
 faults of a recipe are reported together, each in one sentence.
 
-[recipes/demo/admin_18l-18l.yaml](../../recipes/demo/admin_18l-18l.yaml) contains every setting once,
+[recipes/demo/admin_18l-18l.yaml](../../recipes/demo/admin_18l-18l.yaml) contains every setting,
 with comments. `deepnmt train RECIPE --dry-run` prints a recipe with all its defaults filled in, and
 trains nothing.
 
@@ -53,9 +53,9 @@ COMMANDS_PAGE = """\
 
 <!-- Written by `python docs/generate.py` from the commands' own `--help`. -->
 
-This page shows what `--help` prints. From a checkout, `python tools/train.py` and its neighbours run
-the same commands as `deepnmt train`. Every command exits with 0 if it succeeded and with 2 after a
-user's mistake, which it reports in one sentence. `deepnmt train` exits with 75 if a signal made it
+This page shows what `--help` prints. From a checkout, `python tools/train.py` and its neighbours
+run the same commands as `deepnmt train`. Every command exits with 0 if it succeeded and with 2 after
+a user's mistake, which it reports in one sentence. `deepnmt train` exits with 75 if a signal made it
 stop early, once it has saved; the same command then resumes the run.
 """
 
