@@ -4,35 +4,71 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from deepnmt.config import Admin, Model, Recipe, load_recipe, override
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose faults are said as any other: in one sentence, by one of several processes."""
+    """Its errors are `UserError`s, so that one of several processes prints them, as a sentence.
+
+    `examples`: the command lines that `--help` ends with, one a line.
+    """
+
+    examples: str = ""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; {self.prog} --help lists what there is")
+        see = f"see {self.prog} --help"
+        if missing := _after("the following arguments are required: ", message):
+            # argparse counts KEY=VALUE, of which there may be none, among them
+            names = [_NEEDED.get(name, name) for name in missing.split(", ") if name != "KEY=VALUE"]
+            raise UserError(f"{self.prog.split()[-1]} needs {' and '.join(names)}, for example: "
+                            f"{self.examples.splitlines()[0]}; {see}")
+        if unknown := _after("unrecognized arguments: ", message):
+            word = next((word for word in unknown.split() if word.startswith("-")), "").partition("=")[0]
+            near = nearest(word, self._option_string_actions) if word else None
+            what = f"unknown option {word}" if word else f"unexpected argument {unknown.split()[0]}"
+            raise UserError(f"{what}; did you mean {near}? {see}" if near else f"{what}; {see}")
+        if choice := re.fullmatch(r"argument (.+): invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+            option, value, choices = choice[1].partition("/")[0], choice[2], choice[3].replace("'", "")
+            near = nearest(value, choices.split(", "))
+            hint = f"did you mean {near}? {see}" if near else see
+            raise UserError(f"{option} is {value!r}, must be one of {choices}; {hint}")
+        if number := re.fullmatch(r"argument (.+): invalid (int|float) value: (.*)", message):
+            kind = {"int": "a whole number", "float": "a number"}[number[2]]
+            raise UserError(f"{number[1]} is {number[3]}, must be {kind}; {see}")
+        raise UserError(f"{message.removeprefix('argument ')}; {see}")
 
 
-def plain_parser(command: str, text: str, example: str, program: str = "deepnmt") -> argparse.ArgumentParser:
-    """A parser that knows nothing but `--help`; commands add their own arguments."""
-    return Parser(
-        prog=f"{program} {command}", description=text, epilog=f"example:\n  {example}",
+_NEEDED = {"RECIPE": "a recipe (a YAML file) or the folder of a run"}
+
+
+def _after(start: str, message: str) -> str:
+    """What follows `start` in a message; nothing where the message begins otherwise."""
+    return message.removeprefix(start) if message.startswith(start) else ""
+
+
+def plain_parser(command: str, text: str, examples: str, program: str = "deepnmt") -> Parser:
+    """A parser that knows nothing but `--help`; commands add their own arguments. `examples`: one a line."""
+    lines = [line.strip() for line in examples.splitlines()]
+    parser = Parser(
+        prog=f"{program} {command}", description=text, epilog="\n  ".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )
+    parser.examples = "\n".join(lines)
+    return parser
 
 
-def recipe_parser(command: str, text: str, example: str, program: str = "deepnmt") -> argparse.ArgumentParser:
+def recipe_parser(command: str, text: str, examples: str, program: str = "deepnmt") -> Parser:
     """A parser of a recipe and overrides; commands add their own options."""
-    parser = plain_parser(command, text, example, program)
-    parser.add_argument("recipe", help="a recipe file, or the folder of a run")
+    parser = plain_parser(command, text, examples, program)
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe (a YAML file), or the folder of a run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
-                        help="settings to change, for example model.encoder.layers=18 train.updates=300")
+                        help="settings of the recipe to change, for example model.encoder.layers=18 train.updates=300")
     return parser
 
 
@@ -41,8 +77,8 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     args = parser.parse_intermixed_args(words)
     folder = Path(args.recipe)
     if (folder / "manifest.json").is_file():
-        raise UserError(f"{folder} is no run and no recipe; give the folder of the run, and a single checkpoint of it "
-                        "with --checkpoint where the command has that")
+        raise UserError(f"{folder} is a checkpoint, not a recipe or a run; give the folder of the run, and name the "
+                        "checkpoint with --checkpoint where the command has that option")
     here = [f"run={json.dumps(str(folder))}"] if folder.is_dir() else []
     return args, load_recipe(args.recipe, [*here, *args.overrides])
 
@@ -58,7 +94,8 @@ def settable(args: argparse.Namespace, sections: Sequence[str], why: str) -> Non
     sections, since it would change nothing."""
     for words in args.overrides:
         if not f"{words.partition('=')[0]}.".startswith(tuple(f"{section}." for section in sections)):
-            raise UserError(f"{words} has no say here, since {why}; leave it out (what has: {', '.join(sections)})")
+            raise UserError(f"{words} has no effect here because {why}; remove it (these have one: "
+                            f"{', '.join(sections)})")
 
 
 def given(args: argparse.Namespace) -> set[str]:
@@ -95,7 +132,7 @@ def profiled(args: argparse.Namespace, recipe: Recipe, asked: Sequence[str] = ("
     for name in asked:
         value = getattr(recipe.admin, name)
         if f"admin.{name}" in named and value != getattr(Admin(), name):
-            raise UserError(f"admin.{name}={value} has no say here, since {why}; leave it out")
+            raise UserError(f"admin.{name}={value} has no effect here because {why}; remove it")
 
 
 def numbers(option: str, text: str | None, separator: str) -> list[int] | None:

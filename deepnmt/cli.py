@@ -1,13 +1,14 @@
-"""Every command line of deepnmt, one function a command. torch is imported only once the arguments hold."""
+"""Every command of `deepnmt`, a function each. torch is imported only once the arguments have been checked."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
+from deepnmt import __version__
 from deepnmt.arguments import (
     expected_model,
     numbers,
@@ -18,36 +19,45 @@ from deepnmt.arguments import (
     recipe_parser,
     settable,
 )
-from deepnmt.errors import UserError
+from deepnmt.config import Recipe
+from deepnmt.errors import UserError, nearest
 
-Command = Callable[[list[str]], int | None]  # the words behind it to the exit code (None: 0)
+Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
-INTERRUPTED = 130  # what a shell says of a program that SIGINT ended
+INTERRUPTED = 130  # what a shell reports of a program that SIGINT ended
 
 
 def main(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
     """`deepnmt COMMAND ...`; see `run_command`."""
-    return run_command("deepnmt", COMMANDS, command, arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if command is None and words[:1] in (["--version"], ["-V"]):
+        print(versions())
+        return 0
+    return run_command("deepnmt", COMMANDS, OVERVIEW, command, words)
 
 
 def run_command(
-    program: str, commands: Mapping[str, Command], command: str | None = None, arguments: Sequence[str] | None = None
+    program: str, commands: Mapping[str, Command], overview: str, command: str | None = None,
+    arguments: Sequence[str] | None = None,
 ) -> int:
-    """Runs `command`, or the one the first argument names; returns the exit code: 0, 2 for a user's mistake, 130 for
-    Ctrl-C (which a training run takes as the word to save and stop), or the command's own."""
+    """Runs `command`, or the one the first argument names; `overview` is what `--help` prints.
+
+    Returns:
+        The exit code: 0, 2 for a user's mistake, 130 for Ctrl-C (at which a training run saves and stops), or the
+        command's own.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     words = [w for w in words if not w.startswith(("--local_rank", "--local-rank"))]  # launchers add it; RANK is read
     if command is None:
         if not words or words[0] in ("-h", "--help"):
-            known = "\n".join(f"  {name:<15}{run.__doc__}" for name, run in commands.items())
-            print(f"usage: {program} COMMAND ...\n\n{known}\n\n{program} COMMAND --help says more.")
+            print(overview)
             return 0 if words else 2
         command, words = words[0], words[1:]
     try:
         if command not in commands:
-            near = difflib.get_close_matches(command, commands, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ";"
-            raise UserError(f"there is no command {command!r}{hint} {program} --help lists what there is")
+            near = nearest(command, commands)
+            hint = f"; did you mean {near}? see" if near else "; see"
+            raise UserError(f"unknown command {command!r}{hint} {program} --help")
         return commands[command](words) or 0
     except UserError as error:
         if not (_is_later_process() if error.reported is None else error.reported):
@@ -61,18 +71,81 @@ def run_command(
         return INTERRUPTED
 
 
+def overview_of(program: str, groups: Mapping[str, Mapping[str, Command]], end: str) -> str:
+    """What `--help` prints: every command with the first line of its docstring, under the headline of its group."""
+    lines = [f"usage: {program} COMMAND ...", f"       {program} COMMAND --help"]
+    for headline, commands in groups.items():
+        lines += ["", f"{headline}:", *(f"  {name:<15}{run.__doc__}" for name, run in commands.items())]
+    return "\n".join([*lines, "", end])
+
+
+def versions() -> str:
+    """deepnmt's version and those of the libraries that compute, which are not imported for it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    lines = [f"deepnmt {__version__}"]
+    for name in ("torch", "deepspeed"):
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return "\n".join(lines)
+
+
 def _is_later_process() -> bool:
     """Whether a launcher says that this is not the first process on its machine."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
 
 
+def _checkpoint(name: str | None, recipe: Recipe) -> str | None:
+    """The folder that `--checkpoint` names, by its path or as one of the run's."""
+    if name not in ("best", "newest", "averaged"):
+        return name
+    from deepnmt.checkpoint.checkpoint import Which, find_checkpoint
+
+    return str(find_checkpoint(Path(recipe.run), cast("Which", name)))
+
+
+_CHECKPOINT = ("best (by validation), newest, averaged, or the folder of a checkpoint (default: the run's average if "
+               "there is one, else its newest checkpoint)")
+
+
+def _split(words: list[str]) -> None:
+    """Split a file of sentence pairs into training, validation and test texts."""
+    parser = plain_parser(
+        "split",
+        "Splits a file of tab-separated sentence pairs into three texts that share no sentence, not even where a\n"
+        "sentence has several translations.\n\n"
+        "Reads TSV. Writes train, valid and test files, one for each language, into FOLDER, and prints the number of\n"
+        "pairs in each.",
+        "deepnmt split pairs.tsv.gz data/my/text --langs en de\n"
+        "deepnmt split deu-eng.tsv.gz data/tatoeba/text --columns 2 1 --langs de en",
+    )
+    add = parser.add_argument
+    add("tsv", metavar="TSV", type=Path, help="sentence pairs, one a line; plain, .gz, .xz, .zst or .bz2")
+    add("folder", metavar="FOLDER", type=Path, help="the folder of the three texts")
+    add("--columns", type=int, nargs=2, default=[1, 2], metavar=("SRC", "TRG"),
+        help="columns of source and target, counted from 1 (default 1 2)")
+    add("--langs", nargs=2, required=True, metavar=("SRC", "TRG"), help="language suffixes of the files written")
+    add("--valid", type=int, default=10, metavar="N",
+        help="target sentences to hold out of every 1,000 for validation (default 10)")
+    add("--test", type=int, default=20, metavar="N",
+        help="target sentences to hold out of every 1,000 for the test (default 20)")
+    args = parser.parse_args(words)
+    from deepnmt.data.split import split_tsv
+
+    print(split_tsv(args.tsv, args.folder, tuple(args.columns), tuple(args.langs), args.valid, args.test))
+
+
 def _prepare(words: list[str]) -> None:
-    """Filter and segment a corpus into a data folder."""
+    """Train the vocabulary and turn the texts into token arrays."""
     parser = recipe_parser(
         "prepare",
-        "Trains the vocabulary, filters the training text and writes token arrays into the recipe's data.folder.\n"
-        "A folder that is up to date is left as it is.",
-        "python tools/prepare_data.py recipes/demo/admin_18l-18l.yaml vocab.size=2000 data.folder=data/small",
+        "Trains the SentencePiece vocabulary, filters the training text and encodes all texts.\n\n"
+        "Reads the texts that the recipe's data section names. Writes token arrays and vocabulary into data.folder.\n"
+        "Data that are up to date stay as they are; data of other texts or settings are never overwritten.",
+        "deepnmt prepare my.yaml\n"
+        "deepnmt prepare my.yaml vocab.size=4000 data.folder=data/small",
     )
     _, recipe = parse(parser, words)
     from deepnmt.data.prepare import prepare
@@ -81,12 +154,15 @@ def _prepare(words: list[str]) -> None:
 
 
 def _profile(words: list[str]) -> None:
-    """Measure Admin's omega on the first batch."""
+    """Measure Admin's omega before training (training does it too)."""
     parser = recipe_parser(
         "profile",
-        "Profiles an Admin model layer by layer and writes admin_profile.json and .png into the run folder.\n"
-        "Runs alone, or on several processes under a launcher.",
-        "deepspeed --quiet --num_accelerators 2 tools/profile_admin.py recipes/demo/admin_18l-18l.yaml",
+        "Measures omega, Admin's weight of each residual connection, on the first batch of the training text.\n"
+        "Training does the same when a run begins, so this is for a look beforehand.\n\n"
+        "Reads the prepared data. Writes admin_profile.json and admin_profile.png into the run folder.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt profile my.yaml\n"
+        "deepspeed --quiet --num_accelerators 2 --module deepnmt profile my.yaml",
     )
     _, recipe = parse(parser, words)
     from deepnmt.parallel.launch import processes
@@ -99,15 +175,25 @@ def _profile(words: list[str]) -> None:
 
 
 def _train(words: list[str]) -> int:
-    """Train a recipe, or go on with a run."""
+    """Train the model of a recipe, or resume its training."""
     parser = recipe_parser(
         "train",
-        "Trains a recipe into its run folder. Started again, it goes on where it was.\n"
-        "Runs alone, or on several processes under deepspeed, torchrun or srun.",
-        "deepspeed --quiet --num_accelerators 2 tools/train.py recipes/demo/admin_18l-18l.yaml train.updates=300",
+        "Trains the model that a recipe describes. If the run folder already holds a checkpoint, training resumes\n"
+        "from it.\n\n"
+        "Reads the prepared data. Writes checkpoints, log.jsonl, TensorBoard files and STATUS.json into the run\n"
+        "folder. Runs as one process, or as several under deepspeed, torchrun or srun.\n\n"
+        "exit codes:\n"
+        "    0  the run is finished\n"
+        "    2  a mistake in the recipe, the data or the command line, or a run that diverged; a message says which\n"
+        "   75  stopped by SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint was saved; the same command resumes\n"
+        "  130  stopped by Ctrl-C before the first update",
+        "deepnmt train my.yaml\n"
+        "deepnmt train my.yaml model.encoder.block=b2t train.updates=300 --dry-run\n"
+        "deepspeed --quiet --num_accelerators 2 --module deepnmt train my.yaml\n"
+        "torchrun --nproc_per_node 2 -m deepnmt train my.yaml",
     )
     parser.add_argument("--dry-run", action="store_true",
-                        help="print the resolved recipe, sizes and layout; train nothing")
+                        help="print the whole recipe, the model's size, memory and layout, and train nothing")
     args, recipe = parse(parser, words)
     profiled(args, recipe)
     if args.dry_run:
@@ -125,19 +211,23 @@ def _train(words: list[str]) -> int:
 
 
 def _average(words: list[str]) -> None:
-    """Average a run's checkpoints."""
+    """Average the weights of a run's checkpoints."""
     parser = recipe_parser(
         "average",
-        "Averages checkpoints of a run into RUN/averaged (or --output); by default the last average_last.",
-        "python tools/average_checkpoints.py runs/demo --last 3",
+        "Averages the weights of several checkpoints into one model, which translate and evaluate then use.\n"
+        "Without an option it takes the last average_last checkpoints, a setting of the recipe.\n\n"
+        "Reads RUN/checkpoints. Writes RUN/averaged, a checkpoint folder, or the one that --output names.",
+        "deepnmt average runs/my\n"
+        "deepnmt average runs/my --best 3",
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--last", type=int, metavar="N", help="the last N")
-    group.add_argument("--best", type=int, metavar="N", help="the N with the best validation")
-    group.add_argument("--updates", metavar="U,U,...", help="these updates")
-    group.add_argument("--range", metavar="FROM:TO", help="all from update FROM to update TO")
-    group.add_argument("--checkpoints", nargs="+", metavar="FOLDER", help="these folders, of any runs of one model")
-    parser.add_argument("--output", metavar="FOLDER", help="where the average goes (default: RUN/averaged)")
+    group.add_argument("--last", type=int, metavar="N", help="the last N checkpoints")
+    group.add_argument("--best", type=int, metavar="N", help="the N checkpoints with the best validation")
+    group.add_argument("--updates", metavar="U,U,...", help="the checkpoints of these updates")
+    group.add_argument("--range", metavar="FROM:TO", help="all checkpoints from update FROM to update TO")
+    group.add_argument("--checkpoints", nargs="+", metavar="FOLDER",
+                       help="these checkpoint folders, from any runs of the same model")
+    parser.add_argument("--output", metavar="FOLDER", help="the folder of the average (default: RUN/averaged)")
     args, recipe = parse(parser, words)
     chosen = any(way is not None for way in (args.last, args.best, args.updates, args.range, args.checkpoints))
     settable(args, ["run", "model", *([] if chosen else ["average_last"])], "checkpoints are averaged as they are")
@@ -152,149 +242,111 @@ def _average(words: list[str]) -> None:
                       output=args.output, model=expected_model(args, recipe, args.checkpoints)))
 
 
-def _fold(words: list[str]) -> None:
-    """Fold an Admin or DeepNorm model into plain Post-LN."""
-    parser = recipe_parser(
-        "fold",
-        "Writes the model of a run as a plain Post-LN checkpoint with the same logits: Admin's and DeepNorm's factors\n"
-        "go into the norms and matrices beside them. Other stacks stay as they are.",
-        "python tools/fold_model.py runs/demo --output runs/demo/folded",
-    )
-    parser.add_argument("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
-    parser.add_argument("--output", metavar="FOLDER", help="where the folded model goes (default: RUN/folded)")
-    args, recipe = parse(parser, words)
-    settable(args, ["run"], "a trained model is folded as it is")
-    from deepnmt.export import EXPORTERS
-
-    print(EXPORTERS["post_ln"](recipe, args.checkpoint, args.output))
-
-
 def _translate(words: list[str]) -> None:
-    """Translate text with a trained model."""
+    """Translate a text with a trained model."""
     parser = recipe_parser(
         "translate",
-        "Translates lines of a file or of standard input, one line out for each line in. The search is set by the\n"
-        "recipe's translate section; more than one translation a line is written as TSV or JSON lines.",
-        "python tools/translate.py runs/demo --input in.en --output out.de translate.beam=5",
+        "Translates a text line by line: line N of the output is the translation of line N of the input.\n"
+        "The recipe's translate section sets the search, and translate.NAME=VALUE changes it for this call.\n\n"
+        "Reads a checkpoint of the run, and a file or standard input. Writes a file or standard output.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt translate runs/my --input in.txt --output out.txt\n"
+        "deepnmt translate runs/my --checkpoint best translate.beam=8 < in.txt\n"
+        "deepnmt translate runs/my --input in.txt --format jsonl translate.beam=5 translate.nbest=5",
     )
     add = parser.add_argument
-    add("--input", default="-", metavar="FILE", help="a sentence a line, .gz too; -: standard input")
-    add("--output", default="-", metavar="FILE", help="where translations go; -: standard output")
-    add("--form", default="text", choices=["text", "tsv", "jsonl"],
-                        help="text: the best translation; tsv: line, rank, score, text; jsonl: one object a line")
-    add("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
+    add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
+        "(default: standard input)")
+    add("--output", default="-", metavar="FILE", help="the file of the translations (default: standard output)")
+    add("--format", "--form", dest="form", default="text", choices=["text", "tsv", "jsonl"],
+        help="text: the best translation of each line; tsv: line, rank, score and translation; jsonl: an object a "
+        "line (default text)")
+    add("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
     args, recipe = parse(parser, words)
     settable(args, ["run", "model", "translate", "seed", "parallel.threads"], "a trained model translates as it is")
+    checkpoint = _checkpoint(args.checkpoint, recipe)
     from deepnmt.decode.translate import translate_files
     from deepnmt.parallel.launch import processes
 
     with processes(recipe.parallel.threads) as ranks:
-        translate_files(Path(args.checkpoint or recipe.run), args.input, args.output, recipe.translate,
+        translate_files(Path(checkpoint or recipe.run), args.input, args.output, recipe.translate,
                         form=args.form, seed=recipe.seed, ranks=ranks,
-                        expected=expected_model(args, recipe, args.checkpoint))
+                        expected=expected_model(args, recipe, checkpoint))
 
 
 def _evaluate(words: list[str]) -> None:
-    """Score translations with SacreBLEU."""
+    """Score a model, or ready translations, with SacreBLEU."""
     parser = recipe_parser(
         "evaluate",
-        "Translates and scores the recipe's test sets (or --test), or scores ready translations (--hypotheses), with\n"
-        "SacreBLEU: BLEU, chrF and TER with signatures, a table, JSON. Runs alone, or on several processes.",
-        "python tools/evaluate.py runs/demo --test test",
+        "Translates the recipe's test sets (or those of --test) and scores the result. With --hypotheses it scores\n"
+        "ready translations instead, and compares several systems. Scores are BLEU, chrF and TER by SacreBLEU, each\n"
+        "with its signature.\n\n"
+        "Reads a checkpoint of the run and the test sets. Prints a table and writes RUN/scores.json; scores of other\n"
+        "test sets, checkpoints or settings go into a file beside it.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt evaluate runs/my\n"
+        "deepnmt evaluate runs/my --checkpoint best --test mine=test.en,test.de\n"
+        "deepnmt evaluate runs/my --hypotheses baseline=a.de --hypotheses ours=b.de",
     )
     add = parser.add_argument
     add("--test", action="append", metavar="SET",
-                        help="a name of data.test, NAME=SRC,REF files, or SacreBLEU's name such as wmt14/full; "
-                        "may be given several times (default: all of data.test)")
+        help="a test set: a name in data.test, NAME=SRC,REF (two text files), or a name of SacreBLEU's such as "
+        "wmt14/full; repeat it for several (default: all of data.test)")
     add("--hypotheses", action="append", metavar="SYSTEM=FILE[,FILE...]",
-                        help="score these translations of the test sets, one file a set; several systems are compared "
-                        "with the first by paired bootstrap")
-    add("--checkpoint", metavar="FOLDER", help="default: the run's average, else its newest")
-    add("--output", metavar="FILE",
-                        help="JSON file (default: RUN/scores.json, or RUN/scores-NAMES.json where --test, "
-                        "--hypotheses, --checkpoint or settings make it other scores than the run's own)")
+        help="score these translations of the test sets, a file for each set; repeat it to compare systems with the "
+        "first one by paired bootstrap")
+    add("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
+    add("--output", metavar="FILE", help="the JSON file of the scores (default: RUN/scores.json or one beside it)")
     args, recipe = parse(parser, words)
     scored = ["run", "data.test", "data.src_lang", "data.trg_lang", "parallel.threads"]
     if args.hypotheses:
         settable(args, scored, "ready translations are scored")
     else:
         settable(args, [*scored, "model", "translate", "seed"], "a trained model translates as it is")
+    checkpoint = _checkpoint(args.checkpoint, recipe)
     from deepnmt.evaluate.evaluate import evaluate_run
     from deepnmt.parallel.launch import processes
 
     with processes(recipe.parallel.threads) as ranks:
-        table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoint=args.checkpoint,
-                             output=args.output, expected=expected_model(args, recipe, args.checkpoint),
+        table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoint=checkpoint,
+                             output=args.output, expected=expected_model(args, recipe, checkpoint),
                              ranks=ranks)
         if ranks.first:
             print(table)
 
 
-def _demo(words: list[str]) -> int:
-    """The whole path on a corpus made here."""
-    parser = recipe_parser(
-        "demo",
-        "Writes the demo corpus, prepares it, trains under deepspeed on two processes, averages, translates and\n"
-        "scores. What is there already is reused.",
-        "python tools/demo.py recipes/demo/admin_18l-18l.yaml",
-    )
-    parser.add_argument("--pairs", type=int, default=110_000, metavar="N",
-                        help="training pairs (default 110,000); the other texts shrink with fewer than 10,000")
-    args, recipe = parse(parser, words)
-    from deepnmt.demo.run import walk
-
-    return walk(recipe, args.pairs)
-
-
-def _split(words: list[str]) -> None:
-    """Split a TSV into training, validation and test texts."""
-    parser = plain_parser(
-        "split",
-        "Writes train, valid and test texts that share no sentence, also where one sentence of the\n"
-        "target side has several translations. Prints the number of pairs in each.",
-        "python tools/split_tsv.py deu-eng.tsv.gz data/tatoeba/text --columns 2 1 --langs de en",
-    )
-    add = parser.add_argument
-    add("tsv", type=Path, help="sentence pairs, plain or .gz")
-    add("folder", type=Path, help="where the texts go")
-    add("--columns", type=int, nargs=2, default=[1, 2], metavar=("SRC", "TRG"),
-                        help="of source and target, counted from 1 (default 1 2)")
-    add("--langs", nargs=2, required=True, metavar=("SRC", "TRG"), help="the files' endings")
-    add("--valid", type=int, default=10, metavar="N", help="of 1,000 target sentences (default 10)")
-    add("--test", type=int, default=20, metavar="N", help="of 1,000 target sentences (default 20)")
-    args = parser.parse_args(words)
-    from deepnmt.data.split import split_tsv
-
-    print(split_tsv(args.tsv, args.folder, tuple(args.columns), tuple(args.langs), args.valid, args.test))
-
-
 def _diagnose(words: list[str]) -> None:
-    """Look into a model before training, and at its checkpoints."""
+    """Predict whether a deep model will train, and examine its layers."""
     parser = recipe_parser(
         "diagnose",
-        "Measures on one batch how layers depend on each other, how far an update moves the output, gradients,\n"
-        "ranges and likeness of layers, and says whether the recipe will train. Prints a table; writes JSON, pictures\n"
-        "and one page into RUN/diagnosis. Of a run that has checkpoints the newest is taken, into\n"
+        "Examines a model on one batch: how layers depend on each other, how far an update moves the output,\n"
+        "gradients, ranges, and how similar layers are. For a recipe it predicts whether training will work. For a\n"
+        "run that has checkpoints it examines the newest.\n\n"
+        "Reads the prepared data. Prints a table and writes JSON, pictures and a page into RUN/diagnosis, or\n"
         "RUN/diagnosis-CHECKPOINT.",
-        "python tools/diagnose.py recipes/demo/admin_18l-18l.yaml model.encoder.block=post_ln",
+        "deepnmt diagnose my.yaml\n"
+        "deepnmt diagnose my.yaml model.encoder.block=post_ln\n"
+        "deepnmt diagnose runs/my --checkpoint best",
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", metavar="FOLDER", help="a checkpoint, or a run whose newest is meant")
-    which.add_argument("--fresh", action="store_true", help="of a run: the weights it began with")
+    which.add_argument("--checkpoint", metavar="WHICH",
+                       help="best (by validation), newest, averaged, the folder of a checkpoint, or a run, whose "
+                       "newest is taken")
+    which.add_argument("--fresh", action="store_true", help="examine the initial weights of a run")
     add("--output", type=Path, metavar="FOLDER",
-                        help="default: RUN/diagnosis or RUN/diagnosis-CHECKPOINT")
-    add("--tokens", type=int, default=1024, metavar="N", help="target tokens looked at (default 1024)")
+        help="the folder of the results (default: RUN/diagnosis or RUN/diagnosis-CHECKPOINT)")
+    add("--tokens", type=int, default=1024, metavar="N", help="target tokens of the batch (default 1024)")
     add("--processes", type=int, default=1, metavar="N",
-                        help="that training will run on, for the size of an update (default 1)")
-    add("--rule", type=Path, metavar="FILE", help="a verdict rule other than deepnmt's own")
+        help="processes that training will run on, which the size of an update depends on (default 1)")
+    add("--rule", type=Path, metavar="FILE", help="a verdict rule to use in place of deepnmt's own")
     args, recipe = parse(parser, words)
     if args.tokens < 1:
         raise UserError(f"--tokens is {args.tokens}, must be 1 or more, for example 1024")
     positive(args, "processes")
     if args.fresh and not Path(args.recipe).is_dir():
-        raise UserError(f"--fresh is of a run's folder, but {args.recipe} is a recipe, whose model is always new; "
-                        "leave it out")
+        raise UserError(f"--fresh has no effect here because {args.recipe} is a recipe, whose model is always new; "
+                        "remove it, or give the folder of a run")
     profiled(args, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
     from deepnmt.doctor.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
     from deepnmt.parallel.launch import processes, rank_from_environment
@@ -304,40 +356,82 @@ def _diagnose(words: list[str]) -> None:
                         "alone, and say with --processes how many training will run on")
     with processes(recipe.parallel.threads) as ranks:
         is_run = Path(args.recipe).is_dir() and not args.fresh
-        checkpoint = default_checkpoint(recipe, args.checkpoint, is_run)
+        checkpoint = default_checkpoint(recipe, _checkpoint(args.checkpoint, recipe), is_run)
         if checkpoint is not None:
             settable(args, AT_CHECKPOINT, f"{checkpoint} is as it was trained; --fresh looks at a new model")
             if args.rule is not None:
-                raise UserError(f"--rule {args.rule} has no say here, since a rule knows models before training and "
-                                f"{checkpoint} is a checkpoint; leave it out, or look at a new model with --fresh")
+                raise UserError(f"--rule {args.rule} has no effect here because a rule judges models before training "
+                                f"and {checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
             if args.processes != parser.get_default("processes"):
-                raise UserError(f"--processes {args.processes} has no say here, since only a verdict asks for it, and "
-                                f"{checkpoint} is a checkpoint; leave it out, or look at a new model with --fresh")
+                raise UserError(f"--processes {args.processes} has no effect here because only a verdict asks for it, "
+                                f"and {checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
         print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=args.output, tokens=args.tokens,
                        rule=args.rule, processes=args.processes))
 
 
+def _fold(words: list[str]) -> None:
+    """Write a trained Admin or DeepNorm model as plain Post-LN."""
+    parser = recipe_parser(
+        "fold",
+        "Writes a trained model as a plain Post-LN model with the same logits: the factors of Admin and DeepNorm are\n"
+        "multiplied into the norms and matrices beside them. Stacks of other blocks stay as they are.\n\n"
+        "Reads a checkpoint of the run. Writes RUN/folded, a checkpoint folder, or the one that --output names.",
+        "deepnmt fold runs/my\n"
+        "deepnmt fold runs/my --checkpoint best --output runs/my/folded-best",
+    )
+    parser.add_argument("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
+    parser.add_argument("--output", metavar="FOLDER", help="the folder of the folded model (default: RUN/folded)")
+    args, recipe = parse(parser, words)
+    settable(args, ["run"], "a trained model is folded as it is")
+    from deepnmt.export import EXPORTERS
+
+    print(EXPORTERS["post_ln"](recipe, _checkpoint(args.checkpoint, recipe), args.output))
+
+
+def _demo(words: list[str]) -> int:
+    """Train and score a deep model on a small artificial corpus."""
+    parser = recipe_parser(
+        "demo",
+        "Takes every step from text to a score: writes a corpus with a small grammar, prepares it, trains under\n"
+        "deepspeed on two processes, averages, translates and scores. Run it again and it reuses what it finds.\n\n"
+        "Reads a recipe whose training texts are train.en and train.de; recipes/demo/ of a checkout holds one.\n"
+        "Writes these texts, the recipe's data.folder and its run folder.",
+        "deepnmt demo recipes/demo/admin_18l-18l.yaml",
+    )
+    parser.add_argument("--pairs", type=int, default=110_000, metavar="N",
+                        help="training pairs (default 110,000); with fewer than 10,000 the other texts shrink too")
+    args, recipe = parse(parser, words)
+    from deepnmt.demo.run import walk
+
+    return walk(recipe, args.pairs)
+
+
 def _gpu_report(words: list[str]) -> int:
-    """Report what a GPU does with the recipes, in ten minutes."""
+    """Measure speed and training on a GPU in ten minutes."""
     parser = plain_parser(
         "gpu-report",
-        "Matrix products, 60L-12L updates in fp16 and bf16 with model FLOPs utilisation, and Tatoeba De-En trained by\n"
-        "the clock and scored, for eight minutes or what is left of the budget: a JSON file and a Markdown page, in\n"
-        "one call of under ten minutes. --part layouts, a call of its own, has in place of the training 300 updates\n"
-        "of 60L-12L on Tatoeba in fp16, under ZeRO-1 and as a pipeline of one stage.",
-        "python tools/gpu_report.py --tsv deu-eng.tsv.gz --output runs/gpu_report",
+        "Measures matrix products, updates of a 60L-12L model in fp16 and bf16, and the share of the GPU's peak speed\n"
+        "that they reach. Then it trains and scores Tatoeba German-English for eight minutes, or for what is left of\n"
+        "the budget. With --part layouts it takes 300 updates of 60L-12L in fp16 instead, under ZeRO-1 and as a\n"
+        "pipeline of one stage. Each call takes less than ten minutes.\n\n"
+        "Reads the recipes in recipes/tatoeba of a checkout and the pairs that --tsv names. Writes a JSON file and a\n"
+        "Markdown page into a new folder.",
+        "deepnmt gpu-report --tsv deu-eng.tsv.gz --output runs/gpu_report",
     )
     add = parser.add_argument
-    add("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER", help="a new folder")
-    add("--tsv", type=Path, metavar="FILE", help="Tatoeba's pairs, English first, plain or .gz")
+    add("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER",
+        help="a new folder for the results (default %(default)s)")
+    add("--tsv", type=Path, metavar="FILE",
+        help="Tatoeba's sentence pairs, English first; plain, .gz, .xz, .zst or .bz2")
     add("--recipes", type=Path, default=Path("recipes/tatoeba"), metavar="FOLDER",
-                        help="of the two recipes (default recipes/tatoeba)")
+        help="the folder of the two recipes (default %(default)s)")
     add("--minutes", type=float, default=8.0, metavar="N",
-                        help="of updates in the training, less if the budget ends before (default 8)")
-    add("--budget", type=float, default=590.0, metavar="SECONDS", help="for everything (default 590)")
+        help="minutes of training, fewer if the budget ends first (default 8)")
+    add("--budget", type=float, default=590.0, metavar="SECONDS", help="seconds for everything (default 590)")
     add("--part", choices=("training", "layouts"), default="training",
-                        help="what is done with the text (default training)")
-    add("--toy", action="store_true", help="tiny models and, without --tsv, the demo's corpus: a trial")
+        help="what is done with the text (default training)")
+    add("--toy", action="store_true",
+        help="a trial with tiny models and, without --tsv, the demo's corpus; runs on a CPU too")
     args = parser.parse_args(words)
     from deepnmt.demo.corpus import make_corpus
     from deepnmt.gpu_report.report import gpu_report
@@ -349,8 +443,19 @@ def _gpu_report(words: list[str]) -> int:
                       args.part)
 
 
-COMMANDS: dict[str, Command] = {command.__name__[1:].replace("_", "-"): command for command in (
-    _prepare, _profile, _train, _average, _fold, _translate, _evaluate, _diagnose, _split, _gpu_report, _demo)}
+_GROUPS: dict[str, dict[str, Command]] = {
+    "From text to a score, in the order of use": {
+        "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "average": _average,
+        "translate": _translate, "evaluate": _evaluate,
+    },
+    "Examine a model, or convert it": {"diagnose": _diagnose, "fold": _fold},
+    "Try deepnmt, or a GPU": {"demo": _demo, "gpu-report": _gpu_report},
+}
+COMMANDS: dict[str, Command] = {name: run for group in _GROUPS.values() for name, run in group.items()}
+OVERVIEW = overview_of("deepnmt", _GROUPS, """\
+Exit codes: 0 done; 2 a mistake, which a message explains; 75 training was stopped and has saved; 130 Ctrl-C.
+Versions: deepnmt --version. In Python: import deepnmt; help(deepnmt).
+Documentation: README.md and docs/ of the repository. Studies, in a checkout: python -m studies --help.""")
 
 
 def entry() -> None:

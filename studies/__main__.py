@@ -11,7 +11,7 @@ from typing import get_args
 
 from deepnmt import arguments
 from deepnmt.arguments import given, parse, positive
-from deepnmt.cli import Command, run_command
+from deepnmt.cli import Command, overview_of, run_command
 from deepnmt.config import Init
 from deepnmt.errors import UserError
 
@@ -61,11 +61,11 @@ def verdict_grid(words: list[str]) -> None:
     """Train many small models, and fit the doctor's verdict on them."""
     parser = plain_parser(
         "verdict-grid",
-        "run: trains small models over blocks, depths, rates and warm-up and appends a line of JSON for\n"
-        "each to RUNS; said again, it goes on with what is missing. measure: measures the models of old lines again\n"
-        "that lack a feature, without training them. fit: fits the verdict rule on such lines, judges it on runs held\n"
-        "out, and writes the rule, a table and a picture beside them. judge: tells how right a finished rule is on\n"
-        "runs that it was not fitted on.",
+        "run      trains small models over blocks, depths, rates and warm-ups, and appends a line of JSON for each to\n"
+        "         RUNS; run it again and it trains what is missing\n"
+        "measure  adds the features that old lines lack, without training\n"
+        "fit      fits the verdict rule on these runs, tests it on runs held out, and writes rule, table and picture\n"
+        "judge    reports the accuracy of a finished rule on runs it was not fitted on",
         "python -m studies verdict-grid run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
         "  python -m studies verdict-grid fit runs/verdict/runs.jsonl\n"
         "  python -m studies verdict-grid judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
@@ -87,7 +87,7 @@ def verdict_grid(words: list[str]) -> None:
     for name, value in vars(args).items():
         action = actions.get(name, "run")
         if name not in ("action", "runs") and action != args.action and value != parser.get_default(name):
-            raise UserError(f"--{name} is of verdict-grid {action} and has no say in {args.action}; leave it out")
+            raise UserError(f"--{name} has no effect here because it belongs to verdict-grid {action}; remove it")
     positive(args, "threads")
     for name in ("depths", "sentences", "rates"):
         for value in getattr(args, name):
@@ -138,9 +138,9 @@ def compare_blocks(words: list[str]) -> None:
     """Train every residual system with one recipe and compare them."""
     parser = recipe_parser(
         "compare-blocks",
-        "Trains a recipe with one block after the other, at several depths, each from scratch, and once without\n"
-        "sources. Writes OUTPUT/runs.jsonl (a line a run; said again, it goes on with what is missing), a table of\n"
-        "what each learned, blocks.md, and a picture, blocks.png. The recipe's data must be prepared.",
+        "Trains a recipe with each block at several depths, from scratch, and once without sources.\n\n"
+        "Reads the prepared data. Writes runs.jsonl (a line a run; run it again and it trains what is missing), a\n"
+        "table of what each learned, blocks.md, and a picture, blocks.png, into OUTPUT.",
         "python -m studies compare-blocks recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
         " --processes 2",
     )
@@ -158,7 +158,7 @@ def compare_blocks(words: list[str]) -> None:
                for name, option in (("block", "--blocks"), ("layers", "--depths"))}
     for name, option in {**options, "schedule.warmup": "--warmups"}.items():
         if name in given(args) and (name in options or args.warmups):
-            raise UserError(f"{name} has no say here, since a study sets it for every run; leave it out and say "
+            raise UserError(f"{name} has no effect here because the study sets it for every run; remove it and use "
                             f"{option}")
     from studies.blocks import list_systems, study
 
@@ -237,11 +237,13 @@ STUDIES: dict[str, Command] = {
     "layouts": layouts,
     "pipeline-idle": pipeline_idle,
 }
+OVERVIEW = overview_of(PROGRAM, {"Studies behind the documentation": STUDIES},
+                       "Exit codes: 0 done; 2 a mistake, which a message explains; 130 Ctrl-C.")
 
 
 def main(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
     """`python -m studies NAME ...`; see `run_command`."""
-    return run_command(PROGRAM, STUDIES, command, arguments)
+    return run_command(PROGRAM, STUDIES, OVERVIEW, command, arguments)
 
 
 if __name__ == "__main__":

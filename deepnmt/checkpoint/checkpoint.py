@@ -200,7 +200,7 @@ def update_of(checkpoint: Path) -> int:
 
 
 def _warn(damage: DamagedCheckpoint) -> None:
-    log.warning("passed over: %s", damage)
+    log.warning("skipped: %s", damage)
 
 
 def newest_checkpoint(folder: Path, on_skip: Callable[[DamagedCheckpoint], object] = _warn) -> Path | None:

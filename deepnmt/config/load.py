@@ -6,7 +6,6 @@ at once.
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from deepnmt.config.sections import Corpus, Recipe, Section
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, nearest
 
 Part = TypeVar("Part", bound=BaseModel)
 
@@ -281,10 +280,15 @@ def _sentences(fault: ErrorDetails) -> Iterator[tuple[str, set[Key]]]:
         yield "missing; this setting has no default", {path}
     elif kind == "extra_forbidden":
         known = _known_at(path[:-1])
-        if near := difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.6):
-            yield f"unknown setting; did you mean {'.'.join(map(str, (*path[:-1], near[0])))}?", {path}
+        if near := nearest(str(path[-1]), known):
+            yield f"unknown setting; did you mean {'.'.join(map(str, (*path[:-1], near)))}?", {path}
         else:
             yield f"unknown setting; known: {', '.join(known)}", {path}
+    elif kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", fault["ctx"]["expected"])
+        near = nearest(str(fault["input"]), choices)
+        hint = f"; did you mean {near}?" if near else ""
+        yield f"is {fault['input']!r}, must be one of {', '.join(choices)}{hint}", {path}
     elif kind == "model_type":
         yield f"is {fault['input']!r}, must be a group of settings; known: {', '.join(_known_at(path))}", {path}
     else:

@@ -92,7 +92,7 @@ def _train(recipe: Recipe) -> None:
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"}
     code = subprocess.run(list(map(str, command)), env=env, check=False).returncode
     if code:
-        raise UserError(f"training ended with code {code}, see above; the same command goes on from the newest "
+        raise UserError(f"training ended with code {code}, see above; the same command resumes from the newest "
                         "checkpoint")
 
 

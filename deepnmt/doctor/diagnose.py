@@ -296,7 +296,7 @@ def between_checkpoints(subject: Subject) -> list[dict[str, Any]]:
         try:
             after = load_weights(folder)
         except DamagedCheckpoint as fault:  # or one that the run has deleted since
-            print(f"passed over: {fault}", file=sys.stderr)
+            print(f"skipped: {fault}", file=sys.stderr)
             continue
         if first is not None:
             model = Transformer(subject.recipe.model, *subject.vocabs, subject.recipe.seed,

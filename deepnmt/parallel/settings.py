@@ -139,8 +139,8 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
     if not isinstance(tree.get("pipeline", {}), dict):
         faults.append(f"pipeline is {json.dumps(tree['pipeline'])}, must be an object, for example {{}}")
     for key in sorted(_group(tree, "pipeline").keys() - {"activation_checkpoint_interval"}):
-        faults.append(f"pipeline.{key} is given, but has no say here: the recipe's parallel.pipeline_stages owns the "
-                      "number of stages, and deepnmt makes the cuts; remove it from the JSON")
+        faults.append(f"pipeline.{key} is given, but has no effect here: the recipe's parallel.pipeline_stages owns "
+                      "the number of stages, and deepnmt makes the cuts; remove it from the JSON")
     if "pipeline" in tree and not stages:
         faults.append("it is for pipelines (it has a pipeline section), but parallel.pipeline_stages is 0; set "
                       "parallel.pipeline_stages, or remove the section from the JSON")

@@ -57,7 +57,7 @@ def diverged(
     checkpoints = list_checkpoints(Path(recipe.run) / "checkpoints")
     left = "No checkpoint was written yet; start again."
     if checkpoints:
-        left = (f"{checkpoints[-1]} is untouched: the same command with the changed setting goes on from it. If it "
+        left = (f"{checkpoints[-1]} is untouched: the same command with the changed setting resumes from it. If it "
                 "breaks again soon, the weights had gone astray before: move the newest checkpoints out of that "
                 "folder.")
     return Diverged("\n  ".join([f"{LIMIT} updates in a row were dropped because their gradients were not finite, so "

@@ -62,10 +62,10 @@ class Monitor:
                 f"{record['target_tokens_per_second']:.0f} tok/s"
                 + (f" skipped {record['skipped_updates']:.0f}" if record["skipped_updates"] else ""))
         if self._bar.disable:
-            print(f"update {update}/{self.updates} {text} left {clock(left)}", file=sys.stderr, flush=True)
+            print(f"update {update}/{self.updates} {text} ETA {clock(left)}", file=sys.stderr, flush=True)
         else:
             self._bar.n = update
-            self._bar.set_description_str(f"left {clock(left)} {text}")  # a narrow terminal cuts the end
+            self._bar.set_description_str(f"ETA {clock(left)} {text}")  # a narrow terminal cuts the end
 
     def valid(self, update: int, record: dict[str, Any]) -> None:
         """Logs the figures of a validation and shows them on a line of their own."""

@@ -85,7 +85,7 @@ class Trainer:
             self.engine = task.start(recipe, layout, self.data, ranks, checkpoint is None)
             if checkpoint:
                 self._resume(checkpoint)
-                self.monitor.event(update, f"going on from {checkpoint}" + "".join(f"\n  now {c}" for c in changes))
+                self.monitor.event(update, f"resuming from {checkpoint}" + "".join(f"\n  now {c}" for c in changes))
             else:
                 count = self.engine.parameters
                 self.monitor.event(0, f"training {count:,} parameters on {ranks.world} process(es) from scratch",
@@ -106,7 +106,7 @@ class Trainer:
         """
         name = b""
         if self.ranks.first:
-            newest = newest_checkpoint(self.checkpoints, on_skip=lambda why: print(f"passed over: {why}", flush=True))
+            newest = newest_checkpoint(self.checkpoints, on_skip=lambda why: print(f"skipped: {why}", flush=True))
             name = newest.name.encode() if newest else b""
         name = self.ranks.broadcast_bytes(name)
         if not name and list_checkpoints(self.checkpoints):
@@ -154,9 +154,9 @@ class Trainer:
                 return self._finish()
             if done.stop:
                 break
-        self.monitor.event(state.update, f"stopped by {signal.Signals(self.stop_signal or 15).name}; the same command "
-                           "goes on from here")
-        self.monitor.status("preempted", state.update, seconds=round(state.seconds, 1))
+        name = signal.Signals(self.stop_signal or signal.SIGTERM).name  # of another process it is not known
+        self.monitor.event(state.update, f"stopped by {name} and saved; the same command resumes from here")
+        self.monitor.status("preempted", state.update, seconds=round(state.seconds, 1), signal=name)
         return PREEMPTED
 
     def _note_signal(self, number: int, _frame: Any) -> None:
@@ -165,7 +165,7 @@ class Trainer:
     def _dropped(self, done: Finished) -> None:
         """Raises `Diverged` where it was one too many."""
         scale = done.stats.loss_scale
-        self.monitor.event(self.state.update, f"a non-finite gradient at update {done.number}: dropped "
+        self.monitor.event(self.state.update, f"skipped update {done.number}: its gradient is not finite "
                            f"(loss scale {scale:g})", loss=str(done.loss))
         if done.hopeless:
             raise diverged(self.recipe, self.engine, self.ranks, done.update.batches,
@@ -257,8 +257,8 @@ class Trainer:
             self.ranks.together(write)
         except UserError as fault:
             if last:
-                raise CheckpointWriteError(f"{fault}; the same command then goes on from the newest of them") from None
-            self.monitor.event(state.update, f"checkpoint not written, training goes on: {fault}")
+                raise CheckpointWriteError(f"{fault}; the same command then resumes from the newest of them") from None
+            self.monitor.event(state.update, f"checkpoint not written, training continues: {fault}")
         else:
             self._saved = state.update
 

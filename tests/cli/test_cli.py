@@ -1,19 +1,48 @@
-"""What every command line has in common: a word that is no command, Ctrl-C."""
+"""What every command line has in common: words that are not known, words that are missing, Ctrl-C."""
 
 from __future__ import annotations
 
 import pytest
 
 from deepnmt.cli import COMMANDS, main
+from studies import __main__ as studies
+
+NEEDS = "needs a recipe (a YAML file) or the folder of a run, for example: deepnmt"
 
 
-@pytest.mark.parametrize(("word", "said"), [
-    ("trian", "there is no command 'trian'; did you mean train? deepnmt --help lists what there is"),
-    ("xyz", "there is no command 'xyz'; deepnmt --help lists what there is"),
+@pytest.mark.parametrize(("words", "said"), [
+    ("trian my.yaml", "unknown command 'trian'; did you mean train? see deepnmt --help"),
+    ("eval my.yaml", "unknown command 'eval'; did you mean evaluate? see deepnmt --help"),
+    ("gpu_report", "unknown command 'gpu_report'; did you mean gpu-report? see deepnmt --help"),
+    ("export", "unknown command 'export'; see deepnmt --help"),
+    ("train", f"train {NEEDS} train my.yaml; see deepnmt train --help"),
+    ("train --dry-run", f"train {NEEDS} train my.yaml; see deepnmt train --help"),
+    ("prepare", f"prepare {NEEDS} prepare my.yaml; see deepnmt prepare --help"),
+    ("split pairs.tsv", "split needs FOLDER and --langs, for example: deepnmt split pairs.tsv.gz data/my/text "
+     "--langs en de; see deepnmt split --help"),
+    ("split a b c --langs en de", "unexpected argument c; see deepnmt split --help"),
+    ("train my.yaml --dryrun", "unknown option --dryrun; did you mean --dry-run? see deepnmt train --help"),
+    ("train my.yaml --check=best", "unknown option --check; see deepnmt train --help"),
+    ("translate runs/my --check=best", "unknown option --check; did you mean --checkpoint? see deepnmt translate "
+     "--help"),
+    ("translate runs/my --format json", "--format is 'json', must be one of text, tsv, jsonl; did you mean jsonl? "
+     "see deepnmt translate --help"),
+    ("translate runs/my --input", "--input: expected one argument; see deepnmt translate --help"),
+    ("average runs/my --last three", "--last is 'three', must be a whole number; see deepnmt average --help"),
+    ("gpu-report --minutes x", "--minutes is 'x', must be a number; see deepnmt gpu-report --help"),
 ])
-def test_a_word_that_is_no_command(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(None, [word, "recipe.yaml"]) == 2
+def test_words_that_are_unknown_or_missing(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(None, words.split()) == 2
     assert capsys.readouterr() == ("", f"deepnmt: {said}\n")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *studies.STUDIES])
+def test_an_unknown_option_is_named_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    typed, run = (studies.PROGRAM, studies.main) if command in studies.STUDIES else ("deepnmt", main)
+    assert run(command, ["--nonsense=1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("deepnmt: ")
+    assert said.endswith(f"; see {typed} {command} --help\n")
 
 
 def test_without_a_word_there_is_the_list(capsys: pytest.CaptureFixture[str]) -> None:

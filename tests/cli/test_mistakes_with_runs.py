@@ -320,7 +320,7 @@ def test_scoring(prepared: Path, trained: Path, refused: Refused, tmp_path: Path
     assert [file.name for file in tmp_path.iterdir()] == ["short"] and not (trained / "scores.json").exists()
 
 
-def test_settings_that_have_no_say(trained: Path, refused: Refused, tmp_path: Path) -> None:
+def test_settings_without_effect(trained: Path, refused: Refused, tmp_path: Path) -> None:
     """Nothing would be done otherwise for them, so they are not taken."""
     source = ("--input", trained / "log.jsonl", "--output", tmp_path / "out")
     ready = ("--hypotheses", f"a={trained}/log.jsonl", "--output", tmp_path / "out")
@@ -328,7 +328,7 @@ def test_settings_that_have_no_say(trained: Path, refused: Refused, tmp_path: Pa
             ("average", (), "train.updates=7"), ("average", ("--last", 1), "average_last=2"),
             ("translate", source, "batch.tokens=99"), ("translate", source, "parallel.ds_config=null"),
             ("evaluate", (), "data.folder=x"), ("evaluate", ready, "translate.beam=1"), ("evaluate", ready, "seed=3")):
-        assert f"{setting} has no say here, since " in refused(command, trained, *words, setting)
+        assert f"{setting} has no effect here because " in refused(command, trained, *words, setting)
     assert list(tmp_path.iterdir()) == [] and not (trained / "averaged").exists()
 
 

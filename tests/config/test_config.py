@@ -113,9 +113,11 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"seed": True}, ["seed: is True, must be a valid integer"]),
     ({"model__dropout": 1.0}, ["model.dropout: is 1.0, must be less than 1"]),
     ({"model__encoder__block": "re_zero"},
-     ["model.encoder.block: is 're_zero', must be 'post_ln', 'pre_ln', 'admin', 'admin_closed_form', 'b2t', "
-      "'b2t_no_ln', 'deepnorm', 'rezero', 'rezero_post_ln', 'fixup', 't_fixup', 'looks_linear', 'dlcl' or "
-      "'dlcl_post'"]),
+     ["model.encoder.block: is 're_zero', must be one of post_ln, pre_ln, admin, admin_closed_form, b2t, b2t_no_ln, "
+      "deepnorm, rezero, rezero_post_ln, fixup, t_fixup, looks_linear, dlcl, dlcl_post; did you mean rezero?"]),
+    ({"translate__length_penalty": "Aver-age"},
+     ["translate.length_penalty: is 'Aver-age', must be one of none, average, gnmt; did you mean average?"]),
+    ({"vocab__kind": 3}, ["vocab.kind: is 3, must be one of bpe, unigram"]),
     ({"model__ffn": 7, "model__decoder__block": "looks_linear"},
      ["model: ffn (7) must be even with block: looks_linear: half of it mirrors the other half"]),
     ({"parallel__pipeline_stages": 2, "model__encoder__block": "dlcl", "model__decoder__block": "dlcl_post"},

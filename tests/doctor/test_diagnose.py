@@ -174,9 +174,9 @@ def test_a_run_and_its_checkpoints(
     folder = run / "diagnosis-update-00000006"
     found = read(folder)
     assert "verdict" not in found and "verdict" not in said
-    assert "optimizer.lr=1e-3 has no say here, since " in refused("diagnose", run, "optimizer.lr=1e-3", ONE)
+    assert "optimizer.lr=1e-3 has no effect here because " in refused("diagnose", run, "optimizer.lr=1e-3", ONE)
     said = refused("diagnose", run, "--rule", f"{tmp_path}/none.json", ONE)
-    assert f"--rule {tmp_path}/none.json has no say here, since a rule knows models before" in said
+    assert f"--rule {tmp_path}/none.json has no effect here because a rule judges models bef" in said
     assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"moved"}
     assert (found["moved"][0]["update"], found["moved"][-1]["until"]) == (3, 6)
     assert max(found["moved"][0]["updates"].values()) == 1.0
@@ -215,7 +215,7 @@ def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-def test_a_damaged_checkpoint_is_passed_over(
+def test_a_damaged_checkpoint_is_skipped(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = str(prepared / "recipe.yaml")
@@ -324,18 +324,18 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
         (f"diagnose --checkpoint {tmp_path}/none", "there is no folder"),
         ("diagnose --tokens 0", "--tokens is 0"),
         (f"diagnose --rule {tmp_path}/none.json", "none.json cannot be read"),
-        ("diagnose --fresh", f"--fresh is of a run's folder, but {recipe} is a recipe"),
+        ("diagnose --fresh", f"--fresh has no effect here because {recipe} is a recipe"),
         ("diagnose --processes 0", "--processes is 0, must be 1"),
         (f"diagnose parallel.pipeline_stages=2 parallel.ds_config={LAYOUTS}/pipeline_zero1_fp32.json --processes 3",
          "--processes is 3, must be a multiple of parallel.pipeline_stages (2)"),
         (f"diagnose {ONE} --output {tmp_path}/file",
          f"folder {tmp_path}/file cannot be written: File exists; set --output to a folder that can be"),
         ("diagnose admin.profile=omega.json admin.tokens=99",
-         "admin.tokens=99 has no say here, since the profile is read from admin.profile (omega.json); leave"),
+         "admin.tokens=99 has no effect here because the profile is read from admin.profile (omega.json); remove"),
         (f"train {plain} admin.tokens=99",
-         "admin.tokens=99 has no say here, since model.encoder.block is b2t and model.decoder.block pre_ln, n"),
+         "admin.tokens=99 has no effect here because model.encoder.block is b2t and model.decoder.block pre_ln, n"),
         (f'train {plain} admin={{"input_variance":one}}',
-         "admin.input_variance=one has no say here, since model.encoder.block is b2t and "),
+         "admin.input_variance=one has no effect here because model.encoder.block is b2t and "),
     ):
         name, *words = command.split()
         assert said in refused(name, recipe, run, *words)

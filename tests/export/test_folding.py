@@ -214,7 +214,7 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
     recipe, source = trained_run(tmp_path / "run", decoder="deepnorm")
     (tmp_path / "run" / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
     assert main("fold", [str(tmp_path / "run"), "model.width=16"]) == 2
-    assert "model.width=16 has no say here, since a trained model is folded as it is" in capsys.readouterr().err
+    assert "model.width=16 has no effect here because a trained model is folded as it is" in capsys.readouterr().err
     assert main("fold", [str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "encoder (admin) and decoder (deepnorm) as post_ln; logits of random sentences differ by at most" in said

@@ -93,9 +93,9 @@ def refused(path: Path, precision: str, stages: int = 0) -> str:
     ({"pipeline": {}}, "fp32", 0, " or remove the section"),
     ({"pipeline": {"activation_checkpoint_interval": 2}}, "fp32", 2,
      "activation_checkpoint_interval is 2, but the recipe's parallel.recompute_"),
-    ({"pipeline": {"stages": 8}}, "fp32", 2, "pipeline.stages is given, but has no say here: the recipe's"),
-    ({"pipeline": {"partition": "parameters"}}, "fp32", 2, "pipeline.partition is given, but has no say"),
-    ({"pipeline": {"no_such_key": 1}}, "fp32", 2, "pipeline.no_such_key is given, but has no say here"),
+    ({"pipeline": {"stages": 8}}, "fp32", 2, "pipeline.stages is given, but has no effect here: the recipe's"),
+    ({"pipeline": {"partition": "parameters"}}, "fp32", 2, "pipeline.partition is given, but has no effect"),
+    ({"pipeline": {"no_such_key": 1}}, "fp32", 2, "pipeline.no_such_key is given, but has no effect here"),
     ({"pipeline": 8}, "fp32", 2, "pipeline is 8, must be an object"),
 ])
 def test_a_json_that_contradicts_the_recipe_or_would_change_nothing(

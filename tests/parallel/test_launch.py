@@ -86,7 +86,7 @@ def test_a_mistake_that_all_processes_make_is_said_once(
     assert main("train", ["none.yaml", "--dryrun"]) == 2 and capsys.readouterr().err == ""
     monkeypatch.delenv(variable)
     assert main("train", ["none.yaml", "--dryrun"]) == 2
-    sentence = "deepnmt: unrecognized arguments: --dryrun; deepnmt train --help lists what there is\n"
+    sentence = "deepnmt: unknown option --dryrun; did you mean --dry-run? see deepnmt train --help\n"
     assert capsys.readouterr().err == sentence
 
 

@@ -1,4 +1,4 @@
-"""README.md keeps its word: its commands run, in their order; every `--help` ends with a command that is understood."""
+"""README.md keeps its word: its commands run, in their order."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from deepnmt.cli import COMMANDS, main
-from deepnmt.errors import UserError
+from deepnmt.cli import COMMANDS
 from deepnmt.parallel.launch import free_port
-from studies import __main__ as studies
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -117,101 +113,3 @@ def test_installed_names_are_commands(tmp_path: Path) -> None:
     done = subprocess.run([str(installed), "train", str(tmp_path / "recipe.yaml")], capture_output=True, text=True,
                           check=False, cwd=ROOT)  # refused before torch is imported
     assert done.returncode == 2 and "tran: unknown setting" in done.stderr, done.stderr
-
-
-# -- help --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder where `recipes/` and the run of the demo recipe are, but no text, data or checkpoint. No variable is
-    set but those that a recipe's head says to export."""
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    (tmp_path / "runs" / "demo").mkdir(parents=True)
-    shutil.copy(ROOT / "recipes" / "demo" / "admin_18l-18l.yaml", tmp_path / "runs" / "demo" / "recipe.yaml")
-    monkeypatch.delenv("DEEPNMT_DEMO", raising=False)
-    for file in (ROOT / "recipes").rglob("*.yaml"):
-        for name in re.findall(r"\$\{(\w+)\}", file.read_text(encoding="utf-8")):
-            monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield tmp_path
-    torch.set_num_threads(threads)
-
-
-# What would run for minutes, or write the demo's corpus: here it is refused once its arguments are understood.
-LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
-        "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "verdict-grid": "studies.verdict_grid.run_grid",
-        "demo": "deepnmt.demo.run.make_corpus"}
-# All that an example may want where there is no text, data or checkpoint.
-WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
-          "there is no folder", "there are 0;", "holds no whole one", "holds no log.jsonl", "not here")
-
-
-def refuse(*_: object, **__: object) -> None:
-    raise UserError("not here")
-
-
-def program(command: str) -> tuple[str, Callable[..., int]]:
-    """What a user types before the command, and what runs it."""
-    return (studies.PROGRAM, studies.main) if command in studies.STUDIES else ("deepnmt", main)
-
-
-def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
-    """The words of the lines that `--help` ends with."""
-    typed, run = program(command)
-    with pytest.raises(SystemExit) as ended:
-        run(command, ["--help"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0 and f"usage: {typed} {command}" in text
-    return [shlex.split(line) for line in text.partition("example:\n")[2].replace("\\\n", " ").splitlines()]
-
-
-@pytest.mark.parametrize("command", [*COMMANDS, *studies.STUDIES])
-def test_help_ends_with_an_example_that_is_understood(
-        command: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example gets past its arguments and recipe, and is then refused for want of text, data or checkpoint."""
-    if command in LONG:
-        monkeypatch.setattr(LONG[command], refuse)
-    lines = examples(command, capsys)
-    assert lines
-    for example in lines:
-        if command in COMMANDS:
-            script = next(word for word in example if word.endswith(".py"))
-            assert f'main("{command}")' in (ROOT / script).read_text(encoding="utf-8")
-        else:
-            script = command
-            assert example[:4] == ["python", "-m", "studies", command]
-        assert example[0] != "deepspeed" or "--quiet" in example
-        words = example[example.index(script) + 1 :] + (["--dry-run"] if command == "train" else [])
-        code = program(command)[1](command, words)
-        said = capsys.readouterr().err
-        assert "lists what there is" not in said, said
-        assert code == (0 if command == "train" else 2), said
-        assert command == "train" or any(want in said for want in WANTED), said
-
-
-@pytest.mark.parametrize("command", [*COMMANDS, *studies.STUDIES])
-def test_an_option_that_there_is_not_is_said_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    typed, run = program(command)
-    assert run(command, ["--nonsense=1"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("deepnmt: ")
-    assert said.endswith(f"; {typed} {command} --help lists what there is\n")
-
-
-def test_the_example_of_prepare_works_beside_the_demo(
-        elsewhere: Path, prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the demo's text is, and data prepared from it with another vocabulary."""
-    (elsewhere / "data" / "demo").mkdir(parents=True)
-    for name, there in (("text", "text"), ("prepared", "data")):
-        (elsewhere / "data" / "demo" / name).symlink_to(prepared / there)
-    ((_, _, *words),) = examples("prepare", capsys)
-    assert main("prepare", [*words, "data.workers=1"]) == 0, capsys.readouterr().err
-
-
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for run, commands in ((main, COMMANDS), (studies.main, studies.STUDIES)):
-        assert run(None, ["--help"]) == 0
-        listed = re.findall(r"^  ([a-z-]+) +(\S.*)$", capsys.readouterr().out, flags=re.MULTILINE)
-        assert [name for name, _ in listed] == list(commands) and all(text.endswith(".") for _, text in listed)

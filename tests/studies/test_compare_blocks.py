@@ -251,7 +251,7 @@ def test_names_are_spread() -> None:
     ("--blocks post_nl", "there is no block 'post_nl'; known: post_ln, "),
     ("--depths 0", "layers"),
     ("--processes 0", "--processes is 0"),
-    *((words, f"{name} has no say here, since a study sets it for every run; leave it out and say {option}\n")
+    *((words, f"{name} has no effect here because the study sets it for every run; remove it and use {option}\n")
       for words, name, option in (("model.encoder.block=b2t", "model.encoder.block", "--blocks"),
                                   ('model={"decoder":{"layers":3}}', "model.decoder.layers", "--depths"),
                                   ("schedule.warmup=3 --warmups 0", "schedule.warmup", "--warmups"))),

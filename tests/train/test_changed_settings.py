@@ -38,7 +38,7 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
     trained(warm, 1, recipe, run, "parallel.ds_config=null", "train.clip=0", "train.updates=4",
             f"data.train={{src: {grown[0]}, trg: {grown[1]}}}")
     assert scale_at(run, 4) == {"scale": 64.0, "clean": 3}
-    said = next(record["message"] for record in records(run, "event") if "going on from" in record["message"])
+    said = next(record["message"] for record in records(run, "event") if "resuming from" in record["message"])
     for words in ("now parallel.ds_config: ds_configs/zero1.json -> None", "now parallel.precision: fp16 -> fp32",
                   "now train.updates: 3 -> 4",
                   "now processes: 2 -> 1", "now micro-batches of an update: 2 -> 1"):

@@ -88,8 +88,8 @@ def test_killed_while_the_only_checkpoint_is_replaced(prepared: Path, tmp_path: 
     (left,) = list_checkpoints(run / "checkpoints")
     assert left.name.startswith(".before-update-00000002-") and find_checkpoint(run) == left
     assert attempt(prepared, run, 3, *only) == PREEMPTED
-    begun = [words.split()[0] for words, in said(run, "event", "message") if words.startswith(("training", "going on"))]
-    assert begun == ["training", "going", "going"]
+    begun = [words.split()[0] for words, in said(run, "event", "message") if words.startswith(("training", "resuming"))]
+    assert begun == ["training", "resuming", "resuming"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["update-00000003"]
 
 
@@ -104,11 +104,11 @@ def test_a_patience_that_ends_in_a_late_validation(prepared: Path, tmp_path: Pat
 @pytest.mark.parametrize("stop_in", [0, 3])
 def test_no_room_for_the_last_checkpoint(prepared: Path, tmp_path: Path, stop_in: int) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(CheckpointWriteError, match=r"cannot be written: .*the same command then goes on from"):
+    with pytest.raises(CheckpointWriteError, match=r"cannot be written: .*the same command then resumes from"):
         attempt(prepared, tmp_path, stop_in, "train.save_every=2")
     events = " ".join(message for message, in said(tmp_path, "event", "message"))
-    assert "checkpoint not written, training goes on" in events
-    assert "finished" not in events and "goes on from here" not in events
+    assert "checkpoint not written, training continues" in events
+    assert "finished" not in events and "resumes from here" not in events
 
 
 def test_all_processes_fail_with_the_last_checkpoint_and_one_says_so(

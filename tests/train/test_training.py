@@ -63,7 +63,7 @@ def test_sigterm_saves_and_says_so(prepared: Path, tmp_path: Path, warm: Warm) -
     os.kill(pid, signal.SIGTERM)
     assert warm.wait() == [75], warm.said()
     status = json.loads((run / "STATUS.json").read_text())
-    assert status["status"] == "preempted"
+    assert (status["status"], status["signal"]) == ("preempted", "SIGTERM")
     assert (run / "checkpoints" / f"update-{status['update']:08d}" / "manifest.json").exists()
 
 
@@ -74,13 +74,13 @@ def flip(file: Path, place: int) -> None:
     file.write_bytes(data)
 
 
-def test_damaged_checkpoint_is_passed_over(prepared: Path, trained: Path, tmp_path: Path, train: Train) -> None:
+def test_a_damaged_checkpoint_is_skipped(prepared: Path, trained: Path, tmp_path: Path, train: Train) -> None:
     recipe, run = prepared / "recipe.yaml", Path(shutil.copytree(trained, tmp_path / "run"))
     *_, whole, newest = sorted((run / "checkpoints").glob("update-*"))
     file = newest / "weights.safetensors"
     flip(file, file.stat().st_size // 2)
     said = train(recipe, 1, f"run={run}")
-    assert "weights.safetensors" in said and f"going on from {whole}\n" in said
+    assert "weights.safetensors" in said and f"resuming from {whole}\n" in said
 
 
 def test_the_status_is_as_new_as_the_progress_line_and_an_untried_deepspeed_is_told_once(

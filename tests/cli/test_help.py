@@ -1,0 +1,175 @@
+"""What `--help` prints: every command, and examples that work as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from deepnmt.cli import COMMANDS, main
+from deepnmt.errors import UserError
+from deepnmt.parallel.launch import free_port
+from studies import __main__ as studies
+
+ROOT = Path(__file__).resolve().parents[2]
+# What would run for minutes, or write the demo's corpus: here it is refused once its arguments are understood.
+LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
+        "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "verdict-grid": "studies.verdict_grid.run_grid",
+        "demo": "deepnmt.demo.run.make_corpus"}
+# All that an example may want where there is no text, data or checkpoint.
+WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
+          "there is no folder", "there are 0;", "holds no whole one", "holds no log.jsonl", "no checkpoint in",
+          "a.de cannot be read", "not here")
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise UserError("not here")
+
+
+def program(command: str) -> tuple[str, Callable[..., int]]:
+    """What a user types before the command, and what runs it."""
+    return (studies.PROGRAM, studies.main) if command in studies.STUDIES else ("deepnmt", main)
+
+
+def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The words of the lines that `--help` ends with."""
+    typed, run = program(command)
+    with pytest.raises(SystemExit) as ended:
+        run(command, ["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and f"usage: {typed} {command}" in text
+    return [shlex.split(line) for line in text.partition("examples:\n")[2].splitlines()]
+
+
+def after_the_program(example: list[str], command: str) -> list[str]:
+    """The arguments of an example whose launcher, program and command are as they should be."""
+    launchers = (["deepspeed", "--quiet", "--num_accelerators", "2", "--module"],
+                 ["torchrun", "--nproc_per_node", "2", "-m"], [])
+    typed = program(command)[0].split()
+    begin = next([*words, *typed, command] for words in launchers if example[: len(words)] == words)
+    assert example[: len(begin)] == begin, example
+    return example[len(begin) :]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with a recipe my.yaml, the folder of its run and `recipes/`, but no text, data or checkpoint. No
+    variable is set but those that a recipe's head says to export."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "my.yaml").write_text((ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8"))
+    (tmp_path / "runs" / "my").mkdir(parents=True)
+    shutil.copy(tmp_path / "my.yaml", tmp_path / "runs" / "my" / "recipe.yaml")
+    monkeypatch.delenv("DEEPNMT_DEMO", raising=False)
+    for file in (ROOT / "recipes").rglob("*.yaml"):
+        for name in re.findall(r"\$\{(\w+)\}", file.read_text(encoding="utf-8")):
+            monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    """Commands take the machine's cores; here they run beside other tests."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *studies.STUDIES])
+def test_every_example_is_understood(
+        command: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets past its arguments and recipe, and is then refused for want of text, data or checkpoint."""
+    if command in LONG:
+        monkeypatch.setattr(LONG[command], refuse)
+    lines = examples(command, capsys)
+    assert lines
+    for example in lines:
+        words = after_the_program(example, command)
+        if "<" in words:
+            words = words[: words.index("<")]
+        if command == "train" and "--dry-run" not in words:
+            words.append("--dry-run")
+        code = program(command)[1](command, words)
+        said = capsys.readouterr().err
+        assert code == (0 if command == "train" else 2), said
+        assert command == "train" or any(want in said for want in WANTED), said
+
+
+@pytest.fixture(scope="module")
+def workplace(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with my.yaml, whose data are prepared, and a text."""
+    folder = tmp_path_factory.mktemp("workplace")
+    tree: dict[str, Any] = yaml.safe_load((prepared / "recipe.yaml").read_text(encoding="utf-8"))
+    tree["run"] = "runs/my"
+    tree["parallel"] |= {"ds_config": "ds_configs/zero1.json"}
+    tree["train"] |= {"updates": 4, "save_every": 1, "validate_every": 1, "keep_best": 3}
+    (folder / "my.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    (folder / "in.txt").write_text("the old dog sees the house\n\nthe cat sleeps\n", encoding="utf-8")
+    return folder
+
+
+def test_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under both launchers from any folder, and then with what the run left."""
+    monkeypatch.chdir(workplace)
+    for example in examples("train", capsys)[2:]:
+        launcher, *words = example
+        port = "--master_port"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+        found = shutil.which(launcher, path=path) or launcher
+        done = subprocess.run([found, port, str(free_port()), *words], capture_output=True, text=True, timeout=300,
+                              check=False, env={**env, "PATH": path, "PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, f"{example}\n{done.stdout}\n{done.stderr}"
+        assert "finished after 4 updates" in done.stderr
+    for command in ("average", "fold", "translate", "evaluate"):
+        for words in (after_the_program(example, command) for example in examples(command, capsys)):
+            if "<" in words or "--hypotheses" in words or "--test" in words:  # files that are not here
+                continue
+            assert main(command, words) == 0, capsys.readouterr().err
+            capsys.readouterr()
+    assert (workplace / "out.txt").read_text(encoding="utf-8").count("\n") == 3
+    for name in ("averaged", "folded", "folded-best"):
+        assert (workplace / "runs" / "my" / name / "manifest.json").is_file(), name
+    capsys.readouterr()
+    assert main("translate", ["runs/my", "--checkpoint", "best", "--input", "in.txt"]) == 0
+    best = capsys.readouterr().out
+    newest = Path("runs/my/checkpoints").resolve() / "update-00000004"
+    assert main("translate", ["runs/my", f"--checkpoint={newest}", "--input=in.txt"]) == 0
+    assert best.count("\n") == 3 == capsys.readouterr().out.count("\n")
+
+
+def test_the_example_of_prepare_works_beside_the_demo(
+        elsewhere: Path, prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the demo's text is, and data prepared from it with another vocabulary."""
+    (elsewhere / "data" / "demo").mkdir(parents=True)
+    for name, there in (("text", "text"), ("prepared", "data")):
+        (elsewhere / "data" / "demo" / name).symlink_to(prepared / there)
+    words = [word.replace("4000", "2000") for word in after_the_program(examples("prepare", capsys)[-1], "prepare")]
+    assert main("prepare", [*words, "data.workers=1"]) == 0, capsys.readouterr().err
+
+
+def test_help_lists_every_command_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    for run, commands in ((main, COMMANDS), (studies.main, studies.STUDIES)):
+        assert run(None, ["--help"]) == 0
+        text = capsys.readouterr().out
+        listed = re.findall(r"^  ([a-z-]+) +(\S.*)$", text, flags=re.MULTILINE)
+        assert [name for name, _ in listed] == list(commands) and all(text.endswith(".") for _, text in listed)
+    steps = ["split", "prepare", "profile", "train", "average", "translate", "evaluate"]
+    assert list(COMMANDS)[: len(steps)] == steps
+
+
+def test_versions_without_torch() -> None:
+    script = ("import sys\nfrom deepnmt.cli import main\nassert main(None, ['--version']) == 0\n"
+              "assert not {'torch', 'numpy', 'deepspeed'} & sys.modules.keys()")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert re.fullmatch(r"deepnmt \d\S*\ntorch \d\S*\ndeepspeed \d\S*\n", done.stdout)
