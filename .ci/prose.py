@@ -1,9 +1,9 @@
 """Are the pages easy to read? `python .ci/prose.py [PAGE ...]`; without pages, all that a reader is given.
 
-Each fault is printed as file:line. Lines have at most 100 columns, in code 120 (rows of tables, which cannot be broken,
-and single long words aside), and tables at most six. Over all sentences together the median has at most 16 words and the 90th
-percentile at most 30; no sentence has more than 45. Tables, code, headings and the targets of links are left out of
-the sentences, and a piece of `code` counts as one word.
+Each fault is printed as file:line. Lines have at most 100 columns, in code 120; single long words do not count, nor do
+rows of tables, which cannot be broken. Tables have at most six columns. Over all sentences together the median has at
+most 16 words and the 90th percentile at most 30; no sentence has more than 45. Tables, code, headings and the targets
+of links are left out of the sentences, and a piece of `code` counts as one word.
 """
 
 from __future__ import annotations

@@ -26,6 +26,9 @@ autodoc_typehints = "description"
 html_theme = "furo"
 html_title = f"deepnmt {__version__}"
 html_copy_source = False
+html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
 
 
 def notebook_as_markdown(notebook: str) -> str:

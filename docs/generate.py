@@ -54,9 +54,11 @@ COMMANDS_PAGE = """\
 <!-- Written by `python docs/generate.py` from the commands' own `--help`. -->
 
 This page shows what `--help` prints. From a checkout, `python tools/train.py` and its neighbours
-run the same commands as `deepnmt train`. Every command exits with 0 if it succeeded and with 2 after
-a user's mistake, which it reports in one sentence. `deepnmt train` exits with 75 if a signal made it
-stop early, once it has saved; the same command then resumes the run.
+run the same commands as `deepnmt train`.
+
+Every command exits with 0 if it succeeded and with 2 after a user's mistake, which it reports in one
+sentence. `deepnmt train` exits with 75 if a signal made it stop early, once it has saved. The same
+command then resumes the run.
 """
 
 STUDIES = """\
@@ -99,11 +101,11 @@ def _table(section: type[Section], headings: Mapping[type[Section], str]) -> Ite
     yield f"## {headings[section]}\n"
     if section is not Recipe:
         yield _reflowed(inspect.getdoc(section) or "") + "\n"
-    yield "| setting | values | default | what it does |\n|---|---|---|---|"
+    yield "| setting | what it does | values | default |\n|---|---|---|---|"
     for name, field in section.model_fields.items():
         kind = _section_of(field)
         allowed = values(schema[name]) if kind is None else f"[a section](#{_anchor(headings[kind])})"
-        cells = (f"`{name}`", allowed, _default(field), " ".join((field.description or "").split()))
+        cells = (f"`{name}`", " ".join((field.description or "").split()), allowed, _default(field))
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
 
