@@ -148,3 +148,9 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Rows of text under each other, the first `left` columns flush left and the others flush right."""
     sides = [*["left"] * left, *["right"] * (len(rows[0]) - left)]
     return tabulate(rows, tablefmt="plain", colalign=sides, disable_numparse=True)
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """The same as a table of Markdown, whose head is the first row."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -15,6 +15,11 @@ PLAIN_SECONDS = 30.0  # between two lines where standard error is no terminal
 Progress = Callable[[int], object]  # is told how many lines, pairs, ... are done by now
 
 
+def say(text: str) -> None:
+    """A line for the person watching, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def silent(done: int) -> None:
     """The progress that says nothing."""
 
@@ -26,7 +31,8 @@ def on_bar(bar: tqdm) -> Progress:
 
 @contextmanager
 def progressing(line: str, **bar: Any) -> Iterator[Progress]:
-    """A bar where standard error is a terminal, a line every `PLAIN_SECONDS` elsewhere.
+    """A bar where standard error is a terminal, a line every `PLAIN_SECONDS` elsewhere; with the time left where the
+    `total` is known.
 
     Args:
         line: what the line says, with a field for the number done: "{:,} lines translated".
@@ -39,7 +45,8 @@ def progressing(line: str, **bar: Any) -> Iterator[Progress]:
         now = time.monotonic()
         if now - said >= PLAIN_SECONDS:
             said = now
-            print(f"{line.format(done)} in {now - begin:.0f} s", file=sys.stderr, flush=True)
+            left = f", {(now - begin) / done * (bar['total'] - done):.0f} s left" if bar.get("total") else ""
+            say(f"{line.format(done)} in {now - begin:.0f} s{left}")
 
     if sys.stderr.isatty():
         with tqdm(**bar) as shown:

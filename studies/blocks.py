@@ -19,7 +19,6 @@ length, and the loss must rise. What a run came to:
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -39,12 +38,13 @@ from deepnmt.data.batching import Stream, collate, plan_eval
 from deepnmt.data.encoding import end_with_parent, submit
 from deepnmt.data.prepared import PreparedData, Split, open_prepared
 from deepnmt.errors import UserError
-from deepnmt.files import make_run_folder
+from deepnmt.files import make_run_folder, markdown_table
 from deepnmt.model.blocks import BLOCKS
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import Layout
+from deepnmt.progress import say
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 from deepnmt.train.profile import profile_for
@@ -169,8 +169,8 @@ def study(
     records = _results(left, recipe, count, time.monotonic() + max_seconds)
     for number, [record] in enumerate(append_runs(file, ([record] for record in records)), 1):
         system = System(**record["system"])
-        print(f"{number} of {len(left)}: {system.name} {system.layers}L-{system.layers}L: "
-              f"{_text(record['valid'])} ({record['seconds']:.0f} s)", file=sys.stderr, flush=True)
+        say(f"{number} of {len(left)}: {system.name} {system.layers}L-{system.layers}L: "
+              f"{_text(record['valid'])} ({record['seconds']:.0f} s)")
     found = [run for run in done() if run is not None]
     missing = len(systems) - len(found)
     text = table(found) + (f"\n\n{missing} runs are missing; the same command goes on." if missing else "")
@@ -398,7 +398,7 @@ def table(records: Sequence[Record]) -> str:
     head = ["system", "initialisation"]
     for group in groups:
         head += [f"{group.title}: parameters", "validation", "sources exchanged", "came to"]
-    rows = [head, ["---"] * len(head)]
+    rows = [head]
     for name in sorted(systems, key=losses):
         row = [systems[name].word, systems[name].initialisation]
         for group in groups:
@@ -410,7 +410,7 @@ def table(records: Sequence[Record]) -> str:
             cost = "–" if valid is None or exchanged is None else f"{exchanged - valid:+.2f}"
             row += [f"{run['parameters']:,}", _text(valid), cost, group.outcomes[name]]
         rows.append(row)
-    text = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    text = markdown_table(rows)
     if not records:
         return f"{text}\n\nNo run was done yet."
     frequencies, even = records[0]["frequencies"], records[0]["even"]

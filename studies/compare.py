@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deepnmt.errors import UserError
-from deepnmt.files import numbered_log
+from deepnmt.files import numbered_log, table
 from studies.plots import plot_comparison
 
 
@@ -26,11 +26,8 @@ def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
     except OSError as error:
         raise UserError(f"picture {picture} cannot be written: {error.strerror or error}; name another file") from None
     chosen = sorted({shared[round(i * (len(shared) - 1) / 5)] for i in range(6)})
-    wide = max(map(len, curves))
-    lines = [f"{'update':<{wide}}" + "".join(f"{update:>9}" for update in chosen)]
-    lines += [f"{name:<{wide}}" + "".join(f"{points[update]:9.3f}" for update in chosen)
-              for name, points in curves.items()]
-    return "\n".join([*lines, str(picture)])
+    rows = [[name, *(f"{points[update]:.3f}" for update in chosen)] for name, points in curves.items()]
+    return f"{table([['update', *map(str, chosen)], *rows])}\n{picture}"
 
 
 def _losses(run: Path) -> dict[int, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -35,11 +34,11 @@ from deepnmt.data.prepared import (
     variant_stem,
     write_manifest,
 )
-from deepnmt.data.text import Pair, input_files, read_pairs
+from deepnmt.data.text import Pair, input_files, read_pairs, write_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
-from deepnmt.progress import Progress, progressing, silent
+from deepnmt.progress import Progress, progressing, say, silent
 from deepnmt.tokens import UNK
 
 
@@ -90,7 +89,7 @@ class _Report:
 
     def line(self, text: str) -> None:
         if self._shown:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def counting(self, what: str, total: int | None = None) -> AbstractContextManager[Progress]:
         """To be told how many pairs are done; a bar shows the time left where the total is known."""
@@ -196,14 +195,8 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path, report: _Repo
 
 def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Verdicts:
     """Keeps the text of a split, one sentence a line, and all of its pairs."""
-    verdicts = bytearray()
-    with (open(folder / f"{name}.src.txt", "w", encoding="utf-8", newline="\n") as src_file,
-          open(folder / f"{name}.trg.txt", "w", encoding="utf-8", newline="\n") as trg_file):
-        for src, trg in pairs:
-            src_file.write(f"{src}\n")
-            trg_file.write(f"{trg}\n")
-            verdicts.append(KEPT)
-    return np.frombuffer(verdicts, dtype=np.uint8)
+    count = write_pairs([folder / f"{name}.{side}.txt" for side in ("src", "trg")], pairs)
+    return np.full(count, KEPT, dtype=np.uint8)
 
 
 def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: Encoding, workers: int,

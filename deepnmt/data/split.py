@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from deepnmt.config import Corpus
-from deepnmt.data.text import Pair, read_pairs
+from deepnmt.data.text import Pair, read_pairs, write_pairs
 from deepnmt.errors import UserError
 
 
@@ -61,20 +61,12 @@ def split_tsv(
         raise UserError(f"{tsv} has too few sentences to hold {valid} + {test} of 1,000 out; give larger shares")
 
     held_out = sources["valid"] | sources["test"]
-    counts = {"train": 0, **{name: len(pairs) for name, pairs in kept.items()}}
+    train = (pair for pair in read_pairs(corpus)
+             if split_of(pair[1], valid, test) == "train" and key(pair[0]) not in held_out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, pairs in kept.items():
-            for side, lang in enumerate(langs):
-                text = "".join(f"{pair[side]}\n" for pair in pairs)
-                (folder / f"{name}.{lang}").write_text(text, encoding="utf-8")
-        with ExitStack() as stack:
-            files = [stack.enter_context(open(folder / f"train.{lang}", "w", encoding="utf-8")) for lang in langs]
-            for pair in read_pairs(corpus):
-                if split_of(pair[1], valid, test) == "train" and key(pair[0]) not in held_out:
-                    counts["train"] += 1
-                    for file, text in zip(files, pair):
-                        file.write(f"{text}\n")
+        counts = {name: write_pairs([folder / f"{name}.{lang}" for lang in langs], pairs)
+                  for name, pairs in (("train", train), *kept.items())}
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None
     if not counts["train"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -75,6 +75,18 @@ def read_pairs(corpus: Corpus) -> Iterator[Pair]:
         yield src.strip(), trg.strip()
     if empty:
         raise UserError(f"there is no text in {', '.join(map(str, files))}: the corpus has 0 lines; give another file")
+
+
+def write_pairs(files: Sequence[Path], pairs: Iterable[Pair]) -> int:
+    """Writes the sentences of each side into a file of their own, one a line; returns how many pairs there were."""
+    count = 0
+    with (open(files[0], "w", encoding="utf-8", newline="\n") as src_file,
+          open(files[1], "w", encoding="utf-8", newline="\n") as trg_file):
+        for src, trg in pairs:
+            src_file.write(f"{src}\n")
+            trg_file.write(f"{trg}\n")
+            count += 1
+    return count
 
 
 def _aligned_pairs(files: list[Path]) -> Iterator[Pair]:

@@ -35,7 +35,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import replacing
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
-from deepnmt.progress import Progress, progressing, silent
+from deepnmt.progress import Progress, progressing, say, silent
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 
@@ -119,7 +119,7 @@ def translate_files(
             for written, hypotheses in enumerate(translated, start=1):
                 out.write(record(written, hypotheses, form))
     seconds = time.perf_counter() - begin
-    print(f"{written:,} lines in {seconds:.1f} s: {written / seconds:.1f} lines/s", file=sys.stderr)
+    say(f"{written:,} lines in {seconds:.1f} s: {written / seconds:.1f} lines/s")
     return written
 
 

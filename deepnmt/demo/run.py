@@ -19,6 +19,7 @@ from deepnmt.demo.corpus import make_corpus
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import evaluate_run
 from deepnmt.parallel.launch import free_port
+from deepnmt.progress import say
 from deepnmt.train.log import clock
 
 _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
@@ -43,7 +44,7 @@ def walk(recipe: Recipe, pairs: int) -> int:
     run, texts, scores_file = Path(recipe.run), Path(recipe.data.train.src[0]).parent, Path(recipe.run) / "scores.json"
 
     def begin(number: int, title: str) -> None:
-        print(f"[{number}/5] {title}", file=sys.stderr, flush=True)
+        say(f"[{number}/5] {title}")
 
     begin(1, "writing the corpus")
     make_corpus(texts, pairs, valid=min(500, pairs // 10), test=min(1000, pairs // 10))
@@ -55,7 +56,7 @@ def walk(recipe: Recipe, pairs: int) -> int:
     average_run(recipe)
     begin(5, "translating and scoring the test set")
     if is_scored(recipe, scores_file):
-        print(f"      {scores_file} is up to date", file=sys.stderr)
+        say(f"      {scores_file} is up to date")
     else:
         evaluate_run(recipe, output=scores_file)
 
@@ -68,7 +69,7 @@ def walk(recipe: Recipe, pairs: int) -> int:
     for name, scores in json.loads(scores_file.read_text(encoding="utf-8"))["sets"].items():
         print(f"\n  BLEU {scores['bleu']:.1f}  ({scores['bleu_signature']})\n  chrF {scores['chrf']:.1f}  "
               f"({scores['chrf_signature']})" + (f"\n  on {name}" if len(recipe.data.test) > 1 else ""))
-    print(f"the demo took {clock(time.monotonic() - started)}; everything is in {run}/", file=sys.stderr)
+    say(f"the demo took {clock(time.monotonic() - started)}; everything is in {run}/")
     return 0
 
 
@@ -82,7 +83,7 @@ def _train(recipe: Recipe) -> None:
     status = json.loads((run / "STATUS.json").read_bytes()) if (run / "STATUS.json").is_file() else {}
     if status.get("status") == "finished" and status["update"] >= recipe.train.updates:
         require_same(load_recipe(recipe.run), recipe)
-        print(f"      {recipe.run} was trained before; it is reused", file=sys.stderr)
+        say(f"      {recipe.run} was trained before; it is reused")
         return
     run.mkdir(parents=True, exist_ok=True)
     (run / "demo.yaml").write_text(dump_recipe(recipe), encoding="utf-8")

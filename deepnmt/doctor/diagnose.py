@@ -7,7 +7,6 @@ dropout but for updates, which are training's; the share of zeros among fp16 gra
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -62,6 +61,7 @@ from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
+from deepnmt.progress import say
 from deepnmt.ranks import Ranks
 from deepnmt.train.profile import profile_for
 
@@ -199,16 +199,16 @@ def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> 
         "learning rate": recipe.optimizer.lr, "schedule": recipe.schedule.name, "warm-up": recipe.schedule.warmup,
         "sentences": len(batch.tensors[0]), "target tokens": batch.tokens, "device": str(batch.device),
     }}
-    _report("layer dependency and likeness of layers")
+    say("measuring: layer dependency and likeness of layers")
     findings["dependency"] = {side: dependency(model, batch, side) for side in SIDES}
     findings["likeness"] = {side: layer_similarity(model, batch, side) for side in SIDES}
-    _report("gradients")
+    say("measuring: gradients")
     findings["gradients"] = gradients(model, batch)
     findings["ranges"] = ranges(model, batch)
     first = half_zeros(model, batch, loss_scale(subject), recipe.batch.accumulation)
     half = working_scale(subject, first) if recipe.parallel.precision == "fp16" else first
     findings["half"] = {**asdict(half), "asked": first.scale, "lost": half.lost}
-    _report("output change")
+    say("measuring: output change")
     rate = due_rate(subject)
     update = partial(take_update, subject)
     if subject.checkpoint is None:
@@ -228,10 +228,6 @@ def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> 
         "update": {**{side: changes[side][0] for side in SIDES}, "rate": rate, "loss_before": plain_loss(model, batch),
                    "loss_after": loss}}
     return findings
-
-
-def _report(what: str) -> None:
-    print(f"measuring: {what}", file=sys.stderr, flush=True)
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -296,7 +292,7 @@ def between_checkpoints(subject: Subject) -> list[dict[str, Any]]:
         try:
             after = load_weights(folder)
         except DamagedCheckpoint as fault:  # or one that the run has deleted since
-            print(f"skipped: {fault}", file=sys.stderr)
+            say(f"skipped: {fault}")
             continue
         if first is not None:
             model = Transformer(subject.recipe.model, *subject.vocabs, subject.recipe.seed,

@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from deepnmt.decode.translate import load_for_search, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, score_systems
 from deepnmt.files import write_json
-from deepnmt.progress import on_bar
+from deepnmt.progress import on_bar, say
 from deepnmt.ranks import Ranks
 
 
@@ -71,7 +70,7 @@ def evaluate_run(
     else:
         loaded = load_for_search(Path(checkpoint or recipe.run), recipe.translate, ranks, expected)
         if ranks.first:
-            print(f"scoring the model of {loaded.folder}", file=sys.stderr, flush=True)
+            say(f"scoring the model of {loaded.folder}")
         translations = []
         for test in sets:
             hidden = None if ranks.first else True  # None: where standard error is no terminal
@@ -91,7 +90,7 @@ def evaluate_run(
         write_json(file, {**report.as_json(), **facts}, indent=1)
     except OSError as error:
         raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; name another file") from None
-    print(f"scores are in {file}", file=sys.stderr, flush=True)
+    say(f"scores are in {file}")
     return report.table()
 
 

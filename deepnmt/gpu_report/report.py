@@ -22,8 +22,9 @@ from typing import Any, Literal
 from deepnmt.config import Recipe, dump_recipe, load_recipe
 from deepnmt.data.split import split_tsv
 from deepnmt.errors import UserError
-from deepnmt.files import read_log, write_json
+from deepnmt.files import markdown_table, read_log, write_json
 from deepnmt.gpu_report.measure import FEWEST_TOKENS, OUT_OF_MEMORY
+from deepnmt.progress import say
 from deepnmt.train.trainer import FINISHED, PREEMPTED
 
 Subject = Literal["training", "layouts"]
@@ -214,8 +215,7 @@ class Report:
             part.status, part.note = "failed", f"{type(error).__name__}: {error}"
         part.seconds = time.monotonic() - started
         self.parts.append(part)
-        print(f"{name}: {part.status} in {part.seconds:.0f} s{f' ({part.note})' if part.note else ''}", file=sys.stderr,
-              flush=True)
+        say(f"{name}: {part.status} in {part.seconds:.0f} s{f' ({part.note})' if part.note else ''}")
         content = {"toy": self.toy is not None, "seconds": time.monotonic() - self.started, "budget": self.budget,
                    "parts": {part.name: asdict(part) for part in self.parts}}
         write_json(self.output / "report.json", content)
@@ -393,7 +393,7 @@ def markdown(content: dict[str, Any]) -> str:
         lines += _training(figures["train"], corpus, figures.get("score", {}))
     rows = [[name, part["status"], f"{part['seconds']:.0f}", part["note"].replace("\n", "<br>")]
             for name, part in parts.items()]
-    lines += ["## Parts", "", *_table(["part", "", "seconds", "note"], rows)]
+    lines += ["## Parts", "", markdown_table([["part", "", "seconds", "note"], *rows]), ""]
     return "\n".join([*lines, f"{content['seconds']:.0f} of {content['budget']:.0f} s"]) + "\n"
 
 
@@ -402,7 +402,8 @@ def _machine(facts: dict[str, Any]) -> list[str]:
     title = f"{facts['device']}, {facts['cores']} cores, torch {facts['torch']}, DeepSpeed {facts['deepspeed']}"
     rows = [[name, " x ".join(map(str, facts["matmul_shapes"][name])), f"{rate:.4g}",
              f"{rate / nominal:.0%}" if nominal else "-"] for name, rate in facts["matmul_tflops"].items()]
-    return ["## Machine", "", title, "", *_table(["bf16 product", "shape", "TFLOP/s", "of the nominal peak"], rows)]
+    table = markdown_table([["bf16 product", "shape", "TFLOP/s", "of the nominal peak"], *rows])
+    return ["## Machine", "", title, "", table, ""]
 
 
 def _steps(rates: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
@@ -416,7 +417,7 @@ def _steps(rates: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
             "source + target tokens/s", *_USE]
     length = rates[0]["length"]
     return ["## Updates", "", f"Random tokens, sentences of {length}, vocabulary {rates[0]['vocab']:,}; forward, "
-            "backward and optimizer.", "", *_table(head, rows)]
+            "backward and optimizer.", "", markdown_table([head, *rows]), ""]
 
 
 def _use(rate: dict[str, Any], facts: dict[str, Any]) -> list[str]:
@@ -440,7 +441,8 @@ def _layouts(layouts: list[dict[str, Any]], corpus: dict[str, Any], facts: dict[
                      f"{run['target_tokens_per_second']:,.0f}", *_use(run, facts)])
     head = ["60L-12L", "updates", "training loss", "validation loss", "loss scale: first, lowest, last", "dropped",
             "target tokens/s", *_USE]
-    return ["## Updates on text", "", f"{corpus['name']}, {corpus['pairs']['train']:,} pairs.", "", *_table(head, rows)]
+    return ["## Updates on text", "", f"{corpus['name']}, {corpus['pairs']['train']:,} pairs.", "",
+            markdown_table([head, *rows]), ""]
 
 
 def _training(training: dict[str, Any], corpus: dict[str, Any], scores: dict[str, Any]) -> list[str]:
@@ -459,9 +461,4 @@ def _training(training: dict[str, Any], corpus: dict[str, Any], scores: dict[str
     if scores:
         rows += [[name, f"{scores[key]:.2f} ({scores[key + '_signature']})"]
                  for name, key in (("**test BLEU**", "bleu"), ("test chrF", "chrf"))]
-    return ["## Training", "", *_table(["", ""], rows)]
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows)]
-    return [f"| {' | '.join(row)} |" for row in cells] + [""]
+    return ["## Training", "", markdown_table([["", ""], *rows]), ""]

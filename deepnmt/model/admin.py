@@ -13,9 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
-from tqdm import tqdm
 
 from deepnmt.batch import Batch
 from deepnmt.config import Model
@@ -34,13 +32,13 @@ from deepnmt.model.blocks import SIDES, SUBLAYERS, Side, Stream, newest, profile
 from deepnmt.model.embedding import TABLES, InputLayer
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.transformer import build_layer, build_top
+from deepnmt.progress import progressing, silent
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 
 InputVariance = Literal["measured", "one"]
 
 _FORMAT, _VERSION = "deepnmt-admin-profile", 1
-_QUIET_SECONDS = 60.0  # between two progress lines where there is no terminal to draw a bar on
 
 
 @dataclass(frozen=True)
@@ -223,17 +221,21 @@ def _run_stack(model: Model, side: Side, weights: Initialiser, flows: list[_Flow
     """Takes the flows to the top of a stack, one layer at a time; the moments (float64) of its input and of its
     branches [1 + sub-layers, 3]."""
     rows = [sum((_moments(newest(flow.x)[flow.real]) for flow in flows), torch.zeros(3, dtype=torch.float64))[None]]
-    for index in _with_progress(model.stack(side).layers, side, show):
-        layer = build_layer(model, side, index, weights.seed).train()
-        fill(layer, weights, layer.name)
-        outputs: list[Tensor] = []
-        for add in layer.rule.adds:  # they are called one after the other, so `outputs` is in the order of the branches
-            add.register_forward_hook(lambda _module, _inputs, output, seen=outputs: seen.append(output))
-        rows.append(torch.zeros(len(layer.rule.adds), 3, dtype=torch.float64))
-        for flow in flows:
-            outputs.clear()
-            flow.x = layer.to(newest(flow.x).device)(flow.x, *flow.context, flow.key)
-            rows[-1] += torch.stack([_moments(output[flow.real]) for output in outputs])
+    count = model.stack(side).layers
+    with progressing(f"{{:,}} of {count} {side} layers profiled", desc=f"profiling the {side}", unit="layer",
+                     total=count) if show else nullcontext(silent) as progress:
+        for index in range(count):
+            layer = build_layer(model, side, index, weights.seed).train()
+            fill(layer, weights, layer.name)
+            outputs: list[Tensor] = []
+            for add in layer.rule.adds:  # called one after the other, so `outputs` is in the order of the branches
+                add.register_forward_hook(lambda _module, _inputs, output, seen=outputs: seen.append(output))
+            rows.append(torch.zeros(len(layer.rule.adds), 3, dtype=torch.float64))
+            for flow in flows:
+                outputs.clear()
+                flow.x = layer.to(newest(flow.x).device)(flow.x, *flow.context, flow.key)
+                rows[-1] += torch.stack([_moments(output[flow.real]) for output in outputs])
+            progress(index + 1)
     return torch.cat(rows)
 
 
@@ -241,21 +243,6 @@ def _moments(values: Tensor) -> Tensor:
     """Count, sum and sum of squares of all elements, float64 [3] on the CPU."""
     wide = values.double()
     return torch.stack([wide.new_tensor(wide.numel()), wide.sum(), wide.square().sum()]).cpu()
-
-
-def _with_progress(count: int, side: Side, show: bool) -> Iterator[int]:
-    """The layers' indices, with a bar where standard error is a terminal, else with a line a minute."""
-    if not show or sys.stderr.isatty():
-        yield from tqdm(range(count), desc=f"profiling the {side}", unit="layer", disable=not show)
-        return
-    started = said = time.monotonic()
-    for index in range(count):
-        yield index
-        now, done = time.monotonic(), index + 1
-        if now - said > _QUIET_SECONDS and done < count:
-            said = now
-            left = (now - started) / done * (count - done)
-            print(f"profiled {done} of {count} {side} layers, {left / 60:.1f} min left", file=sys.stderr, flush=True)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
 from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
+from deepnmt.progress import say
 from deepnmt.ranks import Ranks
 
 
@@ -64,7 +64,7 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
     if ranks.first:
         stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in SIDES
                               if BLOCKS[recipe.model.stack(side).block].profiled)
-        print(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens", file=sys.stderr, flush=True)
+        say(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens")
     source, target = data.vocabs()
     return profile_on(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
                       data.fingerprint, ranks.first)

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +18,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
 from deepnmt.optim import MOMENT_SETTINGS, moments_of
 from deepnmt.parallel.settings import data_ranks
+from deepnmt.progress import say
 from deepnmt.ranks import Ranks
 
 # Settings, or groups of them, that a run keeps: another value would make it another run, or come too late to count.
@@ -69,7 +69,7 @@ def _take_lock(file: Path, held: ExitStack) -> None:
                 raise UserError(f"{other}; wait until it has ended, stop it, or train into another folder with "
                                 f"run=FOLDER; if it ended with its machine and still counts, delete {file}")
             if not waiting:
-                print(f"{other}; waiting {LOCK_WAIT:g} s for its end", file=sys.stderr, flush=True)
+                say(f"{other}; waiting {LOCK_WAIT:g} s for its end")
             waiting = True
             time.sleep(min(0.5, LOCK_WAIT))
     except OSError as error:

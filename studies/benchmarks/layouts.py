@@ -22,12 +22,13 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
-from deepnmt.files import make_folder_of, make_run_folder, write_json
+from deepnmt.files import make_folder_of, make_run_folder, table, write_json
 from deepnmt.gpu_report.measure import random_batch
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.parallel.workers import answer_job, run_workers
+from deepnmt.progress import say
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 from deepnmt.train.profile import profile_on
@@ -110,21 +111,16 @@ def compare_layouts(
         make_folder_of(output)
     rows = []
     for layout, made in zip(layouts, recipes, strict=True):
-        print(f"{layout.name} ...", file=sys.stderr, flush=True)
+        say(f"{layout.name} ...")
         job = {"recipe": made.model_dump(), "updates": updates, "micro_batches": micro_batches, "tokens": tokens,
                "vocab": vocab, "idle": False}
         rows.append({"layout": asdict(layout), "name": layout.name,
                      **run_workers(__name__, job, layout.processes, threads)})
-    width = max(len(row["name"]) for row in rows)
-    admin = "  largest ω" if rows[0]["omega"] else ""
-    print(f"{'layout':<{width}}  {'loss of each update':<{10 * updates}}  gradient norm  peak GiB a process  "
-          f"s an update{admin}")
-    for row in rows:
-        losses = " ".join(f"{loss:9.5f}" for loss in row["losses"])
-        memory = " ".join(f"{peak:.2f}" for peak in row["peak_gib"])
-        omega = f"  {max(row['omega'].values()):9.5f}" if admin else ""
-        print(f"{row['name']:<{width}}  {losses:<{10 * updates}}  {row['norms'][-1]:13.6f}  {memory:>18}"
-              f"  {row['seconds']:11.1f}{omega}")
+    head = ["layout", "loss of each update", "gradient norm", "peak GiB a process", "s an update", "largest ω"]
+    cells = [[row["name"], " ".join(f"{loss:.5f}" for loss in row["losses"]), f"{row['norms'][-1]:.6f}",
+              " ".join(f"{peak:.2f}" for peak in row["peak_gib"]), f"{row['seconds']:.1f}",
+              f"{max(row['omega'].values()):.5f}" if row["omega"] else "-"] for row in rows]
+    print(table([head, *cells]))
     if output is not None:
         write_json(output, {"recipe": recipe.model_dump(), "rows": rows})
     return rows

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import gpus
 from deepnmt.parallel.settings import layout_of
 from deepnmt.parallel.workers import answer_job, run_workers
+from deepnmt.progress import say
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 
@@ -103,7 +103,7 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
             rate = _rate("train", case.processes, case.threads, engine=case.engine, updates=updates,
                          micro_batches=micro_batches, recipe=recipe.model_dump())
             trained[case.name].append(rate)
-            print(f"round {number}/{rounds}  {case.name:<52} {rate:9,.0f} target tokens/s", file=sys.stderr, flush=True)
+            say(f"round {number}/{rounds}  {case.name:<52} {rate:9,.0f} target tokens/s")
     figures = {"training_target_tokens_per_second": trained}
     if translate_run is not None:
         translated: dict[str, list[float]] = {}
@@ -115,7 +115,7 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
             rate = _rate("translate", count, threads, run=str(translate_run), cache=cache,
                          settings=changed.model_dump())
             translated.setdefault(name, []).append(rate)
-            print(f"{name:<62} {rate:9,.1f} sentences/s", file=sys.stderr, flush=True)
+            say(f"{name:<62} {rate:9,.1f} sentences/s")
         figures["translation_sentences_per_second"] = translated
     for title, results in figures.items():
         plain = max((statistics.median(v) for k, v in results.items() if k.startswith("torch")), default=None)
