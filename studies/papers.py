@@ -172,7 +172,6 @@ def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     return {"depths": depths, "norms": norms, "power": {block: fit.slope for block, fit in slopes.items()}}, lines
 
 
-
 Experiment = Callable[[Small, Path], tuple[dict[str, Any], list[str]]]
 EXPERIMENTS: dict[str, Experiment] = {"corollaries": corollaries, "vanishing": vanishing, "last_ffn": last_ffn}
 LEAST_DEEP = {"corollaries": 3, "vanishing": 2, "last_ffn": 6}  # a line is fitted to three depths or more

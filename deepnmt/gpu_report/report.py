@@ -24,6 +24,7 @@ from deepnmt.data.split import split_tsv
 from deepnmt.errors import UserError
 from deepnmt.files import markdown_table, read_log, write_json
 from deepnmt.gpu_report.measure import FEWEST_TOKENS, OUT_OF_MEMORY
+from deepnmt.parallel.workers import module_command
 from deepnmt.progress import say
 from deepnmt.train.trainer import FINISHED, PREEMPTED
 
@@ -319,15 +320,12 @@ class TooSlow(RuntimeError):  # noqa: N818 (of the device, not of the program)
 
 
 class Job:
-    """A module as a program, in a process of its own with the packages of this one (python -m would look into the
-    current folder first), all it says in a log file."""
+    """A module as a program in a process of its own, all it says in a log file."""
 
     def __init__(self, name: str, module: list[str], log: Path) -> None:
         self.name, self.log, self.started, self.late = name, log, time.monotonic(), False
-        start = f"import runpy, sys; sys.path[:] = {sys.path!r}; runpy.run_module({module[0]!r}, run_name='__main__')"
         with log.open("w", encoding="utf-8") as stream:
-            self.process = subprocess.Popen([sys.executable, "-c", start, *module[1:]], stdout=stream,
-                                            stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(module_command(*module), stdout=stream, stderr=subprocess.STDOUT)
 
     def end_within(self, seconds: float, grace: float) -> int:
         """The exit code; after `seconds` the process is told to stop, after `grace` more it is killed."""

@@ -49,9 +49,7 @@ def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> A
             "OMP_NUM_THREADS": str(threads),
             "DEEPNMT_THREADS": str(threads),
         }
-        # the same packages as here: with -m, a deepnmt/ in the user's folder would come first
-        start = f"import runpy; runpy.run_module({module!r}, run_name='__main__')"
-        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}", str(task), str(answer)]
+        command = module_command(module, str(task), str(answer))
         running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
         codes = _codes(running)
         if mistake.exists():
@@ -59,6 +57,13 @@ def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> A
         if any(codes):
             raise RuntimeError(f"a process of {module} failed (exit codes {codes})")
         return json.loads(answer.read_text(encoding="utf-8"))
+
+
+def module_command(module: str, *words: str) -> list[str]:
+    """Runs a module as a program with the packages of this process: with -m, a deepnmt/ in the user's folder would come
+    first."""
+    start = f"import runpy, sys; sys.path[:] = {sys.path!r}; runpy.run_module({module!r}, run_name='__main__')"
+    return [sys.executable, "-c", start, *words]
 
 
 def _codes(running: list[subprocess.Popen[bytes]]) -> list[int]:
