@@ -67,7 +67,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_corpus(folder / "text", pairs=600, valid=20, test=20)
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder), encoding="utf-8")
-    prepare(load_recipe(recipe), progress=False)
+    prepare(load_recipe(recipe))
     return folder
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,72 +38,57 @@ from deepnmt.data.text import Pair, input_files, read_pairs, write_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
-from deepnmt.progress import Progress, progressing, say, silent
+from deepnmt.progress import Progress, progressing, say
 from deepnmt.tokens import UNK
 
 
-def prepare(recipe: Recipe, *, progress: bool = True) -> Path:
+def prepare(recipe: Recipe) -> Path:
     """Prepares `recipe.data` and returns its folder; a folder that is up to date is left as it is.
 
     The work is done in `<folder>.partial` and renamed at the end, so a killed run leaves no half-made folder; the next
-    run clears what it left. Nothing that exists is overwritten.
-
-    Args:
-        progress: report steps and counts on stderr, and the time left where that is a terminal.
+    run clears what it left. Nothing that exists is overwritten. Steps and counts go to stderr, with the time left.
 
     Raises:
         UserError: a text is faulty; `vocab.size` does not suit it; the filters leave nothing; the folder holds
             something else, or data of other settings or texts; it cannot be written; another process is writing it.
     """
-    report = _Report(progress)
     folder = Path(recipe.data.folder)
     texts = corpora(recipe)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        _check_up_to_date(recipe, texts, PreparedData.open(folder), report)
+        _check_up_to_date(recipe, texts, PreparedData.open(folder))
         return folder
     for corpus in texts.values():
         input_files(corpus)
     try:
         with _written_aside(folder) as aside:
-            _build(recipe, texts, aside, report)
+            _build(recipe, texts, aside)
     except OSError as error:
         raise UserError(f"data.folder {folder} cannot be written: {error.strerror or error}; free space there or set "
                         "another folder") from None
     data = PreparedData.open(folder)
     for name, split in data.manifest["splits"].items():
-        report.line(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; left out: {_reasons(split['left_out'])}; "
+        say(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; left out: {_reasons(split['left_out'])}; "
                     f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
                     f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}")
     train = data.split("train")
     plan = plan_epoch(train.src_lengths, train.trg_lengths, recipe.batch.tokens, recipe.seed, 0)
-    report.line(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
+    say(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
                 f"{plan.waste:.1%} of the positions are padding")
     return folder
 
 
-class _Report:
-    """Lines on stderr, with bars where that is a terminal, or silence."""
+def _counting(what: str, total: int | None = None) -> AbstractContextManager[Progress]:
+    """To be told how many pairs are done; the time left is shown where the total is known."""
+    return progressing(f"{what}: {{:,}}{f' of {total:,}' if total else ''} pairs", desc=what, total=total,
+                       unit=" pairs", unit_scale=True, mininterval=0.5)
 
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
 
-    def line(self, text: str) -> None:
-        if self._shown:
-            say(text)
-
-    def counting(self, what: str, total: int | None = None) -> AbstractContextManager[Progress]:
-        """To be told how many pairs are done; a bar shows the time left where the total is known."""
-        if not self._shown:
-            return nullcontext(silent)
-        return progressing(f"{what}: {{:,}}{f' of {total:,}' if total else ''} pairs", desc=what, total=total,
-                           unit=" pairs", unit_scale=True, mininterval=0.5)
-
-    def reading(self, what: str, pairs: Iterable[Pair]) -> Iterator[Pair]:
-        """Passes pairs on and counts them."""
-        with self.counting(what) as progress:
-            for done, pair in enumerate(pairs, start=1):
-                progress(done)
-                yield pair
+def _reading(name: str, corpus: Corpus) -> Iterator[Pair]:
+    """The pairs of a text, counted."""
+    with _counting(f"{name}: reading") as progress:
+        for done, pair in enumerate(read_pairs(corpus), start=1):
+            progress(done)
+            yield pair
 
 
 def _fingerprints(corpus: Corpus) -> list[dict[str, Any]]:
@@ -111,7 +96,7 @@ def _fingerprints(corpus: Corpus) -> list[dict[str, Any]]:
     return [{"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)} for file in input_files(corpus)]
 
 
-def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedData, report: _Report) -> None:
+def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedData) -> None:
     """Raises `UserError` where a folder is not what this recipe would prepare, naming the first difference.
 
     Original texts may be gone from this machine: then there is nothing to compare, and the folder serves as it is.
@@ -120,7 +105,7 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
         if name not in data.splits:
             raise UserError(f"prepared data {data.folder} has no {name}, which the recipe names; {WAY_OUT}")
         if not is_here(corpus):
-            report.line(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
+            say(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
             continue
         then, now = ([(f["bytes"], f["sha256"]) for f in files]
                      for files in (data.manifest["inputs"][name], _fingerprints(corpus)))
@@ -128,7 +113,7 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
             raise other_texts(data, name)
     check_settings(recipe, data)
     data.verify()
-    report.line(f"{data.folder} is up to date")
+    say(f"{data.folder} is up to date")
 
 
 @contextmanager
@@ -154,17 +139,17 @@ def _written_aside(folder: Path) -> Iterator[Path]:
         lock.release()
 
 
-def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path, report: _Report) -> None:
+def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
     """Fills an empty folder. The short texts come first, so that a fault in them shows before the long work."""
     data, vocab = recipe.data, recipe.vocab
     inputs = {name: _fingerprints(corpus) for name, corpus in texts.items()}
     verdicts: dict[str, Verdicts] = {}
     for name in [*(name for name in texts if name != "train"), "train"]:
-        pairs = report.reading(f"{name}: reading", read_pairs(texts[name]))
+        pairs = _reading(name, texts[name])
         verdicts[name] = judge_texts(pairs, data.filters) if name == "train" else _copy_text(folder, name, pairs)
     _require_pairs(verdicts["train"])
 
-    report.line(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}")
+    say(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}")
     # It is trained on the pairs kept, or on so many of them drawn at random.
     most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
     kept = np.flatnonzero(verdicts["train"] == KEPT)
@@ -187,7 +172,7 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path, report: _Repo
     sampled = replace(job, filters=data.filters, variants=data.subword_variants, kind=vocab.kind,
                       alpha=data.subword_alpha)
     splits = {name: _encode(folder, name, texts[name], judged, sampled if name == "train" else job,
-                            data.workers or len(os.sched_getaffinity(0)), report)
+                            data.workers or len(os.sched_getaffinity(0)))
               for name, judged in verdicts.items()}
     write_manifest(folder, {"settings": prepared_settings(recipe), "inputs": inputs, "vocab": vocabs,
                             "splits": splits})
@@ -199,8 +184,8 @@ def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Verdicts:
     return np.full(count, KEPT, dtype=np.uint8)
 
 
-def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: Encoding, workers: int,
-            report: _Report) -> dict[str, Any]:
+def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: Encoding, workers: int
+            ) -> dict[str, Any]:
     """Writes a split's arrays and returns its counts for the manifest. Pairs that `verdicts` leaves out are skipped."""
     stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
     writers = [[SideWriter(folder, f"{stem}.{side}") for side in ("src", "trg")] for stem in stems]
@@ -208,7 +193,7 @@ def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: En
     judged: list[Verdicts] = []
     unknown = [0, 0]
     pairs = (pair for pair, verdict in zip(read_pairs(corpus), verdicts, strict=True) if verdict == KEPT)
-    with report.counting(f"{name}: encoding", len(kept)) as progress:
+    with _counting(f"{name}: encoding", len(kept)) as progress:
         for chunk in encode_pairs(pairs, job, min(workers, 1 + len(kept) // CHUNK)):
             for sides, side_writers in zip(chunk.sides, writers, strict=True):
                 for pieces, writer in zip(sides, side_writers):

@@ -43,18 +43,15 @@ def walk(recipe: Recipe, pairs: int) -> int:
         raise UserError(f"--pairs is {pairs}, must be 10 or more")
     run, texts, scores_file = Path(recipe.run), Path(recipe.data.train.src[0]).parent, Path(recipe.run) / "scores.json"
 
-    def begin(number: int, title: str) -> None:
-        say(f"[{number}/5] {title}")
-
-    begin(1, "writing the corpus")
+    say("[1/5] writing the corpus")
     make_corpus(texts, pairs, valid=min(500, pairs // 10), test=min(1000, pairs // 10))
-    begin(2, "preparing the data")
+    say("[2/5] preparing the data")
     prepare(recipe)
-    begin(3, "profiling Admin and training on 2 processes")
+    say("[3/5] profiling Admin and training on 2 processes")
     _train(recipe)
-    begin(4, "averaging the last checkpoints")
+    say("[4/5] averaging the last checkpoints")
     average_run(recipe)
-    begin(5, "translating and scoring the test set")
+    say("[5/5] translating and scoring the test set")
     if is_scored(recipe, scores_file):
         say(f"      {scores_file} is up to date")
     else:

@@ -76,7 +76,7 @@ def test_progress_in_a_log_is_plain_lines(
 
 def test_whole_folder(tmp_path: Path) -> None:
     recipe = _recipe(_tree(tmp_path))
-    data = PreparedData.open(prepare(recipe, progress=False))
+    data = PreparedData.open(prepare(recipe))
     data.verify()
     counts = data.manifest["splits"]["train"]
     assert counts["read"] == 606 and counts["pairs"] == 600
@@ -108,7 +108,7 @@ def test_same_bytes_whatever_the_processes_seed_and_place(tmp_path: Path) -> Non
     trees = [_tree(folder, train=2 * encoding.CHUNK + 50) for folder in folders]
     trees[1]["seed"] = 77
     trees[1]["data"]["workers"] = 2
-    first, second = (_contents(prepare(_recipe(tree), progress=False)) for tree in trees)
+    first, second = (_contents(prepare(_recipe(tree))) for tree in trees)
     assert first == second
     assert json.loads(first["manifest.json"])["splits"]["train"]["pairs"] > 2 * encoding.CHUNK
     assert not multiprocessing.active_children()
@@ -118,7 +118,7 @@ def test_separate_vocabularies_and_unigram(tmp_path: Path) -> None:
     tree = _tree(tmp_path)
     tree["vocab"] = {"size": 60, "kind": "unigram", "shared": False, "max_sentences": 100}
     tree["model"] = {"tied": "decoder"}
-    data = PreparedData.open(prepare(_recipe(tree), progress=False))
+    data = PreparedData.open(prepare(_recipe(tree)))
     src, trg = data.vocabs()
     assert src.fingerprint != trg.fingerprint and src.size == trg.size == 60
     assert data.manifest["vocab"]["trg"] == {"size": 60, "sha256": trg.fingerprint}
@@ -147,10 +147,10 @@ def test_up_to_date_folder_is_left_alone_and_survives_its_texts(
 ])
 def test_folder_of_another_recipe_is_refused_and_kept(tmp_path: Path, change: Any, words: str) -> None:
     tree = _tree(tmp_path)
-    before = _contents(prepare(_recipe(tree), progress=False))
+    before = _contents(prepare(_recipe(tree)))
     change(tree)
     with user_error(words):
-        prepare(_recipe(tree), progress=False)
+        prepare(_recipe(tree))
     assert _contents(tmp_path / "data") == before
 
 
@@ -171,11 +171,11 @@ def test_foreign_folders_are_never_touched(tmp_path: Path) -> None:
         note.parent.mkdir()
         note.write_text("mine")
         with user_error(words):
-            prepare(recipe, progress=False)
+            prepare(recipe)
         assert note.read_text() == "mine"
         note.unlink()
     (tmp_path / "data.partial").rmdir()
-    prepare(recipe, progress=False)  # data is empty now, and so may be filled
+    prepare(recipe)  # data is empty now, and so may be filled
 
 
 def test_faults_leave_nothing(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_faults_leave_nothing(tmp_path: Path) -> None:
         if "a/b" in tree["data"]["test"]:
             tree["data"]["test"] = {"a/b": tree["data"]["valid"]}
         with user_error(words):
-            prepare(_recipe(tree), progress=False)
+            prepare(_recipe(tree))
         assert not (tmp_path / "data").exists() and not (tmp_path / "data.partial").exists()
 
 
@@ -200,8 +200,8 @@ def test_two_at_once(tmp_path: Path) -> None:
     with open(tmp_path / "data.partial" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with user_error("another process is preparing"):
-            prepare(recipe, progress=False)
-    prepare(recipe, progress=False)
+            prepare(recipe)
+    prepare(recipe)
 
 
 def test_killed_run_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_killed_run_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
     script.write_text("import json, sys\nfrom deepnmt.config import check_recipe\n"
                       "from deepnmt.data.prepare import prepare\n"
                       "if __name__ == '__main__':\n"
-                      "    prepare(check_recipe(json.load(open(sys.argv[1])), 'recipe'), progress=False)\n")
+                      "    prepare(check_recipe(json.load(open(sys.argv[1])), 'recipe'))\n")
     job = subprocess.Popen([sys.executable, str(script), str(tmp_path / "recipe.json")], start_new_session=True,
                            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     written = tmp_path / "data.partial" / "data" / "train.v09.trg.tokens"
@@ -223,7 +223,7 @@ def test_killed_run_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists() and written.exists()
     _wait(lambda: not _alive(job.pid))  # its workers see that it is gone
     tree["data"]["subword_variants"] = 0
-    prepare(_recipe(tree), progress=False)
+    prepare(_recipe(tree))
     assert not (tmp_path / "data.partial").exists() and not (tmp_path / "data" / written.name).exists()
 
 

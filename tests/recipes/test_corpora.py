@@ -68,7 +68,7 @@ def prepare_both(folder: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {"before": used()}
     for name, train in (("multi30k", MULTI30K["train"]), ("tatoeba", TATOEBA)):
-        prepare(check_recipe(tree(folder, name, train), name), progress=False)
+        prepare(check_recipe(tree(folder, name, train), name))
         found[name] = used()
     return found
 
@@ -144,7 +144,7 @@ def test_the_profile_follows_the_published_curve(encoder: int, decoder: int, tmp
     settings["data"]["valid"] = EUROPARL
     settings["model"] = {"encoder": {"layers": encoder}, "decoder": {"layers": decoder}}  # d 512, 8 heads, FFN 2,048
     recipe = check_recipe(settings, "profile")
-    prepare(recipe, progress=False)
+    prepare(recipe)
     with processes(1) as ranks:
         omega = AdminProfile.load(profile(recipe, ranks), recipe.model)
     for side, found in (("encoder", omega.encoder), ("decoder", omega.decoder)):
