@@ -228,16 +228,14 @@ def read_scores(folder: Path) -> dict[int, float]:
     return scores
 
 
-def best_first(checkpoints: list[Path], scores: Mapping[int, float], lower_is_better: bool = True) -> list[Path]:
-    """Those with a finite score, best first; of equal scores the earlier update."""
+def best_first(checkpoints: list[Path], scores: Mapping[int, float]) -> list[Path]:
+    """Those with a finite score, lowest first; of equal scores the earlier update."""
     scored = [path for path in checkpoints if math.isfinite(scores.get(update_of(path), math.nan))]
-    return sorted(scored, key=lambda path: scores[update_of(path)] * (1 if lower_is_better else -1))
+    return sorted(scored, key=lambda path: scores[update_of(path)])
 
 
-def prune(
-    folder: Path, keep_last: int, keep_best: int, scores: Mapping[int, float], lower_is_better: bool = True
-) -> list[Path]:
-    """Deletes all but the last `keep_last` (at least 1) checkpoints and the `keep_best` best of those with a score.
+def prune(folder: Path, keep_last: int, keep_best: int, scores: Mapping[int, float]) -> list[Path]:
+    """Deletes all but the last `keep_last` (at least 1) checkpoints and the `keep_best` with the lowest scores.
 
     Returns:
         The folders that are gone.
@@ -246,7 +244,7 @@ def prune(
         CheckpointWriteError: one cannot be deleted.
     """
     paths = list_checkpoints(folder)
-    kept = {*paths[-keep_last:], *best_first(paths, scores, lower_is_better)[:keep_best]}
+    kept = {*paths[-keep_last:], *best_first(paths, scores)[:keep_best]}
     gone = [path for path in paths if path not in kept]
     for path in gone:
         folders.delete(path)
@@ -319,10 +317,9 @@ def load_state(folder: Path) -> TrainingState:
         raise DamagedCheckpoint(folder, f"{STATE} is not a training state ({error})") from None
 
 
-def load_weights(folder: Path, verify: bool = True) -> dict[str, Tensor]:
-    """Name to fp32 tensor on the CPU. Raises `DamagedCheckpoint`; without `verify` only where nothing can be read."""
-    if verify:
-        verify_files(folder, (WEIGHTS,))
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Name to fp32 tensor on the CPU. Raises `DamagedCheckpoint`."""
+    verify_files(folder, (WEIGHTS,))
     with _reading(folder, WEIGHTS):
         return load_file(folder / WEIGHTS)
 

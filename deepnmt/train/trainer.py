@@ -251,7 +251,7 @@ class Trainer:
                 save_checkpoint(self.checkpoints, Contents(weights, moments, state.saved(), dump_recipe(self.recipe),
                                                            self.task.files(self.data)))
                 scores = {v["update"]: v["value"] for v in state.validations}
-                prune(self.checkpoints, settings.keep_last, settings.keep_best, scores, lower_is_better=True)
+                prune(self.checkpoints, settings.keep_last, settings.keep_best, scores)
 
         try:
             self.ranks.together(write)
