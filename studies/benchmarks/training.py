@@ -10,7 +10,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -49,31 +48,22 @@ TRANSLATIONS: dict[str, tuple[bool, dict[str, Any]]] = {
 MICRO_BATCHES = 2  # at least, of every update, in every layout: two processes take one each, one process takes both
 
 
-@dataclass(frozen=True)
-class Case:
-    """A layout to time. `engine`: "torch" for the plain loop, "local", or the name of a DeepSpeed configuration."""
-
-    name: str
-    engine: str
-    processes: int
-    threads: int
-
-
 def placements(cores: int, gpus: int) -> list[tuple[int, int]]:
     """Processes, and threads of each: one on all cores, and one a core; on a machine with GPUs one, and one a GPU."""
     many = (gpus, max(1, cores // gpus)) if gpus else (cores, 1)
     return list(dict.fromkeys([(1, cores), many]))
 
 
-def _training_cases(places: list[tuple[int, int]]) -> list[Case]:
-    """The plain loop and deepnmt in each of the `placements`."""
-    cases = []
+def _training_cases(places: list[tuple[int, int]]) -> dict[str, tuple[str, int, int]]:
+    """The plain loop and deepnmt in each of the `placements`: engine ("torch" for the plain loop, "local", or the name
+    of a DeepSpeed configuration), processes, and threads of each."""
+    cases = {}
     for count, threads in places:
         where = f"{count} process{'es' if count > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
         fp32 = ("local fp32", "local") if count == 1 else ("ZeRO-1 fp32", "zero1_fp32")
         for name, engine in (("torch.nn.Transformer fp32", "torch"), (f"deepnmt {fp32[0]}", fp32[1]),
                              ("deepnmt ZeRO-1 bf16", "zero1_bf16")):
-            cases.append(Case(f"{name}, {where}", engine, count, threads))
+            cases[f"{name}, {where}"] = engine, count, threads
     return cases
 
 
@@ -96,14 +86,13 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
     make_folder_of(output)
     places = placements(len(os.sched_getaffinity(0)), gpus())
     cases = _training_cases(places)
-    micro_batches = max(MICRO_BATCHES, *(case.processes for case in cases))
-    trained: dict[str, list[float]] = {case.name: [] for case in cases}
-    for number in range(1, rounds + 1):
-        for case in cases:
-            rate = _rate("train", case.processes, case.threads, engine=case.engine, updates=updates,
-                         micro_batches=micro_batches, recipe=recipe.model_dump())
-            trained[case.name].append(rate)
-            say(f"round {number}/{rounds}  {case.name:<52} {rate:9,.0f} target tokens/s")
+    micro_batches = max(MICRO_BATCHES, *(count for count, _ in places))
+    trained: dict[str, list[float]] = {name: [] for name in cases}
+    for number, (name, (engine, count, threads)) in product(range(1, rounds + 1), cases.items()):
+        rate = _rate("train", count, threads, engine=engine, updates=updates, micro_batches=micro_batches,
+                     recipe=recipe.model_dump())
+        trained[name].append(rate)
+        say(f"round {number}/{rounds}  {name:<52} {rate:9,.0f} target tokens/s")
     figures = {"training_target_tokens_per_second": trained}
     if translate_run is not None:
         translated: dict[str, list[float]] = {}
