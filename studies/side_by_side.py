@@ -81,26 +81,31 @@ def train_side_by_side(
     scored = _Scored(copy.deepcopy(models[0])).eval()
     names = [name for name, _ in scored.named_parameters()]
     shapes = [p.shape for p in scored.parameters()]
-    rows: list[Tensor] = [nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))  # [P]
-                          for model in models]
-    beta1, beta2 = settings.betas
-    optimizer = torch.optim.Adam([{"params": [row]} for row in rows], betas=(beta1, beta2), eps=settings.eps)
+    flat = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])
+    flat.requires_grad_()  # [K, P]
+    first, second = torch.zeros_like(flat), torch.zeros_like(flat)
     scales = _Scales(len(models), loss_scale or LossScale()) if precision == "fp16" else None
+    taken = torch.zeros(len(models), 1, dtype=torch.float64)  # updates of each
+    beta1, beta2 = settings.betas
 
     def loss_of(parameters: dict[str, Tensor], *tensors: Tensor) -> Tensor:
         return functional_call(scored, parameters, tensors)
 
     losses_of = vmap(loss_of, in_dims=(0, None, None, None, None))
     for batch, rate in zip(batches, rates, strict=False):
-        flat = torch.stack(rows)
         pieces = flat.to(DTYPES[precision]).split([shape.numel() for shape in shapes], dim=1)
         stacked = {name: piece.unflatten(1, shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
         with sdpa_kernel(SDPBackend.MATH):  # the fused attention would be run model by model
             losses = losses_of(stacked, *batch.tensors) / batch.tokens
         [gradient] = torch.autograd.grad((losses if scales is None else losses * scales.scales).sum(), flat)
-        sound = [True] * len(rows) if scales is None else scales.unscale(gradient).tolist()
-        for row, own, applied, group, each in zip(rows, gradient, sound, optimizer.param_groups, rate, strict=True):
-            row.grad = own if applied else None  # the optimizer passes over a model without
-            group["lr"] = each
-        optimizer.step()
+        with torch.no_grad():
+            dropped = [] if scales is None else (~scales.unscale(gradient)).nonzero().flatten().tolist()
+            before = [(state, state[dropped].clone()) for state in (flat, first, second, taken)]
+            taken += 1
+            first.lerp_(gradient, 1 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            step = (second / (1 - beta2**taken).float()).sqrt_().add_(settings.eps).reciprocal_().mul_(first)
+            flat.sub_(step * (torch.tensor(rate)[:, None] / (1 - beta1**taken)).float())
+            for state, rows in before if dropped else []:
+                state[dropped] = rows
         yield losses.tolist()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import correlation, linear_regression
 from typing import Any, TypeVar
 
 import torch
@@ -61,9 +60,15 @@ class Fit:
 
 def fit_line(terms: Sequence[float], values: Sequence[float]) -> Fit:
     """R² is 1 - (squares left) / (squares around the mean); NaN with fewer than three points or equal values."""
-    if len(terms) < 3 or not all(map(math.isfinite, values)) or min(len(set(terms)), len(set(values))) == 1:
+    if len(terms) < 3 or not all(map(math.isfinite, values)):
         return Fit(math.nan, math.nan, math.nan)
-    return Fit(*linear_regression(terms, values), correlation(terms, values) ** 2)
+    x, y = torch.tensor(terms, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
+    dx, dy = x - x.mean(), y - y.mean()
+    if not dx.any() or not dy.any():
+        return Fit(math.nan, math.nan, math.nan)
+    slope = float((dx * dy).sum() / dx.square().sum())
+    left = (dy - slope * dx).square().sum() / dy.square().sum()
+    return Fit(slope, float(y.mean() - slope * x.mean()), float(1 - left))
 
 
 @dataclass(frozen=True)
