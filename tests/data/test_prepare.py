@@ -156,7 +156,7 @@ def test_folder_of_another_recipe_is_refused_and_kept(tmp_path: Path, change: An
 
 def test_a_folder_from_before_a_filter_serves_without_it(tmp_path: Path) -> None:
     tree = _tree(tmp_path)
-    data = PreparedData.open(prepare(_recipe(tree), progress=False))
+    data = PreparedData.open(prepare(_recipe(tree)))
     del data.manifest["settings"]["data.filters.drop_identical"]
     check_settings(_recipe(tree), data)
     tree["data"]["filters"]["drop_identical"] = False
