@@ -1,27 +1,35 @@
-"""A new block is one class and one word: nothing else in deepnmt knows its name."""
+"""A new block is one class and one word: nothing else in deepnmt knows its name. The class is the guide's own."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import tiny_engines
-from torch import Tensor
 
-from deepnmt.model.blocks import BLOCKS, Block, Branch
+from deepnmt.model.blocks import BLOCKS, Block
 from deepnmt.ranks import Ranks
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "add_a_block.md"
 
-class Halved(Block):
-    """x ← LN_i(x + F_i(x) / 2)."""
 
-    def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.norms[i](x + f(x) / 2)
+def block_of_the_page() -> type[Block]:
+    """The class that docs/guide/add_a_block.md shows."""
+    code, = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {"__name__": "guide"}
+    exec(compile(code, str(PAGE), "exec"), names)
+    block, = (value for value in names.values() if isinstance(value, type) and value.__module__ == "guide")
+    assert issubclass(block, Block)
+    return block
 
 
 def test_a_block_of_ones_own_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BLOCKS, "halved", Halved)
+    block = block_of_the_page()
+    monkeypatch.setitem(BLOCKS, "own", block)
     recipe, ranks = tiny_engines.recipe_of("local"), Ranks.alone()
-    stack = recipe.model.encoder.model_copy(update={"block": "halved"})  # past the config's list of words
+    stack = recipe.model.encoder.model_copy(update={"block": "own"})  # past the config's list of words
     model = recipe.model.model_copy(update={"encoder": stack, "decoder": stack})
     engine = tiny_engines.build(recipe.model_copy(update={"model": model}), ranks)
     losses = [tiny_engines.step(engine, tiny_engines.batches(1, 2), ranks)[0] for _ in range(5)]
-    assert isinstance(engine.module.get_submodule("decoder.layers.1.rule"), Halved) and losses[-1] < 0.8 * losses[0]
+    assert isinstance(engine.module.get_submodule("decoder.layers.1.rule"), block) and losses[-1] < 0.8 * losses[0]

@@ -81,7 +81,7 @@ def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest
     ("zero2_bf16", 2, 1, 3), ("zero3_bf16", 0.5, 1, 3),
 ])
 def test_what_a_layout_shares(layout: str, weights: float, gradients: float, optimizer: float, prepared: Path) -> None:
-    """Bytes a parameter on four processes, as the table of docs/layouts.md has them."""
+    """Bytes a parameter on four processes, as the table of docs/guide/which_layout.md has them."""
     recipe = load_recipe(prepared / "recipe.yaml", options(layout))
     found = memory_estimate(recipe, layout_of(recipe, 4), 1000, 300)
     assert [found[part] / 1000 for part in ("weights", "gradients", "optimizer")] == [weights, gradients, optimizer]
