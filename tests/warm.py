@@ -27,7 +27,11 @@ ROOT = TESTS.parent
 
 
 class Warm:
-    """The client. One job at a time: `start`, then `wait`; or `run`, which does both and wants exit codes of 0."""
+    """The client. One job at a time: `start`, then `wait`; or `run`, which does both and wants exit codes of 0.
+
+    Its processes are scheduled as batch jobs: a message that arrives does not interrupt the process that sends it. That
+    one would lose its core while it holds gloo's lock, and gloo's thread would spin until it has it back.
+    """
 
     def __init__(self) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -134,6 +138,7 @@ def serve() -> int:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on most CPUs; slow there, but it works
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # see `Warm`
     gc.freeze()  # a rank's collections, the one at its end too, would go through all that: 1.6 s of each process
     print(json.dumps("ready"), file=answers)
     while line := sys.stdin.readline():

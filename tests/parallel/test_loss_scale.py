@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -35,12 +36,12 @@ def fairseq_rule(overflows: list[bool], scale: float, window: int, floor: float)
 def gradients(
     layout: str, stages: int, window: int, overflows: list[bool], ranks: Ranks
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """The scale of every update, and the gradient that each applied one used, from Adam's first moment.
+    """The scale of every update, and the gradient that each applied one used, from Adam's first moment in this process.
 
     An update takes two micro-batches. An overflow begins on the first process, which holds the encoder's layers.
     """
     scale = {"initial_power": int(math.log2(INITIAL)), "window": window, "floor": FLOOR}
-    engine = build(recipe_of(layout, max(stages, 1), stages, scale), ranks)
+    engine: Any = build(recipe_of(layout, max(stages, 1), stages, scale), ranks)
     factor = [1.0]
     layer = dict(engine.module.named_modules()).get("encoder.layers.1")
     assert layer is not None or not ranks.first
@@ -54,7 +55,7 @@ def gradients(
         assert applied is not overflow and math.isfinite(norm) is applied
         scales.append(scale)
         if applied:
-            moment = torch.cat([state.kept["exp_avg"].flatten() for state in engine.export_state()])
+            moment = torch.cat([state["exp_avg"].flatten() for state in engine._optimizer.state.values()])
             used.append((moment - BETA * before) / (1 - BETA))
             before = moment
     engine.close()

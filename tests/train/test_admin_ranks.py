@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from ranks import run_on_ranks
+from warm import Warm
 
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.prepared import PreparedData
@@ -39,10 +39,10 @@ def job(file: str, run: str) -> None:
         Path(f"{run}.{ranks.rank}.json").write_text(json.dumps([started.encoder, started.decoder, keys]))
 
 
-def test_profile_does_not_depend_on_the_processes(prepared: Path, tmp_path: Path) -> None:
+def test_profile_does_not_depend_on_the_processes(prepared: Path, tmp_path: Path, warm: Warm) -> None:
     recipe = str(prepared / "recipe.yaml")
     job(recipe, str(tmp_path / "alone"))
-    run_on_ranks(2, "test_admin_ranks:job", recipe, str(tmp_path / "two"))
+    warm.run(2, "test_admin_ranks:job", recipe, tmp_path / "two")
     alone, first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("alone.0", "two.0", "two.1"))
     assert first[:2] == second[:2], "ranks must start from the same numbers, to the last bit"
     for stack in (0, 1):
