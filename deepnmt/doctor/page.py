@@ -1,4 +1,4 @@
-"""What the doctor found, for people: a short table, a folder of pictures, and one HTML page that holds them all."""
+"""The doctor's findings for people: a short table, a folder of pictures, and one HTML page that holds them all."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _NO_RULE = "none: no rule comes with this version; fit one with python -m studie
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
 h1{font-size:1.6rem}h2{font-size:1.15rem;margin-top:2.2rem;border-top:1px solid #ddd;padding-top:1rem}
-img{max-width:100%}table{border-collapse:collapse}td,th{padding:.15rem .8rem .15rem 0}
-td,th{text-align:left;vertical-align:top}
-.verdict{padding:.8rem 1rem;border-left:.4rem solid #767676;background:#f5f5f5}.yes{border-color:#009E73}
-.no{border-color:#D55E00}li{margin:.1rem 0}"""
+img{width:44rem;max-width:100%}p{max-width:44rem}
+table{border-collapse:collapse;margin-top:1.5rem}td,th{padding:.15rem .8rem .15rem 0}
+td,th{text-align:left;vertical-align:top;overflow-wrap:anywhere}th{min-width:6rem}
+.verdict{padding:.8rem 1rem;overflow-wrap:anywhere;border-left:.4rem solid #767676;background:#f5f5f5}
+.yes{border-color:#009E73}.no{border-color:#D55E00}li{margin:.1rem 0}"""
 
 
 def summary(findings: Findings) -> str:
@@ -84,7 +85,7 @@ def _verdict_words(verdict: Mapping[str, Any]) -> str:
     if verdict["fp16"]:
         words = (f"does NOT train in fp16: {verdict['fp16']} (probability by the rule alone "
                  f"{verdict['probability']:.2f})")
-    return f"{words}; outside the runs the rule knows, see the page" if verdict["outside"] else words
+    return f"{words}; outside the runs that the rule was fitted on" if verdict["outside"] else words
 
 
 # -- pictures and page -------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def _verdict_words(verdict: Mapping[str, Any]) -> str:
 def write_page(findings: Findings, folder: Path) -> Path:
     """Puts the pictures into `folder` and writes `diagnosis.html`, which holds them all; returns its path."""
     about = findings["about"]
-    parts = [f"<h1>Diagnosis of {escape(about['encoder'])} / {escape(about['decoder'])}</h1>"]
+    parts = [f"<h1>Diagnosis: encoder of {escape(about['encoder'])}; decoder of {escape(about['decoder'])}</h1>"]
     if findings.get("verdict"):
         parts.append(_verdict_box(findings["verdict"]))
     rows = "".join(f"<tr><th>{escape(title)}</th><td>{escape(text)}</td></tr>" for title, text in _rows(findings))
@@ -105,7 +106,8 @@ def write_page(findings: Findings, folder: Path) -> Path:
         parts.append(f"<h2>{title}</h2><p>{escape(text)}</p><img alt='{escape(title)}' "
                      f"src='data:image/png;base64,{data}'>")
     page = folder / "diagnosis.html"
-    page.write_text(f"<!doctype html><html lang='en'><meta charset='utf-8'><title>Diagnosis</title><style>{_STYLE}"
+    page.write_text(f"<!doctype html><html lang='en'><meta charset='utf-8'>"
+                    f"<meta name='viewport' content='width=device-width'><title>Diagnosis</title><style>{_STYLE}"
                     f"</style><body>{''.join(parts)}</body></html>\n", encoding="utf-8")
     return page
 
@@ -125,9 +127,9 @@ def _verdict_box(verdict: Mapping[str, Any]) -> str:
               "nothing." for name, value in rule["unvaried"].items()]
     better = sorted(verdict["instead"].items(), key=lambda item: -item[1])
     for title, items in (
-        ("What the rule weighed" if verdict["fp16"] else "Numbers that decided", verdict["reasons"]),
-        ("Outside of what the rule was fitted on, so trust it less", verdict["outside"]),
-        ("The same rule on recipes that differ in one thing",
+        ("What the rule weighed" if verdict["fp16"] else "What decided, and how much it weighed", verdict["reasons"]),
+        ("Outside the runs that the rule was fitted on, so trust it less", verdict["outside"]),
+        ("What the same rule says of recipes that differ in one setting",
          [f"{name}: probability {value:.2f}" for name, value in better]),
     ):
         if items:
@@ -141,53 +143,53 @@ def _sections(findings: Findings) -> list[tuple[str, str, str, Callable[[Path], 
     lines = partial(plots.plot_lines, ylabel="gradient norm")
     sections: list[tuple[str, str, str, Callable[[Path], None]]] = [
         ("dependency", "Layer dependency",
-         "Each row is what enters a branch (the last: the stack's output), each column an earlier branch that it is "
-         "made of, the colour how much, β. A bright diagonal means that every layer stands mostly on the one just "
-         "below it, and a change there is passed on whole.",
+         "A row is the input of one branch (the last row: the stack's output). A column is an earlier branch, and the "
+         "colour its share of that input, β. With a bright diagonal, every layer depends mostly on the layer just "
+         "below it, so a change down there reaches the top undiminished.",
          partial(plots.plot_dependency, findings["dependency"])),
         ("change", "Output change",
-         "How far the output moves when the weights move a little, by the number of layers. Growth like N makes deep "
-         "models shake; growth like log N does not.",
-         partial(plots.plot_growth, findings["growth"], title="Output change against depth")),
+         "How far a small change of the weights moves the output, against the number of layers N. A change that grows "
+         "like N makes deep models unstable; one that grows like log N does not.",
+         partial(plots.plot_growth, findings["growth"],
+                 title="How far noise and one update move the output, against depth")),
         ("gradients", "Gradients of sub-layers' outputs",
-         "A line that falls towards the left vanishes on its way down: low layers hear little of the loss.",
-         partial(lines, _by_part(gradients.outputs), xlabel="layer",
-                                       title="Gradient of every sub-layer's output")),
+         "Where a line falls towards the left, the gradient vanishes on its way down: low layers learn little.",
+         partial(lines, _by_part(gradients.outputs), xlabel="layer", title="Gradient of every sub-layer's output")),
         ("matrices", "Gradients of matrices",
-         "Unbalanced gradients are evened out by Adam, not by SGD.",
-         partial(lines, _by_part(gradients.matrices), xlabel="layer",
-                                       title="Gradient of every matrix")),
+         "Adam evens out gradients of unequal size, SGD does not.",
+         partial(lines, _by_part(gradients.matrices), xlabel="layer", title="Gradient of every matrix")),
     ]
     if points := list(gradients.places.values()):
         shown = sorted({0, len(points) // 2, len(points) - 1})  # the lowest, the middle and the highest layer
         shown_points = {f"layer {index + 1}": points[index] for index in shown}
         sections.append(("places", "Inside a decoder layer",
-                         "From (1), before the first norm, to (5), before the third. Where a norm lets little through, "
-                         "the line drops to its left: between (4) and (3), and between (2) and (1).",
-                         partial(lines, {"five places": shown_points},
-                                                       xlabel="place",
-                                                       title="Gradients inside Post-LN decoder layers")))
+                         "Points (1) and (2) are before and after the first norm, (3) and (4) before and after the "
+                         "second, (5) before the third. A drop to the left from (4) to (3), or from (2) to (1), shows "
+                         "a norm that lets little of the gradient through.",
+                         partial(lines, {"": shown_points}, xlabel="point of the layer",
+                                 title="Gradient at five points of a decoder layer")))
     if "last_ffn" in findings:
         sections.append(("last_ffn", "Last FFN against depth",
                          "The gradient norm of the decoder's last FFN in models of different depth. Xiong et al. 2020: "
-                         "level for Post-LN, falling like 1/√N for Pre-LN.",
-                         partial(lines, {"last FFN": {"fc2": findings["last_ffn"]["norms"]}},
-                                                       xs=findings["last_ffn"]["depths"], xlabel="layers N",
-                                                       title="Gradient of the last FFN")))
+                         "constant for Post-LN, falling like 1/√N for Pre-LN.",
+                         partial(lines, {"": {"fc2": findings["last_ffn"]["norms"]}},
+                                 xs=findings["last_ffn"]["depths"], xlabel="decoder layers N",
+                                 title="Gradient of the decoder's last FFN matrix (fc2) against depth")))
     sections += [
-        ("likeness", "Likeness of layers",
-         "The cosine between layers' outputs, token by token. A bright lower left corner means that the upper layers "
-         "add little.",
+        ("likeness", "Similarity of layers",
+         "The cosine between the outputs of two layers, averaged over tokens. A bright lower left corner means that "
+         "the upper layers add little.",
          partial(plots.plot_similarity, findings["likeness"])),
-        ("ranges", "Activations", "Variance of the outputs and largest magnitudes; fp16 ends at the dashed line.",
+        ("ranges", "Activations", "Variance of every layer's output, and its largest magnitude. "
+         "Above the dashed line, fp16 overflows.",
          partial(plots.plot_ranges, findings["ranges"])),
         ("half", "Gradients lost to fp16",
-         "What is zero in fp16 and not in fp32 was too small for the loss scale.",
+         "A gradient that is zero in fp16 but not in fp32 was too small: a larger loss scale would keep it.",
          partial(plots.plot_half, findings["half"])),
     ]
     if findings.get("moved"):
         sections.append(("moved", "Updates against gradients",
-                         "Gradients of attention matrices spread widely, the optimizer's updates little.",
+                         "The gradients of attention matrices differ widely in size; the optimizer's updates do not.",
                          partial(plots.plot_displacements, findings["moved"])))
     return sections
 
