@@ -36,7 +36,7 @@ class Sentence(NamedTuple):
 
 def pages() -> list[Path]:
     """What a reader is given."""
-    named = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    named = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
     folders = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("ds_configs/*.md")]
     return [file for file in (*named, *sorted(folders)) if file.is_file()]
 
