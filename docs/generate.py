@@ -169,7 +169,8 @@ def _help(run: Callable[..., int], command: str | None = None) -> str:
         del os.environ["COLUMNS"]
         if width is not None:
             os.environ["COLUMNS"] = width
-    return printed.getvalue().rstrip()
+    # an option of two names: Python before 3.13 repeats what follows
+    return re.sub(r"(--[\w-]+) (\S+), (--[\w-]+) \2", r"\1, \3 \2", printed.getvalue().rstrip())
 
 
 def _fenced(text: str) -> str:
