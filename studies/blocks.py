@@ -5,12 +5,12 @@ on with the same command, and blocks may be added. What a model learned is read 
 stand three marks, in nats a target token: that of an even guess, log V; that of a model which knows how often each
 token is and nothing else; and that of a model of the same recipe which never saw a source. Whether it uses its sources
 is asked of the model itself: the validation is done again with every sentence beside the source of another one of like
-length, and the loss must rise. What a run came to:
+length (shuffled sources), and the loss must rise. The outcome of a run:
 
     diverged     updates that were not finite ended it, or it is worse than an even guess among the tokens
     stuck        no better than the tokens' frequencies, within 0.1 nats
     target only  better, but no better than `pre_ln` of the same depth and recipe that was shown no sources, or not
-                 worse by 0.1 nats when its sources are exchanged
+                 worse by 0.1 nats with shuffled sources
     learned      better than the one, and worse by more with the other
 
 `B` sentences, `S` source length, `V` target vocabulary.
@@ -57,7 +57,7 @@ from studies.runs import Record, Stacks, append_runs, block_pair, read_runs
 HYBRIDS = ("post_ln/pre_ln", "pre_ln/post_ln")  # of the Admin paper's Table 1, and the other way round
 REFERENCE = "pre_ln"  # what is trained without sources
 INTERVAL = 10  # updates whose mean loss is one point of a curve
-MARGIN = 0.1  # nats that tell: below the tokens' frequencies, and above the own loss with exchanged sources
+MARGIN = 0.1  # nats that tell: below the tokens' frequencies, and above the own loss with shuffled sources
 _CHUNK = 1000  # sentences read at once
 
 
@@ -175,6 +175,8 @@ def study(
     missing = len(systems) - len(found)
     text = table(found) + (f"\n\n{missing} runs are missing; the same command goes on." if missing else "")
     (output / "blocks.md").write_text(text + "\n", encoding="utf-8")
+    if not found:
+        return text
     plot_study(panels(found), output / "blocks.png",
                f"Training loss by residual block, {recipe.train.updates:,} updates of one recipe")
     return f"{text}\n{output / 'blocks.png'}"
@@ -397,7 +399,7 @@ def table(records: Sequence[Record]) -> str:
 
     head = ["system", "initialisation"]
     for group in groups:
-        head += [f"{group.title}: parameters", "validation", "sources exchanged", "came to"]
+        head += [f"{group.title}: parameters", "validation", "shuffled", "outcome"]
     rows = [head]
     for name in sorted(systems, key=losses):
         row = [systems[name].word, systems[name].initialisation]
@@ -415,10 +417,10 @@ def table(records: Sequence[Record]) -> str:
         return f"{text}\n\nNo run was done yet."
     frequencies, even = records[0]["frequencies"], records[0]["even"]
     return (f"{text}\n\nPlain loss of the validation text after {records[0]['settings']['train']['updates']:,} updates,"
-            f" nats a target token; sources exchanged: what it rises by with another sentence's source. An even guess "
+            f" nats a target token; shuffled: how much it rises with another sentence's source. An even guess "
             f"has {even:.3f}, the tokens' frequencies {frequencies:.3f}. diverged: not finite, or worse than an even "
             f"guess; stuck: above {frequencies - MARGIN:.3f}; target only: not below {REFERENCE} without sources, or "
-            f"not more than {MARGIN} higher with sources exchanged; learned: both.")
+            f"not more than {MARGIN} higher with shuffled sources; learned: both.")
 
 
 def _text(loss: float | None) -> str:

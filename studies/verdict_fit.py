@@ -57,9 +57,9 @@ class Confusion:
 
     def table(self) -> str:
         """Three lines."""
-        rows = (("", "said: trains", "said: fails"), ("learned", self.learned_yes, self.learned_no),
+        rows = (("", "predicted to train", "predicted to fail"), ("learned", self.learned_yes, self.learned_no),
                 ("did not", self.failed_yes, self.failed_no))
-        return "\n".join(f"{name:<14}{yes:>14}{no:>14}" for name, yes, no in rows)
+        return "\n".join(f"{name:<14}{yes:>20}{no:>20}" for name, yes, no in rows)
 
 
 @dataclass(frozen=True)
