@@ -1,0 +1,37 @@
+"""docs/guide/ quotes deepnmt truly: the recipe it shows is one, with the sizes printed there, and the messages it
+explains are messages. That its commands are understood and its links lead somewhere is tested in test_pages.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deepnmt.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs" / "guide"
+
+
+def test_the_recipe_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                 capsys: pytest.CaptureFixture[str]) -> None:
+    page = (GUIDE / "your_own_text.md").read_text(encoding="utf-8")
+    recipe, = re.findall(r"^```yaml\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "my.yaml").write_text(recipe, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main("train", ["my.yaml", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    for figure in ("model", "parameters", "tokens per update", "layout"):
+        line, = re.findall(rf"^# {figure} .*$", page, flags=re.MULTILINE)
+        assert re.search("^" + re.escape(line) + "$", printed, flags=re.MULTILINE), (line, printed)
+
+
+def test_messages_that_the_guide_explains_are_said() -> None:
+    """Each quoted symptom of when_a_run_fails.md, but for its "...", stands in the code."""
+    page = (GUIDE / "when_a_run_fails.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| \"([^\"]+)\" \|", page, flags=re.MULTILINE)
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "deepnmt").rglob("*.py"))
+    code = re.sub(r"\"\s*\n\s*f?\"", "", code)  # a message over several lines
+    pieces = [piece.strip(" ,:") for words in quoted for piece in words.split("...")]
+    assert quoted and [piece for piece in pieces if piece not in code] == []
