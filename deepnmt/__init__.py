@@ -1,3 +1,47 @@
-"""deepnmt: a DeepSpeed trainer for very deep encoder-decoder Transformers."""
+"""deepnmt: a trainer for very deep encoder-decoder translation Transformers on DeepSpeed.
+
+    import deepnmt
+
+    run = deepnmt.train("my.yaml", {"train.updates": 300})    # or, once it is trained: deepnmt.load("runs/my")
+    run.translate(["the old dog sees the house"], beam=5)
+
+`load`, `train`, `prepare`, `average` and `read_recipe` are the Python API, `Run` is a trained model, and `UserError` is
+what a mistake in a recipe, a file or an argument raises. They are imported at their first use, so that `import deepnmt`
+needs neither torch nor time. See `deepnmt.api`.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepnmt.api import Hypothesis, Recipe, Run, average, load, prepare, read_recipe, train
+    from deepnmt.errors import UserError
 
 __version__ = "0.2.0"
+__all__ = ["Hypothesis", "Recipe", "Run", "UserError", "average", "load", "prepare", "read_recipe", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'deepnmt' has no attribute {name!r}")
+    value = getattr(importlib.import_module("deepnmt.errors" if name == "UserError" else "deepnmt.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """`deepnmt.train` is the function, whichever is used first: importing the package of that name would else put
+    itself in its place. `from deepnmt.train.log import ...` finds the package all the same."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

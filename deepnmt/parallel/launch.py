@@ -53,7 +53,9 @@ def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
         raise
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            # DeepSpeed's own way forgets the groups it has made, which its next engine in this process would take
+            comm = sys.modules.get("deepspeed.comm")
+            (comm if comm is not None and comm.is_initialized() else dist).destroy_process_group()
 
 
 def rank_from_environment() -> tuple[int, int, int, int]:

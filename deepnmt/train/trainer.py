@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -128,8 +129,9 @@ class Trainer:
     def run_to_end(self) -> int:
         """Trains until the recipe's end, early stopping or a signal; returns the process's exit code."""
         settings, state = self.recipe.train, self.state
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._note_signal)
+        if threading.current_thread() is threading.main_thread():  # no other may
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                signal.signal(number, self._note_signal)
         self.monitor.status("running", state.update)
         if self._validation_due():  # the run was stopped in this update, before its validation
             self._validate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_each_figure_is_on_screen_in_the_log_and_in_tensorboard(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([100.0, 180.0])  # the run's beginning, and after its twenty updates
-    monkeypatch.setattr("deepnmt.train.log.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monitor = Monitor(tmp_path, True, update=0, updates=120)
     monitor.train(20, RECORD, 100)
     monkeypatch.undo()

@@ -1,0 +1,319 @@
+"""deepnmt in Python: train a recipe, load what a run left, translate, score.
+
+    run = deepnmt.train("my.yaml", {"train.updates": 300})
+    run = deepnmt.load("runs/my", checkpoint="best")
+    run.translate(["the old dog sees the house"], beam=5)
+    print(run.evaluate().table())
+
+Every function does what the command of its name does, with the same results, in this process and on one device. A
+mistake in a recipe, a file or an argument raises `UserError`, whose message is a sentence that says how to mend it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from deepnmt.checkpoint.average import average_run, warn_if_outdated
+from deepnmt.checkpoint.checkpoint import MANIFEST, Which, load_model
+from deepnmt.config import Recipe, check_recipe, load_recipe, override
+from deepnmt.data.prepare import prepare as prepare_data
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.translate import Hypothesis, translate_shards
+from deepnmt.decode.translate import cast as cast_weights
+from deepnmt.errors import UserError
+from deepnmt.evaluate.evaluate import find_sets
+from deepnmt.evaluate.metrics import Report, score_systems
+from deepnmt.files import read_log
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.launch import gpus, processes, rank_from_environment
+from deepnmt.ranks import Ranks
+from deepnmt.train.trainer import PREEMPTED
+from deepnmt.train.trainer import train as train_run
+
+__all__ = ["Hypothesis", "Recipe", "Run", "UserError", "average", "load", "prepare", "read_recipe", "train"]
+
+Settings = Mapping[str, Any]  # a recipe's settings by their dotted names, such as {"train.updates": 300}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Run:
+    """A trained model and what belongs to it; `load` and `train` make one.
+
+    Attributes:
+        folder: the run folder, or the checkpoint folder if that was loaded.
+        checkpoint: the folder that the weights are from.
+        recipe: the run's recipe, checked; its `translate` section is the search that `translate` makes.
+        model: the Transformer, a `torch.nn.Module` in evaluation mode, weights in fp32.
+        source_vocab, target_vocab: the vocabularies; `encode` makes token ids of a text, `decode` the text of ids.
+        update: updates the model was trained for; of an average, those of its newest checkpoint.
+    """
+
+    folder: Path
+    checkpoint: Path
+    recipe: Recipe
+    model: Transformer
+    source_vocab: Vocabulary
+    target_vocab: Vocabulary
+    update: int
+
+    @cached_property
+    def parameters(self) -> int:
+        """Trainable numbers of the model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and computes."""
+        return self.model.output_weight.device
+
+    def translate(self, sentences: Iterable[str], *, seed: int | None = None, **settings: Any) -> list[str]:
+        """Translates, as `deepnmt translate` does a file with a sentence a line.
+
+        Args:
+            sentences: texts, one sentence each. An empty one gives an empty one, one that is longer than the model
+                allows is truncated with a warning.
+            seed: of sampling; without, the recipe's.
+            settings: of the search, in place of those in the recipe's `translate` section: beam=5, method="greedy".
+
+        Returns:
+            The best translation of each sentence, in their order.
+
+        Raises:
+            UserError: an unknown or faulty setting, or `sentences` is a single string.
+        """
+        return [best[0].text for best in self.translate_nbest(sentences, seed=seed, **settings)]
+
+    def translate_nbest(
+        self, sentences: Iterable[str], *, seed: int | None = None, **settings: Any
+    ) -> list[list[Hypothesis]]:
+        """Translates, and says of every translation its score: `translate_nbest(texts, nbest=5, beam=5)`.
+
+        Args and raises: see `translate`.
+
+        Returns:
+            For each sentence at most `nbest` hypotheses, best first: text, score, log-probability, number of tokens,
+            and whether it ended by itself.
+        """
+        if isinstance(sentences, str):
+            raise UserError("sentences is a single string, must be a list of sentences, for example ['a dog']")
+        recipe = _changed(self.recipe, {f"translate.{name}": value for name, value in settings.items()})
+        search = recipe.translate
+        model = self.model if search.precision == "fp32" else self._half
+        with _threads(recipe):
+            return list(translate_shards(model, (self.source_vocab, self.target_vocab), sentences, search,
+                                         Ranks.alone(self.device), seed=recipe.seed if seed is None else seed))
+
+    def evaluate(self, tests: Sequence[str] | None = None, *, seed: int | None = None, **settings: Any) -> Report:
+        """Translates test sets and scores them with SacreBLEU, as `deepnmt evaluate` does, but writes no file.
+
+        Args:
+            tests: names in the recipe's `data.test`, "NAME=SRC,REF" (two text files) or names of SacreBLEU's such as
+                "wmt14/full"; without, all of `data.test`.
+            seed, settings: see `translate`.
+
+        Returns:
+            BLEU, chrF and TER with signatures: `print(report.table())`, or `report.as_json()["bleu"]`.
+
+        Raises:
+            UserError: no such test set, or see `translate`.
+        """
+        sets = find_sets(self.recipe, tests)
+        translations = [self.translate(test.sources, seed=seed, **settings) for test in sets]
+        return score_systems({self.folder.name: translations}, sets, self.recipe.data.trg_lang)
+
+    def log(self) -> list[dict[str, Any]]:
+        """The records of the run's `log.jsonl`: of type "train" (loss, learning_rate, ...), "valid" (loss, bleu, ...)
+        and "event" (message), each with its `update`. Raises `UserError` where there is none."""
+        return read_log(self.folder / "log.jsonl")
+
+    @cached_property
+    def _half(self) -> Transformer:
+        """The same model in bf16."""
+        return cast_weights(copy.deepcopy(self.model), "bf16")
+
+    def __repr__(self) -> str:
+        encoder, decoder = self.recipe.model.encoder, self.recipe.model.decoder
+        block = encoder.block if encoder.block == decoder.block else f"{encoder.block}/{decoder.block}"
+        return (f"Run({str(self.folder)!r}: {block} {encoder.layers}L-{decoder.layers}L, {self.parameters:,} "
+                f"parameters, checkpoint {self.checkpoint.name} on {self.device})")
+
+
+def load(
+    folder: str | Path, checkpoint: str | Path | None = None, device: str | torch.device | None = None
+) -> Run:
+    """Loads a trained model.
+
+    Args:
+        folder: of a run, or a checkpoint.
+        checkpoint: "best" (by validation), "newest", "averaged", or the folder of a checkpoint; without, the run's
+            average if there is one, else its newest checkpoint.
+        device: such as "cpu" or "cuda:1"; without, the first GPU if there is one, else the CPU.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged.
+    """
+    folder = Path(folder)
+    named = checkpoint in ("best", "newest", "averaged")
+    loaded = load_model(folder if named or checkpoint is None else Path(checkpoint),
+                        cast("Which", checkpoint) if named else "auto")
+    if checkpoint is None:
+        warn_if_outdated(loaded.folder)
+    recipe = loaded.recipe
+    if not (folder / MANIFEST).is_file():  # a run, whose recipe may have been changed since, and which may have moved
+        recipe = load_recipe(folder, [_override("run", str(folder))])
+    model = loaded.model.to(device if device is not None else "cuda" if gpus() else "cpu")
+    return Run(folder, loaded.folder, recipe, model, loaded.src_vocab, loaded.trg_vocab, loaded.state.update)
+
+
+def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = None) -> Run:
+    """Trains a recipe into its run folder, or resumes there, as `deepnmt train` does on one process.
+
+    For several processes use the command under deepspeed, torchrun or srun, and `load` what it leaves; for
+    `train.probe_every` too. At SIGTERM, SIGUSR1 or SIGINT (Ctrl-C, a notebook's stop button) the run saves first, and
+    then the signal has its usual effect; called again, training resumes. Outside the main thread signals are left
+    alone.
+
+    Args:
+        recipe, changes: see `read_recipe`.
+
+    Returns:
+        The run, with its newest checkpoint.
+
+    Raises:
+        UserError: the recipe is faulty, its data are not prepared, the run cannot begin or resume, or it diverges.
+        KeyboardInterrupt: training was interrupted, and has saved.
+    """
+    checked = read_recipe(recipe, changes)
+    if rank_from_environment()[1] > 1:
+        raise UserError("deepnmt.train runs on one process, but a launcher has started several; train with the command "
+                        "instead: torchrun -m deepnmt train RECIPE")
+    if dist.is_initialized():
+        raise UserError("torch.distributed is initialised in this process, and deepnmt.train opens and closes a "
+                        "process group of its own; train in another process, or call destroy_process_group first")
+    if checked.train.probe_every:
+        log.warning("train.probe_every is %d, but only the command deepnmt train probes the layers",
+                    checked.train.probe_every)
+    group = checked.parallel.ds_config is not None
+    with _as_it_was(), _threads(checked), processes(checked.parallel.threads, group=group) as ranks:
+        code = train_run(checked, ranks)
+    run = Path(checked.run)
+    if code == PREEMPTED:  # the handlers are those of before again
+        status = json.loads((run / "STATUS.json").read_bytes())
+        signal.raise_signal(signal.Signals[status["signal"]])
+    return load(run, "newest")
+
+
+def prepare(recipe: str | Path | Settings | Recipe, changes: Settings | None = None) -> Path:
+    """Trains the vocabulary and writes the token arrays, as `deepnmt prepare` does; data that are up to date stay.
+
+    Where `data.workers` is 0, one per core for the command, this encodes in the calling process: others would import
+    a script anew, which only scripts with an `if __name__ == "__main__":` allow.
+
+    Args:
+        recipe, changes: see `read_recipe`.
+
+    Returns:
+        The folder, `data.folder`.
+
+    Raises:
+        UserError: a text is faulty, `vocab.size` does not suit it, the folder holds other data, ...
+    """
+    checked = read_recipe(recipe, changes)
+    return prepare_data(checked if checked.data.workers else _changed(checked, {"data.workers": 1}))
+
+
+def average(
+    run: str | Path | Run, *, last: int | None = None, best: int | None = None, updates: Sequence[int] | None = None,
+    output: str | Path | None = None, device: str | torch.device | None = None,
+) -> Run:
+    """Averages the weights of checkpoints of a run into `averaged` in its folder, as `deepnmt average` does.
+
+    Args:
+        run: its folder, or the run.
+        last, best, updates: at most one of these: the last n checkpoints, the n with the best validation, or those of
+            certain updates; without, the last `average_last` of the recipe.
+        output: a folder to write instead.
+        device: see `load`.
+
+    Returns:
+        The run, with the average as its model.
+
+    Raises:
+        UserError: there are no such checkpoints.
+    """
+    folder = run.folder if isinstance(run, Run) else Path(run)
+    recipe = load_recipe(folder, [_override("run", str(folder))])
+    return load(folder, average_run(recipe, last=last, best=best, updates=updates, output=output), device)
+
+
+def read_recipe(recipe: str | Path | Settings | Recipe, changes: Settings | None = None) -> Recipe:
+    """Reads and checks a recipe.
+
+    Args:
+        recipe: a YAML file, the folder of a run, the settings as nested mappings, or a recipe.
+        changes: settings by their dotted names, in place of the recipe's: {"model.encoder.layers": 12}.
+
+    Raises:
+        UserError: with every fault, one a line.
+    """
+    if isinstance(recipe, (str, Path)):
+        return load_recipe(recipe, [_override(name, value) for name, value in (changes or {}).items()])
+    return _changed(recipe, changes or {})
+
+
+def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
+    """A recipe with other settings, checked."""
+    if isinstance(recipe, Recipe) and not changes:
+        return recipe
+    tree = recipe.model_dump() if isinstance(recipe, Recipe) else copy.deepcopy(dict(recipe))
+    for name, value in changes.items():
+        override(tree, _override(name, value))
+    return check_recipe(tree, "the recipe")
+
+
+def _override(name: str, value: Any) -> str:
+    """A setting as on a command line. What JSON cannot hold, such as a path, goes by its text."""
+    return f"{name}={json.dumps(value, ensure_ascii=False, default=str)}"
+
+
+@contextmanager
+def _threads(recipe: Recipe) -> Iterator[None]:
+    """As many threads as the command would take; at the end as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(recipe.parallel.threads or len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Puts back what training on one process changes of it: environment variables and signal handlers."""
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

@@ -1,0 +1,166 @@
+"""deepnmt in Python does what the commands do, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from refusals import user_error
+
+import deepnmt
+from deepnmt.cli import main
+from deepnmt.train.log import Monitor
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = {"train.updates": 6, "train.validate_every": 6, "train.valid_bleu": False}
+TEXT = ["the old dog sees the house", "", "  two cats sleep ", "the " * 80]
+WEIGHTS = "checkpoints/update-00000006/weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def run(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> deepnmt.Run:
+    """Trained in Python."""
+    return deepnmt.train(prepared / "recipe.yaml", {**SHORT, "run": tmp_path_factory.mktemp("api") / "run"})
+
+
+def test_importing_deepnmt_imports_nothing_else() -> None:
+    script = ("import sys\nbefore = set(sys.modules)\nimport deepnmt\n"
+              "assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys()\n"
+              "assert set(deepnmt.__all__) <= set(dir(deepnmt))\n"
+              "assert deepnmt.UserError.__module__ == 'deepnmt.errors' and 'torch' not in sys.modules\n"
+              "import deepnmt.train.log\n"  # a package of the same name as the function
+              "assert deepnmt.train.__module__ == 'deepnmt.api' and deepnmt.load.__doc__\n"
+              "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('deepnmt.')}\n"
+              "assert not rooms & {'doctor', 'demo', 'gpu_report', 'cli'} and 'studies' not in sys.modules\n")
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+    assert callable(deepnmt.train) and Monitor.__module__ == "deepnmt.train.log"
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        deepnmt.trian  # noqa: B018
+
+
+def test_training_is_the_command_s(prepared: Path, run: deepnmt.Run, tmp_path: Path, threads: None) -> None:
+    words = [f"{name}={json.dumps(value)}" for name, value in SHORT.items()]
+    assert main("train", [str(prepared / "recipe.yaml"), f"run={tmp_path}", *words]) == 0
+    assert (tmp_path / WEIGHTS).read_bytes() == (run.folder / WEIGHTS).read_bytes()
+    assert (run.update, run.checkpoint.name) == (6, "update-00000006")
+    assert [record["update"] for record in run.log() if record["type"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert repr(run) == (f"Run({str(run.folder)!r}: admin 2L-2L, {run.parameters:,} parameters, checkpoint "
+                         "update-00000006 on cpu)")
+
+
+@pytest.mark.parametrize("layout", [None, "ds_configs/zero1.json"])
+def test_training_leaves_the_process_as_it_was(prepared: Path, tmp_path: Path, layout: str | None) -> None:
+    environment, count = dict(os.environ), torch.get_num_threads()
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    changes = {**SHORT, "run": tmp_path, "parallel.ds_config": layout, "parallel.threads": 2}
+    trained = [deepnmt.train(prepared / "recipe.yaml", {**changes, "train.updates": updates}) for updates in (1, 2)]
+    assert [one.update for one in trained] == [1, 2], "called again, it resumes"
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == handlers
+    assert dict(os.environ) == environment and torch.get_num_threads() == count and not dist.is_initialized()
+
+
+def test_in_another_thread(prepared: Path, tmp_path: Path) -> None:
+    recipe, runs = deepnmt.read_recipe(prepared / "recipe.yaml", {**SHORT, "run": tmp_path, "train.updates": 1}), []
+    thread = threading.Thread(target=lambda: runs.append(deepnmt.train(recipe)))
+    thread.start()
+    thread.join()
+    assert runs[0].update == 1
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C does what it does in a script; a command that ran in this process may have left a handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_saves_first(prepared: Path, tmp_path: Path, ctrl_c: None) -> None:
+    log = tmp_path / "log.jsonl"
+
+    def press() -> None:
+        while not (log.exists() and '"type": "train", "update": 2,' in log.read_text()):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        deepnmt.train(prepared / "recipe.yaml", {**SHORT, "run": tmp_path, "train.updates": 5000})
+    thread.join()
+    saved = deepnmt.load(tmp_path)
+    assert saved.update >= 2
+    updates = saved.update + 1
+    assert deepnmt.train(saved.recipe, {"train.updates": updates}).update == updates
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"beam": 1}, {"method": "sample", "nbest": 3, "temperature": 0.7}, {"precision": "bf16"},
+])
+def test_translations_are_the_command_s(
+        run: deepnmt.Run, tmp_path: Path, threads: None, settings: dict[str, object]) -> None:
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in TEXT), encoding="utf-8")
+    words = [f"translate.{name}={value}" for name, value in settings.items()]
+    common = ["translate", [str(run.folder), f"--input={tmp_path}/in", f"--output={tmp_path}/out", *words]]
+    form = "jsonl" if "nbest" in settings else "text"
+    assert main(common[0], [*common[1], f"--format={form}"]) == 0
+    written = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    if form == "text":
+        assert run.translate(TEXT, **settings) == written
+    else:
+        hypotheses = run.translate_nbest((line for line in TEXT), **settings)
+        assert [[vars(one) for one in best] for best in hypotheses] == [json.loads(line)["hypotheses"] for line in
+                                                                        written]
+    assert not run.model.training and next(run.model.parameters()).dtype == torch.float32
+
+
+def test_scores_are_the_command_s(run: deepnmt.Run, threads: None) -> None:
+    assert main("evaluate", [str(run.folder)]) == 0
+    written = json.loads((run.folder / "scores.json").read_text(encoding="utf-8"))
+    report = run.evaluate()
+    assert report.as_json().items() <= written.items() and "BLEU" in report.table()
+
+
+def test_checkpoints_by_name(run: deepnmt.Run, prepared: Path) -> None:
+    assert deepnmt.load(run.folder, "best").checkpoint.name == "update-00000006"
+    older = deepnmt.load(run.folder, run.folder / "checkpoints" / "update-00000003", device="cpu")
+    assert (older.update, older.folder) == (3, run.folder)
+    averaged = deepnmt.average(run, updates=[3, 6])
+    assert averaged.checkpoint == run.folder / "averaged" and averaged.update == 6
+    assert deepnmt.load(str(run.folder)).checkpoint == averaged.checkpoint
+    assert deepnmt.load(averaged.checkpoint).translate(TEXT) == averaged.translate(TEXT)
+    mean = (older.model.output_weight.double() + run.model.output_weight.double()) / 2
+    assert torch.equal(averaged.model.output_weight, mean.float())
+    assert deepnmt.prepare(prepared / "recipe.yaml") == prepared / "data"
+
+
+def test_mistakes(run: deepnmt.Run, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = prepared / "recipe.yaml"
+    with user_error(r"translate.baem: unknown setting; did you mean translate.beam\?"):
+        run.translate(TEXT, baem=5)
+    with user_error("sentences is a single string, must be a list"):
+        run.translate("a dog")
+    with user_error(f"there is no folder {tmp_path}/none"):
+        deepnmt.load(tmp_path / "none")
+    with user_error("holds no recipe.yaml"):
+        deepnmt.average(tmp_path)
+    with user_error(r"did you mean train.updates\?"):
+        deepnmt.train(recipe, {"train.updatse": 3})
+    with user_error("run: missing"):
+        deepnmt.read_recipe({"seed": 3})
+    with user_error("there is no prepared data"):
+        deepnmt.train(recipe, {"run": tmp_path / "run", "data.folder": tmp_path / "nowhere"})
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with user_error("deepnmt.train runs on one process"):
+        deepnmt.train(recipe)
