@@ -56,9 +56,9 @@ COMMANDS_PAGE = """\
 This page shows what `--help` prints. From a checkout, `python tools/train.py` and its neighbours
 run the same commands as `deepnmt train`.
 
-Every command exits with 0 if it succeeded and with 2 after a user's mistake, which it reports in one
-sentence. `deepnmt train` exits with 75 if a signal made it stop early, once it has saved. The same
-command then resumes the run.
+Every command exits with 0 if it succeeded and with 2 after a user's mistake, which it reports in
+one sentence. `deepnmt train` exits with 75 if a signal made it stop early, once it has saved. The
+same command then resumes the run.
 """
 
 STUDIES = """\

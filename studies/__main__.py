@@ -78,7 +78,8 @@ def verdict_grid(words: list[str]) -> None:
                 THREADS, SECONDS, ("--rule", "FILE", Path, None, "judge: a rule other than deepnmt's own"))
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32"],
                         help="default fp32")
-    parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], help="default auto")
+    parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], metavar="INIT",
+                        help=f"of {', '.join(get_args(Init))} (default auto)")
     parser.add_argument("--mark", choices=["source", "context"], default="source",
                         help="fit: what counts as learned: reads the source (default), or at least its own output")
     parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
