@@ -60,7 +60,8 @@ class Run:
         checkpoint: the folder that the weights are from.
         recipe: the run's recipe, checked; its `translate` section is the search that `translate` makes.
         model: the Transformer, a `torch.nn.Module` in evaluation mode, weights in fp32.
-        source_vocab, target_vocab: the vocabularies; `encode` makes token ids of a text, `decode` the text of ids.
+        source_vocab: the source's vocabulary; `encode` makes token ids of a text, `decode` the text of ids.
+        target_vocab: the target's.
         update: updates the model was trained for; of an average, those of its newest checkpoint.
     """
 
@@ -107,8 +108,8 @@ class Run:
         Args and raises: see `translate`.
 
         Returns:
-            For each sentence at most `nbest` hypotheses, best first: text, score, log-probability, number of tokens,
-            and whether it ended by itself.
+            For each sentence at most `nbest` hypotheses, best first. Each has text, score, log-probability, number of
+            tokens, and whether it ended by itself.
         """
         if isinstance(sentences, str):
             raise UserError("sentences is a single string, must be a list of sentences, for example ['a dog']")
@@ -128,7 +129,7 @@ class Run:
             seed, settings: see `translate`.
 
         Returns:
-            BLEU, chrF and TER with signatures: `print(report.table())`, or `report.as_json()["bleu"]`.
+            A report of BLEU, chrF and TER with signatures; `report.table()` and `report.as_json()` show it.
 
         Raises:
             UserError: no such test set, or see `translate`.
