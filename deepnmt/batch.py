@@ -1,4 +1,4 @@
-"""A micro-batch on the device, as engines, probes and profiles are given it."""
+"""A micro-batch on the device: the input of engines, probes and profiles."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Batch:
     """One micro-batch.
 
     Attributes:
-        tensors: what the task's model takes, in this order. In translation int64: src [B, S], src_lengths [B],
+        tensors: the positional inputs of the task's model. For translation, int64: src [B, S], src_lengths [B],
             trg_in [B, T] and trg_out [B, T].
         key: the micro-batch's number in the run, which fixes its dropout masks.
-        tokens: target tokens, end of sentence counted.
+        tokens: target tokens, including eos.
     """
 
     tensors: tuple[Tensor, ...]
@@ -25,5 +25,5 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.tensors[0].device

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can put this right", and the word that a user may have meant."""
+"""The exception for mistakes that the user can correct, and suggestions for mistyped words."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Iterable
 class UserError(Exception):
     """A mistake in a recipe, a file or a command line.
 
-    The message is a sentence (or several lines, one a fault) that names the setting or file, the value found, what is
-    allowed and the way out. Command-line programs print it without a traceback and end with exit code 2; every other
-    exception is deepnmt's own fault and keeps its traceback.
+    The message is one sentence, or one line for each fault. It names the setting or file, its value, what is allowed
+    and how to correct it. Command-line programs print it without a traceback and exit with code 2. Any other exception
+    is a bug in deepnmt and keeps its traceback.
 
-    reported: on one of several processes, whether another has said the same or will; None: all processes of this
-    machine come upon it, so that one says it.
+    Attributes:
+        reported: with several processes, whether another one reports this error. None: all processes of this machine
+            raise it, and the first of them prints it.
     """
 
     reported: bool | None = None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that a mistyped one most likely stands for, or None: capitals, `-` and `_` do not count, and the
+    """The known word that a mistyped one most likely stands for, or None. Case, `-` and `_` are ignored, and the
     beginning of a word is enough."""
     names = {name.lower().replace("_", "-"): name for name in known}
     typed = word.lower().replace("_", "-")
-    begun = [name for name in names if len(typed) > 1 and name.startswith(typed)]
+    completions = [name for name in names if len(typed) > 1 and name.startswith(typed)]
     # a lower cutoff would take "export" for "gpu-report"
-    near = begun[:1] or difflib.get_close_matches(typed, names, n=1, cutoff=0.65)
+    near = completions[:1] or difflib.get_close_matches(typed, names, n=1, cutoff=0.65)
     return names[near[0]] if near else None

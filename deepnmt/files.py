@@ -1,5 +1,4 @@
-"""Plain files: written aside and renamed into place, folders that can be written to, hashes, lines of JSON; tables
-of text."""
+"""Plain files: atomic writes, checks that a folder is writable, hashes, JSON lines; and tables of text."""
 
 from __future__ import annotations
 
@@ -20,39 +19,39 @@ from deepnmt.errors import UserError
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[TextIO]:
-    """A UTF-8 file that gets its name, in place of one that has it, when it is complete: neither a fault nor a kill
-    leaves a part of it there.
+def atomic_write(target: Path) -> Iterator[TextIO]:
+    """Opens a UTF-8 file for writing under a temporary name and renames it to `target` at the end.
 
-    A device or fifo is written into and stays. So does a link: what it leads to is written.
+    An exception or a kill leaves the old `target` untouched. A device or a fifo is written to directly; a link is
+    followed and stays a link.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if target.exists() and not target.is_file():
         with target.open("w", encoding="utf-8", newline="\n") as stream:
             yield stream
         return
-    whole = Path(os.path.realpath(target))
-    aside = whole.with_name(f".tmp-{whole.name}-{secrets.token_hex(4)}")
-    # in a folder that others may write to, a link of that name would lead elsewhere
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    final = Path(os.path.realpath(target))
+    temporary = final.with_name(f".tmp-{final.name}-{secrets.token_hex(4)}")
+    # O_NOFOLLOW: in a folder that others may write to, somebody could have put a link there
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
         with open(descriptor, "w", encoding="utf-8", newline="\n") as stream:
             yield stream
-        os.replace(aside, whole)
+        os.replace(temporary, final)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, content: str) -> None:
-    """Writes a text file, see `replacing`."""
-    with replacing(path) as stream:
+    """Writes a text file with `atomic_write`."""
+    with atomic_write(path) as stream:
         stream.write(content)
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
-    """Writes JSON, see `replacing`."""
+    """Writes JSON with `atomic_write`."""
     write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
 
 
@@ -66,23 +65,26 @@ def sha256(file: Path) -> str:
 
 
 def make_run_folder(folder: Path, option: str = "run") -> None:
-    """Makes a run folder, or the one that another option names, where there is none.
+    """Makes a run folder, or another output folder, if it does not exist.
 
     Args:
-        option: the setting or option that the user changes to name another folder.
+        option: the setting or command-line option that names the folder.
 
     Raises:
-        UserError: it cannot be written to.
+        UserError: the folder cannot be written to.
     """
     what = "run folder" if option == "run" else "folder"
     _require_writable(folder, f"{what} {folder}", f"{option} to a folder that can be")
 
 
-def make_folder_of(file: Path, option: str = "--output") -> None:
-    """Makes the folder of a file that `option` names, ahead of the work whose outcome the file is to hold.
+def make_parent_folder(file: Path, option: str = "--output") -> None:
+    """Makes the folder of an output file, so that an unwritable one is noticed before the work begins.
+
+    Args:
+        option: the command-line option that names the file.
 
     Raises:
-        UserError: it cannot be written to, or the file is a folder.
+        UserError: the folder cannot be written to, or `file` is a folder.
     """
     _require_writable(file.parent, f"file {file}", f"{option} to a file that can be", file)
 
@@ -99,15 +101,15 @@ def _require_writable(folder: Path, what: str, remedy: str, file: Path | None = 
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a `log.jsonl`; a half-written last line is left out. Raises `UserError`."""
-    return [record for _, record in numbered_log(path)]
+    """The records of a `log.jsonl`, without a half-written last line. Raises `UserError` if it cannot be read."""
+    return [record for _, record in read_numbered_log(path)]
 
 
-def numbered_log(path: Path) -> list[tuple[int, Any]]:
-    """What the lines of a file of JSON lines hold, with their numbers from 1; a half-written line is left out.
+def read_numbered_log(path: Path) -> list[tuple[int, Any]]:
+    """The values in a file of JSON lines with their line numbers, counted from 1. Half-written lines are skipped.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     records = []
     try:
@@ -118,13 +120,14 @@ def numbered_log(path: Path) -> list[tuple[int, Any]]:
                 continue
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UserError(f"{path} cannot be read as lines of JSON: {reason}; mend it, or give another folder") from None
+        raise UserError(f"{path} cannot be read as JSON lines: {reason}; repair it, or give another folder") from None
     return records
 
 
 def drop_partial_line(path: Path) -> None:
-    """Takes away half a last line of JSON, which a kill left, and ends a whole one without an end, so that what comes
-    next stands by itself.
+    """Removes a half-written last line of JSON and ends a complete one with a newline, so that more can be appended.
+
+    A kill leaves either. The file is made if it does not exist.
 
     Raises:
         UserError: the file cannot be written.
@@ -141,16 +144,16 @@ def drop_partial_line(path: Path) -> None:
             else:
                 file.write(b"\n")
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}; name another") from None
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; name another file") from None
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows of text under each other, the first `left` columns flush left and the others flush right."""
+    """A text table: the first `left` columns are aligned left, the others right."""
     sides = [*["left"] * left, *["right"] * (len(rows[0]) - left)]
     return tabulate(rows, tablefmt="plain", colalign=sides, disable_numparse=True)
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """The same as a table of Markdown, whose head is the first row."""
+    """A Markdown table, whose header is the first row."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule and dynamic loss scale: what the recipe says about an update."""
+"""Optimizer, learning-rate schedule, gradient clipping and dynamic loss scale."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from torch import nn
 
 from deepnmt import config
 
-# Tensors beside each weight, of its shape, that go into checkpoints and out of them under every layout. To add one (an
-# average of the weights, say): its name here and in `moments_of`, its first value in `first_moment`, and what changes
-# it in a `register_step_post_hook` of the optimizer that `build_optimizer` returns, which keeps it in `state[p]`.
+# Tensors of each weight's shape that every layout writes to checkpoints and reads from them. To add one, such as an
+# average of the weights: add its name here and in `moment_names`, its value before the first update in
+# `initial_moment`, and update it in a `register_step_post_hook` of the optimizer that `build_optimizer` returns, which
+# keeps it in `state[p]`.
 Moment = Literal["exp_avg", "exp_avg_sq", "momentum_buffer"]
 
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter], settings: config.Optimizer, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """PyTorch's Adam, RAdam or SGD (weight decay in the gradient), AdamW or RAdam (decoupled decay: radamw).
+    """PyTorch's optimizer for the recipe: Adam, AdamW, RAdam (also with decoupled weight decay: radamw) or SGD.
 
-    `fused`: the update in one kernel (RAdam has none), which spares several passes over weights and moments.
+    Args:
+        fused: update in one kernel, which saves several passes over weights and moments. RAdam has no such kernel.
     """
     groups = parameter_groups(parameters, settings)
     if settings.name == "sgd":
@@ -35,16 +37,16 @@ def build_optimizer(
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], settings: config.Optimizer) -> list[dict[str, Any]]:
-    """The groups of an optimizer, each with its weight decay.
+    """The optimizer's parameter groups, each with its weight decay.
 
-    One, or, where norms and biases are spared, the matrices with and all else (biases, gains of norms, ω and other
-    vectors, single numbers) without.
+    One group, unless `decay_norms_and_biases` is false. Then matrices are decayed, and all vectors and scalars (biases,
+    gains of norms, ω) are not.
     """
     everything = list(parameters)
     if not settings.weight_decay or settings.decay_norms_and_biases:
         return [{"params": everything, "weight_decay": settings.weight_decay}]
     by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for p in everything:  # under ZeRO-3 what is left of a matrix here has no shape; DeepSpeed keeps the whole one's
+    for p in everything:  # a weight that ZeRO-3 has partitioned is flat and empty; DeepSpeed keeps its shape
         by_kind[len(getattr(p, "ds_shape", p.shape)) > 1].append(p)
     groups = [{"params": by_kind[True], "weight_decay": settings.weight_decay},
               {"params": by_kind[False], "weight_decay": 0.0}]
@@ -52,42 +54,41 @@ def parameter_groups(parameters: Iterable[nn.Parameter], settings: config.Optimi
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """The Euclidean norm of all gradients as one vector; where it is above `limit` (0: never) they are scaled to that.
+    """Scales all gradients, taken as one vector, so that their Euclidean norm is at most `limit` (0: no limit).
 
-    Norms of rows in fp32, of all rows in float64: PyTorch's own norm adds the squares of a tensor in one go, and on a
-    CPU loses 6.5e-4 of it over an embedding of 32,000 × 512.
+    The norm of each row is computed in fp32, that of all rows in float64. PyTorch's own norm sums the squares of a
+    whole tensor at once; on a CPU it loses 6.5e-4 of the norm of an embedding of 32,000 × 512.
 
     Returns:
-        The norm before; inf or nan where a gradient is.
+        The norm before clipping; inf or nan if a gradient is not finite.
     """
-    found = [p.grad for p in parameters if p.grad is not None]
-    rows = [torch.linalg.vector_norm(g, dim=-1).flatten() if g.dim() else g.abs().reshape(1) for g in found]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    rows = [torch.linalg.vector_norm(g, dim=-1).flatten() if g.dim() else g.abs().reshape(1) for g in gradients]
     norm = float(torch.linalg.vector_norm(torch.cat(rows).double())) if rows else 0.0
     if limit and norm + 1e-6 > limit:  # 1e-6 as in PyTorch's and DeepSpeed's clipping
-        for gradient in found:
+        for gradient in gradients:
             gradient.mul_(limit / (norm + 1e-6))
     return norm
 
 
-def moments_of(settings: config.Optimizer) -> tuple[Moment, ...]:
-    """What the optimizer keeps of each parameter from update to update, under PyTorch's and a checkpoint's names."""
+def moment_names(settings: config.Optimizer) -> tuple[Moment, ...]:
+    """The tensors that the optimizer keeps for each parameter, by their names in PyTorch and in checkpoints."""
     if settings.name == "sgd":
         return ("momentum_buffer",) if settings.momentum else ()
     return ("exp_avg", "exp_avg_sq")
 
 
-# What `optimizer.*` settings, another value of which makes other moments; a run keeps them.
+# The settings that decide which moments there are; they cannot change when a run is resumed.
 MOMENT_SETTINGS = ("optimizer.name", "optimizer.momentum")
 
 
-def first_moment(moment: Moment, weight: torch.Tensor) -> torch.Tensor:
-    """What a moment of a weight is before the first update."""
+def initial_moment(moment: Moment, weight: torch.Tensor) -> torch.Tensor:
+    """A moment of a weight before the first update: zeros of its shape."""
     return torch.zeros_like(weight)
 
 
-class Progress(NamedTuple):
-    """How far a run is: the number of the update (from 1), the run's last, and how often the training text was seen
-    before this update."""
+class RunProgress(NamedTuple):
+    """The current update (counted from 1), the run's last one, and passes over the training text before this update."""
 
     update: int
     last_update: int
@@ -97,36 +98,39 @@ class Progress(NamedTuple):
 def learning_rate(
     peak: float, schedule: config.Schedule, update: int, last_update: int, passes: float = 0.0
 ) -> float:
-    """The rate of update number `update` (counted from 1); a pure function, so a resumed run has nothing to restore.
+    """The learning rate of an update. It is a pure function, so that a resumed run has nothing to restore.
 
-    Rises linearly to `peak` over `schedule.warmup` updates, then follows its curve in `SCHEDULES`. `passes`: how often
-    the training text was seen before this update; `schedule.step_epoch` needs it.
+    The rate rises linearly to `peak` over `schedule.warmup` updates, then follows the schedule's curve in `SCHEDULES`.
+
+    Args:
+        update: the number of the update, from 1.
+        passes: passes over the training text before this update, which `schedule.step_epoch` needs.
     """
     if update < schedule.warmup:
         return peak * update / schedule.warmup
-    return SCHEDULES[schedule.name](peak, schedule, Progress(update, last_update, passes))
+    return SCHEDULES[schedule.name](peak, schedule, RunProgress(update, last_update, passes))
 
 
-def _inverse_sqrt(peak: float, schedule: config.Schedule, now: Progress) -> float:
-    """peak · sqrt(warmup / update), with no warm-up peak / sqrt(update)."""
+def _inverse_sqrt(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
+    """peak · sqrt(warmup / update); without a warm-up, peak / sqrt(update)."""
     return peak * (max(schedule.warmup, 1) / now.update) ** 0.5
 
 
-def _constant(peak: float, schedule: config.Schedule, now: Progress) -> float:
+def _constant(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
     return peak
 
 
-def _linear(peak: float, schedule: config.Schedule, now: Progress) -> float:
+def _linear(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
     """A straight line to `schedule.final` at the last update."""
     done = min(1.0, (now.update - schedule.warmup) / max(1, now.last_update - schedule.warmup))
     return peak + (schedule.final - peak) * done
 
 
-def _step(peak: float, schedule: config.Schedule, now: Progress) -> float:
-    """The peak before the step, times `step_factor` from there on, under inverse_sqrt times sqrt(step / now) as well.
+def _step(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
+    """The peak before the step; from there on times `step_factor`, and with inverse_sqrt also times sqrt(step / now).
 
-    Where the step is an epoch, both are counted in passes over the text: with equally long epochs that is the same as
-    in updates, and it stays so for a run that goes on with other processes.
+    If the step is an epoch, both are counted in passes over the text. With equally long epochs that equals counting
+    updates, and it does not change if the run is resumed with another number of processes.
     """
     step, at = schedule.step_update or 0, float(now.update)
     if schedule.step_epoch is not None:
@@ -136,8 +140,8 @@ def _step(peak: float, schedule: config.Schedule, now: Progress) -> float:
     return peak * (schedule.step_factor * (1.0 if schedule.after_step == "constant" else (step / at) ** 0.5))
 
 
-# The rate after the warm-up. To add one: a function and a row here, its name and settings in `config.Schedule`.
-SCHEDULES: dict[str, Callable[[float, config.Schedule, Progress], float]] = {
+# The rate after the warm-up. To add a schedule: a function and a row here, its name and settings in `config.Schedule`.
+SCHEDULES: dict[str, Callable[[float, config.Schedule, RunProgress], float]] = {
     "inverse_sqrt": _inverse_sqrt,
     "constant": _constant,
     "linear": _linear,
@@ -146,30 +150,31 @@ SCHEDULES: dict[str, Callable[[float, config.Schedule, Progress], float]] = {
 
 
 def warmup_note(recipe: config.Recipe) -> str | None:
-    """A sentence where the warm-up is cut off by the end of the run; None where the peak rate is reached."""
+    """A warning if the run ends before its warm-up does, else None."""
     warmup, updates = recipe.schedule.warmup, recipe.train.updates
     if warmup <= updates:
         return None
     reached = learning_rate(recipe.optimizer.lr, recipe.schedule, updates, updates)
     return (f"schedule.warmup ({warmup}) ends after train.updates ({updates}): the rate rises to {reached:.3g} and "
-            f"never to optimizer.lr ({recipe.optimizer.lr:g})")
+            f"never reaches optimizer.lr ({recipe.optimizer.lr:g})")
 
 
 class ScalerState(TypedDict):
-    """What a checkpoint keeps of the loss scale."""
+    """The loss scale's state in a checkpoint."""
 
     scale: float
-    clean: int
+    clean: int  # updates without overflow since the last one with
 
 
 class LossScaler:
-    """Dynamic loss scale by fairseq's rule, with a floor that is a floor.
+    """Dynamic loss scale by fairseq's rule, with a floor at which the run continues.
 
-    An overflow halves the scale, never below `floor`, and that update is dropped; after every `window` clean updates
-    in a row the scale doubles. DeepSpeed's own scaler doubles before it divides the gradient of the same update, needs
-    `window` + 1 updates, and ends the run at its floor; this object takes its place (the attributes `cur_scale`,
-    `dynamic` and the methods `scale_loss`, `update_scale` are what DeepSpeed's optimizers call). `update_scale` only
-    notes a growth; `after_step` applies it, so no update is divided by a scale it was not computed with.
+    An overflow halves the scale, but never below `floor`, and that update is dropped. After every `window` updates in a
+    row without an overflow the scale doubles. This object replaces DeepSpeed's scaler, whose attributes `cur_scale` and
+    `dynamic` and methods `scale_loss` and `update_scale` its optimizers use. DeepSpeed's doubles the scale before it
+    unscales the gradient of the same update, needs `window` + 1 updates, and stops the run at its floor. Here
+    `update_scale` only notes that the scale is to double and `after_step` does it, so that each gradient is divided by
+    the scale it was computed with.
     """
 
     dynamic = True
@@ -193,7 +198,7 @@ class LossScaler:
         self._grow = self.clean % self.window == 0
 
     def after_step(self) -> None:
-        """Applies a growth that `update_scale` noted; called once the optimizer has stepped."""
+        """Doubles the scale if `update_scale` noted it; to be called after the optimizer's step."""
         if self._grow:
             self.cur_scale *= 2
             self._grow = False
@@ -202,5 +207,5 @@ class LossScaler:
         return {"scale": self.cur_scale, "clean": self.clean}
 
     def restore(self, state: ScalerState) -> None:
-        """Takes up a scale, or the floor where that has been raised above it since."""
+        """Restores the scale, or the floor if the recipe has since raised that above it."""
         self.cur_scale, self.clean, self._grow = max(float(state["scale"]), self.floor), int(state["clean"]), False

@@ -1,4 +1,4 @@
-"""How far a long job has come, on standard error: a bar on a terminal, now and then a line in a log."""
+"""Progress of long jobs on standard error: a bar on a terminal, a line now and then in a log file."""
 
 from __future__ import annotations
 
@@ -10,46 +10,45 @@ from typing import Any
 
 from tqdm import tqdm
 
-PLAIN_SECONDS = 30.0  # between two lines where standard error is no terminal
+PLAIN_SECONDS = 30.0  # between two lines if standard error is not a terminal
 
-Progress = Callable[[int], object]  # is told how many lines, pairs, ... are done by now
+Progress = Callable[[int], object]  # called with the number of lines, pairs, ... done so far
 
 
-def say(text: str) -> None:
-    """A line for the person watching, at once."""
+def print_status(text: str) -> None:
+    """Prints a line to standard error, unbuffered."""
     print(text, file=sys.stderr, flush=True)
 
 
-def silent(done: int) -> None:
-    """The progress that says nothing."""
+def no_progress(done: int) -> None:
+    """A `Progress` that shows nothing."""
 
 
-def on_bar(bar: tqdm) -> Progress:
-    """The progress that a bar shows."""
+def bar_progress(bar: tqdm) -> Progress:
+    """A `Progress` that moves a bar."""
     return lambda done: bar.update(done - bar.n)
 
 
 @contextmanager
-def progressing(line: str, **bar: Any) -> Iterator[Progress]:
-    """A bar where standard error is a terminal, a line every `PLAIN_SECONDS` elsewhere; with the time left where the
-    `total` is known.
+def show_progress(line: str, **bar: Any) -> Iterator[Progress]:
+    """Shows a bar if standard error is a terminal, else a line every `PLAIN_SECONDS`; with an ETA if `total` is given.
 
     Args:
-        line: what the line says, with a field for the number done: "{:,} lines translated".
-        bar: what `tqdm` is given.
+        line: format of the line, with a field for the number done: "{:,} lines translated".
+        bar: arguments for `tqdm`.
     """
-    begin = said = time.monotonic()
+    begin = last_shown = time.monotonic()
 
     def report(done: int) -> None:
-        nonlocal said
+        nonlocal last_shown
         now = time.monotonic()
-        if now - said >= PLAIN_SECONDS:
-            said = now
-            left = f", {(now - begin) / done * (bar['total'] - done):.0f} s left" if bar.get("total") else ""
-            say(f"{line.format(done)} in {now - begin:.0f} s{left}")
+        if now - last_shown >= PLAIN_SECONDS:
+            last_shown = now
+            eta = f", ETA {(now - begin) / done * (bar['total'] - done):.0f} s" if bar.get("total") else ""
+            print_status(f"{line.format(done)} in {now - begin:.0f} s{eta}")
 
     if sys.stderr.isatty():
         with tqdm(**bar) as shown:
-            yield on_bar(shown)
+            yield bar_progress(shown)
     else:
         yield report

@@ -1,4 +1,4 @@
-"""This process among the others of a run, and how they talk."""
+"""The rank of this process among those of a run, and communication between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `world` processes. With one process every call answers at once."""
+    """This process among `world` processes. With one process no call communicates.
+
+    Attributes:
+        rank, world: number of this process, from 0, and of all processes of the run.
+        local_rank, local_world: the same on this machine.
+        device: where this process computes.
+    """
 
     rank: int
     world: int
@@ -26,16 +32,16 @@ class Ranks:
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Ranks:
-        """The one process there is."""
+        """A run of one process."""
         return cls(0, 1, 0, 1, torch.device(device))
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that talks and writes."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Returns when every process has come here and its device has done what it was given."""
+        """Waits until every process has called this and its device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.sum([0.0])
@@ -44,19 +50,19 @@ class Ranks:
         """Element-wise sums over all processes, in float64."""
         return self._combine(values, dist.ReduceOp.SUM)
 
-    def largest(self, values: Sequence[float]) -> list[float]:
+    def max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maxima over all processes, in float64."""
         return self._combine(values, dist.ReduceOp.MAX)
 
-    def _combine(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+    def _combine(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world == 1:
             return list(values)
         combined = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(combined, how)
+        dist.all_reduce(combined, operation)
         return combined.tolist()
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, on every rank. No object is pickled."""
+        """Rank 0's `data`, on every rank. Nothing is pickled."""
         if self.world == 1:
             return data or b""
         size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
@@ -84,21 +90,23 @@ class Ranks:
             return None
         return [part[: int(n)].cpu().numpy().tobytes() for part, n in zip(parts, sizes)]
 
-    def together(self, act: Callable[[], Result]) -> Result:
-        """What `act`, which talks to no other process, returns here. Collective.
+    def raise_everywhere(self, check: Callable[[], Result]) -> Result:
+        """Calls `check` on every rank and returns its result; a UserError on one rank is raised on all of them.
+
+        Machines may see different files. Without this, ranks whose `check` passed would wait for the others for ever.
+        Collective; `check` itself must not communicate.
 
         Raises:
-            UserError: on every rank, where `act` raises one on any: machines may differ in the files that they see, and
-                those that saw no fault would wait for the others. It is that of the first such rank.
+            UserError: that of the lowest rank whose `check` raised one.
         """
         if self.world == 1:
-            return act()
-        fault = b""
+            return check()
+        message = b""
         try:
-            result = act()
+            result = check()
         except UserError as error:
-            fault = str(error).encode() or b"?"
-        if self.sum([float(len(fault))])[0]:
-            faults = self.gather_bytes(fault)
-            raise UserError(self.broadcast_bytes(next(filter(None, faults)) if faults else None).decode())
+            message = str(error).encode() or b"?"
+        if self.sum([float(len(message))])[0]:
+            messages = self.gather_bytes(message)
+            raise UserError(self.broadcast_bytes(next(filter(None, messages)) if messages else None).decode())
         return result

@@ -1,3 +1,6 @@
-"""The ids that every vocabulary reserves. Source: pieces, eos; target in: bos, pieces; target out: pieces, eos."""
+"""The token ids that every vocabulary reserves.
+
+A source is pieces + eos, the decoder's input bos + pieces, its target pieces + eos.
+"""
 
 UNK, BOS, EOS, PAD = range(4)

@@ -44,7 +44,7 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import Layout
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 from deepnmt.train.profile import profile_for
@@ -169,7 +169,7 @@ def study(
     records = _results(left, recipe, count, time.monotonic() + max_seconds)
     for number, [record] in enumerate(append_runs(file, ([record] for record in records)), 1):
         system = System(**record["system"])
-        say(f"{number} of {len(left)}: {system.name} {system.layers}L-{system.layers}L: "
+        print_status(f"{number} of {len(left)}: {system.name} {system.layers}L-{system.layers}L: "
               f"{_text(record['valid'])} ({record['seconds']:.0f} s)")
     found = [run for run in done() if run is not None]
     missing = len(systems) - len(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deepnmt.errors import UserError
-from deepnmt.files import numbered_log, table
+from deepnmt.files import read_numbered_log, table
 from studies.plots import plot_comparison
 
 
@@ -35,7 +35,7 @@ def _losses(run: Path) -> dict[int, float]:
     if not log.is_file():
         raise UserError(f"{run} holds no log.jsonl; give the folder of a run that was started")
     losses = {}
-    for number, record in numbered_log(log):
+    for number, record in read_numbered_log(log):
         try:
             if record["type"] == "train":
                 losses[int(record["update"])] = float(record["loss"])

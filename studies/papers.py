@@ -22,7 +22,7 @@ from deepnmt.files import make_run_folder, write_json
 from deepnmt.gpu_report.measure import random_batch
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 
 _VOCAB = 1000
@@ -85,7 +85,7 @@ def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]
         for depth in depths:
             found = [noise_change(*fresh, trials=1)["encoder"][0] for fresh in small.models(block, depth, 1)]
             by_seed[block].append(found)
-            say(f"{block} {depth}L: {median(found):.3g} ({min(found):.3g} to {max(found):.3g})")
+            print_status(f"{block} {depth}L: {median(found):.3g} ({min(found):.3g} to {max(found):.3g})")
         growths[block] = Growth.of(depths, list(map(median, by_seed[block])))
     plot_growth({"encoders of N layers, noise of 1 % on every matrix": growths}, picture,
                 "How far the output moves under noise, against depth")
@@ -102,7 +102,7 @@ def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     for name in ("post_ln", "pre_ln", "b2t, xavier", "b2t, depth_scaled", "admin"):
         block, _, init = name.partition(", ")
         norms[name] = [gradients(*fresh) for fresh in small.models(block, layers, layers, init or "auto")]
-        say(f"{name}: {small.trials} seeds")
+        print_status(f"{name}: {small.trials} seeds")
 
     def medians(name: str, side: str, part: str) -> list[float]:
         return [median(values) for values in zip(*(_tops(each, side, part) for each in norms[name]), strict=True)]
@@ -163,7 +163,7 @@ def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     for block, values in norms.items():
         for depth in depths:
             values.append(fmean(gradients(*fresh).last_ffn for fresh in small.models(block, depth, depth)))
-            say(f"{block} {depth}L-{depth}L: {values[-1]:.4g}")
+            print_status(f"{block} {depth}L-{depth}L: {values[-1]:.4g}")
     plot_lines({"": norms}, picture, xs=depths, xlabel="layers of each stack", ylabel="gradient norm",
                title="Gradient of the decoder's last FFN matrix (fc2) before training, against depth")
     slopes = {block: fit_line([*map(math.log, depths)], [*map(math.log, values)]) for block, values in norms.items()}

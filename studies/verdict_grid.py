@@ -34,7 +34,7 @@ from deepnmt.doctor.verdict import (
     update_features,
 )
 from deepnmt.errors import UserError
-from deepnmt.files import make_folder_of, write_text
+from deepnmt.files import make_parent_folder, write_text
 from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
@@ -166,7 +166,7 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
     for point in wanted:
         point.recipe(settings)
         groups.setdefault(replace(point, rate=0.0, warmup=False), []).append(point)
-    make_folder_of(output, "RUNS")
+    make_parent_folder(output, "RUNS")
     deadline, left = time.monotonic() + max_seconds, len(wanted)
 
     def results() -> Iterator[list[Record]]:
@@ -242,7 +242,7 @@ def measure_anew(runs: Path) -> int:
     alone settles is just written in.
     """
     records = _some_runs(runs)
-    make_folder_of(runs, "RUNS")
+    make_parent_folder(runs, "RUNS")
     groups: dict[tuple[Point, str], list[Record]] = {}
     for record in records:
         point = Point.of(record)
@@ -298,7 +298,7 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
     records = [marked(record, Settings().bars[mark]) for record in _some_runs(runs)]
     _require_features(records, FEATURES, runs)
     for name in ("verdict.json", "verdict.md", "verdict.png"):
-        make_folder_of(runs.with_name(name), "RUNS")
+        make_parent_folder(runs.with_name(name), "RUNS")
     fitted = fit_rule(records, _HELD_OUT, splits)
     held, others = fitted.held, fitted.splits
     inits: dict[str, set[str]] = {}

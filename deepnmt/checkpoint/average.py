@@ -34,7 +34,7 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
-from deepnmt.folders import own_name
+from deepnmt.folders import original_name
 
 # Settings of the model that training alone asks for. Under another of any other one, tensors of the same names and
 # shapes are used otherwise.
@@ -231,7 +231,7 @@ def warn_if_outdated(folder: Path) -> None:
     an earlier update. Averages of older versions do not say what was there; of them only what they hold is known.
     """
     beside = list_checkpoints(folder.parent / "checkpoints")
-    if own_name(folder) != "averaged" or not beside:
+    if original_name(folder) != "averaged" or not beside:
         return
     newest, extra = beside[-1], load_state(folder).extra
     for key, fault in (("updates_beside", f"was averaged before {newest} was saved"),

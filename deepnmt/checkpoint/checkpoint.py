@@ -191,12 +191,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def _is_update(path: Path) -> bool:
-    return re.fullmatch(r"update-[0-9]{8,}", folders.own_name(path)) is not None
+    return re.fullmatch(r"update-[0-9]{8,}", folders.original_name(path)) is not None
 
 
 def update_of(checkpoint: Path) -> int:
     """The update in the name of an `update-*` folder."""
-    return int(folders.own_name(checkpoint).removeprefix("update-"))
+    return int(folders.original_name(checkpoint).removeprefix("update-"))
 
 
 def _warn(damage: DamagedCheckpoint) -> None:
@@ -295,9 +295,9 @@ def verify_files(folder: Path, files: Collection[str] | None) -> dict[str, Any]:
     """Compares these files (None: all that it has) of a checkpoint with its manifest, and returns that.
 
     Raises:
-        DamagedCheckpoint: see `folders.checked_manifest`; or the manifest is that of another update than the folder's.
+        DamagedCheckpoint: see `folders.verify_manifest`; or the manifest is that of another update than the folder's.
     """
-    manifest = folders.checked_manifest(folder, files, {*REQUIRED, *(files or ())})
+    manifest = folders.verify_manifest(folder, files, {*REQUIRED, *(files or ())})
     if _is_update(folder) and manifest.get("update") != update_of(folder):
         raise DamagedCheckpoint(folder, f"its {MANIFEST} is that of update {manifest.get('update')}")
     return manifest

@@ -208,7 +208,7 @@ class Admin(Section):
 class Optimizer(Section):
     """The optimizer; all come from PyTorch."""
 
-    name: Literal["adam", "adamw", "radam", "radamw", "sgd"] = "adam"  # optim.py, `build_optimizer` and `moments_of`
+    name: Literal["adam", "adamw", "radam", "radamw", "sgd"] = "adam"  # optim.py, `build_optimizer` and `moment_names`
     """PyTorch's Adam, AdamW, RAdam, RAdam with AdamW's weight decay, or SGD."""
     lr: Positive = 5e-4
     """Peak learning rate."""

@@ -38,7 +38,7 @@ from deepnmt.data.text import Pair, input_files, read_pairs, write_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
-from deepnmt.progress import Progress, progressing, say
+from deepnmt.progress import Progress, print_status, show_progress
 from deepnmt.tokens import UNK
 
 
@@ -67,19 +67,19 @@ def prepare(recipe: Recipe) -> Path:
                         "another folder") from None
     data = PreparedData.open(folder)
     for name, split in data.manifest["splits"].items():
-        say(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; left out: {_reasons(split['left_out'])}; "
+        print_status(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; left out: {_reasons(split['left_out'])}; "
                     f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
                     f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}")
     train = data.split("train")
     plan = plan_epoch(train.src_lengths, train.trg_lengths, recipe.batch.tokens, recipe.seed, 0)
-    say(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
+    print_status(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
                 f"{plan.waste:.1%} of the positions are padding")
     return folder
 
 
 def _counting(what: str, total: int | None = None) -> AbstractContextManager[Progress]:
     """To be told how many pairs are done; the time left is shown where the total is known."""
-    return progressing(f"{what}: {{:,}}{f' of {total:,}' if total else ''} pairs", desc=what, total=total,
+    return show_progress(f"{what}: {{:,}}{f' of {total:,}' if total else ''} pairs", desc=what, total=total,
                        unit=" pairs", unit_scale=True, mininterval=0.5)
 
 
@@ -105,7 +105,7 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
         if name not in data.splits:
             raise UserError(f"prepared data {data.folder} has no {name}, which the recipe names; {WAY_OUT}")
         if not is_here(corpus):
-            say(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
+            print_status(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
             continue
         then, now = ([(f["bytes"], f["sha256"]) for f in files]
                      for files in (data.manifest["inputs"][name], _fingerprints(corpus)))
@@ -113,7 +113,7 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
             raise other_texts(data, name)
     check_settings(recipe, data)
     data.verify()
-    say(f"{data.folder} is up to date")
+    print_status(f"{data.folder} is up to date")
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
         verdicts[name] = judge_texts(pairs, data.filters) if name == "train" else _copy_text(folder, name, pairs)
     _require_pairs(verdicts["train"])
 
-    say(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}")
+    print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}")
     # It is trained on the pairs kept, or on so many of them drawn at random.
     most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
     kept = np.flatnonzero(verdicts["train"] == KEPT)

@@ -32,10 +32,10 @@ from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import Candidate, beam_search, follow, most_likely, sampling
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
 from deepnmt.errors import UserError
-from deepnmt.files import replacing
+from deepnmt.files import atomic_write
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
-from deepnmt.progress import Progress, progressing, say, silent
+from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 
@@ -110,16 +110,16 @@ def translate_files(
     loaded = load_for_search(folder, settings, ranks, expected)
     begin = time.perf_counter()
     written = 0
-    with progressing("{:,} lines translated", unit=" lines", leave=False) as progress:
+    with show_progress("{:,} lines translated", unit=" lines", leave=False) as progress:
         translated = translate_shards(loaded.model, loaded.vocabs, read_lines(lines_in), settings, ranks, seed=seed,
-                                      stepper=stepper, progress=progress if ranks.first else silent)
+                                      stepper=stepper, progress=progress if ranks.first else no_progress)
         if not ranks.first:
             return sum(1 for _ in translated)  # none
         with writing(lines_out) as out:
             for written, hypotheses in enumerate(translated, start=1):
                 out.write(record(written, hypotheses, form))
     seconds = time.perf_counter() - begin
-    say(f"{written:,} lines in {seconds:.1f} s: {written / seconds:.1f} lines/s")
+    print_status(f"{written:,} lines in {seconds:.1f} s: {written / seconds:.1f} lines/s")
     return written
 
 
@@ -150,7 +150,7 @@ def cast(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
 @contextmanager
 def writing(target: Path | None) -> Iterator[TextIO]:
     """Where output goes: standard output (None), or a file that appears under its name only when it is complete
-    (see `files.replacing`).
+    (see `files.atomic_write`).
 
     Raises:
         UserError: the file cannot be made, or the disk is full.
@@ -164,7 +164,7 @@ def writing(target: Path | None) -> Iterator[TextIO]:
         return
     opened = False
     try:
-        with replacing(target) as stream:
+        with atomic_write(target) as stream:
             opened = True
             yield stream
     except OSError as error:
@@ -200,7 +200,7 @@ def translate_shards(
     *,
     seed: int = 1,
     stepper: MakeStepper = CachedStepper,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     warn: bool = True,
 ) -> Iterator[list[Hypothesis]]:
     """`translate_lines` for any number of lines, shared among processes which all call this with the same `lines` and
@@ -237,7 +237,7 @@ def translate_lines(
     seed: int = 1,
     numbers: Iterable[int] | None = None,
     stepper: MakeStepper = CachedStepper,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     warn: bool = True,
 ) -> list[list[Hypothesis]]:
     """Translates on the model's device.

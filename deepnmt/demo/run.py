@@ -19,7 +19,7 @@ from deepnmt.demo.corpus import make_corpus
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import evaluate_run
 from deepnmt.parallel.launch import free_port
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 from deepnmt.train.log import clock
 
 _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
@@ -43,17 +43,17 @@ def walk(recipe: Recipe, pairs: int) -> int:
         raise UserError(f"--pairs is {pairs}, must be 10 or more")
     run, texts, scores_file = Path(recipe.run), Path(recipe.data.train.src[0]).parent, Path(recipe.run) / "scores.json"
 
-    say("[1/5] writing the corpus")
+    print_status("[1/5] writing the corpus")
     make_corpus(texts, pairs, valid=min(500, pairs // 10), test=min(1000, pairs // 10))
-    say("[2/5] preparing the data")
+    print_status("[2/5] preparing the data")
     prepare(recipe)
-    say("[3/5] profiling Admin and training on 2 processes")
+    print_status("[3/5] profiling Admin and training on 2 processes")
     _train(recipe)
-    say("[4/5] averaging the last checkpoints")
+    print_status("[4/5] averaging the last checkpoints")
     average_run(recipe)
-    say("[5/5] translating and scoring the test set")
+    print_status("[5/5] translating and scoring the test set")
     if is_scored(recipe, scores_file):
-        say(f"      {scores_file} is up to date")
+        print_status(f"      {scores_file} is up to date")
     else:
         evaluate_run(recipe, output=scores_file)
 
@@ -66,7 +66,7 @@ def walk(recipe: Recipe, pairs: int) -> int:
     for name, scores in json.loads(scores_file.read_text(encoding="utf-8"))["sets"].items():
         print(f"\n  BLEU {scores['bleu']:.1f}  ({scores['bleu_signature']})\n  chrF {scores['chrf']:.1f}  "
               f"({scores['chrf_signature']})" + (f"\n  on {name}" if len(recipe.data.test) > 1 else ""))
-    say(f"the demo took {clock(time.monotonic() - started)}; everything is in {run}/")
+    print_status(f"the demo took {clock(time.monotonic() - started)}; everything is in {run}/")
     return 0
 
 
@@ -80,7 +80,7 @@ def _train(recipe: Recipe) -> None:
     status = json.loads((run / "STATUS.json").read_bytes()) if (run / "STATUS.json").is_file() else {}
     if status.get("status") == "finished" and status["update"] >= recipe.train.updates:
         require_same(load_recipe(recipe.run), recipe)
-        say(f"      {recipe.run} was trained before; it is reused")
+        print_status(f"      {recipe.run} was trained before; it is reused")
         return
     run.mkdir(parents=True, exist_ok=True)
     (run / "demo.yaml").write_text(dump_recipe(recipe), encoding="utf-8")

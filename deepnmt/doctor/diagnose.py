@@ -54,14 +54,14 @@ from deepnmt.doctor.verdict import (
 )
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
-from deepnmt.folders import DamagedCheckpoint, own_name
+from deepnmt.folders import DamagedCheckpoint, original_name
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.train.profile import profile_for
 
@@ -122,7 +122,7 @@ def diagnose(
     subject = subject_of(recipe, data, batch, checkpoint)
     option = "run" if output is None else "--output"
     if output is None:
-        name = f"diagnosis-{own_name(subject.checkpoint)}" if subject.checkpoint else "diagnosis"
+        name = f"diagnosis-{original_name(subject.checkpoint)}" if subject.checkpoint else "diagnosis"
         output = Path(recipe.run) / name
     make_run_folder(output, option)
     findings = examine(subject, known, max(1, processes // stages))
@@ -199,16 +199,16 @@ def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> 
         "learning rate": recipe.optimizer.lr, "schedule": recipe.schedule.name, "warm-up": recipe.schedule.warmup,
         "sentences": len(batch.tensors[0]), "target tokens": batch.tokens, "device": str(batch.device),
     }}
-    say("measuring: layer dependency and likeness of layers")
+    print_status("measuring: layer dependency and likeness of layers")
     findings["dependency"] = {side: dependency(model, batch, side) for side in SIDES}
     findings["likeness"] = {side: layer_similarity(model, batch, side) for side in SIDES}
-    say("measuring: gradients")
+    print_status("measuring: gradients")
     findings["gradients"] = gradients(model, batch)
     findings["ranges"] = ranges(model, batch)
     first = half_zeros(model, batch, loss_scale(subject), recipe.batch.accumulation)
     half = working_scale(subject, first) if recipe.parallel.precision == "fp16" else first
     findings["half"] = {**asdict(half), "asked": first.scale, "lost": half.lost}
-    say("measuring: output change")
+    print_status("measuring: output change")
     rate = due_rate(subject)
     update = partial(take_update, subject)
     if subject.checkpoint is None:
@@ -285,14 +285,14 @@ def between_checkpoints(subject: Subject) -> list[dict[str, Any]]:
     `displacement`."""
     assert subject.checkpoint is not None
     beside = subject.checkpoint.parent
-    folders = list_checkpoints(beside / "checkpoints" if own_name(subject.checkpoint) == "averaged" else beside)
+    folders = list_checkpoints(beside / "checkpoints" if original_name(subject.checkpoint) == "averaged" else beside)
     pairs: list[dict[str, Any]] = []
     first: tuple[Path, dict[str, Tensor]] | None = None
     for folder in folders:
         try:
             after = load_weights(folder)
         except DamagedCheckpoint as fault:  # or one that the run has deleted since
-            say(f"skipped: {fault}")
+            print_status(f"skipped: {fault}")
             continue
         if first is not None:
             model = Transformer(subject.recipe.model, *subject.vocabs, subject.recipe.seed,

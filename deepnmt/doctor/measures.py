@@ -32,7 +32,7 @@ from deepnmt.doctor.probes import (
     sublayers,
     watching,
 )
-from deepnmt.model.blocks import SIDES, Norm, Side, Stream, newest
+from deepnmt.model.blocks import SIDES, Norm, Side, Stream, last_output
 from deepnmt.model.init import generator_for
 from deepnmt.model.transformer import Transformer
 
@@ -402,7 +402,7 @@ def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
 
     def layer_done(largest: dict[str, float], name: str, side: Side, _layer: nn.Module, _taken: Any, stream: Stream
                    ) -> None:
-        output = newest(stream)
+        output = last_output(stream)
         largest["output"] = float(output.abs().max())
         where = max(largest, key=lambda path: largest[path])
         found[name] = {"variance": float(output[real[side]].var(correction=0)), "largest": largest[where],

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.batch import Batch
-from deepnmt.model.blocks import SIDES, SUBLAYERS, Norm, Side, newest
+from deepnmt.model.blocks import SIDES, SUBLAYERS, Norm, Side, last_output
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
@@ -72,7 +72,7 @@ def _layer_hooks(
 
     def layer_ends(_module: nn.Module, _inputs: Any, output: Any) -> None:
         waiting.clear()
-        see(f"{name}.{parts[-1]}", newest(output))
+        see(f"{name}.{parts[-1]}", last_output(output))
 
     yield layer.register_forward_hook(layer_ends)
     for index, part in enumerate(parts):
@@ -133,7 +133,7 @@ def outputs_of(model: Transformer, batch: Batch, layers: bool = False) -> dict[S
         for side in SIDES:
             for layer in layers_of(model, side) if layers else []:
                 handles.append(layer.register_forward_hook(
-                    lambda _m, _i, output, side=side: inside[side].append(newest(output)[real[side]])))
+                    lambda _m, _i, output, side=side: inside[side].append(last_output(output)[real[side]])))
         memory = model.encode(src, lengths, batch.key)
         hidden = model.decode(trg_in, memory, lengths, batch.key)
     return inside if layers else {"encoder": [memory[real["encoder"]]], "decoder": [hidden[real["decoder"]]]}

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from deepnmt.config import Model, Recipe
 from deepnmt.doctor.probes import hooks, norms_of
-from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Stream, newest
+from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Stream, last_output
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.ranks import Ranks
 from deepnmt.train.updates import Around
@@ -77,8 +77,8 @@ class TrainingProbe:
             yield
 
     def _layer_done(self, name: str, given: Stream, stream: Stream) -> None:
-        output = newest(stream)
-        x, below = output.detach().float(), newest(given).detach().float()
+        output = last_output(stream)
+        x, below = output.detach().float(), last_output(given).detach().float()
         cosines = F.cosine_similarity(x, below, dim=-1)
         for kind, value in zip(_OUTPUT, (_count(x), x.sum(), _squares(x), _count(cosines), cosines.sum()), strict=True):
             self._add(f"{name} {kind}", value)

@@ -40,7 +40,7 @@ def initialisation(block: str, init: Init) -> str:
     """What `init` comes to with a block: `xavier`, `xavier_separate` or `depth_scaled`."""
     if init == "auto":
         return "depth_scaled" if BLOCKS[block].depth_scaled else "xavier"
-    return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused else init
+    return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused_qkv else init
 
 
 def alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:

@@ -22,7 +22,7 @@ from deepnmt.decode.translate import load_for_search, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, score_systems
 from deepnmt.files import write_json
-from deepnmt.progress import on_bar, say
+from deepnmt.progress import bar_progress, print_status
 from deepnmt.ranks import Ranks
 
 
@@ -70,13 +70,13 @@ def evaluate_run(
     else:
         loaded = load_for_search(Path(checkpoint or recipe.run), recipe.translate, ranks, expected)
         if ranks.first:
-            say(f"scoring the model of {loaded.folder}")
+            print_status(f"scoring the model of {loaded.folder}")
         translations = []
         for test in sets:
             hidden = None if ranks.first else True  # None: where standard error is no terminal
             with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=hidden) as bar:
                 translated = translate_shards(loaded.model, loaded.vocabs, test.sources, recipe.translate, ranks,
-                                              seed=recipe.seed, progress=on_bar(bar))
+                                              seed=recipe.seed, progress=bar_progress(bar))
                 translations.append([best[0].text for best in translated])
         if not ranks.first:
             return ""
@@ -90,7 +90,7 @@ def evaluate_run(
         write_json(file, {**report.as_json(), **facts}, indent=1)
     except OSError as error:
         raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; name another file") from None
-    say(f"scores are in {file}")
+    print_status(f"scores are in {file}")
     return report.table()
 
 

@@ -25,7 +25,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import markdown_table, read_log, write_json
 from deepnmt.gpu_report.measure import FEWEST_TOKENS, OUT_OF_MEMORY
 from deepnmt.parallel.workers import module_command
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 from deepnmt.train.trainer import FINISHED, PREEMPTED
 
 Subject = Literal["training", "layouts"]
@@ -216,7 +216,7 @@ class Report:
             part.status, part.note = "failed", f"{type(error).__name__}: {error}"
         part.seconds = time.monotonic() - started
         self.parts.append(part)
-        say(f"{name}: {part.status} in {part.seconds:.0f} s{f' ({part.note})' if part.note else ''}")
+        print_status(f"{name}: {part.status} in {part.seconds:.0f} s{f' ({part.note})' if part.note else ''}")
         content = {"toy": self.toy is not None, "seconds": time.monotonic() - self.started, "budget": self.budget,
                    "parts": {part.name: asdict(part) for part in self.parts}}
         write_json(self.output / "report.json", content)

@@ -28,11 +28,11 @@ from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import SIDES, SUBLAYERS, Side, Stream, newest, profiled_sublayers
+from deepnmt.model.blocks import SIDES, SUBLAYERS, Side, Stream, last_output, profiled_sublayers
 from deepnmt.model.embedding import TABLES, InputLayer
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.transformer import build_layer, build_top
-from deepnmt.progress import progressing, silent
+from deepnmt.progress import no_progress, show_progress
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 
@@ -220,10 +220,11 @@ def _embed(model: Model, side: Side, vocab: int, weights: Initialiser, batches: 
 def _run_stack(model: Model, side: Side, weights: Initialiser, flows: list[_Flow], show: bool) -> Tensor:
     """Takes the flows to the top of a stack, one layer at a time; the moments (float64) of its input and of its
     branches [1 + sub-layers, 3]."""
-    rows = [sum((_moments(newest(flow.x)[flow.real]) for flow in flows), torch.zeros(3, dtype=torch.float64))[None]]
+    zeros = torch.zeros(3, dtype=torch.float64)
+    rows = [sum((_moments(last_output(flow.x)[flow.real]) for flow in flows), zeros)[None]]
     count = model.stack(side).layers
-    with progressing(f"{{:,}} of {count} {side} layers profiled", desc=f"profiling the {side}", unit="layer",
-                     total=count) if show else nullcontext(silent) as progress:
+    with show_progress(f"{{:,}} of {count} {side} layers profiled", desc=f"profiling the {side}", unit="layer",
+                     total=count) if show else nullcontext(no_progress) as progress:
         for index in range(count):
             layer = build_layer(model, side, index, weights.seed).train()
             fill(layer, weights, layer.name)
@@ -233,7 +234,7 @@ def _run_stack(model: Model, side: Side, weights: Initialiser, flows: list[_Flow
             rows.append(torch.zeros(len(layer.rule.adds), 3, dtype=torch.float64))
             for flow in flows:
                 outputs.clear()
-                flow.x = layer.to(newest(flow.x).device)(flow.x, *flow.context, flow.key)
+                flow.x = layer.to(last_output(flow.x).device)(flow.x, *flow.context, flow.key)
                 rows[-1] += torch.stack([_moments(output[flow.real]) for output in outputs])
             progress(index + 1)
     return torch.cat(rows)

@@ -39,7 +39,7 @@ SUBLAYERS: dict[Side, tuple[str, ...]] = {
 Stream = Tensor | tuple[Tensor, ...]
 
 
-def newest(x: Stream) -> Tensor:
+def last_output(x: Stream) -> Tensor:
     """The output of the layer below [..., D]."""
     return x if isinstance(x, Tensor) else x[-1]
 
@@ -125,8 +125,8 @@ class Block(nn.Module):
     profiled: ClassVar[bool] = False  # whether its ω are measured before the first update (`admin.py`)
     foldable: ClassVar[bool] = False  # whether it is LN_i(ω_i ⊙ x + F_i(x)), ω a parameter or DeepNorm's α
     made_for_depth: ClassVar[bool] = False  # whether it is advised where another diverges
-    starts: ClassVar[dict[str, float]] = {}  # what the block's own parameters are before training; see `initial`
-    fused: ClassVar[bool] = True  # whether `separate` changes any `matrix_gain`
+    initial_values: ClassVar[dict[str, float]] = {}  # of the block's own parameters, see `initial_value`
+    fused_qkv: ClassVar[bool] = True  # whether `separate` changes any `matrix_gain`
     linear: ClassVar[type[nn.Linear]] = nn.Linear  # of the attentions
     feed_forward: ClassVar[type[FeedForward]] = FeedForward
 
@@ -146,14 +146,14 @@ class Block(nn.Module):
         return 2**-0.5 if matrix in ("q", "k", "v") and not separate else 1.0
 
     @classmethod
-    def initial(cls, position: LayerPosition, name: str) -> float:
+    def initial_value(cls, position: LayerPosition, name: str) -> float:
         """What all numbers of a parameter of the block, or of what stands on the stack, are before training.
 
         Args:
             position: of the layer; of what stands on the stack the one above the last layer's.
             name: the parameter's in the block, as in `norms.0.bias`; NaN where nobody says, which `fill` refuses.
         """
-        known = {"weight": 1.0, "bias": 0.0, **cls.starts}
+        known = {"weight": 1.0, "bias": 0.0, **cls.initial_values}
         return known.get(name.split(".")[0], known.get(name.rpartition(".")[2], math.nan))
 
     @classmethod
@@ -212,7 +212,7 @@ class Admin(Block):
     profiled = True
     foldable = True
     made_for_depth = True
-    starts: ClassVar[dict[str, float]] = {"omegas": 1.0}
+    initial_values: ClassVar[dict[str, float]] = {"omegas": 1.0}
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
@@ -233,8 +233,8 @@ class AdminClosedForm(Admin):
     made_for_depth = False
 
     @classmethod
-    def initial(cls, position: LayerPosition, name: str) -> float:
-        return cls.constant(position) if name.startswith("omegas") else super().initial(position, name)
+    def initial_value(cls, position: LayerPosition, name: str) -> float:
+        return cls.constant(position) if name.startswith("omegas") else super().initial_value(position, name)
 
     @staticmethod
     def constant(position: LayerPosition) -> float:
@@ -293,7 +293,7 @@ class DeepNorm(Block):
 
     foldable = True
     made_for_depth = True
-    fused = False  # 1 is the paper's
+    fused_qkv = False  # 1 is the paper's
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
@@ -323,7 +323,7 @@ class ReZero(Block):
     """
 
     layer_norms = False
-    starts: ClassVar[dict[str, float]] = {"a": 0.0}
+    initial_values: ClassVar[dict[str, float]] = {"a": 0.0}
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
@@ -336,7 +336,7 @@ class ReZero(Block):
 class ReZeroPostLN(Block):
     """x ← LN_i(x + a·F_i(x)), a as in ReZero, 0 at first. Liu et al. 2020, appendix E; Post-LN where a is 1."""
 
-    starts: ClassVar[dict[str, float]] = {"a": 0.0}
+    initial_values: ClassVar[dict[str, float]] = {"a": 0.0}
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
@@ -355,7 +355,7 @@ class Fixup(Block):
     """
 
     layer_norms = False
-    starts: ClassVar[dict[str, float]] = {"scales": 1.0}
+    initial_values: ClassVar[dict[str, float]] = {"scales": 1.0}
     linear = ShiftedLinear
     feed_forward = ShiftedFeedForward
 
@@ -480,8 +480,8 @@ class DLCL(Block):
         return MixtureTop(position, pre_norm=cls.pre_norm)
 
     @classmethod
-    def initial(cls, position: LayerPosition, name: str) -> float:
-        return 1 / (position.index + 1) if name == "mix.weights" else super().initial(position, name)
+    def initial_value(cls, position: LayerPosition, name: str) -> float:
+        return 1 / (position.index + 1) if name == "mix.weights" else super().initial_value(position, name)
 
     def forward(self, y: Stream, branches: Sequence[Branch]) -> Stream:
         x, kept = self.mix(y)

@@ -81,12 +81,12 @@ class Initialiser:
         if kind == "input":
             return torch.ones(())
         if kind == "norm":
-            return torch.tensor(block.initial(LayerPosition.of(model, side, stack.layers), ".".join(rest)))
+            return torch.tensor(block.initial_value(LayerPosition.of(model, side, stack.layers), ".".join(rest)))
         position, path, last = LayerPosition.of(model, side, int(rest[0])), ".".join(rest[1:-1]), rest[-1]
         if rest[1] == "rule":
             if self.omega and block.profiled and rest[2] == "omegas":
                 return torch.tensor(self.omega[position.sublayers[int(last)]])
-            return torch.tensor(block.initial(position, ".".join(rest[2:])))
+            return torch.tensor(block.initial_value(position, ".".join(rest[2:])))
         if last in ("bias", "shift"):
             return torch.zeros(())
         matrices = _MATRICES[path]

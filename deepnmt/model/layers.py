@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepnmt import config
 from deepnmt.model.attention import CrossAttention, SelfAttention
-from deepnmt.model.blocks import BLOCKS, LayerPosition, Stream, newest
+from deepnmt.model.blocks import BLOCKS, LayerPosition, Stream, last_output
 from deepnmt.model.dropout import Dropout, seed_dropout
 
 
@@ -36,7 +36,7 @@ class Layer(nn.Module):
     def seed_masks(self, x: Stream, dropout_key: int) -> None:
         """Makes the dropout masks of this call a function of (seed, key, layer)."""
         if self.training and self.random:
-            seed_dropout(newest(x).device, self.seed, dropout_key, self.name)
+            seed_dropout(last_output(x).device, self.seed, dropout_key, self.name)
 
 
 class EncoderLayer(Layer):

@@ -39,13 +39,13 @@ def build_top(model: config.Model, side: Side) -> nn.Module:
     return BLOCKS[stack.block].top(LayerPosition.of(model, side, stack.layers))
 
 
-def unfilled(part: nn.Module) -> None:
+def fill_with_nan(part: nn.Module) -> None:
     """Makes every parameter NaN, so that weights which `init.fill` was not asked for cannot go unseen."""
     for parameter in part.parameters():
         parameter.detach().fill_(math.nan)
 
 
-def through(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tensor | int | None) -> Tensor:
+def run_layers(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tensor | int | None) -> Tensor:
     """x [B, T, D] (or a `Stream`) through `layers`, each called as layer(x, *rest).
 
     `recompute`: of every group of this many layers only the input is kept, and the group is run again in the backward
@@ -95,13 +95,13 @@ class Transformer(nn.Module):
 
     def __init__(
         self, model: config.Model, src_vocab: int, trg_vocab: int, seed: int, label_smoothing: float = 0.0,
-        each: Callable[[nn.Module], None] = unfilled,
+        each: Callable[[nn.Module], None] = fill_with_nan,
     ) -> None:
         super().__init__()
         if model.tied == "all" and src_vocab != trg_vocab:
             raise ValueError(f"tied 'all' needs one vocabulary, but the sizes are {src_vocab} and {trg_vocab}")
         self.label_smoothing = label_smoothing
-        self.recompute = 0  # see `through`
+        self.recompute = 0  # see `run_layers`
         self.heads = model.heads
         self.tables = TABLES[model.tied]
         sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
@@ -131,14 +131,14 @@ class Transformer(nn.Module):
         """src [B, S] to the memory [B, S, D]; positions at or after a sentence's length hold nothing of use."""
         mask = key_mask(src_lengths, src.size(1))
         x = self.encoder.input(self.table("src")(src), dropout_key)
-        x = through(list(self.encoder.layers), self.recompute, x, mask, dropout_key)
+        x = run_layers(list(self.encoder.layers), self.recompute, x, mask, dropout_key)
         return self.encoder.norm(x)
 
     def decode(self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
         """trg_in [B, T] and the memory [B, S, D] to the last layer's output [B, T, D]."""
         mask = key_mask(src_lengths, memory.size(1))
         x = self.decoder.input(self.table("trg")(trg_in), dropout_key)
-        x = through(list(self.decoder.layers), self.recompute, x, memory, mask, dropout_key)
+        x = run_layers(list(self.decoder.layers), self.recompute, x, memory, mask, dropout_key)
         return self.decoder.norm(x)
 
     def table(self, use: Use) -> nn.Embedding:

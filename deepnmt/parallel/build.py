@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepnmt.config import Recipe
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.init import Initialiser
-from deepnmt.model.transformer import unfilled
+from deepnmt.model.transformer import fill_with_nan
 from deepnmt.parallel.engine import Build, Engine, build_of
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.pipeline.partition import Partition, cost_units, partition
@@ -47,6 +47,6 @@ def build_engine(build: Build, recipe: Recipe, layout: Layout, ranks: Ranks) -> 
         from deepnmt.parallel.zero import ZeroEngine
 
         return ZeroEngine(build, recipe, layout, ranks.device)
-    module = build(unfilled)
+    module = build(fill_with_nan)
     module.recompute = recipe.parallel.recompute_layers
     return LocalEngine(module, recipe, ranks.device)

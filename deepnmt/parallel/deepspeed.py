@@ -39,7 +39,7 @@ from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.model.init import Source, weight_from
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import LossScaler, ScalerState, build_optimizer, first_moment, moments_of
+from deepnmt.optim import LossScaler, ScalerState, build_optimizer, initial_moment, moment_names
 from deepnmt.parallel.engine import Build
 from deepnmt.parallel.settings import Layout
 
@@ -115,7 +115,7 @@ class DeepSpeedEngine:
     ) -> None:
         self.build, self.recipe, self.device, self.local = build, recipe, device, local
         self.zero, self.clip = layout.stage, recipe.train.clip
-        self.moments = moments_of(recipe.optimizer)
+        self.moments = moment_names(recipe.optimizer)
         self.scaler: LossScaler | None = None
         self._half: HalfPrecisionCopy[Any] | None = None
         self._applied = 0
@@ -190,7 +190,7 @@ class DeepSpeedEngine:
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         for name, p in self.local.items():
             weight = weight_from(source, name, getattr(p, "ds_shape", p.shape)).to(self.device, torch.float32)
-            kept = {m: moments(f"{name}.{m}") if moments else first_moment(m, weight) for m in self.moments}
+            kept = {m: moments(f"{name}.{m}") if moments else initial_moment(m, weight) for m in self.moments}
             self._write(p, weight, {m: value.to(self.device, torch.float32) for m, value in kept.items()})
         if self.zero in (1, 2):
             self.engine.optimizer.update_lp_params()

@@ -42,7 +42,7 @@ class StepStats:
 @dataclass(frozen=True)
 class ParameterState:
     """One parameter under its canonical name, fp32 on the CPU. `kept`: what the optimizer keeps of it from update to
-    update (see `optim.moments_of`), before the first `optim.first_moment`."""
+    update (see `optim.moment_names`), before the first `optim.initial_moment`."""
 
     name: str
     weight: torch.Tensor
@@ -84,7 +84,7 @@ class Engine(Protocol):
 
         Args:
             source: the weight of each canonical name.
-            moments: the same of `ParameterState.moments`' names; without, see `optim.first_moment`.
+            moments: the same of `ParameterState.moments`' names; without, see `optim.initial_moment`.
             step: updates applied, as the optimizer counts them.
 
         Raises:

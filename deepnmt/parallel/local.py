@@ -11,7 +11,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, first_moment, moments_of
+from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, initial_moment, moment_names
 from deepnmt.parallel.engine import ParameterState, StepStats
 
 
@@ -24,7 +24,7 @@ class LocalEngine:
         self.parameters = sum(p.numel() for p in module.parameters())
         self.clip = recipe.train.clip
         self.optimizer = build_optimizer(self.module.parameters(), recipe.optimizer)
-        self.moments = moments_of(recipe.optimizer)
+        self.moments = moment_names(recipe.optimizer)
         self.counts = recipe.optimizer.name != "sgd"  # whether the optimizer counts its steps
         self._applied = 0
 
@@ -56,14 +56,14 @@ class LocalEngine:
         for name, parameter in self.module.named_parameters():
             weight = parameter.detach().float().cpu().clone()
             state = self.optimizer.state[parameter]
-            kept = {moment: state[moment].cpu().clone() if moment in state else first_moment(moment, weight)
+            kept = {moment: state[moment].cpu().clone() if moment in state else initial_moment(moment, weight)
                     for moment in self.moments}
             yield ParameterState(name, weight, kept)
 
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         fill(self.module, source)
         for name, parameter in self.module.named_parameters():
-            kept = {m: moments(f"{name}.{m}").to(parameter) if moments else first_moment(m, parameter.detach())
+            kept = {m: moments(f"{name}.{m}").to(parameter) if moments else initial_moment(m, parameter.detach())
                     for m in self.moments}
             counted = {"step": torch.tensor(float(step))} if self.counts else {}
             self.optimizer.state[parameter] = {**counted, **kept}

@@ -21,7 +21,7 @@ from torch import nn
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
-from deepnmt.model.transformer import Transformer, unfilled
+from deepnmt.model.transformer import Transformer, fill_with_nan
 from deepnmt.optim import clip_gradients
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
 from deepnmt.parallel.engine import Build, ParameterState, StepStats
@@ -44,7 +44,7 @@ class ZeroEngine(DeepSpeedEngine):
         if layout.stage == 3:
             give_memory_back()
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes the group that is open
-        module = build(partition if layout.stage == 3 else unfilled)
+        module = build(partition if layout.stage == 3 else fill_with_nan)
         module.recompute = recipe.parallel.recompute_layers
         super().__init__(build, recipe, device, layout, dict(module.named_parameters()))
         self.module = self._compute_module(module, layout)

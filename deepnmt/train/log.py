@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from deepnmt.files import make_run_folder, write_json, write_text
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 
 
 class Monitor:
@@ -63,7 +63,7 @@ class Monitor:
                 f"{record['target_tokens_per_second']:.0f} tok/s"
                 + (f" skipped {record['skipped_updates']:.0f}" if record["skipped_updates"] else ""))
         if self._bar.disable:
-            say(f"update {update}/{self.updates} {text} ETA {clock(left)}")
+            print_status(f"update {update}/{self.updates} {text} ETA {clock(left)}")
         else:
             self._bar.n = update
             self._bar.set_description_str(f"ETA {clock(left)} {text}")  # a narrow terminal cuts the end

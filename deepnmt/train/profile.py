@@ -15,7 +15,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
 from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 
 
@@ -35,8 +35,8 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
     if recipe.admin.profile is not None:
         raise UserError(f"admin.profile is {recipe.admin.profile}, which training reads instead of measuring; set "
                         "admin.profile=null to measure, or train with the file as it is")
-    data = ranks.together(partial(open_prepared, recipe))
-    ranks.together(lambda: make_run_folder(Path(recipe.run)) if ranks.first else None)
+    data = ranks.raise_everywhere(partial(open_prepared, recipe))
+    ranks.raise_everywhere(lambda: make_run_folder(Path(recipe.run)) if ranks.first else None)
     measured = profile_for(recipe, data, ranks)
     if measured and ranks.first:
         save_profile(measured, Path(recipe.run))
@@ -64,7 +64,7 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
     if ranks.first:
         stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in SIDES
                               if BLOCKS[recipe.model.stack(side).block].profiled)
-        say(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens")
+        print_status(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens")
     source, target = data.vocabs()
     return profile_on(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
                       data.fingerprint, ranks.first)

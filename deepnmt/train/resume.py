@@ -16,9 +16,9 @@ from deepnmt.checkpoint.checkpoint import MOMENTS, load_state, recover_checkpoin
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
-from deepnmt.optim import MOMENT_SETTINGS, moments_of
+from deepnmt.optim import MOMENT_SETTINGS, moment_names
 from deepnmt.parallel.settings import data_ranks
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 
 # Settings, or groups of them, that a run keeps: another value would make it another run, or come too late to count.
@@ -48,7 +48,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
                 _take_lock(run / ".lock", held)
                 recover_checkpoints(run / "checkpoints")
 
-        ranks.together(take)
+        ranks.raise_everywhere(take)
         yield
 
 
@@ -69,7 +69,7 @@ def _take_lock(file: Path, held: ExitStack) -> None:
                 raise UserError(f"{other}; wait until it has ended, stop it, or train into another folder with "
                                 f"run=FOLDER; if it ended with its machine and still counts, delete {file}")
             if not waiting:
-                say(f"{other}; waiting {LOCK_WAIT:g} s for its end")
+                print_status(f"{other}; waiting {LOCK_WAIT:g} s for its end")
             waiting = True
             time.sleep(min(0.5, LOCK_WAIT))
     except OSError as error:
@@ -114,7 +114,7 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
     begun, state = load_recipe(checkpoint / "recipe.yaml"), load_state(checkpoint)
     changes = changed_settings(begun, recipe)
     fixed = list(_FIXED)
-    if moments_of(begun.optimizer) != moments_of(recipe.optimizer):
+    if moment_names(begun.optimizer) != moment_names(recipe.optimizer):
         fixed += MOMENT_SETTINGS
     if state.loss_scale is not None:  # the run has a later one than its first
         fixed.append("loss_scale.initial_power")

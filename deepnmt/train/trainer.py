@@ -69,7 +69,7 @@ class Trainer:
         check_by_deepspeed(layout)
         task.check(recipe)
         begun = bool(list_checkpoints(self.checkpoints))
-        self.data = ranks.together(lambda: task.open(recipe, not begun, ranks.first))
+        self.data = ranks.raise_everywhere(lambda: task.open(recipe, not begun, ranks.first))
         self.stream = task.stream(recipe, self.data)
         self.state = TrainState(data_fingerprint=self.data.fingerprint, processes=ranks.world)
         self.stop_signal = 0
@@ -256,7 +256,7 @@ class Trainer:
                 prune(self.checkpoints, settings.keep_last, settings.keep_best, scores)
 
         try:
-            self.ranks.together(write)
+            self.ranks.raise_everywhere(write)
         except UserError as fault:
             if last:
                 raise CheckpointWriteError(f"{fault}; the same command then resumes from the newest of them") from None

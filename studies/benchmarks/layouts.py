@@ -22,13 +22,13 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
-from deepnmt.files import make_folder_of, make_run_folder, table, write_json
+from deepnmt.files import make_parent_folder, make_run_folder, table, write_json
 from deepnmt.gpu_report.measure import random_batch
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.parallel.workers import answer_job, run_workers
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 from deepnmt.train.profile import profile_on
@@ -108,10 +108,10 @@ def compare_layouts(
     """
     recipes = [_with_layout(recipe, layout, micro_batches, vocab) for layout in layouts]
     if output is not None:
-        make_folder_of(output)
+        make_parent_folder(output)
     rows = []
     for layout, made in zip(layouts, recipes, strict=True):
-        say(f"{layout.name} ...")
+        print_status(f"{layout.name} ...")
         job = {"recipe": made.model_dump(), "updates": updates, "micro_batches": micro_batches, "tokens": tokens,
                "vocab": vocab, "idle": False}
         rows.append({"layout": asdict(layout), "name": layout.name,
@@ -174,7 +174,7 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
         if busy:
             worked, ended = busy.take()
-            share = 1 - worked / ranks.largest([ended - started])[0]
+            share = 1 - worked / ranks.max([ended - started])[0]
             idle = [*idle, share] if update > 1 else [share]  # the first counts only where there is no other
         losses.append(ranks.sum([stats.loss])[0] / tokens)
         norms.append(stats.grad_norm)

@@ -27,13 +27,13 @@ from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
 from deepnmt.decode.translate import cast, translate_shards
 from deepnmt.errors import UserError
-from deepnmt.files import make_folder_of, write_json
+from deepnmt.files import make_parent_folder, write_json
 from deepnmt.model.embedding import sinusoids
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import gpus
 from deepnmt.parallel.settings import layout_of
 from deepnmt.parallel.workers import answer_job, run_workers
-from deepnmt.progress import say
+from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 
@@ -83,7 +83,7 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
     open_prepared(recipe)
     if translate_run is not None:
         find_checkpoint(translate_run)
-    make_folder_of(output)
+    make_parent_folder(output)
     places = placements(len(os.sched_getaffinity(0)), gpus())
     cases = _training_cases(places)
     micro_batches = max(MICRO_BATCHES, *(count for count, _ in places))
@@ -92,7 +92,7 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
         rate = _rate("train", count, threads, engine=engine, updates=updates, micro_batches=micro_batches,
                      recipe=recipe.model_dump())
         trained[name].append(rate)
-        say(f"round {number}/{rounds}  {name:<52} {rate:9,.0f} target tokens/s")
+        print_status(f"round {number}/{rounds}  {name:<52} {rate:9,.0f} target tokens/s")
     figures = {"training_target_tokens_per_second": trained}
     if translate_run is not None:
         translated: dict[str, list[float]] = {}
@@ -104,7 +104,7 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
             rate = _rate("translate", count, threads, run=str(translate_run), cache=cache,
                          settings=changed.model_dump())
             translated.setdefault(name, []).append(rate)
-            say(f"{name:<62} {rate:9,.1f} sentences/s")
+            print_status(f"{name:<62} {rate:9,.1f} sentences/s")
         figures["translation_sentences_per_second"] = translated
     for title, results in figures.items():
         plain = max((statistics.median(v) for k, v in results.items() if k.startswith("torch")), default=None)

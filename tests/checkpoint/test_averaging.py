@@ -299,7 +299,7 @@ def test_a_file_of_the_task_is_carried_on(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_not_averaged(recipe: config.Recipe) -> None:
     file = _checkpoints(recipe) / "update-00000040" / "weights.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\x80\x7f")
-    with user_error(r"update-00000040 is damaged: weights\.safetensors has another SHA-256"):
+    with user_error(r"update-00000040 is damaged: the SHA-256 of weights\.safetensors differs"):
         average_run(recipe, last=2)
 
 

@@ -182,7 +182,7 @@ def test_killed_at_any_step_a_whole_checkpoint_is_taken(eventful: Path, point: s
 def _only(folder: Path) -> str:
     """The name and the text of the one folder of a parent."""
     (path,) = folder.iterdir()
-    folders.checked_manifest(path, ["text"], ["text"])
+    folders.verify_manifest(path, ["text"], ["text"])
     return f"{path.name}: {(path / 'text').read_text()}"
 
 
@@ -247,7 +247,8 @@ def test_what_cannot_be_put_back_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "rename", refused)
-    said = rf"{left} is what a kill left of update-00000010 and .*: Read-only file system; give write permission"
+    said = (rf"{left} is update-00000010, displaced by a killed process, and .*: Read-only file system; "
+            "give write permission")
     with pytest.raises(CheckpointWriteError, match=said):
         folders.recover_after_kill(tmp_path, "update-*")
     assert left.is_dir()
@@ -366,7 +367,7 @@ def test_a_manifest_leads_nowhere_else(run: Path) -> None:
         _forge(folder, files=entries)
         assert "lists no files" in _damages(folder)
     _forge(folder, files=files, format=2)
-    assert "its format is 2, this deepnmt reads 1" in _damages(folder)
+    assert "its format is 2, but this deepnmt reads 1" in _damages(folder)
     for content in ("[]", "[" * 100_000, "\xff", ""):
         (folder / "manifest.json").write_bytes(content.encode("latin-1"))
         assert "manifest.json" in _damages(folder)
@@ -381,7 +382,7 @@ def test_a_copy_under_another_update_is_refused(run: Path) -> None:
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "none") is None
-    assert "holds no manifest.json" in _damages(tmp_path)
+    assert "manifest.json is missing" in _damages(tmp_path)
 
 
 def test_damage_is_found_by_the_readers_too(run: Path) -> None:
@@ -462,7 +463,7 @@ def test_a_model_is_not_loaded_from_damaged_or_missing_files(run: Path) -> None:
     tensors = load_file(file)
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(DamagedCheckpoint, match=r"weights\.safetensors has another SHA-256"):
+    with pytest.raises(DamagedCheckpoint, match=r"the SHA-256 of weights\.safetensors differs"):
         load_model(file.parent)
     assert load_model(run).state.update == 10
     with user_error("there is no folder"):

@@ -78,7 +78,7 @@ def test_truncated_checkpoints(run: Path, refused: Refused, tmp_path: Path, file
     output = tmp_path / "out"
     for found in (refused("translate", run, "--checkpoint", checkpoint, "--input", source, "--output", output),
                   refused("evaluate", run, "--checkpoint", checkpoint), refused("average", run, "--last", 2)):
-        assert f"checkpoint {checkpoint} is damaged: {file}" in found and "copy it anew" in found
+        assert f"checkpoint {checkpoint} is damaged: {file}" in found and "restore it from a copy" in found
     assert contents(run) == before and not output.exists()
 
 
@@ -90,7 +90,7 @@ def test_foreign_checkpoints(run: Path, refused: Refused, tmp_path: Path) -> Non
     (foreign / "manifest.json").unlink()
     found = refused("translate", run, "--checkpoint", foreign, "--input", run / "log.jsonl")
     assert f"{foreign} is no checkpoint" in found
-    assert f"{foreign} is damaged: it holds no manifest.json" in refused("average", run, "--checkpoints", foreign)
+    assert f"{foreign} is damaged: manifest.json is missing" in refused("average", run, "--checkpoints", foreign)
     before = contents(foreign)
     assert "is there and is no checkpoint" in refused("average", run, "--output", foreign)
     assert contents(foreign) == before

@@ -15,7 +15,7 @@ from refusals import user_error
 
 from deepnmt.data.text import read_lines
 from deepnmt.decode.translate import Hypothesis, one_line, record, writing
-from deepnmt.progress import progressing
+from deepnmt.progress import show_progress
 
 TEXT = "\ufeffein Haus\r\n\n  zwei\u2028Häuser \u0085\rx\nletzte"
 LINES = ["ein Haus", "", "  zwei\u2028Häuser \u0085\rx", "letzte"]
@@ -136,7 +136,7 @@ def test_nothing_is_written_through_a_planted_link(tmp_path: Path, monkeypatch: 
 def test_progress_in_a_log_is_rare_and_plain(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with progressing("{:,} lines translated") as progress:
+    with show_progress("{:,} lines translated") as progress:
         progress(10)
         assert capsys.readouterr().err == ""
         monkeypatch.setattr("deepnmt.progress.PLAIN_SECONDS", 0.0)

@@ -22,7 +22,7 @@ from deepnmt.model.blocks import (
     Side,
     Stream,
     TFixup,
-    newest,
+    last_output,
 )
 from deepnmt.model.init import fill
 
@@ -37,7 +37,7 @@ def place(side: Side, layers: tuple[int, int] = (6, 4)) -> LayerPosition:
 def new(block: str, position: LayerPosition) -> Block:
     """The block of a layer as a run begins with it."""
     made = BLOCKS[block](position)
-    fill(made, lambda name: torch.tensor(made.initial(position, name)))
+    fill(made, lambda name: torch.tensor(made.initial_value(position, name)))
     return made
 
 
@@ -132,7 +132,7 @@ def test_the_tables_of_the_page_have_a_row_for_each_block() -> None:
 @pytest.mark.parametrize("block", list(BLOCKS))
 def test_block_follows_its_formula(block: str, side: Side) -> None:
     rule, f, x = rule_of(block, side), branches_of(side), stream_of(block)
-    torch.testing.assert_close(newest(rule(x, f)), formula(block, x, f, rule, side), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(last_output(rule(x, f)), formula(block, x, f, rule, side), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", SIDES)

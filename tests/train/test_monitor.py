@@ -10,7 +10,7 @@ import pytest
 from run_files import scalars
 
 from deepnmt.errors import UserError
-from deepnmt.files import drop_partial_line, make_folder_of, make_run_folder, read_log, write_text
+from deepnmt.files import drop_partial_line, make_parent_folder, make_run_folder, read_log, write_text
 from deepnmt.train.log import Monitor
 
 RECORD = {"epoch": 3, "loss": 4.25, "perplexity": 51.0, "learning_rate": 2.5e-4, "gradient_norm": 1.75,
@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_made_is_told_with_its_option(tmp_path: Path) ->
         make_run_folder(mine, "--output")
     for file, why in ((mine / "x.json", "File exists"), (tmp_path, "Is a directory")):
         with pytest.raises(UserError, match=rf"^file {file} cannot be written: {why}; set --output to a file that can"):
-            make_folder_of(file)
+            make_parent_folder(file)
     assert mine.read_text() == "mine" and list(tmp_path.iterdir()) == [mine]
-    make_folder_of(tmp_path / "new" / "x.json")
+    make_parent_folder(tmp_path / "new" / "x.json")
     assert list((tmp_path / "new").iterdir()) == []

@@ -20,7 +20,7 @@ from deepnmt.optim import (
     build_optimizer,
     clip_gradients,
     learning_rate,
-    moments_of,
+    moment_names,
     warmup_note,
 )
 from deepnmt.parallel.local import LocalEngine
@@ -162,7 +162,8 @@ def test_fused_updates_are_the_plain_ones(name: Name) -> None:
 def test_a_warm_up_that_the_run_cuts_off_is_told() -> None:
     assert warmup_note(recipe_of({"lr": 0.4}, {"warmup": 10})) is None
     assert warmup_note(recipe_of({"lr": 0.4}, {"warmup": 40})) == (
-        "schedule.warmup (40) ends after train.updates (10): the rate rises to 0.1 and never to optimizer.lr (0.4)")
+        "schedule.warmup (40) ends after train.updates (10): the rate rises to 0.1 and "
+        "never reaches optimizer.lr (0.4)")
 
 
 def recipe_of(optimizer: dict[str, object], schedule: dict[str, object] | None = None) -> Recipe:
@@ -258,7 +259,7 @@ def test_what_is_stored_is_what_pytorch_keeps(settings: dict[str, object], kept:
         assert state.moments.keys() == {f"{state.name}.{moment}" for moment in kept}
         assert all(torch.equal(state.moments[f"{state.name}.{moment}"], held[moment]) for moment in kept)
     assert fresh == [set(kept)] * len(fresh)
-    assert list(moments_of(recipe_of(settings).optimizer)) == kept
+    assert list(moment_names(recipe_of(settings).optimizer)) == kept
 
 
 def test_clipping_by_the_norm_of_all_gradients() -> None:

@@ -24,7 +24,7 @@ from deepnmt.model.blocks import Side
 from deepnmt.model.embedding import TABLES, InputLayer, Use
 from deepnmt.model.layers import Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss
-from deepnmt.model.transformer import build_layer, build_top, through
+from deepnmt.model.transformer import build_layer, build_top, run_layers
 from deepnmt.parallel.pipeline.partition import layer_of, unit_names
 from deepnmt.tokens import PAD
 
@@ -104,12 +104,13 @@ class Stage(nn.Module):
         elif self.begins_with.startswith("decoder"):
             memory, x = x.split([x.size(1) - target, target], dim=1)
         if self.encoder.layers:
-            x = through(self.layers("encoder"), self.recompute, x, key_mask(src_lengths, x.size(1)), key)
+            x = run_layers(self.layers("encoder"), self.recompute, x, key_mask(src_lengths, x.size(1)), key)
         if "target" in self.held:
             memory = self.encoder.norm(x)
             x = self.decoder.input(self.table("trg")(trg_in), key)
         if self.decoder.layers:
-            x = through(self.layers("decoder"), self.recompute, x, memory, key_mask(src_lengths, memory.size(1)), key)
+            mask = key_mask(src_lengths, memory.size(1))
+            x = run_layers(self.layers("decoder"), self.recompute, x, memory, mask, key)
         if self.followed_by is None:
             return self.decoder.norm(x)
         if self.followed_by.startswith("decoder"):
