@@ -150,7 +150,7 @@ def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> Around:
     def around(number: int) -> Iterator[Callable[[StepStats], dict[str, float]] | None]:
         with probe.watching(due := probe.due(number)):
             # what engines multiply the loss by
-            yield (lambda stats: probe.read(stats.loss_scale * engine.data_world, ranks.sum, ranks.largest)) if due \
+            yield (lambda stats: probe.read(stats.loss_scale * engine.data_world, ranks.sum, ranks.max)) if due \
                 else None
 
     return around

@@ -46,7 +46,7 @@ def trial(folder: str, layout: str) -> None:
                 probe = TrainingProbe(engine.module, made.model, 1)
                 with probe.watching(True):
                     scale = step(engine, batches(3, MICRO_BATCHES), ranks)[2]
-                probed = probe.read(scale * engine.data_world, ranks.sum, ranks.largest)
+                probed = probe.read(scale * engine.data_world, ranks.sum, ranks.max)
             engine.close()
         if ranks.first:
             Path(folder, f"{layout}_probe.json").write_text(json.dumps(probed), encoding="utf-8")
