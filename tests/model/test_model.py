@@ -229,10 +229,10 @@ def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
     names = set(model.state_dict())
     assert {"embeddings.shared.weight", "encoder.layers.1.ffn.fc1.weight"} < names
     assert "decoder.layers.0.cross_attn.kv.bias" in names
-    without = block in ("b2t_no_ln", "rezero", "fixup", "t_fixup")
+    without = not BLOCKS[block].layer_norms
     assert ("decoder.layers.1.rule.norms.2.weight" in names) != without
     assert any(".norms." in name for name in names) != without
-    assert ("encoder.norm.weight" in names) == ("decoder.norm.bias" in names) == (block == "pre_ln")
+    assert ("encoder.norm.weight" in names) == ("decoder.norm.bias" in names) == BLOCKS[block].final_norm
     mixed = {"encoder.layers.1.rule.mix.weights", "decoder.layers.0.rule.mix.norm.bias", "decoder.norm.mix.weights"}
     assert mixed & names == (mixed if BLOCKS[block].needs_history else set())
     assert ("encoder.norm.norm.weight" in names) == (block == "dlcl")
