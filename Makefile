@@ -29,6 +29,7 @@ test: $(STAMP)
 lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/codespell
+	@$(BIN)/python .ci/prose.py
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
