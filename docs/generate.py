@@ -161,7 +161,7 @@ def _helps(run: Callable[..., int], commands: Any, level: str) -> Iterator[str]:
 def _help(run: Callable[..., int], command: str | None = None) -> str:
     """What a command prints for `--help`."""
     width, printed = os.environ.get("COLUMNS"), io.StringIO()
-    os.environ["COLUMNS"] = "98"  # argparse leaves two of them free
+    os.environ["COLUMNS"] = "90"  # as wide as a block of code is on the site
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             run(command, ["--help"])
