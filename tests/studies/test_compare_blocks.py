@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import Refused, Tool
+from refusals import Refused
 from run_files import records
 
 from deepnmt.cli import main as train_command
@@ -133,11 +133,10 @@ def test_an_older_study_goes_on(compare: Compare, tmp_path: Path) -> None:
         ("1L-1L", ["pre_ln, no source", "post_ln"]), ("1L-1L, init: depth_scaled", ["post_ln"])]
 
 
-def test_two_processes(prepared: Path, tmp_path: Path, study: Tool) -> None:
-    words = [prepared / "recipe.yaml", ONE, "train.updates=3", "--depths", 1, "--blocks", "admin"]
-    for count in (1, 2):
-        done = study("compare-blocks", *words, "--output", tmp_path / str(count), "--processes", count)
-        assert done.returncode == 0, done.stderr
+def test_two_processes(prepared: Path, tmp_path: Path, threads: None) -> None:
+    words = [str(prepared / "recipe.yaml"), ONE, "train.updates=3", "--depths", "1", "--blocks", "admin"]
+    for count in ("1", "2"):
+        assert main("compare-blocks", [*words, "--output", str(tmp_path / count), "--processes", count]) == 0
     alone, both = ({json.dumps(r["system"]): {**r, "seconds": 0} for r in lines(tmp_path / str(n))} for n in (1, 2))
     assert alone == both and len(both) == 2
 

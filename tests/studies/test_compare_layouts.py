@@ -1,20 +1,41 @@
-"""`compare_layouts` and `pipeline_idle` in processes of their own, at toy size."""
+"""`compare_layouts` and `pipeline_idle` at toy size; the first in forked processes, the second in ones of its own."""
 
 from __future__ import annotations
 
 import json
+import os
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from refusals import Tool
+from warm import Warm
 
-SMALL = ["--vocab", 50, "--tokens", 48, "--micro-batches", 2]
+from studies.__main__ import main
+
+SMALL = ["--vocab", "50", "--tokens", "48", "--micro-batches", "2"]
 
 
-def test_layouts_take_the_same_updates_from_the_same_profile(prepared: Path, tmp_path: Path, study: Tool) -> None:
-    done = study("layouts", prepared / "recipe.yaml", *SMALL, "--updates", 2, "--output", tmp_path / "a.json",
-                "--layouts", "local", "pipeline_zero1_fp32:2")
-    assert done.returncode == 0, done.stderr
+def worker(module: str, *files: str) -> None:
+    """Runs on each rank: the program that `run_workers` starts, with a job and where its answer goes."""
+    os.environ["DEEPNMT_THREADS"], sys.argv = "1", [module, *files]
+    runpy.run_module(module, run_name="__main__")
+
+
+def test_layouts_take_the_same_updates_from_the_same_profile(
+    prepared: Path, tmp_path: Path, warm: Warm, threads: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> Any:
+        task, answer = tmp_path / "job.json", tmp_path / "answer.json"
+        task.write_text(json.dumps(job))
+        warm.run(count, "test_compare_layouts:worker", module, task, answer)
+        return json.loads(answer.read_text())
+
+    monkeypatch.setattr("studies.benchmarks.layouts.run_workers", run_workers)
+    words = [str(prepared / "recipe.yaml"), *SMALL, "--updates", "2", "--output", str(tmp_path / "a.json")]
+    assert main("layouts", [*words, "--layouts", "local", "pipeline_zero1_fp32:2"]) == 0
     local, other = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert local["losses"][1] < local["losses"][0]
     assert max(local["omega"].values()) > 1.1
@@ -22,14 +43,14 @@ def test_layouts_take_the_same_updates_from_the_same_profile(prepared: Path, tmp
     assert other["norms"] == pytest.approx(local["norms"], rel=1e-4)
     assert other["omega"] == pytest.approx(local["omega"], rel=1e-6)
     assert len(other["peak_gib"]) == 2
-    head, *rows = done.stdout.splitlines()
+    head, *rows = capsys.readouterr().out.splitlines()
     assert head.endswith("largest ω") and len(rows) == 2
     assert len({row.split()[-1] for row in rows}) == 1
 
 
-def test_idle_time_is_measured_and_drawn(prepared: Path, tmp_path: Path, study: Tool) -> None:
-    done = study("pipeline-idle", prepared / "recipe.yaml", *SMALL[:4], "--counts", 2, "--output", tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_idle_time_is_measured_and_drawn(prepared: Path, tmp_path: Path, threads: None) -> None:
+    words = [str(prepared / "recipe.yaml"), *SMALL[:4], "--counts", "2", "--output", str(tmp_path)]
+    assert main("pipeline-idle", words) == 0
     [row] = json.loads((tmp_path / "idle.json").read_text())["rows"]
     assert row["formula"] == pytest.approx(1 / 3)
     assert len(row["idle"]) == 2 and all(0 < idle < 1 for idle in row["idle"])
