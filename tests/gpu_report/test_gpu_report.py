@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
 from refusals import Tool
 from run_files import records
 from tiny_engines import options
-from warm import Warm
+from warm import Warm, without_pictures
 
+from deepnmt.cli import main
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.gpu_report import measure
@@ -41,8 +46,33 @@ def reported(tool: Tool, tmp_path: Path) -> Reported:
     return run
 
 
-def test_toy_report(reported: Reported, tmp_path: Path) -> None:
-    report, page = reported()
+def program(module: str, *words: str) -> None:
+    """Runs in a forked process: the module that a `Job` starts, on an accelerator that says itself what it lacks."""
+    vars(get_accelerator()).pop("is_fp16_supported")  # see warm.py
+    torch.set_num_threads = lambda _: None  # one thread: a second takes four times the CPU time
+    without_pictures()
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__")
+
+
+def test_toy_report(
+    tmp_path: Path, warm: Warm, threads: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Forked(Job):
+        """A job that has ended before it is waited for."""
+
+        def __init__(self, name: str, module: list[str], log: Path) -> None:
+            self.name, self.log, self.started, self.late = name, log, time.monotonic(), False
+            warm.start(1, "test_gpu_report:program", *module)
+            [code] = warm.wait()
+            log.write_text(warm.said(), encoding="utf-8")
+            self.process: Any = SimpleNamespace(wait=lambda _=None: code, poll=lambda: code)
+
+    monkeypatch.setattr("deepnmt.gpu_report.report.Job", Forked)
+    monkeypatch.chdir(ROOT)
+    assert main("gpu-report", ["--toy", "--output", str(tmp_path / "report")]) == 0
+    page = capsys.readouterr().out
+    report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     parts = report["parts"]
     assert list(parts) == ["corpus", "machine", "prepare", "60L-12L zero1_fp16", "60L-12L zero1_bf16", "train",
                            "average", "score"]
