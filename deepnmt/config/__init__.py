@@ -1,4 +1,4 @@
-"""The recipe: one YAML file that is one whole run, typed and checked before anything is loaded. Needs no torch."""
+"""The recipe: one YAML file with all settings of a run, typed and checked before anything else. Imports no torch."""
 
 from deepnmt.config.load import changed_settings, check_recipe, dump_recipe, load_recipe, override, with_settings
 from deepnmt.config.sections import (

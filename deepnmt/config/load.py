@@ -1,6 +1,7 @@
-"""From a YAML file to a checked recipe: its text, what is changed on the command line, the environment variables in it,
-and all its faults at once, each as a sentence. Nothing here imports torch, so that `--help` and a faulty recipe answer
-at once.
+"""Reads a recipe: YAML, overrides from the command line, environment variables, checks.
+
+All faults of a recipe are reported together, one sentence each. Nothing here imports torch, so that `--help` and the
+report of a faulty recipe take no time.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Reads and checks a recipe.
 
     Args:
-        path: a YAML file, or a run folder holding `recipe.yaml`.
+        path: a YAML file, or a run folder with its `recipe.yaml`.
         overrides: `dotted.key=value` strings; values are read as YAML.
 
     Raises:
-        UserError: with every fault found, one a line.
+        UserError: with all faults, one a line.
     """
     file = Path(path)
     if file.is_dir():
         if not (file / "recipe.yaml").is_file():
-            raise UserError(f"{file} holds no recipe.yaml; give a recipe or the folder of a run that was started")
+            raise UserError(f"{file} holds no recipe.yaml; give a recipe, or the folder of a run that was started")
         file = file / "recipe.yaml"
     tree = read_tree(file)
-    for word in overrides or []:
-        override(tree, word)
-    named = {word.partition("=")[0] for word in overrides or []}
+    for assignment in overrides or []:
+        override(tree, assignment)
+    named = {assignment.partition("=")[0] for assignment in overrides or []}
     parallel = tree.get("parallel")
     if "parallel.ds_config" in named and "parallel.precision" not in named and isinstance(parallel, dict):
         layout = parallel["ds_config"]
-        if layout is None or _OLD_LAYOUT.fullmatch(str(layout)):  # either has a precision of its own
+        if layout is None or _OLD_LAYOUT.fullmatch(str(layout)):  # either implies the precision
             parallel.pop("precision", None)
     return check_recipe(tree, str(file))
 
 
 def check_recipe(tree: dict[str, Any], origin: str) -> Recipe:
-    """Checks a tree of settings; `origin` names it in the error. Raises `UserError` with every fault, one a line."""
-    tree, faults = expand(tree)
+    """Checks a tree of settings; `origin` names it in the error. Raises `UserError` with all faults, one a line."""
+    tree, faults = expand_variables(tree)
     faults += _split_old_layout(tree)
     faults += find_faults(tree)
     if faults:
@@ -67,34 +68,36 @@ _OLD_LAYOUT = re.compile(r"(.*/|)(pipeline_|)(zero[0-3](?:_offload)?)_(fp32|bf16
 
 
 def _split_old_layout(tree: dict[str, Any]) -> list[str]:
-    """Reads a `ds_config` of version 0.1, whose file was named after its precision (ds_configs/zero1_bf16.json,
-    pipeline_zero1_fp16.json), as the two settings of today; a file of that name that is there is the user's own, and
-    stays. Returns what is wrong with it."""
+    """Converts a `ds_config` of version 0.1 in place, and returns its faults.
+
+    Those files were named after their precision (ds_configs/zero1_bf16.json, pipeline_zero1_fp16.json); today that is
+    `parallel.precision`. If a file of such a name exists, it is the user's own and is left as it is.
+    """
     parallel = tree.get("parallel")
     match = _OLD_LAYOUT.fullmatch(str(parallel.get("ds_config"))) if isinstance(parallel, dict) else None
     if not isinstance(parallel, dict) or match is None:
         return []
     folder, pipeline, zero, precision = match.groups()
-    asked = parallel.setdefault("precision", precision)
+    given = parallel.setdefault("precision", precision)
     if Path(match[0]).is_file():
         return []
     parallel["ds_config"] = f"{folder}{zero}.json"
-    if asked != precision:
-        return [f"parallel.ds_config is {match[0]}, which is in {precision}, but parallel.precision is {asked}; set "
+    if given != precision:
+        return [f"parallel.ds_config is {match[0]}, which is in {precision}, but parallel.precision is {given}; set "
                 f"parallel.ds_config={folder}{zero}.json"]
     if pipeline and not parallel.get("pipeline_stages"):
         return [f"parallel.ds_config is {match[0]}, which is for pipelines, but parallel.pipeline_stages is 0; set "
-                f"parallel.pipeline_stages, or take {folder}{zero}.json with parallel.precision={precision}"]
+                f"parallel.pipeline_stages, or use {folder}{zero}.json with parallel.precision={precision}"]
     return []
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, every setting written."""
+    """The resolved recipe as YAML, with every setting."""
     return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
 
 
 def with_settings(section: Part, changes: Mapping[str, Any]) -> Part:
-    """A recipe, or a section of one, with settings changed by their dotted keys, and checked."""
+    """A copy of a recipe, or of a section, with settings changed by their dotted keys; it is checked again."""
     tree = section.model_dump()
     for key, value in changes.items():
         *groups, name = key.split(".")
@@ -103,28 +106,28 @@ def with_settings(section: Part, changes: Mapping[str, Any]) -> Part:
 
 
 def changed_settings(old: Section, new: Section) -> list[str]:
-    """The settings of two recipes, or of a section of each, that differ, as `key: old -> new`."""
-    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    """The settings that differ between two recipes, or between two sections, as `key: old -> new`."""
+    before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
     return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(before.keys() | after.keys())
             if before.get(key) != after.get(key)]
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key to value."""
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by their dotted keys."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        leaves |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")  # ${NAME} or ${NAME:-default}
-_DEEPEST = 50  # groups within groups; a recipe has five
+_MAX_NESTING = 50  # groups within groups; a recipe has five
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as text and yes as a boolean; here numbers are numbers, and a key given twice is a fault."""
+    """YAML 1.1, except that 1e-3 is a number and not text, and that a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -146,29 +149,29 @@ _Loader.add_implicit_resolver(
 
 
 def read_tree(file: Path) -> dict[str, Any]:
-    """The settings in a YAML file, unchecked. Raises `UserError` where it cannot be read or holds something else."""
+    """The settings in a YAML file, unchecked. Raises `UserError` if it cannot be read or is not a mapping."""
     try:
-        tree = _tree(file.read_text(encoding="utf-8"))
+        tree = _parse_yaml(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no recipe {file}; recipes/ holds those that come with deepnmt") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {file} cannot be read: {error}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: such as the date 2026-13-01
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: for example the date 2026-13-01
         raise UserError(f"recipe {file} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise UserError(f"recipe {file} must be a mapping of settings, not {type(tree).__name__}")
     return tree
 
 
-def override(tree: dict[str, Any], words: str) -> None:
-    """Puts `key.key=value` into a tree; the value is read as YAML. Raises `UserError`."""
-    key, equals, text = words.partition("=")
+def override(tree: dict[str, Any], assignment: str) -> None:
+    """Applies `key.key=value` to a tree; the value is read as YAML. Raises `UserError` if it has another form."""
+    key, equals, text = assignment.partition("=")
     if not equals or not key:
-        raise UserError(f"override {words!r} is not of the form key.key=value, for example train.updates=300")
+        raise UserError(f"override {assignment!r} is not of the form key.key=value, for example train.updates=300")
     try:
-        value = _tree(text)
+        value = _parse_yaml(text)
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"override {words!r}: {text!r} is not a YAML value") from None
+        raise UserError(f"override {assignment!r}: {text!r} is not a YAML value") from None
     *parents, last = key.split(".")
     node = tree
     for name in parents:
@@ -176,41 +179,40 @@ def override(tree: dict[str, Any], words: str) -> None:
         if child is None:
             child = node[name] = {}
         if not isinstance(child, dict):
-            raise UserError(f"override {words!r}: {name} is a value, not a group of settings")
+            raise UserError(f"override {assignment!r}: {name} is a value, not a group of settings")
         node = child
     node[last] = value
 
 
-def _tree(text: str) -> Any:
-    """YAML as lists and mappings. Raises `yaml.YAMLError` or `ValueError`, also for a tree without an end."""
+def _parse_yaml(text: str) -> Any:
+    """YAML as lists and mappings. Raises `yaml.YAMLError` or `ValueError`, also if an alias contains itself."""
     try:
         tree = yaml.load(text, Loader=_Loader)
-        _check_depth(tree, _DEEPEST)
+        _check_nesting(tree, _MAX_NESTING)
     except RecursionError:
-        raise ValueError(f"groups stand in each other more than {_DEEPEST} deep; an alias (*name) may stand within its "
-                         "own anchor (&name)") from None
+        raise ValueError(f"groups are nested more than {_MAX_NESTING} deep; check for an alias (*name) inside its own "
+                         "anchor (&name)") from None
     return tree
 
 
-def _check_depth(value: Any, left: int) -> None:
-    """Raises `RecursionError` where a tree has no end or groups are more than `left` deep."""
-    if left < 0:
+def _check_nesting(value: Any, limit: int) -> None:
+    """Raises `RecursionError` if groups are nested more than `limit` deep, or contain themselves."""
+    if limit < 0:
         raise RecursionError
     for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_depth(child, left - 1)
+        _check_nesting(child, limit - 1)
 
 
-def expand(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Puts environment variables, `${NAME}` or `${NAME:-default}`, into strings, so that a recipe names no folder of
-    one machine.
+def expand_variables(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replaces environment variables in strings, `${NAME}` or `${NAME:-default}`, so that a recipe suits any machine.
 
     Returns:
-        The tree, and a fault for each variable that is neither set nor has a default; it stays as it is written.
+        The tree, and a fault for each variable that is neither set nor has a default; it is left as written.
     """
     unset: dict[str, list[tuple[str, str]]] = {}  # variable to (setting, its value)
 
     def value_of(variable: re.Match[str]) -> str:
-        """As a shell has it: with a default, a variable that is set to nothing counts as not set."""
+        """As in a shell: with a default, a variable that is set but empty counts as unset."""
         name, default = variable[1], variable[2]
         return os.environ.get(name, variable[0]) if default is None else os.environ.get(name) or default
 
@@ -237,18 +239,18 @@ def expand(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 #
-# Pydantic checks how settings go together only where each of them is sound. So what is faulty is taken out or stood in
-# for, and the rest is checked again, until nothing new is found.
+# Pydantic checks combinations of settings only if each of them is valid. So faulty settings are removed or replaced by
+# placeholders and the rest is checked again, until no new fault appears.
 
 Key = tuple[int | str, ...]
-_SOUND_CORPUS = {"src": ["-"], "trg": ["-"]}  # a corpus has no settings of its own that would do
+_VALID_CORPUS = {"src": ["-"], "trg": ["-"]}  # a corpus without any settings is invalid
 
 
 def find_faults(tree: dict[str, Any]) -> list[str]:
-    """One line for each fault of a recipe's settings."""
+    """The faults of a recipe's settings, one line each."""
     tree = copy.deepcopy(tree)
     lines: list[str] = []
-    mended: set[Key] = set()
+    repaired: set[Key] = set()
     while True:
         try:
             Recipe.model_validate(tree)
@@ -258,26 +260,26 @@ def find_faults(tree: dict[str, Any]) -> list[str]:
         named: set[Key] = set()
         for fault in faults:
             where = ".".join(map(str, fault["loc"]))
-            for sentence, settings in _sentences(fault):
-                if not settings & mended:  # else it may come of the mending
+            for sentence, settings in _describe(fault):
+                if not settings & repaired:  # else a placeholder may have caused it
                     lines.append(f"{where}: {sentence}" if where else sentence)
                 named |= settings
-        if named <= mended:
+        if named <= repaired:
             return lines
         for setting in named:
-            _mend(tree, setting)
-        mended |= named
+            _repair(tree, setting)
+        repaired |= named
 
 
-def _sentences(fault: ErrorDetails) -> Iterator[tuple[str, set[Key]]]:
-    """What is wrong, and the settings it speaks of; several where one check found several."""
+def _describe(fault: ErrorDetails) -> Iterator[tuple[str, set[Key]]]:
+    """A sentence for each fault in one of Pydantic's errors, with the settings it names."""
     path, kind = fault["loc"], fault["type"]
     if kind == "value_error":
         for sentence in str(fault["ctx"]["error"]).split("\n"):
             keys = [(*path, *word.split(".")) for word in re.findall(r"\w+(?:\.\w+)*", sentence)]
             yield sentence, {key for key in keys if key[-1] in _known_at(key[:-1])} or {path}
     elif kind == "missing":
-        yield "missing; this setting has no default", {path}
+        yield "is missing; this setting has no default", {path}
     elif kind == "extra_forbidden":
         known = _known_at(path[:-1])
         if near := nearest(str(path[-1]), known):
@@ -298,13 +300,13 @@ def _sentences(fault: ErrorDetails) -> Iterator[tuple[str, set[Key]]]:
 
 
 def _known_at(path: Key) -> dict[str, FieldInfo]:
-    """The settings of the section at a path, none where there is no section."""
+    """The settings of the section at a path; none if there is no section."""
     section = _section_at(path)
     return section.model_fields if section else {}
 
 
 def _section_at(path: Key) -> type[BaseModel] | None:
-    """The section at a path, or None where there is none. A mapping of sections has one at every name."""
+    """The section at a path, or None. A mapping of sections has one under every name."""
     kind: Any = Recipe
     for name in path:
         if _is_section(kind):
@@ -319,9 +321,9 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _mend(tree: dict[str, Any], path: Key) -> None:
-    """Takes the setting at a path out of the tree, or puts a stand-in where it cannot be missing."""
-    for depth in range(1, len(path)):  # a corpus is stood in for as a whole, and a list goes with its item
+def _repair(tree: dict[str, Any], path: Key) -> None:
+    """Removes the setting at a path from the tree, or replaces it by a placeholder if it is required."""
+    for depth in range(1, len(path)):  # of a corpus or a list the whole, not a part of it
         if _section_at(path[:depth]) is Corpus or isinstance(path[depth], int):
             path = path[:depth]
             break
@@ -330,18 +332,18 @@ def _mend(tree: dict[str, Any], path: Key) -> None:
     for group in groups:
         node = node.get(group) if isinstance(node, dict) else None
     if not isinstance(node, dict):
-        return  # mended with a section above it, or never written
+        return  # a section above it has been repaired, or it is not in the tree
     field = _known_at(tuple(groups)).get(str(name))
     if _section_at(path) is Corpus or (field is not None and field.is_required()):
-        node[name] = _stand_in(field.annotation if field else Corpus)
+        node[name] = _placeholder(field.annotation if field else Corpus)
     else:
         node.pop(name, None)
 
 
-def _stand_in(kind: Any) -> Any:
-    """A sound value of a setting without default: a large number or a text, or a section of such."""
+def _placeholder(kind: Any) -> Any:
+    """A valid value for a setting without a default: a large number, a text, or a section of such."""
     if kind is Corpus:
-        return dict(_SOUND_CORPUS)
+        return dict(_VALID_CORPUS)
     if not _is_section(kind):
         return "-" if kind is str else 10**9
-    return {name: _stand_in(field.annotation) for name, field in kind.model_fields.items() if field.is_required()}
+    return {name: _placeholder(field.annotation) for name, field in kind.model_fields.items() if field.is_required()}

@@ -1,8 +1,8 @@
 """The recipe's sections: every setting with its type, its default and its checks.
 
-To add a setting: here, with its description and a default that changes nothing, since recipes, data and runs from
-before it are read with that; and a line in recipes/demo/admin_18l-18l.yaml, which explains them all. Comments name the
-table that has a row for each word of a setting.
+To add a setting, add it here with a description and a default that changes nothing, because older recipes, data and
+runs are read with that default. Also add a line to recipes/demo/admin_18l-18l.yaml, which explains every setting.
+Comments beside a setting name the table with a row for each of its values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
                 "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]  # model/blocks.py, `BLOCKS`
-# What a recipe is checked for, here again because a recipe is read without torch: see model/blocks.py.
+# Copies of attributes in model/blocks.py, because recipes are checked without importing torch.
 HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # `needs_history`
 PROFILED_BLOCKS = ("admin",)  # `profiled`
 Init = Literal["auto", "xavier", "xavier_separate", "depth_scaled"]
@@ -28,17 +28,17 @@ Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str)
 
 
 class Section(BaseModel):
-    """A group of settings: unknown keys and wrong types are faults, values cannot change after checking."""
+    """A group of settings. Unknown keys and wrong types are faults; values cannot change after the check."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
                               use_attribute_docstrings=True)
 
     def faults(self) -> Iterator[str]:
-        """What does not go together, a sentence each; settings by their names below this section."""
+        """Faults in the combination of settings, a sentence each, with names of settings relative to this section."""
         return iter(())
 
     @model_validator(mode="after")
-    def _go_together(self) -> Section:
+    def _check_combinations(self) -> Section:
         if faults := list(self.faults()):
             raise ValueError("\n".join(faults))
         return self
@@ -52,7 +52,7 @@ class Corpus(Section):
     trg: Files = Field(default_factory=list)
     """Files of their translations, line by line, as many files as in `src`."""
     tsv: Files = Field(default_factory=list)
-    """Files of tab-separated columns, in place of `src` and `trg`."""
+    """Files of tab-separated columns, instead of `src` and `trg`."""
     columns: list[Count] = Field(default=[1, 2], min_length=2, max_length=2)
     """The columns of source and target in the `tsv` files, counted from 1."""
 
@@ -62,13 +62,13 @@ class Corpus(Section):
         elif not self.tsv and not (self.src and self.trg):
             yield "give 'src' and 'trg' files, or 'tsv' files"
         elif len(self.src) != len(self.trg):
-            yield f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; they must pair up"
+            yield f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; give as many of one as of the other"
 
 
 class Filters(Section):
     """Which training pairs are left out. Lengths are in subword tokens, without bos and eos."""
 
-    # The filters that these settings are of: data/filters.py, `TEXT_FILTERS` and `LENGTH_FILTERS`.
+    # The filters themselves: data/filters.py, `TEXT_FILTERS` and `LENGTH_FILTERS`.
     max_tokens: Count = 250
     """A pair with more subword tokens than this on either side is left out."""
     max_ratio: Positive = 9.0
@@ -102,8 +102,8 @@ class Data(Section):
     """Sampled segmentations of the training text, used in turn by the epochs (BPE-dropout or unigram sampling);
     0: none, every epoch sees the best segmentation."""
     subword_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """How far sampled segmentations stray: with bpe the probability of leaving out a merge; with unigram the
-    power of a segmentation's probability, so that smaller strays further."""
+    """How much sampled segmentations vary: with bpe the probability of skipping a merge; with unigram the exponent
+    of a segmentation's probability (smaller: more variation)."""
 
 
 class Vocab(Section):
@@ -116,9 +116,9 @@ class Vocab(Section):
     shared: bool = True
     """One vocabulary for both languages."""
     byte_fallback: bool = False
-    """Write characters without a piece as bytes, instead of as unk."""
+    """Encode characters that have no piece as bytes, instead of as unk."""
     character_coverage: Annotated[float, Field(gt=0.9, le=1.0)] = 1.0
-    """The share of the text's characters that get a piece of their own."""
+    """The share of the text's characters that are in the vocabulary."""
     max_sentences: Count = 2_000_000
     """At most this many sentences of the training text are read for training the vocabulary."""
 
@@ -141,8 +141,8 @@ class Stack(Section):
     layers: Count = 6
     """Number of layers."""
     init: Init = "auto"
-    """Initial weights of matrices. `xavier` divides Xavier's bound of query, key and value by √2 (but for deepnorm);
-    `xavier_separate` keeps it whole; `depth_scaled` is `xavier` with every matrix times layers^-1/2. `auto` is
+    """Initial weights of matrices. `xavier` divides Xavier's bound of query, key and value by √2 (not with deepnorm);
+    `xavier_separate` does not; `depth_scaled` is `xavier` with every matrix times layers^-1/2. `auto` is
     `depth_scaled` for b2t and b2t_no_ln, as in their published code, and `xavier` for the others."""
     input_gain: bool = False
     """A trainable vector on the stack's input, 1 at first; a folded model keeps its first ω there."""
@@ -221,30 +221,30 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight decay: adamw and radamw shrink the weights themselves, the others add it to the gradient."""
     decay_norms_and_biases: bool | None = None
-    """Whether the decay is on every parameter, or on matrices alone; required if `weight_decay` is above 0."""
+    """Whether every parameter is decayed (true) or only matrices (false); required if `weight_decay` is above 0."""
 
     def faults(self) -> Iterator[str]:
         if self.momentum and self.name != "sgd":
-            yield (f"momentum ({self.momentum:g}) is of sgd, but name is {self.name}, whose momentum is the "
+            yield (f"momentum ({self.momentum:g}) needs name: sgd, but name is {self.name}, whose momentum is the "
                    "first of betas; remove momentum")
         if self.name == "sgd" and (self.betas, self.eps) != ([0.9, 0.98], 1e-9):
-            yield f"betas ({self.betas}) and eps ({self.eps:g}) are not of name: sgd; remove them"
+            yield f"betas ({self.betas}) and eps ({self.eps:g}) have no effect with name: sgd; remove them"
         if self.weight_decay and self.decay_norms_and_biases is None:
             yield (f"weight_decay ({self.weight_decay:g}) needs decay_norms_and_biases: true (every parameter) "
                    "or false (matrices alone)")
         if self.decay_norms_and_biases is False and not self.weight_decay:
-            yield "decay_norms_and_biases: false goes with a weight_decay, which is 0; set it to null"
+            yield "decay_norms_and_biases: false has no effect because weight_decay is 0; set it to null"
 
 
 class Schedule(Section):
     """The learning rate over updates: `warmup` updates of linear rise to the peak `optimizer.lr`, then the named curve.
 
-    inverse_sqrt without warm-up falls from update 1 on, to 1 % of the peak at 10,000. To hold the peak to update n
-    without a warm-up, use `name: step`, `warmup: 0`, `step_update: n`, `step_factor: 1.0`.
+    Without a warm-up, inverse_sqrt falls from update 1 on, to 1 % of the peak at update 10,000. To stay at the peak
+    until update n without a warm-up, use `name: step`, `warmup: 0`, `step_update: n`, `step_factor: 1.0`.
     """
 
     name: Literal["inverse_sqrt", "constant", "linear", "step"] = "inverse_sqrt"  # optim.py, `SCHEDULES`
-    """The curve after the warm-up. `step` is constant until an epoch begins or an update is reached; there the rate
+    """The curve after the warm-up. `step` is constant until an epoch begins or an update is reached; then the rate
     is multiplied by `step_factor`."""
     warmup: Annotated[int, Field(ge=0)] = 4000
     """Updates of linear rise to `optimizer.lr`; below `train.updates` with linear, below `step_update` with step."""
@@ -253,23 +253,23 @@ class Schedule(Section):
     step_epoch: Annotated[int, Field(ge=2)] | None = None
     """The epoch, counted from 1, at whose beginning the rate drops; step needs this or `step_update`."""
     step_update: Annotated[int, Field(ge=2)] | None = None
-    """The update at which the rate drops, in place of `step_epoch`."""
+    """The update at which the rate drops, instead of `step_epoch`."""
     step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """What the rate is multiplied by at the drop (with step only)."""
     after_step: Literal["constant", "inverse_sqrt"] = "inverse_sqrt"
     """The curve after the drop (with step only)."""
 
     def faults(self) -> Iterator[str]:
-        given = [place for place in (self.step_epoch, self.step_update) if place is not None]
+        given = [step for step in (self.step_epoch, self.step_update) if step is not None]
         if self.name == "step" and len(given) != 1:
-            yield f"name: step needs step_epoch or step_update, one of the two; {len(given)} are given"
+            yield f"name: step needs either step_epoch or step_update; {len(given)} of them are given"
         if self.name != "step" and given:
-            yield f"step_epoch and step_update are of name: step, but name is {self.name}; remove them"
+            yield f"step_epoch and step_update need name: step, but name is {self.name}; remove them"
         if self.name != "step" and (self.step_factor, self.after_step) != (0.1, "inverse_sqrt"):
-            yield (f"step_factor ({self.step_factor:g}) and after_step ({self.after_step}) are of name: step, "
+            yield (f"step_factor ({self.step_factor:g}) and after_step ({self.after_step}) need name: step, "
                    f"but name is {self.name}; remove them, or set them to 0.1 and inverse_sqrt")
         if self.final and self.name != "linear":
-            yield f"final ({self.final:g}) is of name: linear, but name is {self.name}; remove final"
+            yield f"final ({self.final:g}) needs name: linear, but name is {self.name}; remove final"
         if self.name == "step" and self.step_update is not None and self.step_update <= self.warmup:
             yield f"step_update ({self.step_update}) must be above warmup ({self.warmup})"
 
@@ -299,7 +299,7 @@ class Train(Section):
     keep_last: Count = 5
     """How many of the newest checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = 1
-    """How many of the checkpoints with the best validation are kept besides."""
+    """How many further checkpoints are kept: those with the best validation."""
     best_by: Literal["loss", "bleu"] = "loss"
     """What makes a validation the best: the lowest loss, or the highest BLEU, which needs
     `valid_bleu`."""
@@ -308,7 +308,7 @@ class Train(Section):
     valid_bleu: bool = True
     """Translate the validation text (greedily) and score it with BLEU."""
     valid_sentences: Annotated[int, Field(ge=0)] = 500
-    """How many sentences of the validation text are translated for that, from its beginning; 0: all."""
+    """How many sentences of the validation text, from its beginning, are translated for `valid_bleu`; 0: all."""
 
 
 class Parallel(Section):
@@ -317,18 +317,19 @@ class Parallel(Section):
     ds_config: str | None = None
     """A DeepSpeed JSON, such as `ds_configs/zero1.json`; null: plain PyTorch on one process, in fp32."""
     precision: Precision = "fp32"
-    """The number format of the computation, fp32 without a `ds_config`; weights and sums of gradients are kept in fp32
-    too."""
+    """The number format of forward and backward pass, fp32 without a `ds_config`; weights and sums of gradients are
+    also kept in fp32."""
     pipeline_stages: Annotated[int, Field(ge=0)] = 0
     """Stages of the pipeline that the model is split into, not with dlcl and dlcl_post; 0: no pipeline."""
     recompute_layers: Annotated[int, Field(ge=0)] = 0
-    """Layers in a group whose activations are computed twice to save memory; 0: all activations are kept."""
+    """Activation checkpointing: of each group of this many layers only the input is kept, and the rest is computed
+    again in the backward pass, to save memory; 0: all activations are kept."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads per process; 0: the machine's cores, shared among its processes."""
 
     def faults(self) -> Iterator[str]:
         if self.ds_config is None and self.precision != "fp32":
-            yield (f"precision ({self.precision}) needs a ds_config, but ds_config is null, which is plain "
+            yield (f"precision ({self.precision}) needs a ds_config, but ds_config is null, which means plain "
                    "PyTorch in fp32; set ds_config: ds_configs/zero1.json, or precision: fp32")
 
 
@@ -336,7 +337,7 @@ class LossScale(Section):
     """The dynamic loss scale of fp16; other precisions have none."""
 
     initial_power: Annotated[int, Field(ge=0, le=32)] = 13
-    """The loss scale is 2 to this power at first, and is halved after an overflow."""
+    """The loss scale starts at 2 to this power, and is halved after an overflow."""
     window: Count = 256
     """Updates in a row without an overflow after which the scale doubles."""
     floor: Positive = 0.03125
@@ -367,7 +368,7 @@ class Translate(Section):
     """A sentence is done when patience × beam hypotheses have ended among its best; null: when no better one can
     follow (with beam only)."""
     max_ratio: Positive = 2.0
-    """The longest output has max_ratio × source tokens + `max_extra` tokens."""
+    """An output has at most max_ratio × source tokens + `max_extra` tokens."""
     max_extra: Annotated[int, Field(ge=0)] = 20
     """Tokens of output allowed beyond `max_ratio` × source tokens."""
     batch_tokens: Count = 4096
@@ -377,14 +378,14 @@ class Translate(Section):
 
     def faults(self) -> Iterator[str]:
         if self.method == "beam" and self.nbest > self.beam:
-            yield f"nbest ({self.nbest}) cannot exceed beam ({self.beam})"
+            yield f"nbest ({self.nbest}) must not be above beam ({self.beam})"
         if self.method == "greedy" and self.nbest > 1:
-            yield f"nbest ({self.nbest}) needs method beam or sample"
+            yield f"nbest ({self.nbest}) needs method: beam or sample, but method is greedy; set nbest: 1"
         if self.temperature != 1.0 and self.method != "sample":
-            yield (f"temperature ({self.temperature:g}) is of method sample, but method is {self.method}; "
+            yield (f"temperature ({self.temperature:g}) needs method: sample, but method is {self.method}; "
                    "remove temperature, or set it to 1.0")
         if self.patience is not None and self.method != "beam":
-            yield (f"patience ({self.patience:g}) is of method beam, but method is {self.method}; remove "
+            yield (f"patience ({self.patience:g}) needs method: beam, but method is {self.method}; remove "
                    "patience, or set it to null")
 
 
@@ -425,17 +426,17 @@ class Recipe(Section):
             yield ("model.tied: all needs vocab.shared: true (one embedding cannot serve two vocabularies); "
                    "set model.tied: decoder")
         if self.data.filters.max_tokens + 1 > self.model.max_length:
-            yield (f"data.filters.max_tokens ({self.data.filters.max_tokens}) must leave room for eos within "
-                   f"model.max_length ({self.model.max_length})")
+            yield (f"data.filters.max_tokens ({self.data.filters.max_tokens}) must be below "
+                   f"model.max_length ({self.model.max_length}), to leave room for eos")
         if self.data.filters.max_tokens + 1 > self.batch.tokens:
-            yield (f"batch.tokens ({self.batch.tokens}) cannot hold one sentence of data.filters.max_tokens "
-                   f"({self.data.filters.max_tokens})")
-        whole = [f"model.{side}.block: {stack.block}" for side, stack in
-                 (("encoder", self.model.encoder), ("decoder", self.model.decoder)) if stack.block in HISTORY_BLOCKS]
-        if self.parallel.pipeline_stages and whole:
-            yield (f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot go with "
-                   f"{' and '.join(whole)}: each of its layers needs the outputs of all layers below, and "
-                   "stages hand on only the last; set parallel.pipeline_stages: 0, or take another block")
+            yield (f"batch.tokens ({self.batch.tokens}) must be above data.filters.max_tokens "
+                   f"({self.data.filters.max_tokens}), to hold the longest sentence with its eos")
+        history = [f"model.{side}.block: {stack.block}" for side, stack in
+                   (("encoder", self.model.encoder), ("decoder", self.model.decoder)) if stack.block in HISTORY_BLOCKS]
+        if self.parallel.pipeline_stages and history:
+            yield (f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot be combined with "
+                   f"{' and '.join(history)}: each of its layers needs the outputs of all layers below, but a "
+                   "stage sends on only the last; set parallel.pipeline_stages: 0, or choose another block")
         if self.train.best_by == "bleu" and not self.train.valid_bleu:
             yield "train.best_by: bleu needs train.valid_bleu: true"
         if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:
@@ -446,8 +447,8 @@ class Recipe(Section):
             if step is not None and end is not None and step > end:
                 yield f"schedule.step_{unit} ({step}) must not be above train.{unit}s ({end}), the run's end"
         if self.admin.profile is not None and not self.model.profiled:
-            yield (f"admin.profile ({self.admin.profile}) is of block: admin, but model.encoder.block is "
-                   f"{self.model.encoder.block} and model.decoder.block {self.model.decoder.block}; remove it")
+            yield (f"admin.profile ({self.admin.profile}) needs block: admin, but model.encoder.block is "
+                   f"{self.model.encoder.block} and model.decoder.block is {self.model.decoder.block}; remove it")
         if self.data.subword_variants and self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
             yield ("data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same "
-                   "text again; set data.subword_alpha to 0.1")
+                   "segmentation several times; set data.subword_alpha to 0.1")

@@ -1,4 +1,4 @@
-"""Recipes: what is read, and the sentence each fault gets."""
+"""Reading recipes, and the message for each fault."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recipe_file(tmp_path: Path) -> Path:
 
 
 def changed(**settings: Any) -> dict[str, Any]:
-    """The small recipe's tree with settings changed (`model__width=3`); None takes one out."""
+    """The small recipe's tree with settings changed (`model__width=3`); None removes a setting."""
     tree: dict[str, Any] = copy.deepcopy(yaml.safe_load(SMALL))
     for key, value in settings.items():
         *parents, name = key.split("__")
@@ -79,18 +79,18 @@ def test_dumped_recipe_loads_equal(recipe_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "0.001", "1.0e-3", ".1e-2", "+1e-3"])
-def test_numbers_are_numbers(recipe_file: Path, text: str) -> None:
+def test_numbers_in_any_notation_are_numbers(recipe_file: Path, text: str) -> None:
     assert load_recipe(recipe_file, [f"optimizer.lr={text}"]).optimizer.lr == 0.001
 
 
-def test_overrides_are_applied_in_turn_and_make_their_groups(recipe_file: Path) -> None:
+def test_overrides_are_applied_in_order_and_make_missing_groups(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["model.encoder.layers=3", "model.encoder.layers=18", "train.updates=300"])
     assert (recipe.model.encoder.layers, recipe.train.updates) == (18, 300)
     assert load_recipe(recipe_file, ["parallel.ds_config=null"]).parallel.ds_config is None
     assert load_recipe(recipe_file, ["run=a=b"]).run == "a=b"
 
 
-def test_environment_variables_are_put_in(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_expanded(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPNMT_TEST_TEXTS", "some/where")
     recipe = load_recipe(recipe_file, ["data.train.src=['${DEEPNMT_TEST_TEXTS}/a', b]", "data.train.trg=[a, b]"])
     assert recipe.data.train.src == ["some/where/a", "b"]
@@ -121,28 +121,29 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__ffn": 7, "model__decoder__block": "looks_linear"},
      ["model: ffn (7) must be even with block: looks_linear: half of it mirrors the other half"]),
     ({"parallel__pipeline_stages": 2, "model__encoder__block": "dlcl", "model__decoder__block": "dlcl_post"},
-     ["parallel.pipeline_stages (2) cannot go with model.encoder.block: dlcl and model.decoder.block: dlcl_post: each "
-      "of its layers needs the outputs of all layers below, and stages hand on only the last; set "
-      "parallel.pipeline_stages: 0, or take another block"]),
+     ["parallel.pipeline_stages (2) cannot be combined with model.encoder.block: dlcl and model.decoder.block: "
+      "dlcl_post: each of its layers needs the outputs of all layers below, but a stage sends on only the last; set "
+      "parallel.pipeline_stages: 0, or choose another block"]),
     ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation"]),
     ({"data__test": "x"}, ["data.test: is 'x', must be a valid mapping"]),
     ({"optimizer__betas": [0.9]}, ["optimizer.betas: is [0.9], must have at least 2 items, not 1"]),
-    ({"train__updates": None}, ["train.updates: missing; this setting has no default"]),
-    ({"data": None}, ["data: missing; this setting has no default"]),
+    ({"train__updates": None}, ["train.updates: is missing; this setting has no default"]),
+    ({"data": None}, ["data: is missing; this setting has no default"]),
     ({"data__train": {"src": "a"}}, ["data.train: give 'src' and 'trg' files, or 'tsv' files"]),
     ({"data__valid__tsv": "a"}, ["data.valid: give either 'tsv' or 'src' and 'trg', not both"]),
     ({"data__train": {"src": ["a", "b"], "trg": "c"}},
-     ["data.train: 'src' names 2 files and 'trg' 1; they must pair up"]),
+     ["data.train: 'src' names 2 files and 'trg' 1; give as many of one as of the other"]),
     ({"model__width": 65, "model__heads": 4},
      ["model: width (65) must be a multiple of heads (4)",
       "model: width (65) must be even: positions are half sines, half cosines"]),
-    ({"translate__nbest": 6}, ["translate: nbest (6) cannot exceed beam (5)"]),
-    ({"translate": {"method": "greedy", "nbest": 2}}, ["translate: nbest (2) needs method beam or sample"]),
+    ({"translate__nbest": 6}, ["translate: nbest (6) must not be above beam (5)"]),
+    ({"translate": {"method": "greedy", "nbest": 2}},
+     ["translate: nbest (2) needs method: beam or sample, but method is greedy; set nbest: 1"]),
     ({"translate__temperature": 0.7},
-     ["translate: temperature (0.7) is of method sample, but method is beam; remove temperature, or set it to 1.0"]),
+     ["translate: temperature (0.7) needs method: sample, but method is beam; remove temperature, or set it to 1.0"]),
     ({"translate": {"method": "greedy", "patience": 1.0, "temperature": 2.0}},
-     ["translate: temperature (2) is of method sample, but method is greedy; remove temperature, or set it to 1.0",
-      "translate: patience (1) is of method beam, but method is greedy; remove patience, or set it to null"]),
+     ["translate: temperature (2) needs method: sample, but method is greedy; remove temperature, or set it to 1.0",
+      "translate: patience (1) needs method: beam, but method is greedy; remove patience, or set it to null"]),
     ({"run": ""}, ["run: is '', must have at least 1 character"]),
     ({"data__folder": ""}, ["data.folder: is '', must have at least 1 character"]),
     ({"optimizer__lr": float("inf"), "data__filters__max_ratio": float("nan")},
@@ -151,8 +152,9 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["model.tied: all needs vocab.shared: true (one embedding cannot serve two vocabularies); "
       "set model.tied: decoder"]),
     ({"model__max_length": 100},
-     ["data.filters.max_tokens (250) must leave room for eos within model.max_length (100)"]),
-    ({"batch__tokens": 250}, ["batch.tokens (250) cannot hold one sentence of data.filters.max_tokens (250)"]),
+     ["data.filters.max_tokens (250) must be below model.max_length (100), to leave room for eos"]),
+    ({"batch__tokens": 250},
+     ["batch.tokens (250) must be above data.filters.max_tokens (250), to hold the longest sentence with its eos"]),
     ({"train": {"updates": 5, "best_by": "bleu", "valid_bleu": False}},
      ["train.best_by: bleu needs train.valid_bleu: true"]),
     ({"schedule": {"name": "linear", "warmup": 10}},
@@ -160,33 +162,33 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"optimizer": {"weight_decay": 0.1}},
      ["optimizer: weight_decay (0.1) needs decay_norms_and_biases: true (every parameter) or false (matrices alone)"]),
     ({"optimizer": {"decay_norms_and_biases": False}},
-     ["optimizer: decay_norms_and_biases: false goes with a weight_decay, which is 0; set it to null"]),
+     ["optimizer: decay_norms_and_biases: false has no effect because weight_decay is 0; set it to null"]),
     ({"optimizer": {"name": "sgd", "betas": [0.9, 0.99], "eps": 1e-8}},
-     ["optimizer: betas ([0.9, 0.99]) and eps (1e-08) are not of name: sgd; remove them"]),
+     ["optimizer: betas ([0.9, 0.99]) and eps (1e-08) have no effect with name: sgd; remove them"]),
     ({"schedule": {"final": 1e-5, "step_factor": 0.5}},
-     ["schedule: step_factor (0.5) and after_step (inverse_sqrt) are of name: step, but name is inverse_sqrt; remove "
+     ["schedule: step_factor (0.5) and after_step (inverse_sqrt) need name: step, but name is inverse_sqrt; remove "
       "them, or set them to 0.1 and inverse_sqrt",
-      "schedule: final (1e-05) is of name: linear, but name is inverse_sqrt; remove final"]),
+      "schedule: final (1e-05) needs name: linear, but name is inverse_sqrt; remove final"]),
     ({"schedule": {"name": "step", "warmup": 0, "step_epoch": 50}, "train": {"updates": 10, "epochs": 3}},
      ["schedule.step_epoch (50) must not be above train.epochs (3), the run's end"]),
     ({"schedule": {"name": "step", "warmup": 0, "step_update": 400}},
      ["schedule.step_update (400) must not be above train.updates (10), the run's end"]),
     ({"admin__profile": "omega.json", "model__encoder__block": "post_ln", "model__decoder__block": "b2t"},
-     ["admin.profile (omega.json) is of block: admin, but model.encoder.block is post_ln and model.decoder.block b2t; "
-      "remove it"]),
+     ["admin.profile (omega.json) needs block: admin, but model.encoder.block is post_ln and model.decoder.block is "
+      "b2t; remove it"]),
     ({"data__subword_variants": 2, "data__subword_alpha": 0.0},
-     ["data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same text again; "
-      "set data.subword_alpha to 0.1"]),
+     ["data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same segmentation "
+      "several times; set data.subword_alpha to 0.1"]),
 ]
 
 
 @pytest.mark.parametrize(("settings", "sentences"), FAULTS, ids=["+".join(settings) for settings, _ in FAULTS])
-def test_a_fault_gets_its_sentence(settings: dict[str, Any], sentences: list[str]) -> None:
+def test_each_fault_has_its_message(settings: dict[str, Any], sentences: list[str]) -> None:
     assert faults_of(changed(**settings)) == sentences
 
 
-def test_all_faults_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong values, a section at odds with itself, a missing setting, a missing variable, settings at odds."""
+def test_all_faults_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong values, a missing setting, an unset variable, and settings that contradict each other."""
     monkeypatch.delenv("DEEPNMT_TEST_NONE", raising=False)
     tree = changed(run=None, modle=1, model__encoder__layers=0, model__width=66, model__heads=4, vocab__shared=False,
                    data__folder="${DEEPNMT_TEST_NONE}/x", data__train={"src": "a"}, batch__tokens=20,
@@ -197,12 +199,12 @@ def test_all_faults_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         "batch.tokens", "data.filters.max_tokens", "data.test.news.tsv.0:", "train.updates:", "train.best_by:"])
 
 
-def test_no_fault_is_made_up_by_the_default_that_stands_in() -> None:
-    """max_tokens 600 is too much for the default max_length, but the user's max_length is only misspelt in value."""
+def test_a_default_that_replaces_a_faulty_value_causes_no_further_fault() -> None:
+    """max_tokens 600 is too much for the default max_length, but the user's max_length is only of the wrong type."""
     tree = changed(data__filters__max_tokens=600, model__max_length="1024", model__heads="3", model__width=63)
     assert [line.split(":")[0] for line in faults_of(tree)] == ["model.heads", "model.max_length", "model"]
     tree = changed(train__updates=None, schedule={"name": "linear", "warmup": 4000})
-    assert faults_of(tree) == ["train.updates: missing; this setting has no default"]
+    assert faults_of(tree) == ["train.updates: is missing; this setting has no default"]
 
 
 def test_every_missing_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +243,10 @@ def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> Non
     ("- 1\n", "must be a mapping of settings, not list"),
     ("", "must be a mapping of settings, not NoneType"),
     ("1: 2\n", "1:"),
-    ("model: &a {encoder: *a}\n", "is not valid YAML: groups stand in each other more than 50 deep; an alias "
-                                      "(*name) may stand within its own anchor"),
-    ("a: " + 1000 * "[", "groups stand in each other more than 50 deep"),
-    ("a: " + 60 * "[" + 60 * "]", "groups stand in each other more than 50 deep"),
+    ("model: &a {encoder: *a}\n", "is not valid YAML: groups are nested more than 50 deep; check for an alias "
+                                      "(*name) inside its own anchor"),
+    ("a: " + 1000 * "[", "groups are nested more than 50 deep"),
+    ("a: " + 60 * "[" + 60 * "]", "groups are nested more than 50 deep"),
     ("a: 2026-13-01\n", "is not valid YAML: month must be in 1..12"),
 ])
 def test_faulty_files(tmp_path: Path, text: str, message: str) -> None:
@@ -258,7 +260,7 @@ def test_faulty_files(tmp_path: Path, text: str, message: str) -> None:
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     with user_error(r"there is no recipe .*none\.yaml; recipes/ holds"):
         load_recipe(tmp_path / "none.yaml")
-    with user_error(r"holds no recipe\.yaml; give a recipe or the folder of a run"):
+    with user_error(r"holds no recipe\.yaml; give a recipe, or the folder of a run"):
         load_recipe(tmp_path)
     (tmp_path / "latin.yaml").write_bytes("run: Läufe".encode("latin-1"))
     with user_error("cannot be read"):
@@ -273,7 +275,7 @@ def test_yaml_anchors_may_be_merged(tmp_path: Path) -> None:
     assert (recipe.model.decoder.layers, recipe.model.decoder.block) == (2, "b2t")
 
 
-def test_the_tree_given_is_left_alone() -> None:
+def test_checking_does_not_change_the_tree() -> None:
     tree = changed(model__heads="x", data__train={"src": "a"})
     before = copy.deepcopy(tree)
     faults_of(tree)
@@ -287,7 +289,7 @@ def test_the_tree_given_is_left_alone() -> None:
     ("ds_configs/pipeline_zero0_fp32.json", "ds_configs/zero0.json", "fp32"),
 ])
 def test_layouts_of_version_0_1_are_understood(old: str, layout: str, precision: str, recipe_file: Path) -> None:
-    """In a recipe, and on the command line over one of today."""
+    """In a recipe, and as an override of a recipe of today."""
     for lines in ([f"parallel={{ds_config: {old}, pipeline_stages: 2}}"],
                   ["parallel={ds_config: ds_configs/zero1.json, precision: bf16, pipeline_stages: 2}",
                    f"parallel.ds_config={old}"]):
@@ -295,30 +297,30 @@ def test_layouts_of_version_0_1_are_understood(old: str, layout: str, precision:
         assert (parallel.ds_config, parallel.precision, parallel.pipeline_stages) == (layout, precision, 2)
 
 
-def test_null_is_fp32_on_the_command_line(recipe_file: Path) -> None:
+def test_ds_config_null_on_the_command_line_means_fp32(recipe_file: Path) -> None:
     lines = ["parallel={ds_config: ds_configs/zero1.json, precision: bf16}", "parallel.ds_config=null"]
     assert load_recipe(recipe_file, lines).parallel == Parallel()
 
 
-@pytest.mark.parametrize(("lines", "said"), [
+@pytest.mark.parametrize(("lines", "message"), [
     (["parallel.ds_config=ds_configs/zero1_bf16.json", "parallel.precision=fp16"],
      "which is in bf16, but parallel.precision is fp16; set parallel.ds_config=ds_configs/zero1.json"),
     (["parallel.ds_config=ds_configs/pipeline_zero1_bf16.json"], "is for pipelines, but parallel.pipeline_stages is 0"),
     (["parallel.precision=bf16", "parallel.ds_config=null"], "parallel: precision (bf16) needs a ds_config"),
 ])
-def test_layouts_that_contradict_themselves(lines: list[str], said: str, recipe_file: Path) -> None:
+def test_layouts_that_contradict_themselves(lines: list[str], message: str, recipe_file: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(recipe_file, lines)
-    assert said in str(caught.value) and str(caught.value).count("\n") == 1
+    assert message in str(caught.value) and str(caught.value).count("\n") == 1
 
 
-def test_a_file_of_ones_own_keeps_its_name(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_users_file_with_an_old_layouts_name_is_kept(recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "zero1_bf16.json").write_text("{}")
     parallel = load_recipe(recipe_file, [f"parallel.ds_config={tmp_path}/zero1_bf16.json"]).parallel
     assert (parallel.ds_config, parallel.precision) == (f"{tmp_path}/zero1_bf16.json", "bf16")
 
 
-def test_settings_of_a_checked_recipe_are_changed_and_checked(recipe_file: Path) -> None:
+def test_with_settings_checks_the_changed_recipe(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file)
     changed = with_settings(recipe, {"model": recipe.model, "model.encoder.layers": 7, "optimizer.lr": 0.5})
     assert (changed.model.encoder.layers, changed.optimizer.lr) == (7, 0.5) and changed.data == recipe.data

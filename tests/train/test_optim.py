@@ -74,9 +74,9 @@ def test_the_step_at_an_epoch_is_that_at_its_first_update() -> None:
 
 
 @pytest.mark.parametrize(("settings", "said"), [
-    ({"name": "step"}, "schedule: name: step needs step_epoch or step_update, one of the two; 0 are given"),
-    ({"name": "step", "step_epoch": 3, "step_update": 5000}, "one of the two; 2 are given"),
-    ({"name": "constant", "step_epoch": 3}, "are of name: step, but name is constant; remove them"),
+    ({"name": "step"}, "schedule: name: step needs either step_epoch or step_update; 0 of them are given"),
+    ({"name": "step", "step_epoch": 3, "step_update": 5000}, "needs either step_epoch or step_update; 2 of them are given"),
+    ({"name": "constant", "step_epoch": 3}, "need name: step, but name is constant; remove them"),
     ({"name": "step", "step_update": 4000}, r"step_update \(4000\) must be above warmup \(4000\)"),
     ({"name": "step", "step_epoch": 1}, "schedule.step_epoch: is 1, must be greater than or equal to 2"),
 ])
@@ -86,7 +86,7 @@ def test_a_step_that_says_too_little_or_too_much(settings: dict[str, object], sa
 
 
 def test_momentum_is_of_sgd() -> None:
-    with pytest.raises(UserError, match=r"optimizer: momentum \(0.9\) is of sgd, but name is adam"):
+    with pytest.raises(UserError, match=r"optimizer: momentum \(0.9\) needs name: sgd, but name is adam"):
         recipe_of({"momentum": 0.9})
 
 
