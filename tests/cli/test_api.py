@@ -156,7 +156,7 @@ def test_mistakes(run: deepnmt.Run, prepared: Path, tmp_path: Path, monkeypatch:
         deepnmt.average(tmp_path)
     with user_error(r"did you mean train.updates\?"):
         deepnmt.train(recipe, {"train.updatse": 3})
-    with user_error("run: missing"):
+    with user_error("run: is missing"):
         deepnmt.read_recipe({"seed": 3})
     with user_error("there is no prepared data"):
         deepnmt.train(recipe, {"run": tmp_path / "run", "data.folder": tmp_path / "nowhere"})

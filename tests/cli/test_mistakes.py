@@ -40,7 +40,7 @@ def test_every_fault_of_a_recipe_at_once(prepared: Path, tool: Tool, tmp_path: P
                   "width (16) must be a multiple of heads (3)",
                   "model.dropout: is 1.5", "vocab.size: is 'large'", "data.valid: give 'src' and 'trg' files",
                   "the environment variable DEEPNMT_NOWHERE is not set", "optimiser: unknown setting; did you mean",
-                  "train.updates: missing", "model.encoder.block: is 'post'"):
+                  "train.updates: is missing", "model.encoder.block: is 'post'"):
         assert sum(words in fault for fault in faults) == 1, words
     assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
 

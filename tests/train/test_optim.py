@@ -75,7 +75,7 @@ def test_the_step_at_an_epoch_is_that_at_its_first_update() -> None:
 
 @pytest.mark.parametrize(("settings", "said"), [
     ({"name": "step"}, "schedule: name: step needs either step_epoch or step_update; 0 of them are given"),
-    ({"name": "step", "step_epoch": 3, "step_update": 5000}, "needs either step_epoch or step_update; 2 of them are given"),
+    ({"name": "step", "step_epoch": 3, "step_update": 5000}, "needs either .* 2 of them are given"),
     ({"name": "constant", "step_epoch": 3}, "need name: step, but name is constant; remove them"),
     ({"name": "step", "step_update": 4000}, r"step_update \(4000\) must be above warmup \(4000\)"),
     ({"name": "step", "step_epoch": 1}, "schedule.step_epoch: is 1, must be greater than or equal to 2"),
