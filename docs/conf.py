@@ -44,8 +44,11 @@ def notebook_as_markdown(notebook: str) -> str:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
         for output in cell.get("outputs", ()):
-            printed = output.get("text") or output.get("data", {}).get("text/plain", "")
-            if printed := "".join(printed).rstrip():
+            data = output.get("data", {})
+            printed = output.get("text") or data.get("text/plain", "")
+            if "image/png" in data:
+                parts.append(f"![a figure](data:image/png;base64,{''.join(data['image/png'].split())})")
+            elif printed := "".join(printed).rstrip():
                 parts.append(f"```text\n{printed}\n```")
     return "\n\n".join(parts)
 
