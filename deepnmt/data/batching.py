@@ -1,8 +1,8 @@
-"""Micro-batches: which sentences stand together, in which order, and as which arrays.
+"""Micro-batches: how sentences are grouped, in which order, and as which arrays.
 
-A plan is a pure function of (lengths, token budget, seed, epoch), so every process knows all of it and a position in
-training is (epoch, micro-batch). Random numbers are the raw output of a bit generator, the one stream that NumPy
-promises to keep between versions, and all sorts are stable, so no machine sees another order.
+A plan is a pure function of (lengths, token budget, seed, epoch). So every process computes the same plan, and a
+position in training is (epoch, micro-batch). The order is the same on every machine: all sorts are stable, and random
+numbers are the raw output of a bit generator, which NumPy guarantees not to change between versions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS, PAD
 
 # Target-length groups per square root of the number of micro-batches. Each group is sorted by source length, so fewer
-# groups pad the target more, and more groups the source. On captions, everyday sentences and parliament speeches, with
-# 1,024 to 8,192 tokens a micro-batch, 1.5 lies within 0.9 points of the best of ten values between 0.5 and 20.
+# groups mean more padding of targets, and more groups mean more padding of sources. On captions, everyday sentences and
+# parliament speeches, with 1,024 to 8,192 tokens a micro-batch, the padding with 1.5 is within 0.9 percentage points of
+# the best of ten values between 0.5 and 20.
 GROUPS = 1.5
 
 
 def random_order(count: int, *seeds: int) -> Indices:
-    """A random permutation of `count` numbers, the same for the same seeds on every machine and NumPy version."""
+    """A random permutation, int64 [count]: the same for the same seeds on every machine and with every NumPy."""
     keys = np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
     return np.argsort(keys, kind="stable")
 
@@ -38,7 +39,7 @@ class EpochPlan:
     Attributes:
         order: int64 [N], every sentence index once.
         starts: int64 [M+1]; micro-batch m is order[starts[m]:starts[m+1]].
-        waste: the share of padding in all positions of both sides, 0 to 1.
+        waste: the share of padding in all positions of both sides, from 0 to 1.
     """
 
     order: Indices
@@ -50,16 +51,20 @@ class EpochPlan:
 
     def __getitem__(self, m: int) -> Indices:
         if not 0 <= m < len(self):
-            raise IndexError(f"there is no micro-batch {m} in a plan of {len(self)}")
+            raise IndexError(f"micro-batch {m} of a plan with {len(self)}")
         return self.order[self.starts[m]:self.starts[m + 1]]
 
 
 def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: int, epoch: int) -> EpochPlan:
-    """The micro-batches of one epoch, in random order: sentences of like lengths together, other neighbours each time.
+    """The micro-batches of one epoch in random order, each of sentences of similar length, grouped anew every epoch.
 
-    Every micro-batch has `sentences * longest <= tokens` on both sides, lengths (int32 [N]) counting eos. Groups of
-    near target length, their edges shifted at random, are walked through by source length, up and down in turn; ties
-    fall at random.
+    Sentences are divided into groups of similar target length, whose boundaries are shifted at random. Each group is
+    sorted by source length, alternately ascending and descending, with ties in random order, and the whole sequence is
+    split into micro-batches with `sentences * longest <= tokens` on both sides.
+
+    Args:
+        src_lengths, trg_lengths: int32 [N], including eos.
+        tokens: the budget of a micro-batch.
 
     Raises:
         UserError: a sentence is longer than `tokens`.
@@ -79,23 +84,23 @@ def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: in
     highest = int(src.max(initial=0))
     snake = group * (highest + 1) + np.where(group % 2 == 0, src, highest - src)
     order = by_target[np.argsort(snake, kind="stable")]
-    starts = _cut(longer[order], tokens)
+    starts = _batch_starts(longer[order], tokens)
     waste = _waste(src_lengths[order], trg_lengths[order], starts)
     return EpochPlan(*_shuffle(order, starts, random_order(len(starts) - 1, seed, epoch, 2)), waste)
 
 
 def plan_eval(src_lengths: Lengths, trg_lengths: Lengths, tokens: int) -> EpochPlan:
-    """Micro-batches in order of length, longest first (memory runs out at once or never); nothing is random.
+    """Micro-batches in descending order of length, so that memory runs out at once or never. Nothing is random.
 
-    A sentence longer than `tokens` stands alone, so that none is left out.
+    A sentence longer than `tokens` is a micro-batch by itself, so that all sentences are included.
     """
     order = np.lexsort((np.arange(len(src_lengths)), -src_lengths, -trg_lengths))
-    starts = _cut(np.maximum(src_lengths, trg_lengths)[order], tokens)
+    starts = _batch_starts(np.maximum(src_lengths, trg_lengths)[order], tokens)
     return EpochPlan(order, starts, _waste(src_lengths[order], trg_lengths[order], starts))
 
 
-def _cut(longer: npt.NDArray[np.integer], tokens: int) -> Indices:
-    """Boundaries [M+1] of the longest runs with `sentences * longest <= tokens`; a run holds at least one."""
+def _batch_starts(longer: npt.NDArray[np.integer], tokens: int) -> Indices:
+    """The `starts` [M+1] of an `EpochPlan`: each micro-batch takes as many sentences as fit, but at least one."""
     starts = [0]
     while starts[-1] < len(longer):
         start = starts[-1]
@@ -114,16 +119,16 @@ def _waste(src: Lengths, trg: Lengths, starts: Indices) -> float:
 
 
 def _shuffle(order: Indices, starts: Indices, permutation: Indices) -> tuple[Indices, Indices]:
-    """`order` and `starts` with whole micro-batches moved: the m-th becomes the former `permutation[m]`-th."""
+    """`order` and `starts` with the micro-batches permuted: the new m-th is the old `permutation[m]`-th."""
     sizes = np.diff(starts)[permutation]
-    moved = np.concatenate([[0], np.cumsum(sizes)])
-    at = np.arange(len(order)) + np.repeat(starts[:-1][permutation] - moved[:-1], sizes)
-    return order[at], moved
+    new_starts = np.concatenate([[0], np.cumsum(sizes)])
+    indices = np.arange(len(order)) + np.repeat(starts[:-1][permutation] - new_starts[:-1], sizes)
+    return order[indices], new_starts
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the endless sequence of epochs: the next micro-batch is number `index` of `epoch`, both from 0."""
+    """A position in the endless sequence of epochs: the next micro-batch is number `index` of `epoch`, both from 0."""
 
     epoch: int
     index: int
@@ -137,10 +142,10 @@ class Update:
     """The micro-batches of one update.
 
     Attributes:
-        batches: this process's share.
+        batches: this process's micro-batches.
         tokens: target tokens of all processes' micro-batches together.
-        passes: how often the training text was seen before this update.
-        next: the position after it.
+        passes: passes over the training text before this update.
+        next: the position after this update.
     """
 
     batches: list[Batch]
@@ -150,22 +155,22 @@ class Update:
 
 
 class Stream:
-    """The micro-batches of all epochs, one after the other. Reaching any position costs one epoch's plan."""
+    """The micro-batches of all epochs, one after the other. To jump to any position costs one epoch's plan."""
 
     def __init__(self, split: Split, tokens: int, seed: int) -> None:
-        """`tokens` is the budget of a micro-batch. Raises `UserError` where the split is empty."""
+        """`tokens` is the budget of a micro-batch. Raises `UserError` if the split is empty."""
         if len(split) == 0:
             raise UserError(f"the {split.name} text has 0 sentences; give another corpus, or loosen data.filters")
         self._plain, self._tokens, self._seed = split, tokens, seed
         self._epoch = -1
 
     def split(self, epoch: int) -> Split:
-        """The sentences as epoch `epoch` sees them: sampled segmentation `epoch mod variants`, or the plain one."""
+        """The sentences of an epoch: sampled segmentation `epoch mod variants`, or the plain one if there is none."""
         self._enter(epoch)
         return self._split
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The plan of one epoch; the last one asked for is kept."""
+        """The plan of one epoch; the last one is cached."""
         self._enter(epoch)
         return self._plan
 
@@ -174,7 +179,7 @@ class Stream:
         return len(self.plan(epoch))
 
     def waste(self, epoch: int) -> float:
-        """The share of padding in an epoch, 0 to 1."""
+        """The share of padding in an epoch, from 0 to 1."""
         return self.plan(epoch).waste
 
     def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
@@ -182,15 +187,17 @@ class Stream:
         return collate(self.split(epoch), self.plan(epoch)[index], (epoch << 32) + index, device)
 
     def update(self, position: Position, count: int, rank: int, world: int, device: torch.device) -> Update:
-        """The `count` micro-batches from `position` on, over ends of epochs, shared among `world` in turn.
+        """The next `count` micro-batches from `position` on, dealt out to `world` ranks in turn.
+
+        An update may span the end of an epoch.
 
         Raises:
-            UserError: the epoch has fewer micro-batches than the position says: data or `batch.tokens` have changed.
+            UserError: the epoch has fewer micro-batches than `position.index`: data or `batch.tokens` have changed.
         """
         epoch, index = position.epoch, position.index
         if index > self.epoch_size(epoch):
             raise UserError(f"training stopped at micro-batch {index} of epoch {epoch}, which now has "
-                            f"{self.epoch_size(epoch)}; go on with the data and batch.tokens the run began with")
+                            f"{self.epoch_size(epoch)}; resume with the data and batch.tokens the run began with")
         passes = epoch + index / self.epoch_size(epoch)
         batches, tokens = [], 0
         for number in range(count):
@@ -213,9 +220,9 @@ class Stream:
 
 
 def collate(split: Split, indices: Indices | Sequence[int], key: int, device: torch.device) -> Batch:
-    """The sentences `indices` (at least one) of a split as one micro-batch, in this order, pad behind the sentences.
+    """The sentences `indices` (at least one) of a split as one micro-batch, in this order, padded on the right.
 
-    Its tensors: src [B, S], pieces + eos; src_lengths [B], eos counted; trg_in [B, T], bos + pieces; trg_out [B, T],
+    Its tensors: src [B, S], pieces + eos; src_lengths [B], including eos; trg_in [B, T], bos + pieces; trg_out [B, T],
     pieces + eos.
     """
     rows = np.asarray(indices, dtype=np.int64)

@@ -1,6 +1,6 @@
-"""Text to pieces in several processes. Order and result do not depend on how many there are.
+"""Segments text into pieces in several processes. The result does not depend on their number.
 
-Pairs travel in chunks of a fixed number, and a chunk's random segmentations are seeded by its number alone.
+Pairs are sent in chunks of fixed size, and a chunk's random segmentations are seeded by its number alone.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnmt.config import Filters
-from deepnmt.data.filters import KEPT, Verdicts, judge_lengths
+from deepnmt.data.filters import KEPT, Codes, filter_by_length
 from deepnmt.data.prepared import Tokens
 from deepnmt.data.subwords import SAMPLERS
 from deepnmt.data.text import Pair
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 
-CHUNK = 2000  # pairs; another number would seed the random segmentations otherwise
+CHUNK = 2000  # pairs; another size would change the random segmentations
 SEED = 1
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """What is to be done with every pair; `filters` None keeps all pairs, as validation and tests need it.
+class EncodingJob:
+    """How to encode the pairs of a text.
 
-    `kind` and `alpha` serve the sampled segmentations.
+    Attributes:
+        src_model, trg_model: SentencePiece models.
+        filters: None keeps all pairs, as for validation and test texts.
+        variants: the number of sampled segmentations, of this `kind` and `alpha`.
     """
 
     src_model: bytes
@@ -51,38 +54,42 @@ class Encoding:
 
 
 class Pieces(NamedTuple):
-    """Sentences one after the other: `tokens` uint16, and `lengths` int64 [N] in pieces."""
+    """N concatenated sentences: `tokens` uint16 of all of them, and `lengths` int64 [N] in pieces."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
 
 
 class Chunk(NamedTuple):
-    """The pairs of one chunk that were kept: `sides[v]` is (source, target), the plain segmentation at v = 0 and
-    sampled segmentation k at v = k + 1. `verdicts` judges all pairs of the chunk."""
+    """The encoded pairs of one chunk.
+
+    Attributes:
+        sides: of the pairs kept, [source, target] of each segmentation: first the plain one, then the sampled ones.
+        codes: for all pairs of the chunk, whether they were kept or why not (see `filters.py`).
+    """
 
     sides: list[list[Pieces]]
-    verdicts: Verdicts
+    codes: Codes
 
 
 class Encoder:
-    """Does an `Encoding`, chunk by chunk, in one process."""
+    """Performs an `EncodingJob` in one process, chunk by chunk."""
 
-    def __init__(self, job: Encoding) -> None:
+    def __init__(self, job: EncodingJob) -> None:
         self._job = job
         self._vocabs = [Vocabulary(job.src_model), Vocabulary(job.trg_model)]
         self._samplers = [SAMPLERS[job.kind](vocab, job.alpha) for vocab in self._vocabs] if job.variants else []
 
     def __call__(self, number: int, pairs: list[Pair]) -> Chunk:
-        """Encodes chunk `number`. A sampled segmentation that is too long gives way to the plain one."""
+        """Encodes chunk `number`. A sampled segmentation that is too long is replaced by the plain one."""
         filters = self._job.filters
         texts = [list(side) for side in zip(*pairs)]
         plain = [vocab.encode_batch(side) for vocab, side in zip(self._vocabs, texts)]
-        verdicts = np.full(len(pairs), KEPT, dtype=np.uint8)
+        codes = np.full(len(pairs), KEPT, dtype=np.uint8)
         if filters:
             src, trg = (_pack(side).lengths for side in plain)
-            verdicts = judge_lengths(src, trg, filters)
-        kept = np.flatnonzero(verdicts == KEPT).tolist()
+            codes = filter_by_length(src, trg, filters)
+        kept = np.flatnonzero(codes == KEPT).tolist()
         texts = [[side[i] for i in kept] for side in texts]
         plain = [[side[i] for i in kept] for side in plain]
         sides = [[_pack(side) for side in plain]]
@@ -95,7 +102,7 @@ class Encoder:
                     sampled = [some if len(some) <= filters.max_tokens else best
                                for some, best in zip(sampled, plain[side])]
                 sides[-1].append(_pack(sampled))
-        return Chunk(sides, verdicts)
+        return Chunk(sides, codes)
 
 
 def _pack(sentences: list[list[int]]) -> Pieces:
@@ -103,18 +110,18 @@ def _pack(sentences: list[list[int]]) -> Pieces:
     return Pieces(flat, np.fromiter(map(len, sentences), dtype=np.int64))
 
 
-def encode_pairs(pairs: Iterable[Pair], job: Encoding, workers: int) -> Iterator[Chunk]:
+def encode_pairs(pairs: Iterable[Pair], job: EncodingJob, workers: int) -> Iterator[Chunk]:
     """Encodes pairs in `workers` processes, in order. Only a few chunks per process are in memory at a time.
 
     Raises:
-        UserError: a process was killed, as systems do when memory runs out.
+        UserError: a process was killed, for example because memory ran out.
     """
     stream = iter(pairs)
     chunks = enumerate(iter(lambda: list(itertools.islice(stream, CHUNK)), []))
     if workers == 1:
         yield from itertools.starmap(Encoder(job), chunks)
         return
-    # Processes are spawned, not forked: a fork beside the threads of PyTorch or of the progress line can deadlock.
+    # Processes are spawned, because a fork can deadlock if PyTorch or the progress bar has threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job,)) as pool:
         pending: deque[Future[Chunk]] = deque()
@@ -126,8 +133,8 @@ def encode_pairs(pairs: Iterable[Pair], job: Encoding, workers: int) -> Iterator
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise UserError(f"one of the {workers} processes that encode the text was killed, perhaps for want of "
-                            "memory; set data.workers lower") from None
+            raise UserError(f"one of the {workers} processes that encode the text was killed, perhaps because memory "
+                            "ran out; set data.workers lower") from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -135,7 +142,7 @@ def encode_pairs(pairs: Iterable[Pair], job: Encoding, workers: int) -> Iterator
 _encoder: Encoder  # of a worker process, set once when it starts
 
 
-def _start_worker(job: Encoding) -> None:
+def _start_worker(job: EncodingJob) -> None:
     global _encoder
     end_with_parent()
     _encoder = Encoder(job)
@@ -146,11 +153,11 @@ def _run_worker(number: int, pairs: list[Pair]) -> Chunk:
 
 
 def submit(pool: ProcessPoolExecutor, work: Callable[..., T], *arguments: object) -> Future[T]:
-    """Like `pool.submit`, in whose course processes start. These never see Ctrl-C, even while they import.
+    """Like `pool.submit`, but the processes that it starts ignore Ctrl-C, even while they import.
 
-    A terminal sends it to every process, and each would end with a traceback of its own.
+    A terminal sends Ctrl-C to every process, and each would print its own traceback.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process has the mask of its parent
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits the mask
     try:
         return pool.submit(work, *arguments)
     finally:
@@ -158,7 +165,7 @@ def submit(pool: ProcessPoolExecutor, work: Callable[..., T], *arguments: object
 
 
 def end_with_parent() -> None:
-    """Called in a process of a pool, which would else wait for ever on a queue whose other end was killed."""
+    """Ends this process of a pool when its parent dies; otherwise it would wait for ever on the parent's queue."""
     def watch() -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None

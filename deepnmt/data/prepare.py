@@ -1,8 +1,8 @@
-"""`deepnmt prepare`: from the texts a recipe names to its folder of token arrays.
+"""`deepnmt prepare`: converts the texts of a recipe into a folder of token arrays.
 
-The training text is read three times as a stream (to judge the pairs, to train the vocabulary, to encode), the others
-twice. The result is a function of the texts and the settings in `prepared.prepared_settings`: neither the number of
-processes nor `recipe.seed` changes a byte, so that runs with several seeds share one folder.
+The training text is streamed three times (to filter the pairs, to train the vocabulary, to encode), the others twice.
+The result depends on the texts and the settings in `prepared.prepared_settings` only. Neither the number of processes
+nor `recipe.seed` changes a byte, so that runs with several seeds share one folder.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from filelock import FileLock, Timeout
 
 from deepnmt.config import Corpus, Recipe
 from deepnmt.data.batching import plan_epoch, random_order
-from deepnmt.data.encoding import CHUNK, SEED, Encoding, encode_pairs
-from deepnmt.data.filters import KEPT, Verdicts, judge_texts, tally
+from deepnmt.data.encoding import CHUNK, SEED, EncodingJob, encode_pairs
+from deepnmt.data.filters import KEPT, Codes, filter_by_text, tally
 from deepnmt.data.prepared import (
-    WAY_OUT,
+    REMEDY,
     PreparedData,
     SideWriter,
+    changed_texts_error,
     check_settings,
     corpora,
-    is_here,
-    other_texts,
+    on_this_machine,
     prepared_settings,
     variant_stem,
     write_manifest,
@@ -43,14 +43,14 @@ from deepnmt.tokens import UNK
 
 
 def prepare(recipe: Recipe) -> Path:
-    """Prepares `recipe.data` and returns its folder; a folder that is up to date is left as it is.
+    """Prepares `recipe.data` and returns its folder; a folder that is up to date is not changed.
 
-    The work is done in `<folder>.partial` and renamed at the end, so a killed run leaves no half-made folder; the next
-    run clears what it left. Nothing that exists is overwritten. Steps and counts go to stderr, with the time left.
+    The folder is written as `<folder>.partial` and renamed at the end. So a killed run leaves no incomplete folder, and
+    the next run deletes what it left. Nothing that exists is overwritten. Progress and counts go to standard error.
 
     Raises:
-        UserError: a text is faulty; `vocab.size` does not suit it; the filters leave nothing; the folder holds
-            something else, or data of other settings or texts; it cannot be written; another process is writing it.
+        UserError: a text is faulty; `vocab.size` does not suit it; the filters leave out all pairs; the folder holds
+            other files, or data of other settings or texts; it cannot be written; another process is writing it.
     """
     folder = Path(recipe.data.folder)
     texts = corpora(recipe)
@@ -60,71 +60,72 @@ def prepare(recipe: Recipe) -> Path:
     for corpus in texts.values():
         input_files(corpus)
     try:
-        with _written_aside(folder) as aside:
-            _build(recipe, texts, aside)
+        with _atomic_folder(folder) as partial:
+            _build(recipe, texts, partial)
     except OSError as error:
         raise UserError(f"data.folder {folder} cannot be written: {error.strerror or error}; free space there or set "
                         "another folder") from None
     data = PreparedData.open(folder)
     for name, split in data.manifest["splits"].items():
-        print_status(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; left out: {_reasons(split['left_out'])}; "
-                    f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
-                    f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}")
+        print_status(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; "
+                     f"left out: {_format_reasons(split['left_out'])}; "
+                     f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
+                     f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}")
     train = data.split("train")
     plan = plan_epoch(train.src_lengths, train.trg_lengths, recipe.batch.tokens, recipe.seed, 0)
     print_status(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
-                f"{plan.waste:.1%} of the positions are padding")
+                 f"{plan.waste:.1%} of the positions are padding")
     return folder
 
 
-def _counting(what: str, total: int | None = None) -> AbstractContextManager[Progress]:
-    """To be told how many pairs are done; the time left is shown where the total is known."""
+def _show_pairs(what: str, total: int | None = None) -> AbstractContextManager[Progress]:
+    """Shows how many pairs are done, and an ETA if the total is known."""
     return show_progress(f"{what}: {{:,}}{f' of {total:,}' if total else ''} pairs", desc=what, total=total,
                        unit=" pairs", unit_scale=True, mininterval=0.5)
 
 
-def _reading(name: str, corpus: Corpus) -> Iterator[Pair]:
-    """The pairs of a text, counted."""
-    with _counting(f"{name}: reading") as progress:
+def _read_with_progress(name: str, corpus: Corpus) -> Iterator[Pair]:
+    """The pairs of a text, with progress."""
+    with _show_pairs(f"{name}: reading") as progress:
         for done, pair in enumerate(read_pairs(corpus), start=1):
             progress(done)
             yield pair
 
 
 def _fingerprints(corpus: Corpus) -> list[dict[str, Any]]:
-    """Name, size and hash of a corpus's files; folders are left out, for they differ between machines."""
+    """Name, size and hash of a corpus's files, without their folders, which differ between machines."""
     return [{"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)} for file in input_files(corpus)]
 
 
 def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedData) -> None:
-    """Raises `UserError` where a folder is not what this recipe would prepare, naming the first difference.
+    """Raises `UserError`, naming the first difference, if a folder is not what this recipe would prepare.
 
-    Original texts may be gone from this machine: then there is nothing to compare, and the folder serves as it is.
+    Texts that are not on this machine are not compared.
     """
     for name, corpus in texts.items():
         if name not in data.splits:
-            raise UserError(f"prepared data {data.folder} has no {name}, which the recipe names; {WAY_OUT}")
-        if not is_here(corpus):
+            raise UserError(f"prepared data {data.folder} has no {name}, which the recipe names; {REMEDY}")
+        if not on_this_machine(corpus):
             print_status(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
             continue
         then, now = ([(f["bytes"], f["sha256"]) for f in files]
                      for files in (data.manifest["inputs"][name], _fingerprints(corpus)))
         if then != now:
-            raise other_texts(data, name)
+            raise changed_texts_error(data, name)
     check_settings(recipe, data)
     data.verify()
     print_status(f"{data.folder} is up to date")
 
 
 @contextmanager
-def _written_aside(folder: Path) -> Iterator[Path]:
-    """A new folder to fill, which becomes `folder` at the end, or vanishes if anything fails on the way."""
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to fill, which is renamed to `folder` at the end, or deleted after an exception."""
     target = Path(os.path.abspath(folder))
     partial = target.with_name(f"{target.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(partial / ".lock")  # the system lets go of it even if this process is killed
+    lock = FileLock(partial / ".lock")  # the system releases it even if this process is killed
     if any(partial.iterdir()) and not Path(lock.lock_file).exists():
-        raise UserError(f"{partial} is needed for writing {folder} aside, but holds other files; move it away")
+        raise UserError(f"{folder} is written as {partial} first, but that folder holds other files; move it away")
     try:
         lock.acquire(blocking=False)
     except Timeout:
@@ -140,20 +141,20 @@ def _written_aside(folder: Path) -> Iterator[Path]:
 
 
 def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
-    """Fills an empty folder. The short texts come first, so that a fault in them shows before the long work."""
+    """Fills an empty folder. The short texts come first, so that their faults are reported before the long work."""
     data, vocab = recipe.data, recipe.vocab
     inputs = {name: _fingerprints(corpus) for name, corpus in texts.items()}
-    verdicts: dict[str, Verdicts] = {}
+    codes: dict[str, Codes] = {}
     for name in [*(name for name in texts if name != "train"), "train"]:
-        pairs = _reading(name, texts[name])
-        verdicts[name] = judge_texts(pairs, data.filters) if name == "train" else _copy_text(folder, name, pairs)
-    _require_pairs(verdicts["train"])
+        pairs = _read_with_progress(name, texts[name])
+        codes[name] = filter_by_text(pairs, data.filters) if name == "train" else _copy_text(folder, name, pairs)
+    _require_pairs(codes["train"])
 
     print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}")
-    # It is trained on the pairs kept, or on so many of them drawn at random.
+    # It is trained on the pairs that were kept, or on a random sample of them.
     most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
-    kept = np.flatnonzero(verdicts["train"] == KEPT)
-    chosen = np.zeros(len(verdicts["train"]), dtype=bool)
+    kept = np.flatnonzero(codes["train"] == KEPT)
+    chosen = np.zeros(len(codes["train"]), dtype=bool)
     chosen[kept if len(kept) <= most else kept[random_order(len(kept), SEED)[:most]]] = True
 
     def text(*sides: int) -> Iterator[str]:
@@ -168,53 +169,53 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
         trained = Vocabulary(model)
         vocabs[side] = {"size": trained.size, "sha256": trained.fingerprint}
 
-    job = Encoding(models[0], models[-1])
+    job = EncodingJob(models[0], models[-1])
     sampled = replace(job, filters=data.filters, variants=data.subword_variants, kind=vocab.kind,
                       alpha=data.subword_alpha)
-    splits = {name: _encode(folder, name, texts[name], judged, sampled if name == "train" else job,
+    splits = {name: _encode(folder, name, texts[name], text_codes, sampled if name == "train" else job,
                             data.workers or len(os.sched_getaffinity(0)))
-              for name, judged in verdicts.items()}
+              for name, text_codes in codes.items()}
     write_manifest(folder, {"settings": prepared_settings(recipe), "inputs": inputs, "vocab": vocabs,
                             "splits": splits})
 
 
-def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Verdicts:
-    """Keeps the text of a split, one sentence a line, and all of its pairs."""
+def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Codes:
+    """Copies the text of a split, one sentence a line; all its pairs are kept."""
     count = write_pairs([folder / f"{name}.{side}.txt" for side in ("src", "trg")], pairs)
     return np.full(count, KEPT, dtype=np.uint8)
 
 
-def _encode(folder: Path, name: str, corpus: Corpus, verdicts: Verdicts, job: Encoding, workers: int
+def _encode(folder: Path, name: str, corpus: Corpus, codes: Codes, job: EncodingJob, workers: int
             ) -> dict[str, Any]:
-    """Writes a split's arrays and returns its counts for the manifest. Pairs that `verdicts` leaves out are skipped."""
+    """Writes a split's arrays and returns its counts for the manifest. Pairs that `codes` leaves out are skipped."""
     stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
     writers = [[SideWriter(folder, f"{stem}.{side}") for side in ("src", "trg")] for stem in stems]
-    kept = np.flatnonzero(verdicts == KEPT)
-    judged: list[Verdicts] = []
+    kept = np.flatnonzero(codes == KEPT)
+    encoded: list[Codes] = []
     unknown = [0, 0]
-    pairs = (pair for pair, verdict in zip(read_pairs(corpus), verdicts, strict=True) if verdict == KEPT)
-    with _counting(f"{name}: encoding", len(kept)) as progress:
+    pairs = (pair for pair, code in zip(read_pairs(corpus), codes, strict=True) if code == KEPT)
+    with _show_pairs(f"{name}: encoding", len(kept)) as progress:
         for chunk in encode_pairs(pairs, job, min(workers, 1 + len(kept) // CHUNK)):
             for sides, side_writers in zip(chunk.sides, writers, strict=True):
                 for pieces, writer in zip(sides, side_writers):
                     writer.add(*pieces)
             for side, pieces in enumerate(chunk.sides[0]):
                 unknown[side] += int(np.count_nonzero(pieces.tokens == UNK))
-            judged.append(chunk.verdicts)
-            progress(sum(map(len, judged)))
-    final = verdicts.copy()
-    final[kept] = np.concatenate(judged)
+            encoded.append(chunk.codes)
+            progress(sum(map(len, encoded)))
+    final = codes.copy()
+    final[kept] = np.concatenate(encoded)
     _require_pairs(final)
     return {"read": len(final), "pairs": int(np.count_nonzero(final == KEPT)), "left_out": tally(final),
             "src_tokens": writers[0][0].end, "trg_tokens": writers[0][1].end, "src_unknown": unknown[0],
             "trg_unknown": unknown[1], "variants": job.variants}
 
 
-def _require_pairs(verdicts: Verdicts) -> None:
-    if not np.any(verdicts == KEPT):
-        raise UserError(f"data.filters leave out all {len(verdicts)} training pairs ({_reasons(tally(verdicts))}); "
+def _require_pairs(codes: Codes) -> None:
+    if not np.any(codes == KEPT):
+        raise UserError(f"data.filters leave out all {len(codes)} training pairs ({_format_reasons(tally(codes))}); "
                         "loosen them, or give another corpus")
 
 
-def _reasons(left_out: dict[str, int]) -> str:
+def _format_reasons(left_out: dict[str, int]) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in left_out.items() if count) or "none"

@@ -1,4 +1,4 @@
-"""A folder of prepared data: memory-mapped token arrays, two vocabularies, and a manifest that is written last.
+"""Prepared data: a folder of memory-mapped token arrays and two vocabularies, with a manifest that is written last.
 
 `manifest.json` holds the settings, the inputs' hashes, the vocabularies' fingerprints, counts for every split, and the
 size and hash of every other file. For a side of a split, e.g. `train.src`:
@@ -6,9 +6,9 @@ size and hash of every other file. For a side of a split, e.g. `train.src`:
     train.src.tokens        uint16, little-endian: the pieces of all sentences, without bos and eos
     train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
     train.v03.src.tokens    the same for sampled segmentation 3 of the training text
-    valid.src.txt           the text itself, one sentence a line; not kept for the training text
+    valid.src.txt           the text itself, one sentence a line; not for the training text
 
-`open_prepared` is the way to the data of a recipe, and sees to it that it was made with this recipe's settings.
+`open_prepared` opens the data of a recipe and checks that it was made with the recipe's settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deepnmt.tokens import EOS, PAD
 
 FORMAT, VERSION = "deepnmt-data", 1
 TOKEN, OFFSET = np.dtype("<u2"), np.dtype("<i8")
-WAY_OUT = "set data.folder to a new folder, or, if no run is to go on with this one, delete it to prepare it again"
+REMEDY = "set data.folder to a new folder, or, if no run needs this one any more, delete it to prepare it again"
 _AGAIN = "delete the folder and run deepnmt prepare again"
 
 Lengths = npt.NDArray[np.int32]
@@ -40,7 +40,10 @@ Indices = npt.NDArray[np.int64]
 
 
 class SideWriter:
-    """Appends sentences to the two arrays of one side. Files are open only while written: variants may be many."""
+    """Appends sentences to the two arrays of one side.
+
+    Files are open only during `add`, because there may be many variants.
+    """
 
     def __init__(self, folder: Path, stem: str) -> None:
         self._tokens, self._offsets = folder / f"{stem}.tokens", folder / f"{stem}.offsets"
@@ -49,7 +52,7 @@ class SideWriter:
         self._offsets.write_bytes(np.zeros(1, OFFSET).tobytes())
 
     def add(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
-        """Adds sentences of `lengths` pieces each, whose pieces stand one after the other in `tokens`."""
+        """Adds concatenated sentences: `tokens` of all of them, and `lengths` [N] in pieces."""
         for file, array in ((self._tokens, tokens.astype(TOKEN)),
                             (self._offsets, self.end + np.cumsum(lengths, dtype=OFFSET))):
             with open(file, "ab") as stream:
@@ -58,12 +61,12 @@ class SideWriter:
 
 
 def variant_stem(split: str, k: int) -> str:
-    """How the files of a split's `k`-th sampled segmentation begin."""
+    """The first part of the names of the files of a split's `k`-th sampled segmentation."""
     return f"{split}.v{k:02d}"
 
 
 def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
-    """Completes a folder: every file in it is flushed to the disk, hashed and listed, then the manifest is written."""
+    """Completes a folder: syncs and hashes every file in it, then writes the manifest that lists them."""
     files = {}
     for file in sorted(folder.iterdir()):
         with open(file, "rb") as stream:
@@ -78,15 +81,19 @@ def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
 
 
 class Side:
-    """One side of a split: N sentences in memory-mapped arrays, each seen up to `limit - 1` pieces."""
+    """One side of a split: N sentences in memory-mapped arrays, each truncated to `limit - 1` pieces.
+
+    Attributes:
+        lengths: int32 [N], pieces + eos.
+    """
 
     def __init__(self, folder: Path, stem: str, limit: int | None) -> None:
         self._tokens, self._offsets = (
-            np.memmap(file, kind, "r") if file.stat().st_size else np.zeros(0, kind)  # what is empty cannot be mapped
+            np.memmap(file, kind, "r") if file.stat().st_size else np.zeros(0, kind)  # empty files cannot be mapped
             for file, kind in ((folder / f"{stem}.tokens", TOKEN), (folder / f"{stem}.offsets", OFFSET)))
         pieces = np.diff(self._offsets)
         self._pieces = pieces if limit is None else np.minimum(pieces, limit - 1)
-        self.lengths: Lengths = (self._pieces + 1).astype(np.int32)  # eos is counted
+        self.lengths: Lengths = (self._pieces + 1).astype(np.int32)
 
     def __getitem__(self, i: int) -> Tokens:
         """The pieces of sentence `i`, without bos and eos."""
@@ -97,9 +104,9 @@ class Side:
         """The sentences `indices` [B] as pieces + eos, padded to the longest: ids [B, L] and lengths [B]."""
         pieces = self._pieces[indices][:, None]
         columns = np.arange(int(pieces.max()) + 1)
-        at = np.where(columns < pieces, self._offsets[indices][:, None] + columns, -1)
-        ids = np.full(at.shape, PAD, dtype=np.int64)
-        ids[at >= 0] = self._tokens[at[at >= 0]]
+        position = np.where(columns < pieces, self._offsets[indices][:, None] + columns, -1)
+        ids = np.full(position.shape, PAD, dtype=np.int64)
+        ids[position >= 0] = self._tokens[position[position >= 0]]
         ids[columns == pieces] = EOS
         return ids, pieces[:, 0] + 1
 
@@ -126,29 +133,29 @@ class Split:
 
     @property
     def source_per_target(self) -> float:
-        """Source tokens for each target token, eos counted."""
+        """Source tokens for each target token, including eos."""
         return float(self.src_lengths.mean() / self.trg_lengths.mean())
 
     def variant(self, k: int) -> Split:
         """The `k`-th sampled segmentation of the same sentences, `0 <= k < variants`."""
         if not 0 <= k < self.variants:
-            raise IndexError(f"{self.name} has {self.variants} sampled segmentations, there is no number {k}")
+            raise IndexError(f"sampled segmentation {k} of {self.name}, which has {self.variants}")
         return Split(self._folder, self.name, self.variants, k, self._limit)
 
     def truncated(self, limit: int) -> Split:
-        """The plain segmentation with no sentence over `limit` tokens, eos counted and kept.
+        """The plain segmentation with every sentence truncated to `limit` tokens, including eos.
 
-        Validation and test texts are stored whole, whatever their length; a loss over them needs no more than
-        `model.max_length` tokens a sentence.
+        Validation and test texts are stored in full; their loss must not use more than `model.max_length` tokens of a
+        sentence.
         """
         return Split(self._folder, self.name, self.variants, limit=limit)
 
     def src_text(self) -> list[str]:
-        """The source text as it was given, whitespace around it stripped. Not kept for the training text."""
+        """The source text, a string for each sentence, without surrounding whitespace. Not for the training text."""
         return self._text("src")
 
     def trg_text(self) -> list[str]:
-        """The target text as it was given, whitespace around it stripped. Not kept for the training text."""
+        """The target text, a string for each sentence, without surrounding whitespace. Not for the training text."""
         return self._text("trg")
 
     def _text(self, side: str) -> list[str]:
@@ -156,17 +163,17 @@ class Split:
 
 
 class PreparedData:
-    """A complete folder of prepared data; `open` is the way to one."""
+    """A complete folder of prepared data; made by `open`."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest
 
     @classmethod
     def open(cls, folder: str | Path) -> PreparedData:
-        """Opens a folder after comparing every file's size with the manifest; contents are compared by `verify`.
+        """Opens a folder and compares the size of every file with the manifest; `verify` compares contents.
 
         Raises:
-            UserError: the folder is missing, incomplete, or not one of this version of deepnmt.
+            UserError: the folder is missing, incomplete, or of another format.
         """
         folder = Path(folder)
         file = folder / "manifest.json"
@@ -182,8 +189,8 @@ class PreparedData:
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise UserError(f"{file} is not a manifest of deepnmt's prepared data; set data.folder to another folder")
         if manifest.get("version") != VERSION:
-            raise UserError(f"{folder} was prepared in format version {manifest.get('version')}, this deepnmt reads "
-                            f"{VERSION}; {_AGAIN}")
+            raise UserError(f"{folder} was prepared in format version {manifest.get('version')}, but this deepnmt "
+                            f"reads {VERSION}; {_AGAIN}")
         if missing := [key for key in ("settings", "inputs", "vocab", "splits", "files")
                        if not isinstance(manifest.get(key), dict)]:
             raise UserError(f"{file} lacks {', '.join(missing)}; {_AGAIN}")
@@ -191,19 +198,19 @@ class PreparedData:
             if not (folder / name).is_file():
                 raise UserError(f"prepared data {folder} is incomplete: {name} is missing; {_AGAIN}")
             if (size := (folder / name).stat().st_size) != entry.get("bytes"):
-                raise UserError(f"prepared data {folder} is damaged: {name} has {size} bytes, its manifest says "
-                                f"{entry.get('bytes')}; {_AGAIN}")
+                raise UserError(f"prepared data {folder} is damaged: {name} has {size} bytes, but "
+                                f"{entry.get('bytes')} according to its manifest; {_AGAIN}")
         return cls(folder, manifest)
 
     def verify(self) -> None:
-        """Reads every file and compares its hash with the manifest. Raises `UserError` at the first difference."""
+        """Compares the hash of every file with the manifest. Raises `UserError` at the first difference."""
         for name, entry in self.manifest["files"].items():
             if sha256(self.folder / name) != entry.get("sha256"):
                 raise UserError(f"prepared data {self.folder} is damaged: {name} differs from its manifest; {_AGAIN}")
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 of the manifest, and so of settings, inputs and every array: equal where the data is equal."""
+        """The SHA-256 of the manifest, which holds settings and hashes of all files: equal data, equal fingerprint."""
         return sha256(self.folder / "manifest.json")
 
     @property
@@ -212,13 +219,13 @@ class PreparedData:
         return list(self.manifest["splits"])
 
     def split(self, name: str) -> Split:
-        """Raises `UserError` where there is no such split."""
+        """One of `splits`. Raises `UserError` if there is no such split."""
         if name not in self.splits:
             raise UserError(f"prepared data {self.folder} has no split {name!r}; it has {', '.join(self.splits)}")
         return Split(self.folder, name, self.manifest["splits"][name]["variants"])
 
     def vocabs(self) -> tuple[Vocabulary, Vocabulary]:
-        """The source and target vocabularies, of equal bytes where they are shared."""
+        """The source and target vocabularies; equal if they are shared."""
         return Vocabulary.load(self.folder / "src.spm"), Vocabulary.load(self.folder / "trg.spm")
 
 
@@ -226,14 +233,13 @@ def open_prepared(recipe: Recipe, texts: bool = True, verify: bool = False) -> P
     """The recipe's prepared data, to train from.
 
     Args:
-        texts: whether the texts for training and validation must still be those that were prepared, as far as their
-            sizes tell and they are on this machine. A run that was begun has its data's fingerprint to go by, and goes
-            on whatever became of the texts.
-        verify: whether every file is read and compared with its hash, and not its size alone.
+        texts: check that the training and validation texts, if they are on this machine, still have the sizes they had
+            when they were prepared. A resumed run compares its data's fingerprint instead, and does not need the texts.
+        verify: compare the hash of every file with the manifest, and not only its size.
 
     Raises:
-        UserError: it is missing or damaged, or was made with another vocabulary, other filters or segmentation, or from
-            other texts.
+        UserError: the data is missing or damaged, or was made with another vocabulary, other filters or segmentation,
+            or from other texts.
     """
     data = PreparedData.open(recipe.data.folder)
     check_settings(recipe, data)
@@ -241,35 +247,37 @@ def open_prepared(recipe: Recipe, texts: bool = True, verify: bool = False) -> P
         data.verify()
     for name, corpus in (("train", recipe.data.train), ("valid", recipe.data.valid)) if texts else ():
         then = data.manifest["inputs"].get(name)
-        if then and is_here(corpus) and [f["bytes"] for f in then] != [f.stat().st_size for f in input_files(corpus)]:
-            raise other_texts(data, name)
+        if not then or not on_this_machine(corpus):
+            continue
+        if [f["bytes"] for f in then] != [f.stat().st_size for f in input_files(corpus)]:
+            raise changed_texts_error(data, name)
     return data
 
 
 def check_settings(recipe: Recipe, data: PreparedData) -> None:
-    """Raises `UserError` naming the first setting that differs from those a folder was prepared with."""
-    # a filter that was not there then left out nothing, which is its default
+    """Raises `UserError`, naming the first setting that differs, if a folder was prepared with other settings."""
+    # a filter newer than the data counts as its default, which leaves nothing out
     then = _filters_and_vocab(Filters(), Vocab()) | data.manifest["settings"]
     for key, value in prepared_settings(recipe).items():
         if then.get(key) != value:
-            raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, the recipe says "
-                            f"{value}; {WAY_OUT}")
+            raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, but the recipe has "
+                            f"{value}; {REMEDY}")
 
 
-def is_here(corpus: Corpus) -> bool:
-    """Whether a corpus is on this machine, all its files; prepared data serves without."""
+def on_this_machine(corpus: Corpus) -> bool:
+    """Whether all files of a corpus are on this machine; prepared data can be used without them."""
     return all(Path(file).exists() for file in [*corpus.src, *corpus.trg, *corpus.tsv])
 
 
-def other_texts(data: PreparedData, name: str) -> UserError:
-    """The fault of data made from other texts for a split than the recipe names."""
+def changed_texts_error(data: PreparedData, name: str) -> UserError:
+    """The error if a split was prepared from other texts than the recipe names."""
     return UserError(f"prepared data {data.folder} was made from other texts than the recipe's data.{name} names, or "
                      "they have changed since; set data.folder to a new folder to prepare these, or put the old ones "
                      "back")
 
 
 def prepared_settings(recipe: Recipe) -> dict[str, Any]:
-    """All settings that the prepared bytes depend on, by their dotted names."""
+    """The settings that prepared data depends on, by their dotted keys."""
     data = recipe.data
     settings = _filters_and_vocab(data.filters, recipe.vocab)
     settings["data.subword_variants"] = data.subword_variants
@@ -284,8 +292,7 @@ def _filters_and_vocab(filters: Filters, vocab: Vocab) -> dict[str, Any]:
 
 
 def corpora(recipe: Recipe) -> dict[str, Corpus]:
-    """Every text of the recipe under the name of its split. Raises `UserError` for a test's name with other characters
-    than file names can hold."""
+    """The texts of the recipe by the name of their split. Raises `UserError` if a test's name cannot be a file name."""
     for name in recipe.data.test:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
             raise UserError(f"data.test.{name}: a test's name becomes part of file names; use letters, digits, '_', "

@@ -1,4 +1,4 @@
-"""A TSV of sentence pairs into training, validation and test texts that share no sentence."""
+"""Splits a TSV of sentence pairs into training, validation and test texts that share no sentence."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def split_tsv(
 ) -> dict[str, int]:
     """Writes `train.SRC`, `train.TRG`, `valid.SRC`, ... into `folder` and returns the number of pairs in each.
 
-    A target sentence with several sources stands in one text with all its pairs, and which one is a function of the
-    sentence alone, so that a later, larger corpus moves no sentence. Sentences that differ in case, punctuation or
-    spaces are one. Validation and test keep one pair of each target sentence. A training pair whose source stands in
-    either of them is left out, and so is a validation pair whose source stands in the test.
+    All pairs of a target sentence go into the same text, which depends on that sentence alone; so a later, larger
+    corpus moves no sentence to another text. Sentences that differ only in case, punctuation or spaces count as the
+    same. Validation and test texts keep one pair of each target sentence. A training pair is left out if its source is
+    in the validation or test text, and a validation pair if its source is in the test text.
 
     Args:
-        tsv: plain or packed.
+        tsv: plain or compressed.
         columns: of source and target, counted from 1.
-        langs: of source and target: the endings of the files.
+        langs: of source and target: the suffixes of the files.
         valid, test: how many of every 1,000 target sentences.
 
     Raises:
-        UserError: see `read_pairs`; a share or column is out of range; columns or endings are one; a text would be
-            empty, or take the place of `tsv`; the folder cannot be written.
+        UserError: see `read_pairs`; a share or column is out of range; columns or suffixes are the same; a text would
+            be empty, or overwrite `tsv`; the folder cannot be written.
     """
     if valid < 1 or test < 1 or valid + test >= 1000:
         raise UserError(f"{valid} + {test} of 1,000 sentences cannot be held out; give 1 or more for validation and "
@@ -38,12 +38,12 @@ def split_tsv(
         raise UserError(f"--columns is {columns[0]} {columns[1]}, must be two different columns counted from 1, for "
                         "example 1 2")
     if langs[0] == langs[1] or any(not lang or "/" in lang for lang in langs):
-        raise UserError(f"--langs is {langs[0]!r} {langs[1]!r}, must be two different endings of files without a /, "
+        raise UserError(f"--langs is {langs[0]!r} {langs[1]!r}, must be two different file suffixes without a /, "
                         "for example de en")
-    # Texts must not take the place of `tsv`, which is read while they are written.
+    # `tsv` is read while the texts are written, so none of them may overwrite it
     for name in ("train", "valid", "test"):
         for lang in langs:
-            with suppress(OSError):  # one of them is not there
+            with suppress(OSError):  # one of the two does not exist
                 if tsv.samefile(folder / f"{name}.{lang}"):
                     raise UserError(f"{tsv} would be overwritten by {name}.{lang} in {folder}; name another folder")
 
@@ -53,16 +53,16 @@ def split_tsv(
     for pair in read_pairs(corpus):
         name = split_of(pair[1], valid, test)
         if name != "train":
-            first[name].setdefault(key(pair[1]), pair)
-            sources[name].add(key(pair[0]))
+            first[name].setdefault(normalised(pair[1]), pair)
+            sources[name].add(normalised(pair[0]))
     kept = {name: list(pairs.values()) for name, pairs in first.items()}
-    kept["valid"] = [pair for pair in kept["valid"] if key(pair[0]) not in sources["test"]]
+    kept["valid"] = [pair for pair in kept["valid"] if normalised(pair[0]) not in sources["test"]]
     if not (kept["valid"] and kept["test"]):
         raise UserError(f"{tsv} has too few sentences to hold {valid} + {test} of 1,000 out; give larger shares")
 
     held_out = sources["valid"] | sources["test"]
     train = (pair for pair in read_pairs(corpus)
-             if split_of(pair[1], valid, test) == "train" and key(pair[0]) not in held_out)
+             if split_of(pair[1], valid, test) == "train" and normalised(pair[0]) not in held_out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         counts = {name: write_pairs([folder / f"{name}.{lang}" for lang in langs], pairs)
@@ -70,17 +70,20 @@ def split_tsv(
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None
     if not counts["train"]:
-        raise UserError(f"{tsv} has no pair left to train on where {valid} + {test} of 1,000 sentences are held out; "
+        raise UserError(f"{tsv} has no pair left to train on if {valid} + {test} of 1,000 sentences are held out; "
                         "give smaller shares")
     return counts
 
 
 def split_of(sentence: str, valid: int, test: int) -> str:
-    """The text that the pairs of a target sentence stand in; `valid` and `test` of every 1,000 sentences."""
-    draw = int.from_bytes(hashlib.blake2b(key(sentence).encode(), digest_size=8).digest(), "big") % 1000
-    return "test" if draw < test else "valid" if draw < test + valid else "train"
+    """The text for the pairs of a target sentence, if `valid` and `test` of every 1,000 sentences are held out."""
+    bucket = int.from_bytes(hashlib.blake2b(normalised(sentence).encode(), digest_size=8).digest(), "big") % 1000
+    return "test" if bucket < test else "valid" if bucket < test + valid else "train"
 
 
-def key(sentence: str) -> str:
-    """The sentence's letters and digits without case: what makes two sentences one. Without any, the sentence."""
+def normalised(sentence: str) -> str:
+    """The sentence's letters and digits, case-folded; sentences count as the same if these agree.
+
+    A sentence without letters and digits is returned as it is.
+    """
     return "".join(filter(str.isalnum, sentence.casefold())) or sentence

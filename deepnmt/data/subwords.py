@@ -1,9 +1,9 @@
-"""Random segmentations that are the same in every process: BPE-dropout and unigram sampling.
+"""Reproducible random segmentations: BPE-dropout and unigram sampling.
 
-SentencePiece has both, but with version 0.2.3 two processes were seen to draw differently from the same seed, so the
-same text would not give the same bytes twice. Here a seed decides everything.
+SentencePiece has both, but in its version 0.2.3 two processes sampled differently from the same seed, so preparing the
+same text twice gave different bytes. Here the result depends on the seed alone.
 
-No piece reaches over a space, so words are independent, and what a word needs is worked out once and kept.
+No piece spans a space, so words are segmented independently, and intermediate results for each word are cached.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from functools import lru_cache
 from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.tokens import UNK
 
-CACHED = 100_000  # words and ways to segment them; some 50 MB
+CACHED = 100_000  # cached results for words; some 50 MB
 UNKNOWN_PENALTY = 10.0  # as in SentencePiece: an unknown character scores this much below the worst piece
 
 _WORDS = re.compile(f"{SPACE}?[^{SPACE}]+|{SPACE}")
 
 
 class Sampler(ABC):
-    """Draws segmentations of whole texts, without bos and eos."""
+    """Samples segmentations of whole texts, without bos and eos."""
 
     def __init__(self, vocab: Vocabulary, alpha: float) -> None:
         self._vocab, self._alpha, self._pieces = vocab, alpha, vocab.pieces()
 
     @abstractmethod
     def sample(self, word: str, generator: random.Random) -> list[int]:
-        """Pieces of one word, its spaces written as SentencePiece writes them."""
+        """The ids of a random segmentation of one word, in which spaces are written as `SPACE`."""
 
     def sample_batch(self, texts: list[str], seed: int) -> list[list[int]]:
         """One segmentation of each text: a function of (texts, seed)."""
@@ -43,41 +43,41 @@ class Sampler(ABC):
             ids: list[int] = []
             for word in _WORDS.findall(self._vocab.normalize(text)):
                 for piece in self.sample(word, generator):
-                    if piece != UNK or ids[-1:] != [UNK]:  # SentencePiece makes one unk of several in a row
+                    if piece != UNK or ids[-1:] != [UNK]:  # like SentencePiece: one unk for several in a row
                         ids.append(piece)
             batch.append(ids)
         return batch
 
 
 class BpeDropout(Sampler):
-    """BPE where every merge is left out with probability `alpha` when its turn comes (Provilkov et al., 2020)."""
+    """BPE in which each merge is skipped with probability `alpha` when its turn comes (Provilkov et al., 2020)."""
 
     def __init__(self, vocab: Vocabulary, alpha: float) -> None:
         super().__init__(vocab, alpha)
         self._merged = lru_cache(CACHED)(self._merge)
 
     def sample(self, word: str, generator: random.Random) -> list[int]:
-        """Draws the turn that is left out next, until none is: for most words and turns the result is known already."""
-        left_out: tuple[int, ...] = ()
+        """Samples the next turn to skip, until there is none. Most words and turns are in the cache already."""
+        skipped: tuple[int, ...] = ()
         begin = 0
         while True:
-            ids, turns = self._merged(word, left_out)
-            drawn, survival = generator.random(), 1.0
-            for turn in range(begin, turns):  # noqa: B007 (k turns on where (1-α)^(k+1) <= drawn < (1-α)^k)
+            ids, turns = self._merged(word, skipped)
+            sample, survival = generator.random(), 1.0
+            for turn in range(begin, turns):  # noqa: B007 (ends after k turns if (1-α)^(k+1) <= sample < (1-α)^k)
                 survival *= 1.0 - self._alpha
-                if drawn >= survival:
+                if sample >= survival:
                     break
             else:
                 return ids
-            left_out, begin = (*left_out, turn), turn + 1
+            skipped, begin = (*skipped, turn), turn + 1
 
-    def _merge(self, word: str, left_out: tuple[int, ...]) -> tuple[list[int], int]:
-        """Merges neighbours, best score first and leftmost among equals, but not at the turns in `left_out`.
+    def _merge(self, word: str, skipped: tuple[int, ...]) -> tuple[list[int], int]:
+        """Merges neighbours, best score first and leftmost among equals, but not at the turns in `skipped`.
 
         Returns:
             The pieces, and how many merges had their turn on the way to them, made or left out.
         """
-        ends = list(range(1, len(word) + 1))  # where the piece that starts at i ends; 0 where none starts any more
+        ends = list(range(1, len(word) + 1))  # where the piece that starts at i ends; 0 if no piece starts there
         starts = list(range(-1, len(word)))  # where the piece that ends at i starts
         queue: list[tuple[float, int, int, int]] = []
 
@@ -95,7 +95,7 @@ class BpeDropout(Sampler):
             if ends[left] != middle or ends[middle] != right:
                 continue  # one of the two has been merged with its other neighbour
             turns += 1
-            if turns - 1 in left_out:
+            if turns - 1 in skipped:
                 continue
             ends[left], ends[middle], starts[right] = right, 0, left
             offer(starts[left], left)
@@ -104,7 +104,7 @@ class BpeDropout(Sampler):
 
 
 class UnigramSampling(Sampler):
-    """All segmentations of a word, each with its probability to the power `alpha` (Kudo, 2018, section 3.2)."""
+    """Samples each segmentation of a word in proportion to its probability^`alpha` (Kudo, 2018, section 3.2)."""
 
     def __init__(self, vocab: Vocabulary, alpha: float) -> None:
         super().__init__(vocab, alpha)
@@ -113,22 +113,22 @@ class UnigramSampling(Sampler):
         self._known_lattice = lru_cache(CACHED)(self._lattice)
 
     def sample(self, word: str, generator: random.Random) -> list[int]:
-        """Walks the lattice from the end: the piece ending at i is drawn by its share of the paths to there."""
+        """Walks the lattice from the end; a piece that ends at i is sampled by its share of the paths leading to i."""
         lattice = self._known_lattice(word)
         path: list[int] = []
         end = len(word)
         while end > 0:
             edges = lattice[end]
-            drawn = generator.random() if len(edges) > 1 else 0.0
-            for end, ids, probability in edges:  # noqa: B007 (the last one where rounding leaves none)
-                drawn -= probability
-                if drawn < 0:
+            remaining = generator.random() if len(edges) > 1 else 0.0
+            for end, ids, probability in edges:  # noqa: B007 (if rounding leaves a remainder, the last edge is used)
+                remaining -= probability
+                if remaining < 0:
                     break
             path[:0] = ids
         return path
 
     def _lattice(self, word: str) -> list[list[tuple[int, list[int], float]]]:
-        """For every i in the word the pieces that end there: start, ids and probability.
+        """For every position i in the word, the pieces that end there: start, ids and probability.
 
         forward[j] = log Σ exp(forward[i] + α score(i..j)).
         """

@@ -1,7 +1,7 @@
-"""Streaming readers of text: lines of plain and packed files, and pairs of two such files or of a TSV.
+"""Streaming readers of text: lines of plain or compressed files, and pairs from two such files or a TSV.
 
-Text is UTF-8 without its byte order mark. Only "\\n" ends a line, as for `wc -l`: characters such as U+2028 stay inside
-the text and cannot shift one side. Every fault names its file and line.
+Text is UTF-8; a byte order mark is removed. Only "\\n" ends a line, as for `wc -l`: characters such as U+2028 do not,
+so they cannot misalign the two sides. Error messages name file and line.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from deepnmt.config import Corpus
 from deepnmt.errors import UserError
 
 Pair = tuple[str, str]
-PACKED = (".gz", ".xz", ".zst", ".bz2")
+COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 
 
 def read_lines(source: Path | None) -> Iterator[str]:
-    """The lines of a plain or packed file, or of standard input (None), without their ends.
+    """The lines of a plain or compressed file, or of standard input (None), without line ends.
 
     Raises:
         UserError: it cannot be read, is damaged, or is not UTF-8.
     """
     name = "standard input" if source is None else str(source)
-    suffix = source.suffix if source and source.suffix in PACKED else ""  # the name decides, not the first bytes
+    suffix = source.suffix if source and source.suffix in COMPRESSED else ""  # by its name, not by its first bytes
     number = 0
     try:
         with (nullcontext(sys.stdin.buffer) if source is None else
@@ -39,34 +39,34 @@ def read_lines(source: Path | None) -> Iterator[str]:
         raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start + 1} of the "
                         "line); convert the text, for example with iconv -t UTF-8") from None
     except EOFError:
-        raise UserError(f"{name} is cut off after line {number}: the {suffix} stream has no end; copy it again"
+        raise UserError(f"{name} is truncated after line {number}: the {suffix} stream has no end; copy it again"
                         ) from None
     except Exception as error:
-        if suffix and not getattr(error, "errno", None):  # each unpacker has an exception of its own
-            raise UserError(f"{name} is not a sound {suffix} file after line {number} ({error}); copy it again, or "
-                            f"drop {suffix} from the name of a plain text file") from None
+        if suffix and not getattr(error, "errno", None):  # each decompressor raises its own exceptions
+            raise UserError(f"{name} is not a valid {suffix} file after line {number} ({error}); copy it again, or "
+                            f"remove {suffix} from the name if it is plain text") from None
         if isinstance(error, OSError):
             raise UserError(f"{name} cannot be read: {error.strerror or error}; give an existing text file") from None
         raise
 
 
 def input_files(corpus: Corpus) -> list[Path]:
-    """The files a corpus is read from, in a fixed order. Raises `UserError` where one is not a readable file."""
+    """The files of a corpus, in a fixed order. Raises `UserError` if one does not exist or is not a file."""
     files = [Path(name) for name in corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))]
     for file in files:
         if not file.exists():
             raise UserError(f"there is no text file {file}; correct its path in the recipe's data section")
         if not file.is_file():
-            raise UserError(f"{file} is not a file; the recipe's data section must name text, .gz or TSV files")
+            raise UserError(f"{file} is not a file; the recipe's data section must name text or TSV files")
     return files
 
 
 def read_pairs(corpus: Corpus) -> Iterator[Pair]:
-    """Yields (source, target) for every line, surrounding whitespace stripped, nothing left out.
+    """Yields (source, target) for every line, without surrounding whitespace.
 
     Raises:
-        UserError: a file is missing or as `read_lines` says; two files differ in their number of lines; a TSV line has
-            too few columns; the corpus holds no line at all.
+        UserError: a file is missing; see `read_lines`; two files differ in their number of lines; a TSV line has too
+            few columns; the corpus has no lines.
     """
     files = input_files(corpus)
     empty = True
@@ -78,7 +78,7 @@ def read_pairs(corpus: Corpus) -> Iterator[Pair]:
 
 
 def write_pairs(files: Sequence[Path], pairs: Iterable[Pair]) -> int:
-    """Writes the sentences of each side into a file of their own, one a line; returns how many pairs there were."""
+    """Writes the sources into one file and the targets into another, one a line; returns the number of pairs."""
     count = 0
     with (open(files[0], "w", encoding="utf-8", newline="\n") as src_file,
           open(files[1], "w", encoding="utf-8", newline="\n") as trg_file):
@@ -107,5 +107,5 @@ def _tsv_pairs(files: list[Path], columns: list[int]) -> Iterator[Pair]:
             cells = line.split("\t")
             if len(cells) < max(columns):
                 raise UserError(f"{file}, line {number}: {len(cells)} column{'s' * (len(cells) != 1)}, but 'columns' "
-                                f"is {columns} (counted from 1); mend the line or the setting")
+                                f"is {columns} (counted from 1); correct the line or the setting")
             yield cells[columns[0] - 1], cells[columns[1] - 1]

@@ -1,8 +1,8 @@
-"""SentencePiece vocabularies: the model file is the vocabulary, there is no second file.
+"""SentencePiece vocabularies. The model file is the vocabulary; there is no second file.
 
-Text is not normalised beyond whitespace (`identity`): SentencePiece's usual NFKC rules turn typographic quotes, the
-ellipsis or superscripts into other characters, which a model then copies into its output, while BLEU is measured on
-the raw reference. Runs of spaces still become one.
+Runs of spaces become one, but text is not normalised otherwise (`identity`). SentencePiece's default, NFKC, would
+replace typographic quotes, ellipses and superscripts, and a model would learn to write the replacements, while BLEU
+compares with the raw reference.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from deepnmt import config
 from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 
-SPACE = "\u2581"  # how SentencePiece writes a space
+SPACE = "\u2581"  # SentencePiece's character for a space
 
 
 class Piece(NamedTuple):
-    """An id and its score: the higher, the earlier BPE merges it; the log probability of a unigram model."""
+    """Id and score of a piece. BPE merges higher scores first; in a unigram model the score is a log probability."""
 
     id: int
     score: float
 
 
 def train_vocabulary(sentences: Iterable[str], settings: config.Vocab) -> bytes:
-    """Trains a SentencePiece model; the same sentences and settings give the same bytes.
+    """Trains a SentencePiece model and returns its file; the same sentences and settings give the same bytes.
 
-    Training runs on one thread (with more, the sums of the unigram model depend on scheduling) and reads an iterator,
-    so that no path enters the file. SentencePiece leaves out lines over 4,192 bytes.
+    Training runs on one thread, because with more the sums of the unigram model depend on scheduling. It reads an
+    iterator, so that the file contains no path. SentencePiece skips lines over 4,192 bytes.
 
     Raises:
-        UserError: the text cannot fill `vocab.size`, `vocab.size` cannot hold its characters, or there is no text that
-            SentencePiece would read.
+        UserError: `vocab.size` is too large for the text or too small for its characters, or SentencePiece skips every
+            line.
     """
     model = io.BytesIO()
     try:
@@ -54,7 +54,7 @@ def train_vocabulary(sentences: Iterable[str], settings: config.Vocab) -> bytes:
 
 
 def _size_fault(message: str, settings: config.Vocab) -> Exception:
-    """What a failed training means to the user; any other failure is passed on as it is."""
+    """The `UserError` for an error of SentencePiece's trainer that the user can correct, else a `RuntimeError`."""
     if largest := re.search(r"set it to a value <= (\d+)", message):
         return UserError(f"vocab.size is {settings.size}, but the training text gives at most {largest[1]} "
                          f"{settings.kind} pieces; set vocab.size to {largest[1]} or less")
@@ -62,16 +62,22 @@ def _size_fault(message: str, settings: config.Vocab) -> Exception:
         return UserError(f"vocab.size is {settings.size}, but the training text has characters for {smallest[1]} "
                          f"pieces; set vocab.size to {smallest[1]} or more, or vocab.character_coverage lower")
     if "sentences_.empty()" in message or "all_chars_count" in message:
-        return UserError("the training text holds nothing to learn a vocabulary from: every line is over 4,192 bytes, "
-                         f"which SentencePiece leaves out, or is all spaces and {SPACE}; give a sentence a line")
+        return UserError("the training text has no line to learn a vocabulary from: every line is over 4,192 bytes, "
+                         f"which SentencePiece skips, or has only spaces and {SPACE}; give one sentence a line")
     return RuntimeError(f"SentencePiece could not train: {message}")
 
 
 class Vocabulary:
-    """One SentencePiece model. `bytes` is its file, `fingerprint` the SHA-256 of that, `size` its number of pieces."""
+    """A SentencePiece model.
+
+    Attributes:
+        bytes: the content of its file.
+        fingerprint: the SHA-256 of `bytes`.
+        size: the number of pieces.
+    """
 
     def __init__(self, model: bytes) -> None:
-        """Raises `UserError` where `model` is not a SentencePiece model with unk 0, bos 1, eos 2, pad 3."""
+        """Raises `UserError` if `model` is not a SentencePiece model with unk 0, bos 1, eos 2, pad 3."""
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError:
@@ -88,37 +94,37 @@ class Vocabulary:
 
     @classmethod
     def load(cls, file: Path) -> Vocabulary:
-        """Reads a model file. Raises `UserError` where it cannot be read or is no such model."""
+        """Reads a model file. Raises `UserError` if it cannot be read or is not such a model."""
         try:
             return cls(file.read_bytes())
         except OSError as error:
             raise UserError(f"vocabulary {file} cannot be read: {error.strerror or error}") from None
 
     def encode(self, text: str) -> list[int]:
-        """The best segmentation, without bos and eos. No text gives the ids of bos, eos or pad."""
+        """The ids of the best segmentation, without bos and eos. No text is encoded as bos, eos or pad."""
         return self._processor.encode(text)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` for many texts at once, on the calling process's one thread."""
+        """`encode` for many texts at once, on one thread."""
         return self._processor.encode(texts, num_threads=1)
 
     def normalize(self, text: str) -> str:
-        """The text as pieces are cut from it: runs of spaces are one, every word begins with `SPACE`."""
+        """The text that is segmented: runs of spaces are one, and every word begins with `SPACE`."""
         return self._processor.normalize(text)
 
     def pieces(self) -> dict[str, Piece]:
-        """The pieces that segmentation chooses from: neither unk, bos, eos and pad, nor single bytes."""
+        """The pieces that text can be segmented into, without unk, bos, eos, pad and single bytes."""
         model = self._processor
         return {model.id_to_piece(i): Piece(i, model.get_score(i)) for i in range(self.size)
                 if not (model.is_unknown(i) or model.is_control(i) or model.is_byte(i))}
 
     def ids(self, piece: str) -> list[int]:
-        """The id of a piece; of a character that is none: its bytes' ids with byte fallback, else unk."""
+        """The id of a piece. For a character that is not one: the ids of its bytes with byte fallback, else unk."""
         number = self._processor.piece_to_id(piece)
         if number != UNK:
             return [number]
         return [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in piece.encode()] if self._bytes else [UNK]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bos, eos and pad have none."""
+        """The text of `ids`; bos, eos and pad are skipped."""
         return self._processor.decode([int(i) for i in ids])

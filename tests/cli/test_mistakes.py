@@ -72,10 +72,10 @@ def test_unknown_options(prepared: Path, tool: Tool) -> None:
     ("train.en", lambda en, de: (b"\n" * 50, de), "data.filters leave out all 50 training pairs (empty 50)"),
     ("train.en", lambda en, de: (None, de), "there is no text file {0}/train.en"),
     ("train.en", lambda en, de: (en, de), "vocab.size is 6000, but the training text gives at most"),
-    ("train.en.gz", lambda en, de: (gzip.compress(en)[:-20], de), "{0}/train.en.gz is cut off after line"),
+    ("train.en.gz", lambda en, de: (gzip.compress(en)[:-20], de), "{0}/train.en.gz is truncated after line"),
     ("train.en.gz", lambda en, de: (gzip.compress(en)[:40] + bytes(4) + gzip.compress(en)[44:], de),
-     "{0}/train.en.gz is not a sound .gz file"),
-    ("train.en.gz", lambda en, de: (en, de), "{0}/train.en.gz is not a sound .gz file after line 0"),
+     "{0}/train.en.gz is not a valid .gz file"),
+    ("train.en.gz", lambda en, de: (en, de), "{0}/train.en.gz is not a valid .gz file after line 0"),
 ])
 def test_texts(prepared: Path, refused: Refused, tmp_path: Path, source: str,
                spoil: Callable[[bytes, bytes], tuple[bytes | None, bytes]], said: str) -> None:
@@ -99,9 +99,9 @@ def test_data_of_another_recipe(prepared: Path, refused: Refused, tmp_path: Path
     before = contents(prepared / "data")
     for command in ("train", "profile", "prepare"):
         found = refused(command, recipe, here, "vocab.size=200")
-        assert f"{prepared}/data was made with vocab.size 300, the recipe says 200; set data.folder" in found
+        assert f"{prepared}/data was made with vocab.size 300, but the recipe has 200; set data.folder" in found
     found = refused("train", recipe, "--dry-run", "vocab.size=200")
-    assert f"{prepared}/data was made with vocab.size 300, the recipe says 200; set data.folder" in found
+    assert f"{prepared}/data was made with vocab.size 300, but the recipe has 200; set data.folder" in found
     assert "there is no prepared data in" in refused("train", recipe, here, f"data.folder={tmp_path}/none")
     for split, sides in (("train", ("train.en", "train.de")), ("valid", ("valid.en", "test.de"))):
         other = [tmp_path / split / side for side in sides]

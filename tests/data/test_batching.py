@@ -1,4 +1,4 @@
-"""The batch plan: every sentence once, within the budget, little padding, the same everywhere; batches by hand."""
+"""Batch plans: every sentence once, within the budget, with little padding, reproducible; and collated batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _split(folder: Path, variants: int = 0) -> Split:
-    """Random sentences; every variant has other lengths."""
+    """A split of random sentences, of other lengths in each variant."""
     for number, stem in enumerate(["train", *(variant_stem("train", k) for k in range(variants))]):
         for side, lengths in zip(("src", "trg"), _lengths(300, seed=number)):
             tokens = np.random.RandomState(number).randint(4, 65000, int(lengths.sum() - 300)).astype(np.uint16)
@@ -31,12 +31,12 @@ def _split(folder: Path, variants: int = 0) -> Split:
 
 def test_random_order_is_a_fixed_permutation() -> None:
     assert sorted(random_order(1000, 3, 4)) == list(range(1000))
-    assert random_order(8, 1, 2).tolist() == [5, 6, 3, 2, 1, 0, 4, 7]  # this must never change: runs resume by it
+    assert random_order(8, 1, 2).tolist() == [5, 6, 3, 2, 1, 0, 4, 7]  # must never change, else runs cannot resume
     assert not np.array_equal(random_order(1000, 3, 4), random_order(1000, 4, 3))
 
 
 @pytest.mark.parametrize("tokens", [80, 400, 4096, 10**7])
-def test_every_sentence_once_within_the_budget_and_waste_exact(tokens: int) -> None:
+def test_every_sentence_is_planned_once_within_the_budget_and_padding_is_counted(tokens: int) -> None:
     src, trg = _lengths(3000)
     plan = plan_epoch(src, trg, tokens, seed=1, epoch=0)
     assert sorted(plan.order.tolist()) == list(range(3000))
@@ -51,13 +51,13 @@ def test_every_sentence_once_within_the_budget_and_waste_exact(tokens: int) -> N
         plan[len(plan)]
 
 
-def test_waste_is_low_on_lengths_like_those_of_text() -> None:
+def test_padding_is_low_for_lengths_like_those_of_text() -> None:
     src, trg = _lengths(30000)
     assert plan_epoch(src, trg, 4096, 1, 0).waste < 0.08
     shuffled = random_order(30000, 9)
     sizes = np.full(300, 100)
     naive = sum(int((sizes * side[shuffled].reshape(300, 100).max(axis=1)).sum()) for side in (src, trg))
-    assert 1 - (int(src.sum()) + int(trg.sum())) / naive > 0.5  # what the same text wastes unsorted
+    assert 1 - (int(src.sum()) + int(trg.sum())) / naive > 0.5  # padding of the same text unsorted
 
 
 def test_plan_is_a_function_of_seed_and_epoch() -> None:
@@ -76,13 +76,13 @@ def test_micro_batches_come_in_random_order() -> None:
     assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.3
 
 
-def test_full_batches_hold_all_that_fits() -> None:
+def test_batches_are_filled_to_the_budget() -> None:
     same = np.full(100, 10, dtype=np.int32)
     plan = plan_epoch(same, same, 73, 1, 0)
     assert sorted(np.diff(plan.starts).tolist()) == [2, *[7] * 14] and plan.waste == 0.0
 
 
-def test_sentence_over_the_budget_is_refused_in_training_and_alone_in_evaluation() -> None:
+def test_sentence_over_the_budget_is_rejected_in_training_and_a_batch_by_itself_in_evaluation() -> None:
     src, trg = np.array([3, 50, 4], dtype=np.int32), np.array([3, 3, 4], dtype=np.int32)
     with user_error(r"batch.tokens is 20, but a training sentence has 50 tokens"):
         plan_epoch(src, trg, 20, 1, 0)
@@ -102,7 +102,7 @@ def test_evaluation_plan_is_sorted_and_complete() -> None:
 CPU = torch.device("cpu")
 
 
-def test_stream_gives_the_same_whatever_the_steps(tmp_path: Path) -> None:
+def test_stream_does_not_depend_on_the_size_of_updates_the_start_or_the_ranks(tmp_path: Path) -> None:
     split = _split(tmp_path, variants=3)
     one, batches = Stream(split, 200, seed=1), []
     position, tokens = Position(0, 0), 0
@@ -119,18 +119,18 @@ def test_stream_gives_the_same_whatever_the_steps(tmp_path: Path) -> None:
     assert whole.tokens == tokens == sum(batch.tokens for batch in batches)
     assert all(torch.equal(x, y) for a, b in zip(whole.batches, batches) for x, y in zip(a.tensors, b.tensors))
     assert len({batch.key for batch in batches}) == total
-    place = one.epoch_size(0) - 3
-    resumed = Stream(split, 200, seed=1).update(Position(0, place), 7, 0, 1, CPU)
-    assert [b.key for b in resumed.batches] == [b.key for b in batches[place:place + 7]]
-    assert resumed.next == Position(1, 4) and resumed.passes == place / one.epoch_size(0)
-    assert resumed.batches[0].key == place and resumed.batches[3].key == 2**32
-    shares = [Stream(split, 200, seed=1).update(Position(0, place), 7, rank, 2, CPU) for rank in range(2)]
+    index = one.epoch_size(0) - 3
+    resumed = Stream(split, 200, seed=1).update(Position(0, index), 7, 0, 1, CPU)
+    assert [b.key for b in resumed.batches] == [b.key for b in batches[index:index + 7]]
+    assert resumed.next == Position(1, 4) and resumed.passes == index / one.epoch_size(0)
+    assert resumed.batches[0].key == index and resumed.batches[3].key == 2**32
+    shares = [Stream(split, 200, seed=1).update(Position(0, index), 7, rank, 2, CPU) for rank in range(2)]
     for rank, share in enumerate(shares):
         assert [b.key for b in share.batches] == [b.key for b in resumed.batches[rank::2]]
         assert (share.tokens, share.passes, share.next) == (resumed.tokens, resumed.passes, resumed.next)
 
 
-def test_stream_turns_through_the_variants(tmp_path: Path) -> None:
+def test_epochs_use_the_variants_in_turn(tmp_path: Path) -> None:
     split = _split(tmp_path, variants=2)
     stream = Stream(split, 200, seed=1)
     for epoch in (0, 1, 2, 5):
@@ -141,7 +141,7 @@ def test_stream_turns_through_the_variants(tmp_path: Path) -> None:
     assert stream.epoch_size(0) != stream.epoch_size(1)
 
 
-def test_stream_refuses_a_position_of_other_data(tmp_path: Path) -> None:
+def test_stream_rejects_a_position_of_other_data(tmp_path: Path) -> None:
     stream = Stream(_split(tmp_path), 200, seed=1)
     size = stream.epoch_size(0)
     assert stream.update(Position(0, size), 1, 0, 1, CPU).batches[0].key == 1 << 32
@@ -159,7 +159,7 @@ def test_collate_by_hand(tmp_path: Path) -> None:
     assert (batch.tokens, batch.key) == (6, 7) and {tensor.dtype for tensor in batch.tensors} == {torch.int64}
 
 
-def test_collate_gives_every_sentence_back(tmp_path: Path) -> None:
+def test_collated_rows_are_the_sentences(tmp_path: Path) -> None:
     split = _split(tmp_path)
     rows = random_order(300, 1)[:40]
     batch = collate(split, rows, 0, CPU)

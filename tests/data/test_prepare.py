@@ -1,4 +1,4 @@
-"""prepare: the whole job on made-up text, its bytes, its faults, and what a kill leaves behind."""
+"""prepare: the whole job on generated text, its bytes, its error messages, and what a kill leaves behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _write(folder: Path, name: str, pairs: list[tuple[str, str]]) -> dict[str, s
 
 
 def _tree(folder: Path, train: int = 600) -> dict[str, Any]:
-    """A recipe over three texts; the training text holds one pair for every reason to leave one out."""
+    """A recipe with three texts; for every filter there is a training pair that it leaves out."""
     good = [(_line(n, 3 + n % 5), _line(n + 7, 3 + n % 4).upper().lower()) for n in range(train)]
     bad = [("", "a"), ("a", ""), ("ba ko", "ba ko"), good[0], (_line(1, 60), _line(2, 50)), ("ba", _line(3, 10))]
     held_out = [(_line(n, 4), _line(n, 5)) for n in range(900, 930)]
@@ -64,17 +64,17 @@ def test_progress_in_a_log_is_plain_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(_recipe(_tree(tmp_path)))
-    said = capsys.readouterr().err
-    assert "\r" not in said and "encoding" not in said
+    log = capsys.readouterr().err
+    assert "\r" not in log and "encoding" not in log
     monkeypatch.setattr("deepnmt.progress.PLAIN_SECONDS", 0.0)
     (tmp_path / "again").mkdir()
     prepare(_recipe(_tree(tmp_path / "again")))
-    said = capsys.readouterr().err
-    assert "\r" not in said and "\ntrain: encoding: 602 of 602 pairs in " in said
-    assert "\ntrain: reading: 606 pairs in " in said
+    log = capsys.readouterr().err
+    assert "\r" not in log and "\ntrain: encoding: 602 of 602 pairs in " in log
+    assert "\ntrain: reading: 606 pairs in " in log
 
 
-def test_whole_folder(tmp_path: Path) -> None:
+def test_every_part_of_a_folder(tmp_path: Path) -> None:
     recipe = _recipe(_tree(tmp_path))
     data = PreparedData.open(prepare(recipe))
     data.verify()
@@ -101,7 +101,7 @@ def test_whole_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "data.partial").exists()
 
 
-def test_same_bytes_whatever_the_processes_seed_and_place(tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_processes_seed_and_folder(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:
         folder.mkdir()
@@ -124,7 +124,7 @@ def test_separate_vocabularies_and_unigram(tmp_path: Path) -> None:
     assert data.manifest["vocab"]["trg"] == {"size": 60, "sha256": trg.fingerprint}
 
 
-def test_up_to_date_folder_is_left_alone_and_survives_its_texts(
+def test_up_to_date_folder_is_not_changed_even_without_its_texts(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = _recipe(_tree(tmp_path))
     folder = prepare(recipe)
@@ -139,13 +139,13 @@ def test_up_to_date_folder_is_left_alone_and_survives_its_texts(
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (lambda tree: tree["vocab"].update(size=70), "was made with vocab.size 80, the recipe says 70"),
-    (lambda tree: tree["data"]["filters"].update(max_ratio=3.0), "data.filters.max_ratio 6.0, the recipe says 3.0"),
-    (lambda tree: tree["data"].update(subword_variants=0), "data.subword_variants 2, the recipe says 0"),
+    (lambda tree: tree["vocab"].update(size=70), "was made with vocab.size 80, but the recipe has 70"),
+    (lambda tree: tree["data"]["filters"].update(max_ratio=3.0), "data.filters.max_ratio 6.0, but the recipe has 3.0"),
+    (lambda tree: tree["data"].update(subword_variants=0), "data.subword_variants 2, but the recipe has 0"),
     (lambda tree: tree["data"]["test"].update(two=tree["data"]["valid"]), "has no test.two"),
     (lambda tree: Path(tree["data"]["valid"]["trg"]).write_text("x\n" * 31), "texts than the recipe's data.valid"),
 ])
-def test_folder_of_another_recipe_is_refused_and_kept(tmp_path: Path, change: Any, words: str) -> None:
+def test_folder_of_another_recipe_is_rejected_and_kept(tmp_path: Path, change: Any, words: str) -> None:
     tree = _tree(tmp_path)
     before = _contents(prepare(_recipe(tree)))
     change(tree)
@@ -154,19 +154,19 @@ def test_folder_of_another_recipe_is_refused_and_kept(tmp_path: Path, change: An
     assert _contents(tmp_path / "data") == before
 
 
-def test_a_folder_from_before_a_filter_serves_without_it(tmp_path: Path) -> None:
+def test_a_folder_older_than_a_filter_counts_as_prepared_with_its_default(tmp_path: Path) -> None:
     tree = _tree(tmp_path)
     data = PreparedData.open(prepare(_recipe(tree)))
     del data.manifest["settings"]["data.filters.drop_identical"]
     check_settings(_recipe(tree), data)
     tree["data"]["filters"]["drop_identical"] = False
-    with user_error("was made with data.filters.drop_identical True, the recipe says False"):
+    with user_error("was made with data.filters.drop_identical True, but the recipe has False"):
         check_settings(_recipe(tree), data)
 
 
-def test_foreign_folders_are_never_touched(tmp_path: Path) -> None:
+def test_other_peoples_folders_are_never_changed(tmp_path: Path) -> None:
     recipe = _recipe(_tree(tmp_path))
-    for name, words in (("data", "holds no manifest.json"), ("data.partial", "holds other files; move it away")):
+    for name, words in (("data", "holds no manifest.json"), ("data.partial", "that folder holds other files; move it")):
         note = tmp_path / name / "note.txt"
         note.parent.mkdir()
         note.write_text("mine")
@@ -175,10 +175,10 @@ def test_foreign_folders_are_never_touched(tmp_path: Path) -> None:
         assert note.read_text() == "mine"
         note.unlink()
     (tmp_path / "data.partial").rmdir()
-    prepare(recipe)  # data is empty now, and so may be filled
+    prepare(recipe)  # an empty folder may be filled
 
 
-def test_faults_leave_nothing(tmp_path: Path) -> None:
+def test_errors_leave_no_folder(tmp_path: Path) -> None:
     for change, words in (({"vocab": {"size": 9000}}, "vocab.size is 9000, but the training text gives at most"),
                           ({"data": {"filters": {"max_tokens": 1}}}, "data.filters leave out all 606 training pairs"),
                           ({"data": {"test": {"a/b": None}}}, "data.test.a/b: a test's name"),
@@ -194,7 +194,7 @@ def test_faults_leave_nothing(tmp_path: Path) -> None:
         assert not (tmp_path / "data").exists() and not (tmp_path / "data.partial").exists()
 
 
-def test_two_at_once(tmp_path: Path) -> None:
+def test_a_second_process_is_rejected(tmp_path: Path) -> None:
     recipe = _recipe(_tree(tmp_path))
     (tmp_path / "data.partial").mkdir()
     with open(tmp_path / "data.partial" / ".lock", "w") as lock:
@@ -221,7 +221,7 @@ def test_killed_run_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
     job.send_signal(signal.SIGKILL)
     job.wait()
     assert not (tmp_path / "data").exists() and written.exists()
-    _wait(lambda: not _alive(job.pid))  # its workers see that it is gone
+    _wait(lambda: not _alive(job.pid))  # its workers end by themselves
     tree["data"]["subword_variants"] = 0
     prepare(_recipe(tree))
     assert not (tmp_path / "data.partial").exists() and not (tmp_path / "data" / written.name).exists()

@@ -1,4 +1,4 @@
-"""The prepared folder: arrays come back as written, and every damage is seen."""
+"""The prepared folder: arrays are read as written, and any damage is noticed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _fault(folder: Path) -> str:
     return str(error.value)
 
 
-def test_arrays_come_back(folder: Path) -> None:
+def test_arrays_are_read_as_written(folder: Path) -> None:
     data = PreparedData.open(folder)
     split = data.split("train")
     assert len(split) == 4 and data.splits == ["train", "valid"]
@@ -60,12 +60,12 @@ def test_arrays_come_back(folder: Path) -> None:
         data.split("test.a")
 
 
-def test_rows_are_padded_behind_eos(folder: Path) -> None:
+def test_rows_are_padded_after_eos(folder: Path) -> None:
     ids, lengths = PreparedData.open(folder).split("train").sources.with_eos(np.array([2, 0, 1]))
     assert ids.tolist() == [[65000, 2, 3, 3], [5, 6, 7, 2], [2, 3, 3, 3]] and lengths.tolist() == [2, 4, 1]
 
 
-def test_cut_keeps_eos_and_leaves_short_sentences(folder: Path) -> None:
+def test_truncation_keeps_eos_and_short_sentences(folder: Path) -> None:
     split = PreparedData.open(folder).split("valid").truncated(3)
     assert split.src_lengths.tolist() == [3, 1, 2, 3] and split.trg_lengths.tolist() == [2, 3, 1, 3]
     assert split.sources[3].tolist() == [4, 4] and split.targets[3].tolist() == [10, 11]
@@ -76,7 +76,7 @@ def test_text_keeps_its_lines(folder: Path) -> None:
     assert PreparedData.open(folder).split("valid").trg_text() == ["a\r b\u2028c", "", "d", "e"]
 
 
-def test_missing_foreign_and_incomplete_folders(folder: Path, tmp_path: Path) -> None:
+def test_missing_other_and_incomplete_folders(folder: Path, tmp_path: Path) -> None:
     assert "there is no prepared data" in _fault(tmp_path / "none")
     (tmp_path / "other").mkdir()
     assert "holds no manifest.json" in _fault(tmp_path / "other")
@@ -95,14 +95,14 @@ def test_wrong_manifests(folder: Path, contents: str, words: str) -> None:
     assert words in _fault(folder)
 
 
-def test_truncation_is_seen_by_open_and_a_changed_byte_by_verify(folder: Path) -> None:
+def test_open_notices_a_truncated_file_and_verify_a_changed_byte(folder: Path) -> None:
     data = PreparedData.open(folder)
     data.verify()
     before = data.fingerprint
     tokens = folder / "train.trg.tokens"
     whole = tokens.read_bytes()
     tokens.write_bytes(whole[:-2])
-    assert f"train.trg.tokens has {len(whole) - 2} bytes, its manifest says {len(whole)}" in _fault(folder)
+    assert f"train.trg.tokens has {len(whole) - 2} bytes, but {len(whole)} according to its man" in _fault(folder)
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     with user_error(r"train.trg.tokens differs"):
         PreparedData.open(folder).verify()
@@ -111,7 +111,7 @@ def test_truncation_is_seen_by_open_and_a_changed_byte_by_verify(folder: Path) -
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert data.fingerprint != before
     entry = manifest["files"]["train.src.offsets"]
-    for key, words in (("sha256", "train.src.offsets differs"), ("bytes", "its manifest says None")):
+    for key, words in (("sha256", "train.src.offsets differs"), ("bytes", "but None according to its manifest")):
         entry[f"x{key}"] = entry.pop(key)
         (folder / "manifest.json").write_text(json.dumps(manifest))
         tokens.write_bytes(whole)

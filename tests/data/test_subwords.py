@@ -1,4 +1,4 @@
-"""Sampled segmentations: exact distributions by enumeration, SentencePiece's own as the control, the same bytes."""
+"""Sampled segmentations against exact distributions by enumeration and against SentencePiece; reproducibility."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _vocab(kind: Kind, size: int = 60, byte_fallback: bool = False) -> Vocabular
     return Vocabulary(train_vocabulary(LINES, config.Vocab(kind=kind, size=size, byte_fallback=byte_fallback)))
 
 
-def _near(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> None:
-    """Every count within 4.5 standard deviations of its expectation, and nothing that cannot be."""
+def _assert_distributed(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> None:
+    """Every count is within 4.5 standard deviations of its expectation, and nothing impossible is counted."""
     total = sum(counts.values())
     assert set(counts) <= set(expected) and sum(expected.values()) == pytest.approx(1.0, abs=1e-9)
     for ids, p in expected.items():
@@ -38,27 +38,27 @@ def _near(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], floa
 
 
 def _dropout_distribution(vocab: Vocabulary, word: str, alpha: float) -> dict[tuple[int, ...], float]:
-    """BPE-dropout by definition: all answers to "is this merge left out?", by a plain scan for the best pair."""
+    """BPE-dropout by its definition: follows both cases of every merge, skipped and not."""
     pieces = vocab.pieces()
-    found: Counter[tuple[int, ...]] = Counter()
+    probabilities: Counter[tuple[int, ...]] = Counter()
 
-    def go(symbols: tuple[tuple[int, str], ...], refused: frozenset[tuple[int, str, str]], p: float) -> None:
+    def follow(symbols: tuple[tuple[int, str], ...], skipped: frozenset[tuple[int, str, str]], p: float) -> None:
         pairs = [(-pieces[a + b].score, i, a, b) for (i, a), (_, b) in itertools.pairwise(symbols)
-                 if a + b in pieces and (i, a, b) not in refused]
+                 if a + b in pieces and (i, a, b) not in skipped]
         if not pairs:
-            found[tuple(i for _, s in symbols for i in vocab.ids(s))] += p  # type: ignore[assignment]
+            probabilities[tuple(i for _, s in symbols for i in vocab.ids(s))] += p  # type: ignore[assignment]
             return
         _, at, a, b = min(pairs)
         k = next(n for n, (i, _) in enumerate(symbols) if i == at)
-        go(symbols, refused | {(at, a, b)}, p * alpha)
-        go((*symbols[:k], (at, a + b), *symbols[k + 2:]), refused, p * (1 - alpha))
+        follow(symbols, skipped | {(at, a, b)}, p * alpha)
+        follow((*symbols[:k], (at, a + b), *symbols[k + 2:]), skipped, p * (1 - alpha))
 
-    go(tuple(enumerate(word)), frozenset(), 1.0)
-    return dict(found)
+    follow(tuple(enumerate(word)), frozenset(), 1.0)
+    return dict(probabilities)
 
 
 def _unigram_distribution(vocab: Vocabulary, word: str, alpha: float) -> dict[tuple[int, ...], float]:
-    """Every way to cut the word into pieces, weighed by its probability to the power alpha."""
+    """Every segmentation of the word, weighted by its probability to the power alpha."""
     pieces = vocab.pieces()
     weights = {}
     for cuts in itertools.product((False, True), repeat=len(word) - 1):
@@ -76,7 +76,7 @@ def test_bpe_dropout_has_its_exact_distribution(alpha: float) -> None:
     sampler, word = BpeDropout(vocab, alpha), f"{SPACE}steiten"
     expected = _dropout_distribution(vocab, word, alpha)
     assert len(expected) >= 8
-    _near(Counter(tuple(sampler.sample(word, generator)) for _ in range(20000)), expected)
+    _assert_distributed(Counter(tuple(sampler.sample(word, generator)) for _ in range(20000)), expected)
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.3])
@@ -85,12 +85,12 @@ def test_unigram_sampling_has_its_exact_distribution(alpha: float) -> None:
     sampler, word = UnigramSampling(vocab, alpha), f"{SPACE}klantenstei"
     expected = _unigram_distribution(vocab, word, alpha)
     assert len(expected) >= 8
-    _near(Counter(tuple(sampler.sample(word, generator)) for _ in range(20000)), expected)
+    _assert_distributed(Counter(tuple(sampler.sample(word, generator)) for _ in range(20000)), expected)
 
 
 @KINDS
 def test_lengths_agree_with_sentencepiece(kind: Kind) -> None:
-    """Its own sampling, over 400 draws of every line: the mean number of pieces is the same within 1 %."""
+    """The mean number of pieces agrees with SentencePiece's own sampling within 1 %, over 20 samples of every line."""
     vocab = _vocab(kind)
     control = sentencepiece.SentencePieceProcessor(model_proto=vocab.bytes)
     theirs = control.encode(LINES * 20, num_threads=1, enable_sampling=True, alpha=0.2, nbest_size=-1)
@@ -99,7 +99,7 @@ def test_lengths_agree_with_sentencepiece(kind: Kind) -> None:
     assert sum(map(len, ours)) > 1.1 * sum(len(vocab.encode(line)) for line in LINES * 20)
 
 
-def test_without_dropout_it_is_the_best_segmentation_and_with_all_of_it_characters() -> None:
+def test_bpe_dropout_of_0_gives_the_best_segmentation_and_of_1_single_characters() -> None:
     texts = [*LINES, "", "  ban   猫猫 stei", "猫 猫", f"ban{SPACE}{SPACE}o"]
     for byte_fallback in (False, True):
         vocab = _vocab("bpe", 330 if byte_fallback else 60, byte_fallback)
@@ -108,7 +108,7 @@ def test_without_dropout_it_is_the_best_segmentation_and_with_all_of_it_characte
     assert [len(ids) for ids in characters] == [len(line) + 1 for line in LINES]  # one for the space put in front
 
 
-def test_a_large_power_leaves_the_best_unigram_segmentation() -> None:
+def test_a_large_alpha_gives_the_best_unigram_segmentation() -> None:
     texts = [*LINES, "", "  ban   猫猫 stei"]
     vocab = _vocab("unigram")
     sampled, best = UnigramSampling(vocab, 400.0).sample_batch(texts, seed=1), vocab.encode_batch(texts)
@@ -118,13 +118,13 @@ def test_a_large_power_leaves_the_best_unigram_segmentation() -> None:
 
 
 @KINDS
-def test_the_text_stays_the_same(kind: Kind) -> None:
+def test_samples_decode_to_the_text(kind: Kind) -> None:
     vocab = _vocab(kind)
     assert [vocab.decode(ids) for ids in SAMPLERS[kind](vocab, 0.3).sample_batch(LINES, seed=2)] == LINES
 
 
 @KINDS
-def test_another_process_draws_the_same(kind: Kind, tmp_path) -> None:
+def test_another_process_samples_the_same(kind: Kind, tmp_path) -> None:
     vocab = _vocab(kind)
     (tmp_path / "m.spm").write_bytes(vocab.bytes)
     code = ("from pathlib import Path; from deepnmt.data.vocab import Vocabulary\n"
@@ -133,6 +133,6 @@ def test_another_process_draws_the_same(kind: Kind, tmp_path) -> None:
             f".sample_batch({LINES[:50]!r}, 5))")
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     sampler = SAMPLERS[kind](vocab, 0.2)
-    sampler.sample_batch(LINES, seed=9)  # what was drawn before does not matter
+    sampler.sample_batch(LINES, seed=9)  # earlier samples do not matter
     assert other.strip() == repr(sampler.sample_batch(LINES[:50], 5))
     assert sampler.sample_batch(LINES[:50], 5) != sampler.sample_batch(LINES[:50], 6)

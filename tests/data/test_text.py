@@ -1,4 +1,4 @@
-"""Readers: what they yield, and that every fault names its file and place."""
+"""Readers: what they yield, and that every error message names its file and line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from xopen import xopen
 
 from deepnmt.config import Corpus, Filters
-from deepnmt.data.filters import judge_lengths, judge_texts, tally
+from deepnmt.data.filters import filter_by_length, filter_by_text, tally
 from deepnmt.data.text import read_pairs
 from deepnmt.errors import UserError
 
@@ -37,11 +37,11 @@ def _pack(file: Path, data: bytes) -> None:
         stream.write(data)
 
 
-PACKED = pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst", ".bz2"])
+COMPRESSED = pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst", ".bz2"])
 
 
-@PACKED
-def test_packed_and_plain_files_follow_one_another(tmp_path: Path, suffix: str) -> None:
+@COMPRESSED
+def test_a_corpus_may_mix_plain_and_compressed_files(tmp_path: Path, suffix: str) -> None:
     first = _aligned(tmp_path, b"a\nb\n", b"A\nB\n")
     for side in "xy":
         _pack(tmp_path / f"b.{side}{suffix}", f"{side}1\n{side}2\n".encode())
@@ -70,12 +70,12 @@ def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "words"), [
-    (lambda whole: whole[: len(whole) // 2], "is cut off after line"),
-    (lambda whole: whole[:20] + bytes(60) + whole[80:], "not a sound {} file"),
-    (lambda whole: b"plain text\n", "not a sound {} file after line 0"),
+    (lambda whole: whole[: len(whole) // 2], "is truncated after line"),
+    (lambda whole: whole[:20] + bytes(60) + whole[80:], "not a valid {} file"),
+    (lambda whole: b"plain text\n", "not a valid {} file after line 0"),
 ])
-@PACKED
-def test_damaged_packed_files(tmp_path: Path, damage, words: str, suffix: str) -> None:
+@COMPRESSED
+def test_damaged_compressed_files(tmp_path: Path, damage, words: str, suffix: str) -> None:
     lines = "".join(f"{number * 7919 % 1000003}\n" for number in range(20000)).encode()
     for side in "xy":
         _pack(tmp_path / f"d.{side}{suffix}", lines)
@@ -94,18 +94,18 @@ def test_missing_file_folder_short_row_and_empty_corpus(tmp_path: Path) -> None:
     assert "the corpus has 0 lines" in _fault(_aligned(tmp_path, b"", b""))
 
 
-def test_texts_are_judged_and_the_first_of_duplicates_is_kept() -> None:
+def test_text_filters_keep_the_first_of_duplicates() -> None:
     pairs = [("a", "b"), ("", "b"), ("a", ""), ("c", "c"), ("a", "b"), ("a", "d"), ("ab", ""), ("a", "b")]
     counts = {"empty": 3, "identical": 1, "duplicate": 2, "too_long": 0, "ratio": 0}
-    verdicts = judge_texts(pairs, Filters())
-    assert tally(verdicts) == counts
-    assert np.flatnonzero(verdicts == 0).tolist() == [0, 5]
-    lenient = judge_texts(pairs, Filters(drop_duplicates=False, drop_identical=False))
+    codes = filter_by_text(pairs, Filters())
+    assert tally(codes) == counts
+    assert np.flatnonzero(codes == 0).tolist() == [0, 5]
+    lenient = filter_by_text(pairs, Filters(drop_duplicates=False, drop_identical=False))
     assert tally(lenient) == {**counts, "identical": 0, "duplicate": 0}
 
 
-def test_lengths_are_judged_at_their_bounds() -> None:
+def test_length_filters_at_their_bounds() -> None:
     src = np.array([10, 11, 3, 7, 1, 0, 5])
     trg = np.array([10, 1, 1, 1, 2, 4, 11])
-    verdicts = judge_lengths(src, trg, Filters(max_tokens=10, max_ratio=3.0))
-    assert verdicts.tolist() == [0, 4, 0, 5, 0, 1, 4]
+    codes = filter_by_length(src, trg, Filters(max_tokens=10, max_ratio=3.0))
+    assert codes.tolist() == [0, 4, 0, 5, 0, 1, 4]

@@ -1,4 +1,4 @@
-"""Vocabularies: ids, determinism, round trips, faults."""
+"""Vocabularies: ids, determinism, round trips, error messages."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_only_whitespace_is_normalised() -> None:
     assert vocab.encode(" ban   bei ") == vocab.encode("ban bei")
 
 
-def test_byte_fallback_leaves_nothing_unknown() -> None:
+def test_with_byte_fallback_nothing_is_unknown() -> None:
     assert UNK in _train("bpe").encode("ban 猫")
     vocab = _train("bpe", size=330, byte_fallback=True)
     assert UNK not in vocab.encode("ban 猫") and vocab.decode(vocab.encode("ban 猫")) == "ban 猫"
 
 
 @KINDS
-def test_size_faults_name_a_size_that_works(kind: str) -> None:
+def test_errors_of_size_name_a_size_that_works(kind: str) -> None:
     with user_error(r"vocab.size is 5000, but the training text gives at most (\d+)") as error:
         _train(kind, 5000)
     largest = int(re.findall(r"at most (\d+)", str(error.value))[0])
@@ -68,13 +68,13 @@ def test_size_faults_name_a_size_that_works(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("line", ["ban bei " * 600, "\u2581 \u2581", " "])
-def test_a_text_without_a_line_to_learn_from(kind: str, line: str) -> None:
+def test_a_text_that_sentencepiece_skips(kind: str, line: str) -> None:
     settings = config.Vocab.model_validate({"kind": kind, "size": 20})
     with user_error("nothing to learn a vocabulary from: every line is over 4,192 bytes"):
         train_vocabulary([line] * 3, settings)
 
 
-def test_what_is_not_a_vocabulary_of_ours_is_refused(tmp_path) -> None:
+def test_other_files_are_rejected_as_vocabularies(tmp_path) -> None:
     with user_error("not a SentencePiece model"):
         Vocabulary(b"no model")
     with user_error(r"unk, bos, eos, pad at"):

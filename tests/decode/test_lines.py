@@ -38,8 +38,8 @@ def test_an_empty_file_has_no_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "data", "message"), [
     ("text", "a\nb\nä\n".encode("latin-1"), "line 3: not valid UTF-8"),
     ("text.gz", gzip.compress("a\nä".encode("latin-1")), "line 2: not valid UTF-8"),
-    ("text.gz", gzip.compress(b"a\n" * 999)[:-9], "is cut off after line"),
-    ("text.gz", b"plain text\n", "not a sound .gz file"),
+    ("text.gz", gzip.compress(b"a\n" * 999)[:-9], "is truncated after line"),
+    ("text.gz", b"plain text\n", "not a valid .gz file"),
 ], ids=["plain", "packed", "cut", "not packed"])  # a .gz holds the time: two workers would not name it alike
 def test_damaged_input_is_named(name: str, data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(data)

@@ -57,7 +57,7 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
 
 def check_texts(settings: Recipe, ranks: Ranks) -> None:
     """Training texts may be on some machines alone: what one process finds amiss there keeps all from training."""
-    here = patch("deepnmt.data.prepared.is_here", lambda corpus: ranks.rank == ranks.world - 1)
+    here = patch("deepnmt.data.prepared.on_this_machine", lambda corpus: ranks.rank == ranks.world - 1)
     others = patch("deepnmt.data.prepared.input_files", lambda corpus: [])
     with here, others, user_error("made from other texts"):
         Trainer(settings, ranks)
