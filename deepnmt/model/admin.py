@@ -1,9 +1,9 @@
-"""Admin's profile: ω of every sub-layer, measured layer by layer in the memory of one layer, and its files.
+"""Admin's profile: ω of every sub-layer, measured layer by layer in the memory of one layer; and its files.
 
-Liu et al. 2020, Understanding the Difficulty of Training Transformers, section 4.3: one forward pass with all ω at 1,
-then ω_1 = 1 and ω_i = sqrt(Var[F_0] + Σ_{j<i} Var[F_j]) over the sub-layers of a stack. The decoder's chain starts at 1
-again. Var[F_j] is the variance of all elements of sub-layer j's output after dropout, at positions that are no padding,
-in fp32 and training mode. Var[F_0] is that of the stack's input, as the published profile has it, or 1 by choice.
+Liu et al. 2020, Understanding the Difficulty of Training Transformers, section 4.3: after one forward pass with all ω
+at 1, ω_1 = 1 and ω_i = sqrt(Var[F_0] + Σ_{j<i} Var[F_j]) over the sub-layers of a stack. The sum starts anew for the
+decoder. Var[F_j] is the variance of all elements of sub-layer j's output after dropout, without padding, in fp32 and
+training mode. Var[F_0] is the variance of the stack's input, as in the published profile, or 1 (`input_variance`).
 
 `B` sentences, `S` source length, `T` target length, `D` width.
 """
@@ -47,7 +47,7 @@ class AdminProfile:
 
     Attributes:
         encoder, decoder: ω in the order of the sub-layers; empty for a stack that is not Admin.
-        provenance: what the numbers depend on, or the file they were read from.
+        provenance: everything the numbers depend on, or the file they were read from.
     """
 
     encoder: list[float]
@@ -64,7 +64,7 @@ class AdminProfile:
         }
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON aside and renames it into place; the folder is made if need be."""
+        """Writes the profile as JSON, atomically; its folder is made if it does not exist."""
         path = Path(path)
         content = {
             "format": _FORMAT,
@@ -80,8 +80,8 @@ class AdminProfile:
     def load(cls, path: str | Path, model: Model) -> AdminProfile:
         """Reads a profile for this model: deepnmt's JSON, or text with one sub-layer a line, the encoder's first.
 
-        A line of text is either `value` or `index value`, where the index counts a stack's sub-layers from 1 (the files
-        of the authors' code). Widths, dropout and data may differ from those that were profiled; depths may not.
+        A line of text is either `value` or `index value`, where the index counts a stack's sub-layers from 1, as in the
+        files of the authors' code. Width, dropout and data may differ from those of the profiled model, depths may not.
 
         Raises:
             UserError: the file cannot be read, is in none of these formats, or does not fit the model.
@@ -102,7 +102,7 @@ class AdminProfile:
 
 
 def _hash(provenance: dict[str, Any]) -> str:
-    """One name for all a profile depends on: equal where it would be measured equal."""
+    """A hash of everything a profile depends on."""
     return hashlib.sha256(json.dumps(provenance, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
@@ -111,12 +111,12 @@ def _hash(provenance: dict[str, Any]) -> str:
 
 @dataclass
 class _Flow:
-    """A micro-batch on its way up a stack.
+    """A micro-batch between two layers of a stack.
 
     Attributes:
         x: [B, T, D], the input of the next layer; see `Stream`.
-        real: boolean [B, T], true where there is no padding.
-        context: what the stack's layers take between x and the dropout key.
+        real: boolean [B, T], false at padding.
+        context: the arguments of a layer between x and the dropout key.
         key: the dropout key.
     """
 
@@ -139,26 +139,26 @@ def measure(
     data: str = "",
     show: bool = False,
 ) -> AdminProfile:
-    """Profiles the Admin stacks of a model; a stack of another block runs only where its output is needed.
+    """Profiles the Admin stacks of a model. A stack with another block runs only if its output is needed.
 
-    One layer's weights are held at a time, besides the activations of the local micro-batches. How the micro-batches
-    are shared among processes changes nothing but the order of float64 sums.
+    Memory holds one layer's weights at a time, and the activations of this process's micro-batches. Another division of
+    the micro-batches among processes changes only the order of float64 sums.
 
     Args:
         model: shapes, dropouts and blocks.
-        src_vocab, trg_vocab, seed: as of the `Transformer` that is to be trained: they fix its initial weights.
-        batches: this process's share, on the device to run on. It may be empty, if not all are.
-        ranks: the processes that share the micro-batches, each of which calls `measure`; without, this one is alone.
-        input_variance: what stands for Var[F_0].
+        src_vocab, trg_vocab, seed: those of the `Transformer` to be trained; they fix its initial weights.
+        batches: this process's micro-batches, on the device to run on. May be empty, but not on all processes.
+        ranks: the processes that share the micro-batches, each of which calls `measure`; None: only this one.
+        input_variance: which value to use for Var[F_0].
         data: the fingerprint of the prepared data, for the provenance.
-        show: show progress and the time left on standard error.
+        show: show progress on standard error.
 
     Raises:
         ValueError: no stack is Admin, or no process has a micro-batch.
     """
     counts = [len(names) + 1 if (names := profiled_sublayers(model, side)) else 0 for side in SIDES]
     if not any(counts):
-        raise ValueError("neither stack is Admin: there is nothing to profile")
+        raise ValueError("neither stack is Admin, so there is nothing to profile")
     weights = Initialiser(model, src_vocab, trg_vocab, seed)
     flows = []
     for batch, x in zip(batches, _embed(model, "encoder", src_vocab, weights, batches), strict=True):
@@ -179,7 +179,7 @@ def measure(
     local = [float(sum(batch.tokens for batch in batches)), float(len(batches)), *torch.cat(parts).flatten().tolist()]
     total, *sums = ranks.sum(local) if ranks else local
     if not total:
-        raise ValueError("no process was given a micro-batch to profile")
+        raise ValueError("no process has a micro-batch to profile")
     encoder, decoder = torch.tensor(sums[1:], dtype=torch.float64).view(-1, 3).split(counts)
     provenance = {
         "model": model.model_dump(),
@@ -195,8 +195,12 @@ def measure(
 
 
 def omega_of(moments: Tensor, input_variance: InputVariance = "measured") -> list[float]:
-    """ω of a stack from the moments (count, sum, sum of squares; float64) of its input and of its branch outputs, one
-    row each [1 + sub-layers, 3]; of no rows none."""
+    """ω of a stack, from the moments of its input and of its branch outputs.
+
+    Args:
+        moments: float64 [1 + sub-layers, 3]; a row holds count, sum and sum of squares. No rows give no ω.
+        input_variance: `one` replaces the variance of the input by 1.
+    """
     if not len(moments):
         return []
     count, total, squares = moments.unbind(1)
@@ -209,7 +213,7 @@ def omega_of(moments: Tensor, input_variance: InputVariance = "measured") -> lis
 
 
 def _embed(model: Model, side: Side, vocab: int, weights: Initialiser, batches: Sequence[Batch]) -> list[Tensor]:
-    """Each micro-batch's input of the stack [B, T, D]; the embedding table is let go of on return."""
+    """The stack's input [B, T, D] for each micro-batch; the embedding table is freed on return."""
     table, entry = skip_init(nn.Embedding, vocab, model.width), InputLayer(model, side, weights.seed).train()
     fill(table, weights, f"embeddings.{TABLES[model.tied]['src' if side == 'encoder' else 'trg']}")
     fill(entry, weights, f"{side}.input")
@@ -218,8 +222,11 @@ def _embed(model: Model, side: Side, vocab: int, weights: Initialiser, batches: 
 
 
 def _run_stack(model: Model, side: Side, weights: Initialiser, flows: list[_Flow], show: bool) -> Tensor:
-    """Takes the flows to the top of a stack, one layer at a time; the moments (float64) of its input and of its
-    branches [1 + sub-layers, 3]."""
+    """Advances the flows through a stack, one layer at a time.
+
+    Returns:
+        The moments of its input and of its branch outputs, float64 [1 + sub-layers, 3].
+    """
     zeros = torch.zeros(3, dtype=torch.float64)
     rows = [sum((_moments(last_output(flow.x)[flow.real]) for flow in flows), zeros)[None]]
     count = model.stack(side).layers
@@ -229,7 +236,7 @@ def _run_stack(model: Model, side: Side, weights: Initialiser, flows: list[_Flow
             layer = build_layer(model, side, index, weights.seed).train()
             fill(layer, weights, layer.name)
             outputs: list[Tensor] = []
-            for add in layer.rule.adds:  # called one after the other, so `outputs` is in the order of the branches
+            for add in layer.rule.adds:  # hooks are called in the order of the branches
                 add.register_forward_hook(lambda _module, _inputs, output, seen=outputs: seen.append(output))
             rows.append(torch.zeros(len(layer.rule.adds), 3, dtype=torch.float64))
             for flow in flows:
@@ -241,7 +248,7 @@ def _run_stack(model: Model, side: Side, weights: Initialiser, flows: list[_Flow
 
 
 def _moments(values: Tensor) -> Tensor:
-    """Count, sum and sum of squares of all elements, float64 [3] on the CPU."""
+    """Count, sum and sum of squares of all elements: float64 [3] on the CPU."""
     wide = values.double()
     return torch.stack([wide.new_tensor(wide.numel()), wide.sum(), wide.square().sum()]).cpu()
 
@@ -264,13 +271,13 @@ def _from_json(text: str, path: Path, names: dict[Side, list[str]]) -> tuple[lis
         raise _wrong_count(path, first, second, len(names["encoder"]), len(names["decoder"]))
     for name, value in omega.items():
         if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
-            raise UserError(f"admin.profile: {path} has {value!r} for {name}; every ω must be a number above 0")
+            raise UserError(f"admin.profile: {path} has {value!r} for {name}; each ω must be a number above 0")
     encoder, decoder = ([float(omega[name]) for name in names[side]] for side in SIDES)
     return encoder, decoder, provenance
 
 
 def _from_text(text: str, path: Path, encoder: int, decoder: int) -> list[float]:
-    """The values of a file of lines `value` or `index value`, checked against the sub-layers of the model's stacks."""
+    """The values of a file with lines `value` or `index value`, checked against the numbers of sub-layers."""
     lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise UserError(f"admin.profile: {path} is empty; it must hold {encoder + decoder} values of ω")
@@ -283,12 +290,13 @@ def _from_text(text: str, path: Path, encoder: int, decoder: int) -> list[float]
     for number, fields in lines:
         where = f"admin.profile: {path}, line {number}"
         if len(fields) != columns:
-            raise UserError(f"{where} has {len(fields)} columns, the first line {columns}; all lines must be alike")
+            raise UserError(f"{where} has {len(fields)} columns, but the first line has {columns}; use one format in "
+                            "all lines")
         values.append(_number(fields[-1], where))
         if columns == 2:
             index = _number(fields[0], where)
             if index not in (1, previous + 1):
-                raise UserError(f"{where} has index {fields[0]} after {previous:g}; indices count each stack's "
+                raise UserError(f"{where} has index {fields[0]} after {previous:g}; indices must count each stack's "
                                 "sub-layers from 1")
             if index == 1:
                 starts.append(len(values) - 1)
@@ -312,8 +320,8 @@ def _number(word: str, where: str) -> float:
 
 
 def _wrong_count(path: Path, first: int, second: int | None, encoder: int, decoder: int) -> UserError:
-    """`second` is None where the file does not tell the stacks apart; then `first` counts both."""
-    found = f"{first} values" if second is None else f"{first} values for the encoder and {second} for the decoder"
-    return UserError(f"admin.profile: {path} holds {found}, but the model's Admin stacks have {encoder} + {decoder} = "
+    """`second` is None if the file does not distinguish the stacks; then `first` counts both."""
+    values = f"{first} values" if second is None else f"{first} values for the encoder and {second} for the decoder"
+    return UserError(f"admin.profile: {path} holds {values}, but the model's Admin stacks have {encoder} + {decoder} = "
                      f"{encoder + decoder} sub-layers (2 an encoder layer, 3 a decoder layer); give a profile of this "
                      "depth, or null to measure one")

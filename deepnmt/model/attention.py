@@ -1,7 +1,7 @@
 """Multi-head attention (Vaswani et al. 2017, section 3.2) on PyTorch's fused kernel.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `K` beams. A key mask is boolean
-[B, 1, 1, S], true where a key may be seen; `None` stands for "no padding".
+[B, 1, 1, S], false at padding; None means that there is no padding.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch.nn.utils import skip_init
 
 
 def key_mask(lengths: Tensor, size: int) -> Tensor | None:
-    """The key mask [B, 1, 1, size] of sentences with these lengths [B], or None if it would hide nothing.
+    """The key mask [B, 1, 1, size] of sentences with these lengths [B], or None if there is no padding.
 
-    Whether it hides something is asked on the CPU only: on a GPU the question would make the host wait.
+    On a GPU it is never None, because the check would make the host wait for the GPU.
     """
     if lengths.device.type == "cpu" and bool((lengths == size).all()):
         return None
@@ -37,8 +37,8 @@ def attend(
 ) -> Tensor:
     """softmax(q kᵀ / √d) v: q [B, H, T, d], keys and values [B, H, S, d] to [B, H, T, d].
 
-    On a CPU the 16-bit kernel's backward takes six times its fp32 twin's time at sentence length
-    (docs/results/log.md), so 16-bit inputs that need a gradient are attended in fp32 there.
+    On a CPU, 16-bit inputs that need a gradient are computed in fp32: the backward pass of PyTorch's 16-bit kernel
+    takes six times as long as that in fp32 at sentence length (docs/results/log.md).
     """
     if q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and q.requires_grad:
         attended = F.scaled_dot_product_attention(q.float(), keys.float(), values.float(), mask, dropout, causal)
@@ -57,23 +57,27 @@ class SelfAttention(nn.Module):
         self.out = skip_init(linear, width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """[B, T, D] to [B, T, D]; `causal`: position t sees positions up to t (then no mask may be given)."""
+        """[B, T, D] to [B, T, D]; `causal`: position t attends to positions up to t, and `mask` must be None."""
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         dropout = self.dropout if self.training else 0.0
         return self.out(merge_heads(attend(q, k, v, mask, dropout, causal)))
 
-    def step(self, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, here: slice) -> Tensor:
-        """One position further: x [B, K, D], the hypotheses' inputs there, to [B, K, D].
+    def step(self, x: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, slots: slice) -> Tensor:
+        """Decodes one position: x [B, K, D], the inputs of all hypotheses there, to [B, K, D].
 
-        `keys` and `values` [B, H, max_steps·K, d] hold all hypotheses of a sentence, slot p·K + j the j-th of position
-        p; those of this position, `here`, are written. `seen` [B, 1, K, slots up to here], to be added to the scores,
-        is 0 where a hypothesis goes on from a slot and -inf elsewhere; None: from all. If x is [B, 1, D], for
-        hypotheses that are one as yet, its key and value go into all slots of the position.
+        Args:
+            x: may be [B, 1, D] as long as all hypotheses of a sentence are the same; its key and value then go into all
+                slots of the position.
+            keys, values: [B, H, max_steps·K, d], of all hypotheses of a sentence: slot p·K + j is the j-th at position
+                p. Those of this position are written.
+            visible: [B, 1, K, slots.stop], added to the scores: 0 if a hypothesis continues that slot, else -inf. None
+                if all slots are visible.
+            slots: those of this position.
         """
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-        keys[:, :, here] = k
-        values[:, :, here] = v
-        attended = attend(q, keys[:, :, : here.stop], values[:, :, : here.stop], seen)
+        keys[:, :, slots] = k
+        values[:, :, slots] = v
+        attended = attend(q, keys[:, :, : slots.stop], values[:, :, : slots.stop], visible)
         return self.out(merge_heads(attended))
 
 
@@ -94,7 +98,7 @@ class CrossAttention(nn.Module):
         return split_heads(k, self.heads), split_heads(v, self.heads)
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, T, D] to [B, T, D]. In decoding T counts the K hypotheses of a sentence, which share keys and values."""
+        """[B, T, D] to [B, T, D]. In decoding T is the K hypotheses of a sentence, which share keys and values."""
         q = split_heads(self.q(x), self.heads)
         dropout = self.dropout if self.training else 0.0
         return self.out(merge_heads(attend(q, keys, values, mask, dropout)))

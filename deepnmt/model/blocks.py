@@ -1,12 +1,13 @@
-"""The blocks, one under the other: how a layer threads x through its sub-layers.
+"""The residual blocks: how a layer joins its sub-layers to its input x.
 
-A block owns a layer's LayerNorms and other extra parameters, the factors its paper puts on the initialisation, and what
-stands on top of the stack. Notation: x the input of a sub-layer, F_i the i-th sub-layer after dropout (encoder:
-self-attention, FFN; decoder: self-attention, cross-attention, FFN), K the number of sub-layers, LN LayerNorm (eps
-1e-5), N encoder and M decoder layers, L the layers of the block's own stack, D width.
+A block owns a layer's LayerNorms and further parameters, the factors of its paper on the initialisation, and what comes
+after the last layer of the stack. docs/reference/blocks.md compares the blocks.
 
-Every branch output passes through `adds[i]`, so a forward hook on `encoder.layers.3.rule.adds.1` sees F_2 of layer 3.
-docs/reference/blocks.md compares them.
+Notation: x the input of a sub-layer, F_i the i-th sub-layer after dropout (encoder: self-attention, FFN; decoder:
+self-attention, cross-attention, FFN), K the number of sub-layers, LN LayerNorm (eps 1e-5), N encoder and M decoder
+layers, L the layers of the block's own stack, D width.
+
+Every branch output passes through `adds[i]`, so a forward hook on `encoder.layers.3.rule.adds.1` gets F_2 of layer 3.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ SUBLAYERS: dict[Side, tuple[str, ...]] = {
     "decoder": ("self_attn", "cross_attn", "ffn"),
 }
 
-# What a layer hands to the next: its output [..., D]; with a block that `needs_history`, what is kept of the stack's
-# input and of all layers below, and its output last. So layer l (from 0) is given l + 1 tensors then, layer 0 just one.
+# The input of a layer: the output of the layer below [..., D]. With a block that `needs_history`: a tuple of what is
+# kept of the stack's input and of all layers below, the output of the layer below last. So layer l (from 0) gets l + 1
+# tensors.
 Stream = Tensor | tuple[Tensor, ...]
 
 
@@ -45,19 +47,19 @@ def last_output(x: Stream) -> Tensor:
 
 
 class Norm(nn.Module):
-    """A norm over the last dimension; all that stand in a model come from `LayerPosition.norm`."""
+    """A norm over the last dimension. All norms of a model are made by `LayerPosition.norm`."""
 
     def frozen(self, x: Tensor) -> Branch:
-        """The norm as a map of any c [..., D] that keeps the statistics of x [..., D]: affine in c."""
+        """The norm as a function of c [..., D], with its statistics fixed to those of x [..., D]; affine in c."""
         raise NotImplementedError
 
 
 class LayerNorm(Norm, nn.LayerNorm):
     """(x - mean) / sqrt(variance + 1e-5) · weight + bias, over the last dimension. Ba et al. 2016, Layer Normalization.
 
-    On a CPU PyTorch's 16-bit LayerNorm keeps mean and deviation in 16 bits for the backward pass and sums the gradients
-    of weight and bias in 16 bits over all tokens (with 2,000 of them 11 eps off, here 0.3), so there all of it is done
-    in fp32. On a GPU PyTorch does so by itself.
+    On a CPU, 16-bit inputs are normed in fp32, as PyTorch does by itself on a GPU. PyTorch's own 16-bit LayerNorm for
+    CPUs keeps mean and deviation in 16 bits for the backward pass, and sums the gradients of weight and bias over all
+    tokens in 16 bits: with 2,000 tokens their error is 11 eps, here 0.3.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ class LayerNorm(Norm, nn.LayerNorm):
 
 @dataclass(frozen=True)
 class LayerPosition:
-    """Where a layer stands, which is all a block may depend on."""
+    """The position of a layer in the model, and the model's shape; a block depends on nothing else."""
 
     side: Side
     index: int  # of the layer in its stack, from 0
@@ -84,13 +86,13 @@ class LayerPosition:
 
     @classmethod
     def of(cls, model: config.Model, side: Side, index: int) -> LayerPosition:
-        """That of layer `index` (from 0) of a model's stack."""
+        """The position of layer `index` (from 0) of a stack."""
         return cls(side, index, model.encoder.layers, model.decoder.layers, model.width)
 
     def norm(self) -> Norm:
-        """A new norm of the layer, or of what stands on the stack.
+        """A new norm of the layer, or of the stack's top.
 
-        To add a kind: a subclass of `Norm` above, its word in `config.Model`, and a field here that `of` takes it from.
+        To add a kind of norm: a subclass of `Norm` above, a setting in `config.Model`, and a field here, set by `of`.
         """
         return LayerNorm(self.width)
 
@@ -106,28 +108,28 @@ class LayerPosition:
 
     @property
     def depth(self) -> int:
-        """Layers of the stack the layer stands in."""
+        """Number of layers of the layer's stack."""
         return self.encoder_layers if self.side == "encoder" else self.decoder_layers
 
 
 class Block(nn.Module):
-    """What every block has: one named add and, unless it does without, one LayerNorm for each sub-layer.
+    """Base class: one named add for each sub-layer and, with `layer_norms`, one LayerNorm.
 
-    Called with the layer's input [..., D] and its sub-layers, a block gives the layer's output [..., D]; one that
-    `needs_history` takes and gives a `Stream`. Most blocks only say how one sub-layer is joined to x (`join`). What the
-    rest of deepnmt asks of a block are these attributes, never its name.
+    A block is called with the layer's input [..., D] and its sub-layers, and returns the layer's output [..., D]; one
+    that `needs_history` takes and returns a `Stream`. Most blocks define only `join`, for one sub-layer. The rest of
+    deepnmt looks at these attributes, never at a block's name.
     """
 
     layer_norms: ClassVar[bool] = True  # whether the sub-layers have LayerNorms
-    final_norm: ClassVar[bool] = False  # whether the stack ends with a LayerNorm of its own
+    final_norm: ClassVar[bool] = False  # whether the stack ends with a further LayerNorm
     needs_history: ClassVar[bool] = False  # whether a layer needs the outputs of all layers below, see `Stream`
     depth_scaled: ClassVar[bool] = False  # whether `init: auto` multiplies every matrix by L^-1/2
     profiled: ClassVar[bool] = False  # whether its ω are measured before the first update (`admin.py`)
     foldable: ClassVar[bool] = False  # whether it is LN_i(ω_i ⊙ x + F_i(x)), ω a parameter or DeepNorm's α
-    made_for_depth: ClassVar[bool] = False  # whether it is advised where another diverges
+    made_for_depth: ClassVar[bool] = False  # whether it is recommended if another block diverges
     initial_values: ClassVar[dict[str, float]] = {}  # of the block's own parameters, see `initial_value`
-    fused_qkv: ClassVar[bool] = True  # whether `separate` changes any `matrix_gain`
-    linear: ClassVar[type[nn.Linear]] = nn.Linear  # of the attentions
+    fused_qkv: ClassVar[bool] = True  # whether `init: xavier_separate` changes any `matrix_gain`
+    linear: ClassVar[type[nn.Linear]] = nn.Linear  # linear maps of the attentions
     feed_forward: ClassVar[type[FeedForward]] = FeedForward
 
     def __init__(self, position: LayerPosition) -> None:
@@ -137,37 +139,40 @@ class Block(nn.Module):
 
     @staticmethod
     def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
-        """The factor on the Xavier bound of one of the layer's matrices: 1, and 1/√2 for query, key and value.
+        """The factor on the Xavier bound of one of the layer's matrices: 1, but 1/√2 for query, key and value.
 
-        1/√2 is Xavier's bound for a fused [3D, D] matrix, as the toolkit drew it that the Admin and B2T papers used;
-        Admin's published profile follows from it. With 1 (`separate`) a deep profile is 30 % too high
+        1/√2 gives the bound of a fused [3D, D] matrix, as in the toolkit that the Admin and B2T papers used, and it
+        reproduces Admin's published profile. With 1 (`separate`) a deep profile is 30 % too high
         (docs/results/papers.md).
         """
         return 2**-0.5 if matrix in ("q", "k", "v") and not separate else 1.0
 
     @classmethod
     def initial_value(cls, position: LayerPosition, name: str) -> float:
-        """What all numbers of a parameter of the block, or of what stands on the stack, are before training.
+        """The constant that fills a parameter of the block, or of the stack's top, before training.
 
         Args:
-            position: of the layer; of what stands on the stack the one above the last layer's.
-            name: the parameter's in the block, as in `norms.0.bias`; NaN where nobody says, which `fill` refuses.
+            position: the layer's; for the stack's top the position after the last layer's.
+            name: the parameter's name in the block, as in `norms.0.bias`.
+
+        Returns:
+            The constant; NaN if there is none for this name, which `init.fill` rejects.
         """
         known = {"weight": 1.0, "bias": 0.0, **cls.initial_values}
         return known.get(name.split(".")[0], known.get(name.rpartition(".")[2], math.nan))
 
     @classmethod
     def init_matrix(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
-        """Fills one matrix, in position: Xavier-uniform times `gain`."""
+        """Fills one matrix in place: Xavier-uniform times `gain`."""
         nn.init.xavier_uniform_(weight, gain=gain, generator=generator)
 
     @staticmethod
     def embedding_gain(position: LayerPosition) -> float:
-        """The factor on the table that the stack's input is looked up in."""
+        """The factor on the embedding table of the stack's input."""
         return 1.0
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        """One sub-layer, f = F_i with the dropout behind it: x [..., D] to [..., D]."""
+        """Joins one sub-layer f = F_i, dropout included, to x: [..., D] to [..., D]."""
         raise NotImplementedError
 
     def forward(self, x: Any, branches: Sequence[Branch]) -> Any:
@@ -177,7 +182,7 @@ class Block(nn.Module):
 
     @classmethod
     def top(cls, position: LayerPosition) -> nn.Module:
-        """What stands on the stack, new: it takes the last layer's `Stream` to the stack's output [..., D]."""
+        """A new module for the stack's top: from the last layer's `Stream` to the stack's output [..., D]."""
         return position.norm() if cls.final_norm else nn.Identity()
 
 
@@ -205,8 +210,8 @@ class PreLN(Block):
 class Admin(Block):
     """x ← LN_i(ω_i ⊙ x + F_i(x)), ω_i a trainable vector. Liu et al. 2020, Understanding the Difficulty, section 4.3.
 
-    ω starts from what a profile measured over the stack: ω_1 = 1, ω_i = sqrt(Σ_{j<i} Var[F_j]) with Var[F_0] that of
-    the stack's input, or 1 as in the paper (`admin.input_variance`); without a profile from 1.
+    Initial values come from a profile of the stack: ω_1 = 1, ω_i = sqrt(Σ_{j<i} Var[F_j]), where Var[F_0] is the
+    variance of the stack's input, or 1 as in the paper (`admin.input_variance`). Without a profile all ω are 1.
     """
 
     profiled = True
@@ -263,7 +268,7 @@ class B2TNoLN(Block):
     """h ← h + F_i(h) for i < K from h = x; then x ← α·x + β·(h + F_K(h)). Takase et al. 2023, appendix D, eq. 6 to 8.
 
     α = min(L/12, L^-0.15), β = D^-0.2; no LayerNorm. A layer multiplies x by about α + β: 0.94 at 18 layers of width
-    512, 1.03 at width 128, so that narrow and deep stacks grow.
+    512, but 1.03 at width 128, so that activations grow in narrow, deep stacks.
     """
 
     layer_norms = False
@@ -293,7 +298,7 @@ class DeepNorm(Block):
 
     foldable = True
     made_for_depth = True
-    fused_qkv = False  # 1 is the paper's
+    fused_qkv = False  # the paper's gain of query and key is 1 anyway
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
@@ -319,7 +324,7 @@ class DeepNorm(Block):
 class ReZero(Block):
     """x ← x + a·F_i(x), a one trainable scalar for each layer, 0 at first. Bachlechner et al. 2020, ReZero.
 
-    No LayerNorm; every layer is the identity at first, so that its sub-layers get no gradient until a has moved.
+    No LayerNorm. Every layer is the identity at first, so its sub-layers get no gradient in the first update.
     """
 
     layer_norms = False
@@ -350,8 +355,9 @@ class Fixup(Block):
     """x ← x + s_i·F_i(x), s_i a trainable scalar, 1 at first; no LayerNorm. Zhang et al. 2019, Fixup, section 3.
 
     A trainable scalar, 0 at first, is subtracted before each linear map and activation of F_i (`ShiftedLinear`,
-    `ShiftedFeedForward`). Of the residual branches n = 2N + 3M and the m matrices of a branch each but the last is
-    drawn n^(-1/(2m-2)) times as large: fc1 n^-1/2 (m = 2); q, k, v n^-1/6 (m = 4). The last, fc2 and out, is 0.
+    `ShiftedFeedForward`). Initial matrices, with n = 2N + 3M residual branches and m matrices in a branch: the last one
+    (fc2 or out) is 0, the others are multiplied by n^(-1/(2m-2)). That is n^-1/2 for fc1 (m = 2) and n^-1/6 for query,
+    key and value (m = 4).
     """
 
     layer_norms = False
@@ -377,8 +383,8 @@ class Fixup(Block):
 class TFixup(Block):
     """x ← x + F_i(x), no LayerNorm, no warm-up needed. Huang et al. 2020, Improving Transformer Optimization.
 
-    Value, output and FFN matrices are drawn 0.67·N^-1/4 times as large in the encoder, (9M)^-1/4 in the decoder; the
-    source table (9N)^-1/4 times, the target's (9M)^-1/4.
+    Initial value, output and FFN matrices are multiplied by 0.67·N^-1/4 in the encoder and (9M)^-1/4 in the decoder,
+    the source embeddings by (9N)^-1/4 and the target embeddings by (9M)^-1/4.
     """
 
     layer_norms = False
@@ -401,15 +407,15 @@ class TFixup(Block):
 class LooksLinear(PostLN):
     """Post-LN whose FFN is linear at first. Balduzzi et al. 2017, The Shattered Gradients Problem.
 
-    The FFN is fc2((f(h), f(-h))), h = fc1(x) (`ConcatenatedFeedForward`), fc1 orthogonal, fc2 = [W, -W] with W
-    orthogonal: W h at first. Attention has no rectifier to mirror and keeps its usual matrices.
+    The FFN is fc2((f(h), f(-h))) with h = fc1(x) (`ConcatenatedFeedForward`). At first fc1 is orthogonal and fc2 is
+    [W, -W] with W orthogonal, so the FFN is W h. Attention has no activation and keeps its usual matrices.
     """
 
     feed_forward = ConcatenatedFeedForward
 
     @classmethod
     def init_matrix(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
-        """fc1 orthogonal and fc2 mirrored orthogonal, times `gain`; the others as usual."""
+        """fc1 orthogonal and fc2 = [W, -W] with W orthogonal, times `gain`; the others as usual."""
         if matrix not in ("fc1", "fc2"):
             super().init_matrix(weight, matrix, gain, generator)
             return
@@ -423,8 +429,8 @@ class Mixture(nn.Module):
     """Σ_{k≤l} w_k·y_k, y_0 the stack's input and y_k the output of the k-th of the l layers below, w trainable.
 
     Wang et al. 2019, Learning Deep Transformer Models for Machine Translation, section 3: w is row l of a triangular
-    matrix, 1/(l+1) at first (`DLCL.initial`). Pre-norm form: every y_k counts as LN_k(y_k), normed once, by the first
-    mixture above it. Post-norm form: LN_l(Σ w_k·y_k).
+    matrix, 1/(l+1) at first (`DLCL.initial_value`). Pre-norm form: each y_k is replaced by LN_k(y_k), computed once, in
+    the first mixture above it. Post-norm form: LN_l(Σ w_k·y_k).
     """
 
     def __init__(self, below: int, norm: Norm, pre_norm: bool) -> None:
@@ -434,22 +440,22 @@ class Mixture(nn.Module):
         self.pre_norm = pre_norm
 
     def forward(self, x: Stream) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The stream of the layer below to the mixture [..., D] and what is kept for the layers above.
+        """From the stream of the layer below to the mixture [..., D] and the tensors kept for the layers above.
 
         Raises:
-            ValueError: if the stream does not hold one tensor for each weight.
+            ValueError: the stream does not hold one tensor for each weight.
         """
         kept = x if isinstance(x, tuple) else (x,)
         if self.pre_norm:
             kept = (*kept[:-1], self.norm(kept[-1]))
         mixed = torch.zeros_like(kept[0])
         for weight, y in zip(self.weights.unbind(), kept, strict=True):
-            mixed = torch.addcmul(mixed, weight, y)  # keeps no product for the backward pass
+            mixed = torch.addcmul(mixed, weight, y)  # stores no product for the backward pass
         return (mixed if self.pre_norm else self.norm(mixed)), kept
 
 
 class MixtureTop(nn.Module):
-    """The output of a DLCL stack: the mixture of all its layers, in the pre-norm form with a LayerNorm on it."""
+    """The output of a DLCL stack: the mixture of all its layers, followed by a LayerNorm in the pre-norm form."""
 
     def __init__(self, position: LayerPosition, pre_norm: bool) -> None:
         super().__init__()
@@ -457,12 +463,12 @@ class MixtureTop(nn.Module):
         self.norm = position.norm() if pre_norm else nn.Identity()
 
     def forward(self, x: Stream) -> Tensor:
-        """The last layer's stream to the stack's output [..., D]."""
+        """From the last layer's stream to the stack's output [..., D]."""
         return self.norm(self.mix(x)[0])
 
 
 class DLCL(Block):
-    """Pre-LN whose layer l starts from Σ_{k≤l} W_{l,k}·LN_k(y_k), y_k the output of layer k, instead of y_l alone.
+    """Pre-LN whose layer l has the input Σ_{k≤l} W_{l,k}·LN_k(y_k), y_k the output of layer k, instead of y_l.
 
     Wang et al. 2019, Learning Deep Transformer Models for Machine Translation, section 3. W_{l,k} is 1/(l+1) at first.
     The stack ends with one more such sum and a LayerNorm.
@@ -492,7 +498,7 @@ class DLCL(Block):
 
 
 class DLCLPost(DLCL):
-    """Post-LN whose layer l starts from LN_l(Σ_{k≤l} W_{l,k}·y_k). As DLCL, the paper's post-norm form.
+    """Post-LN whose layer l has the input LN_l(Σ_{k≤l} W_{l,k}·y_k): the post-norm form of `DLCL`, same paper.
 
     The stack ends with one more such sum.
     """
@@ -520,11 +526,11 @@ BLOCKS: dict[str, type[Block]] = {
     "dlcl_post": DLCLPost,
 }
 
-FOLDED = "post_ln"  # what a foldable block can be rewritten as
+FOLDED = "post_ln"  # the block that a foldable one can be rewritten as
 
 
 def profiled_sublayers(model: config.Model, side: Side) -> list[str]:
-    """The canonical names of a stack's sub-layers in order; none if its block is not profiled."""
+    """The canonical names of a stack's sub-layers, in order; none if its block is not profiled."""
     if not BLOCKS[model.stack(side).block].profiled:
         return []
     layers = range(model.stack(side).layers)

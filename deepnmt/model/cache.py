@@ -1,4 +1,4 @@
-"""What incremental decoding remembers from one target position to the next.
+"""The cache of keys and values for incremental decoding.
 
 `B` sentences, `S` source length, `H` heads, `d` width of a head, `K` beams.
 """
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 
-def _move(store: Tensor, dim: int, places: Tensor, movers: Tensor) -> None:
-    """Writes what `store` holds at `movers` of a dimension to its `places`."""
-    store.index_copy_(dim, places, store.index_select(dim, movers))
+def _copy_rows(store: Tensor, dim: int, targets: Tensor, sources: Tensor) -> None:
+    """Copies `store` at the indices `sources` of a dimension to the indices `targets`, in place."""
+    store.index_copy_(dim, targets, store.index_select(dim, sources))
 
 
 class Cache:
-    """What decoding remembers between steps, for B sentences with K hypotheses each.
+    """Keys and values of earlier positions, for B sentences with K hypotheses each.
 
-    A sentence's hypotheses share one store of self-attention keys and values [B, H, max_steps·K, d], in which slot
-    p·K + j belongs to the j-th hypothesis of position p. Which slots a hypothesis goes on from is its row of `lineage`,
-    0 there and -inf elsewhere: reordering moves these numbers and no key or value. Those of the cross-attention are
-    kept once for each sentence [B, H, S, d].
+    The hypotheses of a sentence share one store of self-attention keys and values [B, H, max_steps·K, d], in which slot
+    p·K + j belongs to the j-th hypothesis at position p. A hypothesis's row of `lineage` is 0 at the slots that it
+    continues and -inf elsewhere, so reordering hypotheses copies these rows and no keys or values. Keys and values of
+    the cross-attention are stored once for each sentence [B, H, S, d].
     """
 
     def __init__(self, past: Tensor, source: list[tuple[Tensor, Tensor]], mask: Tensor | None, beams: int) -> None:
@@ -33,33 +33,37 @@ class Cache:
         self.position = 0
 
     def reorder(self, rows: Tensor) -> None:
-        """Hypothesis r goes on from the past of hypothesis rows[r]; rows [B·K] index the present hypotheses."""
+        """Hypothesis r now continues the former hypothesis rows[r]; rows is [B·K]."""
         self.lineage = self.lineage.index_select(0, rows)
 
     def advance(self, hypotheses: int) -> tuple[Tensor | None, slice]:
-        """One position further: what the first `hypotheses` of each sentence see there, themselves included
-        [B, 1, hypotheses, slots up to the position's] (None: everything), and the position's slots."""
-        here = slice(self.position * self.beams, (self.position + 1) * self.beams)
+        """Advances by one position.
+
+        Returns:
+            The slots that the first `hypotheses` of each sentence attend to, their own included, [B, 1, hypotheses,
+            slots.stop] as for `SelfAttention.step` (None: all); and the slots of the position.
+        """
+        slots = slice(self.position * self.beams, (self.position + 1) * self.beams)
         self.position += 1
         if self.beams == 1:
-            return None, here
+            return None, slots
         lineage = self.lineage.view(-1, self.beams, self.lineage.size(1))
-        lineage[:, :, here] = self.own
-        return lineage[:, None, :hypotheses, : here.stop], here
+        lineage[:, :, slots] = self.own
+        return lineage[:, None, :hypotheses, : slots.stop], slots
 
     def select(self, sentences: Tensor) -> None:
         """Keeps these sentences [B'] with all their hypotheses, in this order.
 
-        A sentence that keeps its place is not copied.
+        A sentence whose index does not change is not copied.
         """
         count, filled = len(sentences), self.position * self.beams
-        places = (sentences != torch.arange(count, device=sentences.device)).nonzero().squeeze(1)
-        movers = sentences[places]
-        _move(self.past[..., :filled, :], 2, places, movers)
+        targets = (sentences != torch.arange(count, device=sentences.device)).nonzero().squeeze(1)
+        sources = sentences[targets]
+        _copy_rows(self.past[..., :filled, :], 2, targets, sources)
         self.past = self.past[:, :, :count]
         for k, v in self.source:
-            _move(k, 0, places, movers)
-            _move(v, 0, places, movers)
+            _copy_rows(k, 0, targets, sources)
+            _copy_rows(v, 0, targets, sources)
         self.source = [(k[:count], v[:count]) for k, v in self.source]
         self.lineage = self.lineage.unflatten(0, (-1, self.beams)).index_select(0, sentences).flatten(0, 1)
         self.mask = None if self.mask is None else self.mask.index_select(0, sentences)

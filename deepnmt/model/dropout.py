@@ -1,7 +1,7 @@
-"""Dropout whose masks are a function of (run seed, micro-batch, place in the model) and of nothing else.
+"""Dropout whose masks depend on (run seed, micro-batch, part of the model) only.
 
-A layer seeds the device's default generator at its entry. Masks are then the same in every layout, activation
-checkpointing recomputes them by itself, and a resumed run needs no generator state.
+Each layer seeds the device's default generator before it computes. So masks are the same in every layout, activation
+checkpointing reproduces them, and a resumed run needs no generator state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 
 def stable_hash(*parts: int | str) -> int:
-    """63 bits that depend on the parts alone: the same on every machine and in every process."""
+    """A 63-bit hash of the parts, the same on every machine and in every process."""
     text = "\0".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -24,7 +24,7 @@ def stable_hash(*parts: int | str) -> int:
 def seed_dropout(device: torch.device, seed: int, key: int, name: str) -> None:
     """Seeds the default generator of `device` for the part `name` of the model in the micro-batch `key`.
 
-    `torch.manual_seed` would visit every device; only the one that draws the masks is seeded here.
+    Unlike `torch.manual_seed`, it seeds no other device.
     """
     number = stable_hash(seed, key, name)
     if device.type == "cuda":
@@ -36,7 +36,7 @@ def seed_dropout(device: torch.device, seed: int, key: int, name: str) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, without dropout; its own mode is put back."""
+    """Puts the model into evaluation mode, without dropout, and restores its mode at the end."""
     training = model.training
     model.eval()
     try:
@@ -46,7 +46,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Dropout(nn.Module):
-    """Zeroes each element with probability `p` in training and scales the others up, so that the mean stays."""
+    """In training, zeroes each element with probability `p` and scales the others so that the expected value stays."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ class Dropout(nn.Module):
 def cpu_mask(x: Tensor, p: float) -> Tensor:
     """A dropout mask in the shape and type of x: 0 with probability q, else 1 / (1 - q), q = round(2^16 p) / 2^16.
 
-    PyTorch's Bernoulli draws on a CPU take longer than a layer's matrix products. Here one 64-bit draw serves four
-    elements, 16 bits each; the scale belongs to the probability as rounded, so the expected value is exact.
+    PyTorch's Bernoulli sampling on a CPU takes longer than a layer's matrix products. Here one random 64-bit number
+    serves four elements, 16 bits each. The scale is that of the rounded probability, so the expected value is exact.
     """
     dropped = min(round(p * 2**16), 2**16 - 1)
-    draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    samples = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     mask = torch.empty_like(x, memory_format=torch.contiguous_format)
-    torch.ge(draws.view(torch.int16)[: x.numel()].view(x.shape), dropped - 2**15, out=mask)
+    torch.ge(samples.view(torch.int16)[: x.numel()].view(x.shape), dropped - 2**15, out=mask)
     return mask.mul_(2**16 / (2**16 - dropped))

@@ -1,4 +1,4 @@
-"""Scaled embeddings with sinusoidal positions, and how the three tables of a model are tied.
+"""Scaled embeddings with sinusoidal positions, and tying of the three embedding tables.
 
 `B` sentences, `T` length, `D` width, `V` vocabulary.
 """
@@ -17,7 +17,7 @@ from deepnmt.model.dropout import Dropout, seed_dropout
 
 Use = Literal["src", "trg", "out"]
 
-# The table each use reads, for each value of `model.tied`.
+# The table for each use, by the value of `model.tied`.
 TABLES: dict[str, dict[Use, str]] = {
     "all": {"src": "shared", "trg": "shared", "out": "shared"},
     "decoder": {"src": "src", "trg": "trg", "out": "trg"},
@@ -26,7 +26,7 @@ TABLES: dict[str, dict[Use, str]] = {
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
-    """The table [positions, D] of Vaswani et al. 2017, section 3.5, in Marian's order: sines first, then cosines.
+    """The positions [positions, D] of Vaswani et al. 2017, section 3.5, in Marian's order: sines first, then cosines.
 
     Row p holds sin(p / 10000^(2i/D)) at i and its cosine at D/2 + i, for i < D/2; positions count from 0.
     """
@@ -36,9 +36,9 @@ def sinusoids(positions: int, width: int) -> Tensor:
 
 
 class InputLayer(nn.Module):
-    """dropout(sqrt(D) · embedding + position): what enters the first layer of a stack.
+    """The input of a stack: dropout(sqrt(D) · embedding + position).
 
-    Under `input_gain` times a trainable vector, which is 1 at first; else it has no parameters.
+    With `input_gain`, multiplied by a trainable vector, 1 at first; otherwise there are no parameters.
     """
 
     positions: Tensor
@@ -58,20 +58,20 @@ class InputLayer(nn.Module):
         """Embeddings [B, T, D] of positions 0 … T-1 to the stack's input [B, T, D].
 
         Raises:
-            ValueError: if T exceeds the model's max_length.
+            ValueError: T exceeds `model.max_length`.
         """
         length, limit = embedded.size(1), self.positions.size(0)
         if length > limit:
             raise ValueError(f"{self.name}: a sequence of {length} tokens exceeds model.max_length ({limit})")
         if self.training and self.dropout.p > 0:
             seed_dropout(embedded.device, self.seed, dropout_key, self.name)
-        return self.dropout(self.positioned(embedded, self.positions[:length]))
+        return self.dropout(self.add_positions(embedded, self.positions[:length]))
 
     def step(self, embedded: Tensor, position: int) -> Tensor:
-        """Embeddings [B, K, D] that all stand at `position`, to the stack's input there [B, K, D], without dropout."""
-        return self.positioned(embedded, self.positions[position])
+        """Embeddings [B, K, D], all at `position`, to the stack's input [B, K, D], without dropout."""
+        return self.add_positions(embedded, self.positions[position])
 
-    def positioned(self, embedded: Tensor, positions: Tensor) -> Tensor:
-        """sqrt(D) · embedding + position, added in the table's fp32 and returned in the embedding's type."""
+    def add_positions(self, embedded: Tensor, positions: Tensor) -> Tensor:
+        """sqrt(D) · embedding + position, added in fp32 and returned in the embedding's type."""
         x = torch.add(positions, embedded, alpha=self.scale)
         return (x if self.gain is None else self.gain * x).to(embedded.dtype)

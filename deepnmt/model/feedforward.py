@@ -1,4 +1,4 @@
-"""The feed-forward sub-layer, the two forms of it that some residual systems ask for, and a linear map with a shift.
+"""The feed-forward sub-layer, its two variants for Fixup and looks_linear, and a linear map with a shift.
 
 `D` width, `I` inner width.
 """
@@ -32,7 +32,7 @@ class FeedForward(nn.Module):
     """fc2(dropout(activation(fc1(x)))), position by position: [..., D] to [..., D]."""
 
     linear: ClassVar[type[nn.Linear]] = nn.Linear
-    copies: ClassVar[int] = 1  # numbers that the activation makes of one output of fc1
+    copies: ClassVar[int] = 1  # outputs of the activation for each output of fc1
 
     def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
         self.dropout = Dropout(dropout)
 
     def activate(self, h: Tensor) -> Tensor:
-        """What fc1 gives [..., I / copies] to what fc2 takes [..., I]."""
+        """From the output of fc1 [..., I / copies] to the input of fc2 [..., I]."""
         return self.activation(h)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
 
 
 class ShiftedFeedForward(FeedForward):
-    """A trainable scalar is subtracted before fc1, before the activation and before fc2 (Fixup)."""
+    """Subtracts a trainable scalar before fc1, before the activation and before fc2 (Fixup)."""
 
     linear = ShiftedLinear
 
@@ -63,9 +63,9 @@ class ShiftedFeedForward(FeedForward):
 
 
 class ConcatenatedFeedForward(FeedForward):
-    """The activation is (f(h), f(-h)), h = fc1(x) of half the inner width: the CReLU of Shang et al. 2016.
+    """The activation is (f(h), f(-h)), with h = fc1(x) of half the inner width: the CReLU of Shang et al. 2016.
 
-    With fc2 = [W, -W] the whole is W fc1(x), since f(h) - f(-h) = h for relu and for gelu.
+    With fc2 = [W, -W] the FFN equals W fc1(x), because f(h) - f(-h) = h for relu and for gelu.
     """
 
     copies = 2

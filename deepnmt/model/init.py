@@ -1,27 +1,27 @@
-"""A weight is a function of its name: where weights come from, and the weights that a run begins with.
+"""Filling a model with weights, and the initial weights of a run.
 
-Building a model, a layer or a pipeline's stage draws nothing. `fill` asks a `Source` for each parameter by its
-canonical name: the initialiser, a checkpoint (`checkpoint.weights_in`), or anything else that knows it. What the
-initialiser gives depends on (seed, name) alone, whoever asks and in whatever order:
+Building a model, a layer or a pipeline stage creates no random numbers. `fill` gets each parameter by its canonical
+name from a `Source`: the initialiser, a checkpoint (`checkpoint.weights_in`) or another function. The initialiser's
+weights depend on (seed, name) only, not on the order of calls or the layout:
 
-| parameter                          | drawn from                                                                  |
+| parameter                          | initial weights                                                             |
 |------------------------------------|-----------------------------------------------------------------------------|
 | `*.qkv.weight` [3D, D]             | three Xavier-uniform [D, D] matrices: q, k, v                               |
 | `*.kv.weight` [2D, D]              | two Xavier-uniform [D, D] matrices: k, v                                    |
 | `*.q`, `*.out`, `*.fc1`, `*.fc2`   | Xavier-uniform; looks_linear: fc1, fc2 orthogonal and mirrored              |
-| each of these matrices             | × the block's `matrix_gain`: 1/√2 on q, k, v, and what its paper says;      |
-|                                    | under `init: xavier_separate` 1 for that 1/√2                               |
-| each of these matrices             | × L^-1/2 under `init: depth_scaled`, L the depth of the layer's own stack   |
+| each of these matrices             | × the block's `matrix_gain`: 1/√2 for q, k, v, and its paper's factors;     |
+|                                    | with `init: xavier_separate` 1 instead of this 1/√2                         |
+| each of these matrices             | × L^-1/2 with `init: depth_scaled`, L the depth of the layer's own stack    |
 | biases of linear maps              | 0                                                                           |
 | `*.norm*`                          | weight 1, bias 0                                                            |
-| what else a block has              | the block's `initial`: ω from the profile, gates, DLCL's 1/(l+1)            |
+| other parameters of a block        | ω from the profile, else the block's `initial_value`: gates, DLCL's 1/(l+1) |
 | `*.input.gain`                     | 1                                                                           |
 | `embeddings.*.weight`              | normal with standard deviation D^-1/2, the row of pad 0                     |
-| a table that a stack's input reads | × the block's `embedding_gain`: 1, t_fixup (9L)^-1/4; a table of two stacks |
-|                                    | takes the source side's, unless that is 1                                   |
+| the table of a stack's input       | × the block's `embedding_gain`: 1, t_fixup (9L)^-1/4; a table of two stacks |
+|                                    | has the source side's, unless that is 1                                     |
 
-`init: auto` is depth_scaled for b2t and b2t_no_ln, whose published code does so (their paper, Takase et al. 2023,
-names no initialisation), and xavier for every other block.
+`init: auto` is depth_scaled for b2t and b2t_no_ln, as in their published code (their paper, Takase et al. 2023, names
+no initialisation), and xavier for every other block.
 Xavier: Glorot and Bengio 2010, uniform in ±sqrt(6 / (fan_in + fan_out)).
 """
 
@@ -39,7 +39,7 @@ from deepnmt.model.embedding import TABLES, Use
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
-# The weight of a canonical name, whole and in fp32; a single number [] where all its numbers are the same.
+# From a canonical name to its full weight in fp32, or to a scalar [] if all elements are equal.
 Source = Callable[[str], Tensor]
 
 # The linear maps of a layer, and the matrices stacked in each.
@@ -51,14 +51,14 @@ _MATRICES: dict[str, tuple[Matrix, ...]] = {
 
 
 class Initialiser:
-    """The weights that a run begins with: a `Source`. Nothing is kept; asked twice, it draws twice.
+    """A `Source` of a run's initial weights. Nothing is cached; every call computes the weight anew.
 
     Args:
-        model, src_vocab, trg_vocab, seed: as of the `Transformer`.
-        omega: ω by sub-layer, as in `encoder.layers.3.ffn`, of all stacks whose block is profiled; without, 1.
+        model, src_vocab, trg_vocab, seed: those of the `Transformer`.
+        omega: ω by sub-layer, as in `encoder.layers.3.ffn`, of all stacks whose block is profiled; None: 1.
 
     Raises:
-        ValueError: `omega` is of other sub-layers than the model's.
+        ValueError: `omega` has other sub-layers than the model.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Initialiser:
         for side in SIDES if omega is not None else ():
             names, known = profiled_sublayers(model, side), [name for name in omega or () if name.startswith(side)]
             if sorted(names) != sorted(known):
-                raise ValueError(f"the {side} has {len(names)} sub-layers, the profile {len(known)}")
+                raise ValueError(f"the {side} has {len(names)} sub-layers, but the profile has {len(known)}")
 
     def __call__(self, name: str) -> Tensor:
         first, kind, *rest = name.split(".")
@@ -100,7 +100,7 @@ class Initialiser:
         return weight
 
     def _table(self, name: str) -> Tensor:
-        """The embedding table [V, D] of this name from N(0, gain·D^-1/2), its row of pad 0."""
+        """The embedding table [V, D] of this name: normal with standard deviation gain·D^-1/2, the row of pad 0."""
         model = self.model
         uses = [use for use, table in TABLES[model.tied].items() if table == name]
         # the source side's gain counts, unless that is 1
@@ -114,40 +114,43 @@ class Initialiser:
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """The generator that draws the parameter of this canonical name."""
+    """The random generator for the parameter of this canonical name."""
     return torch.Generator().manual_seed(stable_hash(seed, name))
 
 
 def weight_from(source: Source, name: str, shape: Sequence[int]) -> Tensor:
-    """What the source has under a name. Raises ValueError where that is of another shape or holds a NaN."""
+    """The weight of a name, expanded to `shape`. Raises ValueError if it has another shape or contains NaN."""
     weight = source(name)
     weight = weight if weight.ndim else weight.expand(*shape)
     if tuple(weight.shape) != tuple(shape):
-        raise ValueError(f"{name} is {list(weight.shape)} where {list(shape)} is expected")
+        raise ValueError(f"{name} has shape {list(weight.shape)}, but must have {list(shape)}")
     if bool(weight.isnan().any()):
-        raise ValueError(f"{name} was left unfilled: it holds a NaN")
+        raise ValueError(f"{name} was not filled: it contains NaN")
     return weight
 
 
 @torch.no_grad()
 def fill(module: nn.Module, source: Source, prefix: str = "") -> None:
-    """Sets every parameter of a module; `prefix`: its canonical name, as in `encoder.layers.3`, of the model itself "".
+    """Sets every parameter of a module from a source.
+
+    Args:
+        prefix: the canonical name of the module, as in `encoder.layers.3`; "" for a whole model.
 
     Raises:
-        ValueError: see `weight_from`; or a buffer, which a module makes by itself, holds a NaN.
+        ValueError: see `weight_from`; or a buffer, which the module itself computes, contains NaN.
     """
     for name, parameter in module.named_parameters(prefix):
         parameter.copy_(weight_from(source, name, parameter.shape))
     for name, buffer in module.named_buffers(prefix):
         if bool(buffer.isnan().any()):
-            raise ValueError(f"{name} was left unfilled: it holds a NaN")
+            raise ValueError(f"{name} was not filled: it contains NaN")
 
 
 def new_model(
     model: config.Model, src_vocab: int, trg_vocab: int, seed: int, label_smoothing: float = 0.0,
     omega: Mapping[str, float] | None = None,
 ) -> Transformer:
-    """A model as a run begins with it, on the CPU. Arguments as of `Transformer` and `Initialiser`."""
-    built = Transformer(model, src_vocab, trg_vocab, seed, label_smoothing)
-    fill(built, Initialiser(model, src_vocab, trg_vocab, seed, omega))
-    return built
+    """A model with a run's initial weights, on the CPU. For the arguments see `Transformer` and `Initialiser`."""
+    transformer = Transformer(model, src_vocab, trg_vocab, seed, label_smoothing)
+    fill(transformer, Initialiser(model, src_vocab, trg_vocab, seed, omega))
+    return transformer

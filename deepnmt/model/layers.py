@@ -1,4 +1,4 @@
-"""Encoder and decoder layers: sub-layers in a row, joined by the layer's block (`blocks.py`).
+"""Encoder and decoder layers: sub-layers, joined by the layer's block (`blocks.py`).
 
 `B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `K` beams.
 """
@@ -14,11 +14,11 @@ from deepnmt.model.dropout import Dropout, seed_dropout
 
 
 class Layer(nn.Module):
-    """What encoder and decoder layers share: self-attention, FFN, block, and dropout seeded at the entry.
+    """Base class of encoder and decoder layers: self-attention, FFN, block and seeded dropout.
 
     Args:
-        model: the shapes and dropouts.
-        position: where the layer stands.
+        model: shapes, dropouts and blocks.
+        position: the layer's position in the model.
         seed: the run's seed; with the layer's name and the micro-batch's key it fixes the dropout masks.
     """
 
@@ -31,7 +31,7 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(model.width, model.heads, model.attention_dropout, block.linear)
         self.ffn = block.feed_forward(model.width, model.ffn, model.activation, model.activation_dropout)
         self.dropout = Dropout(model.dropout)
-        self.rule = block(position)  # the attribute's name is in every checkpoint
+        self.rule = block(position)  # called `rule` because checkpoints contain the name
 
     def seed_masks(self, x: Stream, dropout_key: int) -> None:
         """Makes the dropout masks of this call a function of (seed, key, layer)."""
@@ -43,7 +43,7 @@ class EncoderLayer(Layer):
     """Self-attention and FFN."""
 
     def forward(self, x: Stream, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
-        """x [B, S, D] and key mask [B, 1, 1, S] (true: seen) to [B, S, D]; see `blocks.Stream`."""
+        """x [B, S, D] and key mask [B, 1, 1, S] (false at padding) to [B, S, D]; see `blocks.Stream`."""
         self.seed_masks(x, dropout_key)
         return self.rule(
             x,
@@ -62,7 +62,7 @@ class DecoderLayer(Layer):
         self.cross_attn = CrossAttention(model.width, model.heads, model.attention_dropout, self.rule.linear)
 
     def forward(self, x: Stream, memory: Tensor, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
-        """x [B, T, D], memory [B, S, D] and its key mask [B, 1, 1, S] (true: seen) to [B, T, D]."""
+        """x [B, T, D], memory [B, S, D] and its key mask [B, 1, 1, S] (false at padding) to [B, T, D]."""
         self.seed_masks(x, dropout_key)
         keys, values = self.cross_attn.keys_values(memory)
         return self.rule(
@@ -78,21 +78,23 @@ class DecoderLayer(Layer):
         self,
         x: Stream,
         past: tuple[Tensor, Tensor],
-        seen: Tensor | None,
+        visible: Tensor | None,
         source: tuple[Tensor, Tensor],
         mask: Tensor | None,
-        here: slice,
+        slots: slice,
     ) -> Stream:
-        """One target position further, without dropout: x [B, K, D] to [B, K, D].
+        """Decodes one target position, without dropout: x [B, K, D] to [B, K, D].
 
-        `past` are the self-attention's keys and values [B, H, max_steps·K, d], extended in place in the slots `here`,
-        and `seen` which of them each hypothesis sees (`SelfAttention.step`); `source` the cross-attention's
-        [B, H, S, d] and `mask` its key mask.
+        Args:
+            past: keys and values of the self-attention [B, H, max_steps·K, d], extended in place.
+            visible, slots: see `SelfAttention.step`.
+            source: keys and values of the cross-attention [B, H, S, d].
+            mask: the key mask of the cross-attention.
         """
         return self.rule(
             x,
             (
-                lambda h: self.self_attn.step(h, *past, seen, here),
+                lambda h: self.self_attn.step(h, *past, visible, slots),
                 lambda h: self.cross_attn(h, *source, mask),
                 self.ffn,
             ),

@@ -1,7 +1,7 @@
 """The encoder-decoder Transformer.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `V` vocabulary, `K` beams.
-Parameters are called the same in every layout: `embeddings.shared.weight`, `encoder.layers.17.ffn.fc1.weight`,
+Parameters have the same names in every layout: `embeddings.shared.weight`, `encoder.layers.17.ffn.fc1.weight`,
 `decoder.layers.3.rule.norms.2.bias`, `encoder.norm.weight`.
 """
 
@@ -29,28 +29,29 @@ from deepnmt.tokens import PAD
 
 
 def build_layer(model: config.Model, side: Side, index: int, seed: int) -> Layer:
-    """Layer `index` (from 0) of a stack, alone, with the dropout masks it has in the whole model."""
+    """Layer `index` (from 0) of a stack by itself, with the same dropout masks as in the whole model."""
     return (EncoderLayer if side == "encoder" else DecoderLayer)(model, LayerPosition.of(model, side, index), seed)
 
 
 def build_top(model: config.Model, side: Side) -> nn.Module:
-    """What stands on a stack, alone: it takes the last layer's output to the stack's output [B, T, D]."""
+    """The top of a stack by itself: from the last layer's output to the stack's output [B, T, D]."""
     stack = model.stack(side)
     return BLOCKS[stack.block].top(LayerPosition.of(model, side, stack.layers))
 
 
 def fill_with_nan(part: nn.Module) -> None:
-    """Makes every parameter NaN, so that weights which `init.fill` was not asked for cannot go unseen."""
+    """Sets every parameter to NaN, so that a weight that `init.fill` misses is noticed."""
     for parameter in part.parameters():
         parameter.detach().fill_(math.nan)
 
 
 def run_layers(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tensor | int | None) -> Tensor:
-    """x [B, T, D] (or a `Stream`) through `layers`, each called as layer(x, *rest).
+    """Passes x [B, T, D] (or a `Stream`) through `layers`, each called as layer(x, *rest).
 
-    `recompute`: of every group of this many layers only the input is kept, and the group is run again in the backward
-    pass (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost); 0 keeps everything. Dropout masks come again
-    by themselves, since a layer seeds them at its entry.
+    Args:
+        recompute: activation checkpointing (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost): of every
+            group of this many layers only the input is kept, and the group runs again in the backward pass. 0 keeps
+            all activations. Dropout masks are the same both times, because each layer seeds them.
     """
     def run(x: Tensor, start: int, stop: int) -> Tensor:
         for layer in layers[start:stop]:
@@ -65,41 +66,41 @@ def run_layers(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Te
 
 
 class Stack(nn.Module):
-    """One side of the model: input layer, layers and what the block puts on top: nothing, a norm, or DLCL's mixture."""
+    """One side of the model: input layer, layers, and the block's top: nothing, a norm, or DLCL's mixture."""
 
-    def __init__(self, model: config.Model, side: Side, seed: int, each: Callable[[nn.Module], None]) -> None:
+    def __init__(self, model: config.Model, side: Side, seed: int, after_build: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self.input = InputLayer(model, side, seed)
-        each(self.input)
+        after_build(self.input)
         self.layers = nn.ModuleList()
         for index in range(model.stack(side).layers):
             self.layers.append(build_layer(model, side, index, seed))
-            each(self.layers[-1])
+            after_build(self.layers[-1])
         self.norm = build_top(model, side)
-        each(self.norm)
+        after_build(self.norm)
 
 
 class Transformer(nn.Module):
-    """The model of a recipe, its weights not filled in: see `init.py`.
+    """The model of a recipe, without weights: `init.fill` sets them.
+
+    In training mode each layer seeds the default generator of its device (see `dropout.py`).
 
     Args:
         model: shapes, dropouts and blocks.
         src_vocab, trg_vocab: vocabulary sizes; equal if `model.tied` is "all".
-        seed: fixes, with each call's `dropout_key`, the dropout masks.
-        label_smoothing: mass taken from the right token and spread evenly over the whole vocabulary.
-        each: called with every part (table, layer, what stands before and after a stack) once it is built, so that it
-            may be moved, cast or partitioned before the next one takes memory.
-
-    In training mode each layer seeds the default generator of its device (see `dropout.py`).
+        seed: with the `dropout_key` of each call it fixes the dropout masks.
+        label_smoothing: probability mass taken from the target token and spread evenly over the whole vocabulary.
+        after_build: called with every part (table, input layer, layer, top of a stack) as soon as it is built, so that
+            it can be moved, cast or partitioned before the next one takes memory.
     """
 
     def __init__(
         self, model: config.Model, src_vocab: int, trg_vocab: int, seed: int, label_smoothing: float = 0.0,
-        each: Callable[[nn.Module], None] = fill_with_nan,
+        after_build: Callable[[nn.Module], None] = fill_with_nan,
     ) -> None:
         super().__init__()
         if model.tied == "all" and src_vocab != trg_vocab:
-            raise ValueError(f"tied 'all' needs one vocabulary, but the sizes are {src_vocab} and {trg_vocab}")
+            raise ValueError(f"model.tied: all needs one vocabulary, but the sizes are {src_vocab} and {trg_vocab}")
         self.label_smoothing = label_smoothing
         self.recompute = 0  # see `run_layers`
         self.heads = model.heads
@@ -109,26 +110,26 @@ class Transformer(nn.Module):
         for use, name in self.tables.items():
             if name not in self.embeddings:
                 self.embeddings[name] = skip_init(nn.Embedding, sizes[use], model.width)
-                each(self.embeddings[name])
-        self.encoder = Stack(model, "encoder", seed, each)
-        self.decoder = Stack(model, "decoder", seed, each)
+                after_build(self.embeddings[name])
+        self.encoder = Stack(model, "encoder", seed, after_build)
+        self.decoder = Stack(model, "decoder", seed, after_build)
 
     def forward(
         self, src: Tensor, src_lengths: Tensor, trg_in: Tensor, trg_out: Tensor, dropout_key: int = 0
     ) -> LossSums:
-        """The loss of src [B, S] (lengths [B]) put into trg_out [B, T], given trg_in [B, T]; pads count nothing."""
+        """The loss of predicting trg_out [B, T] from src [B, S] with lengths [B] and trg_in [B, T], without padding."""
         memory = self.encode(src, src_lengths, dropout_key)
         hidden = self.decode(trg_in, memory, src_lengths, dropout_key)
         return label_smoothed_loss(hidden, self.output_weight, trg_out, self.label_smoothing, PAD)
 
     @staticmethod
     def smallest_batch(device: torch.device) -> Batch:
-        """One sentence of two tokens, for an update that is to change nothing."""
+        """One sentence of two tokens, for an update that must not change the weights."""
         ids = torch.full((1, 2), PAD + 1, device=device)
         return Batch((ids, torch.tensor([2], device=device), ids, ids), key=0, tokens=2)
 
     def encode(self, src: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
-        """src [B, S] to the memory [B, S, D]; positions at or after a sentence's length hold nothing of use."""
+        """src [B, S] to the memory [B, S, D]; its values at padding have no meaning."""
         mask = key_mask(src_lengths, src.size(1))
         x = self.encoder.input(self.table("src")(src), dropout_key)
         x = run_layers(list(self.encoder.layers), self.recompute, x, mask, dropout_key)
@@ -142,7 +143,7 @@ class Transformer(nn.Module):
         return self.decoder.norm(x)
 
     def table(self, use: Use) -> nn.Embedding:
-        """The embedding table [V, D] for `use`; tied uses share one."""
+        """The embedding table [V, D] for a use; tied uses share one."""
         return cast(nn.Embedding, self.embeddings[self.tables[use]])
 
     @property
@@ -152,21 +153,21 @@ class Transformer(nn.Module):
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
-        """The decoder's layers, from the bottom."""
+        """The decoder's layers, lowest first."""
         return cast(list[DecoderLayer], list(self.decoder.layers))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [..., D] to logits [..., V], those of pad -inf; written into `out` if given (hidden [R, D] then)."""
+        """hidden [..., D] to logits [..., V], with -inf for pad; written to `out` if given (then hidden is [R, D])."""
         weight = self.output_weight
         logits = F.linear(hidden, weight) if out is None else torch.mm(hidden, weight.t(), out=out)
         logits[..., PAD] = -torch.inf
         return logits
 
     def start_cache(self, memory: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> Cache:
-        """Prepares decoding of memory [B, S, D] with K = `beams` hypotheses each, for at most `max_steps` steps.
+        """The cache to decode memory [B, S, D] with K = `beams` hypotheses each, for at most `max_steps` steps.
 
         Raises:
-            ValueError: if `max_steps` exceeds the model's max_length.
+            ValueError: `max_steps` exceeds `model.max_length`.
         """
         limit = self.decoder.input.positions.size(0)
         if max_steps > limit:
@@ -177,13 +178,13 @@ class Transformer(nn.Module):
         return Cache(memory.new_empty(shape), source, key_mask(src_lengths, memory.size(1)), beams)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """The tokens [B·K] last chosen to the last layer's output [B·K, D] at their position; `cache` moves one on.
+        """Decodes one position: the last tokens [B·K] to the last layer's output [B·K, D]. Advances `cache`.
 
         The first tokens may be given once for all hypotheses of a sentence: [B] to [B, D].
         """
         embedded = self.table("trg")(tokens.view(cache.past.size(2), -1))
         x: Stream = self.decoder.input.step(embedded, cache.position)
-        seen, here = cache.advance(embedded.size(1))
+        visible, slots = cache.advance(embedded.size(1))
         for layer, (keys, values), source in zip(self.decoder_layers, cache.past, cache.source, strict=True):
-            x = layer.step(x, (keys, values), seen, source, cache.mask, here)
+            x = layer.step(x, (keys, values), visible, source, cache.mask, slots)
         return self.decoder.norm(x).flatten(0, 1)

@@ -70,7 +70,7 @@ def test_errors_of_size_name_a_size_that_works(kind: str) -> None:
 @pytest.mark.parametrize("line", ["ban bei " * 600, "\u2581 \u2581", " "])
 def test_a_text_that_sentencepiece_skips(kind: str, line: str) -> None:
     settings = config.Vocab.model_validate({"kind": kind, "size": 20})
-    with user_error("nothing to learn a vocabulary from: every line is over 4,192 bytes"):
+    with user_error("no line to learn a vocabulary from: every line is over 4,192 bytes"):
         train_vocabulary([line] * 3, settings)
 
 

@@ -1,4 +1,4 @@
-"""Admin's profile: ω by its definition, in the memory of one layer, from any share of the batch, and its files."""
+"""Admin's profile: ω against its definition, memory of one layer, any division of the batch; and its files."""
 
 from __future__ import annotations
 
@@ -41,44 +41,45 @@ def batches(sizes: tuple[int, ...] = (2, 5, 3), extra: int = 0) -> list[Batch]:
     """Micro-batches of unequal sizes, the first sentence of each the shortest, with `extra` columns of padding."""
     made = []
     for key, rows in enumerate(sizes):
-        draw = torch.Generator().manual_seed(key)
+        generator = torch.Generator().manual_seed(key)
         src = torch.full((rows, 7 + extra), PAD)
         trg = torch.full((rows, 6 + extra), PAD)
-        src[:, :7] = torch.randint(4, VOCAB, (rows, 7), generator=draw)
-        trg[:, :6] = torch.randint(4, VOCAB, (rows, 6), generator=draw)
+        src[:, :7] = torch.randint(4, VOCAB, (rows, 7), generator=generator)
+        trg[:, :6] = torch.randint(4, VOCAB, (rows, 6), generator=generator)
         lengths = torch.full((rows,), 7)
         lengths[0], src[0, 3:], trg[0, 2:] = 3, PAD, PAD
         made.append(batch_of(src, lengths, trg.clone(), trg, 100 + key))
     return made
 
 
-def chain(entering: float, variances: list[float]) -> list[float]:
-    """ω by its definition, one sub-layer at a time; `entering` is the variance of the stack's input."""
-    return [1.0, *(math.sqrt(entering + sum(variances[:i])) for i in range(1, len(variances)))]
+def omega_by_definition(input_variance: float, variances: list[float]) -> list[float]:
+    """ω from the variances of a stack's input and of its branch outputs."""
+    return [1.0, *(math.sqrt(input_variance + sum(variances[:i])) for i in range(1, len(variances)))]
 
 
-def whole_model(model: Model, data: list[Batch]) -> dict[str, list[float]]:
-    """ω of both stacks, from hooks on the whole built model and `torch.var` over all its outputs at once."""
+def omega_of_whole_model(model: Model, data: list[Batch]) -> dict[str, list[float]]:
+    """ω of both stacks, from hooks on the whole model and `torch.var` over all its outputs at once."""
     built = new_model(model, VOCAB, VOCAB, SEED).train()
-    seen: dict[str, list[torch.Tensor]] = {}
+    outputs: dict[str, list[torch.Tensor]] = {}
     real: dict[str, torch.Tensor] = {}
     for name, module in built.named_modules():
         if ".rule.adds." in name or name in ("encoder.input", "decoder.input"):
-            seen[name] = []
+            outputs[name] = []
             module.register_forward_hook(
-                lambda _m, _i, output, name=name: seen[name].append(output[real[name.split(".")[0]]])
+                lambda _m, _i, output, name=name: outputs[name].append(output[real[name.split(".")[0]]])
             )
     with torch.no_grad():
         for batch in data:
             src, lengths, _, trg_out = batch.tensors
             real.update(encoder=torch.arange(src.size(1)) < lengths[:, None], decoder=trg_out != PAD)
             built(*batch.tensors, batch.key)
-    variances = {name: torch.cat(parts).double().var(correction=0).item() for name, parts in seen.items()}
-    return {side: chain(variances[f"{side}.input"], [v for n, v in variances.items() if n.startswith(f"{side}.layers")])
+    variances = {name: torch.cat(parts).double().var(correction=0).item() for name, parts in outputs.items()}
+    return {side: omega_by_definition(variances[f"{side}.input"],
+                                      [v for n, v in variances.items() if n.startswith(f"{side}.layers")])
             for side in SIDES}
 
 
-def test_omega_by_hand() -> None:
+def test_omega_of_hand_made_moments() -> None:
     values = [[0.0, 4.0], [1.0, 3.0], [0.0, 0.0, 6.0], [5.0, 5.0]]  # variances 4 (of the input), 1, 8, 0
     moments = torch.tensor([[len(v), sum(v), sum(x * x for x in v)] for v in values], dtype=torch.float64)
     assert omega_of(moments) == pytest.approx([1.0, math.sqrt(5), math.sqrt(13)], rel=1e-15)
@@ -91,20 +92,20 @@ def test_omega_by_hand() -> None:
 def test_layer_by_layer_equals_the_whole_model(blocks: tuple[str, str], tied: str) -> None:
     model, data = shape(*blocks, tied=tied), batches()
     profile = measure(model, VOCAB, VOCAB, SEED, data)
-    expected = whole_model(model, data)
-    for side, block, found in zip(SIDES, blocks, (profile.encoder, profile.decoder), strict=True):
-        assert found == (pytest.approx(expected[side], rel=1e-12) if block == "admin" else [])
-        assert found[:1] == ([1.0] if block == "admin" else [])
+    expected = omega_of_whole_model(model, data)
+    for side, block, omega in zip(SIDES, blocks, (profile.encoder, profile.decoder), strict=True):
+        assert omega == (pytest.approx(expected[side], rel=1e-12) if block == "admin" else [])
+        assert omega[:1] == ([1.0] if block == "admin" else [])
 
 
-def test_padding_is_left_out() -> None:
+def test_padding_does_not_count() -> None:
     model = shape(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
     plain, padded = (measure(model, VOCAB, VOCAB, SEED, batches(extra=extra)) for extra in (0, 9))
     assert padded.encoder == pytest.approx(plain.encoder, rel=1e-6)
     assert padded.decoder == pytest.approx(plain.decoder, rel=1e-6)
 
 
-def test_dropout_is_on_and_follows_key_and_seed() -> None:
+def test_dropout_is_on_and_depends_on_key_and_seed() -> None:
     model, data = shape(), batches()
     first = measure(model, VOCAB, VOCAB, SEED, data).encoder
     torch.manual_seed(99)
@@ -115,7 +116,7 @@ def test_dropout_is_on_and_follows_key_and_seed() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_shares_combine_to_the_whole(world: int) -> None:
+def test_ranks_that_share_a_batch_measure_the_same(world: int) -> None:
     model, data = shape(), batches()
     alone = measure(model, VOCAB, VOCAB, SEED, data)
     sent: list[list[float]] = []
@@ -140,7 +141,7 @@ def test_shares_combine_to_the_whole(world: int) -> None:
     assert measure(model, VOCAB, VOCAB, SEED, data[:1]).encoder != pytest.approx(alone.encoder, rel=1e-3)
 
 
-def test_memory_of_a_thousand_layers() -> None:
+def test_a_thousand_layers_need_the_memory_of_one() -> None:
     model = shape(layers=(1000, 50))
     live: weakref.WeakSet[Layer] = weakref.WeakSet()
     counts: list[int] = []
@@ -162,7 +163,7 @@ def test_memory_of_a_thousand_layers() -> None:
         assert all(low < high for low, high in pairwise(omega))
 
 
-def test_nothing_to_measure_is_refused() -> None:
+def test_nothing_to_measure_is_an_error() -> None:
     with pytest.raises(ValueError, match="nothing to profile"):
         measure(shape("post_ln", "pre_ln"), VOCAB, VOCAB, SEED, batches())
     with pytest.raises(ValueError, match="micro-batch"):
@@ -173,18 +174,18 @@ def made(encoder: int = 6, decoder: int = 6) -> AdminProfile:
     return AdminProfile([1 + i / 8 for i in range(encoder)], [1 + i / 3 for i in range(decoder)], {"seed": 1})
 
 
-def test_a_model_starts_from_every_omega() -> None:
+def test_a_model_is_initialised_with_the_profile() -> None:
     built = new_model(shape(), VOCAB, VOCAB, SEED, omega=made().omega)
     for stack, size, values in ((built.encoder, 2, made().encoder), (built.decoder, 3, made().decoder)):
         for i, value in enumerate(values):
             assert torch.equal(stack.layers[i // size].rule.omegas[i % size], torch.full((16,), value))
-    with pytest.raises(ValueError, match="6 sub-layers, the profile 4"):
+    with pytest.raises(ValueError, match="6 sub-layers, but the profile has 4"):
         new_model(shape(), VOCAB, VOCAB, SEED, omega=made(4).omega)
     mixed = new_model(shape("b2t", "admin"), VOCAB, VOCAB, SEED, omega=made(0).omega)
     assert mixed.decoder.layers[1].rule.omegas[2][0].item() == pytest.approx(made().decoder[5])
 
 
-def test_json_keeps_every_bit(tmp_path: Path) -> None:
+def test_json_round_trip_is_exact(tmp_path: Path) -> None:
     profile = measure(shape(), VOCAB, VOCAB, SEED, batches(), data="abc")
     profile.save(tmp_path / "new" / "p.json")
     assert AdminProfile.load(tmp_path / "new" / "p.json", shape()) == profile
@@ -231,19 +232,19 @@ def test_text_of_one_stack(tmp_path: Path) -> None:
     ("1.0\nnan\n", "line 2 has 'nan'"),
     ("1.0\n0\n", "line 2 has '0'"),
     ("1 1.0\n2 big\n", "line 2 has 'big'"),
-    ("1 1.0\n1.5\n", "line 2 has 1 columns, the first line 2"),
+    ("1 1.0\n1.5\n", "line 2 has 1 columns, but the first line has 2"),
     ("encoder attn 1.0\n", "line 1 has 3 columns"),
     ("\n", "empty"),
     ("{", "not a profile"),
     ('{"format": "deepnmt-admin-profile", "version": 2, "omega": {}, "provenance": {}}', "not a profile"),
 ])
-def test_faulty_files_are_named(text: str, fault: str, tmp_path: Path) -> None:
+def test_messages_about_faulty_files(text: str, fault: str, tmp_path: Path) -> None:
     (tmp_path / "p").write_text(text)
     with user_error(fault):
         AdminProfile.load(tmp_path / "p", shape())
 
 
-def test_faulty_json_values_are_named(tmp_path: Path) -> None:
+def test_messages_about_faulty_json_values(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     made(8).save(path)
     with user_error(r"8 values for the encoder and 6 for the decoder, but .* 6 \+ 6"):
@@ -256,7 +257,7 @@ def test_faulty_json_values_are_named(tmp_path: Path) -> None:
         AdminProfile.load(tmp_path / "none", shape())
 
 
-def test_pictures_are_drawn(tmp_path: Path) -> None:
+def test_pictures_are_plotted(tmp_path: Path) -> None:
     plot_admin_profile(made(decoder=0), tmp_path / "a.png")
     records = [{"type": "train", "update": 1, "loss": "nan"}, {"type": "train", "update": 2, "loss": 3.5},
                {"type": "valid", "update": 2, "loss": 3.0, "bleu": 12.5}, {"type": "event", "update": 2}]

@@ -1,4 +1,4 @@
-"""Attention, layers and whole models against PyTorch's own modules with the same weights; padding changes nothing."""
+"""Attention, layers and whole models against PyTorch's own modules with the same weights; effect of padding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def copy_weights(theirs: nn.MultiheadAttention, ours: SelfAttention | CrossAtten
 
 
 def both(kind: type[SelfAttention] | type[CrossAttention]) -> tuple[nn.Module, nn.MultiheadAttention]:
-    """Ours with random weights, and PyTorch's with the same."""
+    """Our module with random weights, and PyTorch's with the same weights."""
     ours = kind(D, H, 0.0)
     torch.manual_seed(5)
     for parameter in ours.parameters():
@@ -65,22 +65,22 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causa
 
 
 @pytest.mark.parametrize("form", ["causal", "masked", "open"])
-def test_bf16_attention_that_trains_on_a_cpu_is_pytorchs(form: str) -> None:
-    """Output and gradients are those of float64, but for their own rounding."""
+def test_bf16_attention_in_training_on_a_cpu_is_pytorchs(form: str) -> None:
+    """Output and gradients equal those in float64, except for rounding."""
     torch.manual_seed(1)
     queries = 9 if form == "causal" else 6
     q, keys, values = (torch.randn(3, n, 2, 16).bfloat16().transpose(1, 2) for n in (queries, 9, 9))
     mask = key_mask(torch.tensor([9, 1, 5]), 9) if form == "masked" else None
     ours = attended(q, keys, values, mask, form == "causal")
     exact = attended(q.double(), keys.double(), values.double(), mask, form == "causal")
-    for found, wanted in zip(ours, exact, strict=True):
-        assert float((found - wanted).norm()) <= 2**-8 * float(wanted.norm())
+    for actual, expected in zip(ours, exact, strict=True):
+        assert float((actual - expected).norm()) <= 2**-8 * float(expected.norm())
     if mask is not None:
         hidden = (~mask).transpose(2, 3).expand_as(keys)
         assert not ours[2][hidden].any() and not ours[3][hidden].any(), "padding got a gradient"
 
 
-def test_key_mask_shows_the_lengths_and_is_left_out_without_padding() -> None:
+def test_key_mask_follows_the_lengths_and_is_none_without_padding() -> None:
     mask = key_mask(torch.tensor([2, 3]), 3)
     assert mask is not None and mask[:, 0, 0].tolist() == [[True, True, False], [True, True, True]]
     assert key_mask(torch.tensor([3, 3]), 3) is None

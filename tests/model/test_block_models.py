@@ -1,4 +1,4 @@
-"""What the residual systems make of a whole model: their stacks, their start, their first steps, and mixed pairs."""
+"""Whole models of every block: DLCL's stacks, initial state, first updates, and pairs of blocks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_recomputing_layers_changes_no_gradient_of_dlcl(block: config.Block) -> 
             torch.testing.assert_close(gradient, kept[name], rtol=1e-6, atol=1e-7)
 
 
-# ---- how they start
+# ---- initial state
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def test_a_new_stack_is_the_identity(block: config.Block) -> None:
 
 
 @torch.no_grad()
-def test_rezero_post_ln_starts_as_its_norms_alone() -> None:
+def test_a_new_rezero_post_ln_stack_is_its_norms_alone() -> None:
     model = fresh("rezero_post_ln")
     src, _, x, _ = inputs(model)
     for _ in range(4):
@@ -111,7 +111,7 @@ def test_rezero_post_ln_starts_as_its_norms_alone() -> None:
 @pytest.mark.parametrize("init", ["xavier", "depth_scaled"])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_looks_linear_ffn_is_linear_at_first(activation: str, init: str) -> None:
-    """With the mirror and the orthogonality that make it so; afterwards it is as free as any."""
+    """Because fc2 is mirrored and both are orthogonal; after a change of weights it is no longer linear."""
     model = pair("looks_linear", "looks_linear", 4, init).model_copy(update={"activation": activation, "ffn": 48})
     ffn, scale = layer_of(model, "encoder", 1, 1).ffn, 0.5 if init == "depth_scaled" else 1.0
     x, y = torch.randn(2, 7, D).unbind()
@@ -160,11 +160,11 @@ def test_fixup_has_a_scalar_before_each_linear_map_and_activation() -> None:
     assert sum(name.endswith("shift") for name in p) == 8
 
 
-# ---- first steps
+# ---- first updates
 
 
 def three_steps(shape: config.Model) -> Transformer:
-    """Adam on one batch; afterwards every parameter has had a gradient, and the loss has fallen."""
+    """Trains on one batch with Adam; every parameter gets a gradient, and the loss falls."""
     model = new_model(shape, VOCAB, VOCAB, seed=1, label_smoothing=0.1).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
@@ -181,19 +181,19 @@ def three_steps(shape: config.Model) -> Transformer:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_every_block_takes_steps(block: config.Block) -> None:
-    """Where a gate or a matrix starts at 0, gradients reach the encoder's matrices with the third."""
+def test_every_block_trains(block: config.Block) -> None:
+    """If a gate or a matrix is 0 at first, the encoder's matrices get gradients from the third update on."""
     three_steps(shapes(block, dropout=0.1))
 
 
 @pytest.mark.parametrize(("encoder", "decoder"), PAIRS)
-def test_every_pair_takes_steps(encoder: config.Block, decoder: config.Block) -> None:
+def test_every_pair_trains(encoder: config.Block, decoder: config.Block) -> None:
     three_steps(pair(encoder, decoder))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("encoder", "decoder"), PAIRS)
-def test_a_pair_decodes_step_by_step_as_at_once(encoder: config.Block, decoder: config.Block) -> None:
+def test_a_pair_decodes_step_by_step_as_in_one_pass(encoder: config.Block, decoder: config.Block) -> None:
     model = new_model(pair(encoder, decoder), VOCAB, VOCAB, seed=1).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -204,12 +204,12 @@ def test_a_pair_decodes_step_by_step_as_at_once(encoder: config.Block, decoder: 
     torch.testing.assert_close(steps, model.decode(trg, memory, lengths), rtol=1e-4, atol=1e-5)
 
 
-def test_the_pairs_hold_every_block() -> None:
+def test_the_pairs_include_every_block() -> None:
     assert {block for both in PAIRS for block in both} | {"rezero_post_ln"} == set(get_args(config.Block))
 
 
-def test_every_block_goes_with_every_other() -> None:
-    """All 196 pairs: a finite loss, and finite gradients, of which those of the target side's table are not all 0."""
+def test_every_pair_of_blocks_has_finite_gradients() -> None:
+    """All 196 pairs: loss and gradients are finite, and the target embeddings get a gradient."""
     shape = shapes("post_ln").model_dump() | {"width": 8, "heads": 2, "ffn": 8}
     data = batch([5, 3], [4, 6])
     for encoder, decoder in itertools.product(BLOCKS, BLOCKS):
@@ -217,7 +217,7 @@ def test_every_block_goes_with_every_other() -> None:
         model = new_model(config.Model.model_validate(shape | stacks), VOCAB, VOCAB, seed=1)
         loss = model(*data).loss
         loss.backward()
-        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        assert loss.isfinite() and all(grad.isfinite().all() for grad in found), (encoder, decoder)
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert loss.isfinite() and all(grad.isfinite().all() for grad in grads), (encoder, decoder)
         table = model.table("trg").weight.grad
         assert table is not None and table.any(), (encoder, decoder)

@@ -1,4 +1,4 @@
-"""Each residual system against its formula in plain tensor operations, and the reductions that must be exact."""
+"""Each block against its formula in plain tensor operations, and reductions that must be exact."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ D = 16
 SIDES: list[Side] = ["encoder", "decoder"]
 
 
-def place(side: Side, layers: tuple[int, int] = (6, 4)) -> LayerPosition:
+def position_of(side: Side, layers: tuple[int, int] = (6, 4)) -> LayerPosition:
     return LayerPosition(side, 1, *layers, D)
 
 
 def new(block: str, position: LayerPosition) -> Block:
-    """The block of a layer as a run begins with it."""
-    made = BLOCKS[block](position)
-    fill(made, lambda name: torch.tensor(made.initial_value(position, name)))
-    return made
+    """The block of a layer with its initial parameters."""
+    built = BLOCKS[block](position)
+    fill(built, lambda name: torch.tensor(built.initial_value(position, name)))
+    return built
 
 
-def rule_of(block: str, side: Side) -> Block:
-    """The rule of layer 1 (of 0, 1, ...) with random gains, biases, ω and other parameters."""
+def block_of(block: str, side: Side) -> Block:
+    """The block of layer 1, counted from 0, with random gains, biases, ω and other parameters."""
     torch.manual_seed(3)
-    rule = new(block, place(side))
+    rule = new(block, position_of(side))
     with torch.no_grad():
         for parameter in rule.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -57,13 +57,13 @@ def branches_of(side: Side) -> list[nn.Linear]:
 
 
 def stream_of(block: str) -> Stream:
-    """What layer 1 is given: the output of layer 0, or a tensor for the stack's input besides."""
+    """The input of layer 1: the output of layer 0; with history also what is kept of the stack's input."""
     torch.manual_seed(5)
     return (torch.randn(2, 5, D), 2 * torch.randn(2, 5, D)) if BLOCKS[block].needs_history else torch.randn(2, 5, D)
 
 
 def normalised(x: Tensor, rule: Block, i: int | str) -> Tensor:
-    """LayerNorm i of the rule, or the one of this name, from its definition."""
+    """LayerNorm i of the block, or the one of this name, from its definition."""
     centred = x - x.mean(-1, keepdim=True)
     name = i if isinstance(i, str) else f"norms.{i}"
     gain, bias = rule.get_parameter(f"{name}.weight"), rule.get_parameter(f"{name}.bias")
@@ -71,11 +71,11 @@ def normalised(x: Tensor, rule: Block, i: int | str) -> Tensor:
 
 
 def formula(block: str, x: Stream, f: list[nn.Linear], rule: Block, side: Side) -> Tensor:
-    """What layer 1 of 6 in the encoder, of 4 in the decoder, makes of its input, as the block's paper writes it."""
+    """The output of layer 1 (of 6 in the encoder, of 4 in the decoder) by the formula in the block's paper."""
     parameter, branches, in_encoder = rule.get_parameter, list(enumerate(f)), side == "encoder"
     if isinstance(x, tuple):
         w = parameter("mix.weights")
-        if block == "dlcl":  # the first of x was normed by the layer below
+        if block == "dlcl":  # the layer below has normed x[0] already
             return formula("pre_ln", w[0] * x[0] + w[1] * normalised(x[1], rule, "mix.norm"), f, rule, side)
         return formula("post_ln", normalised(w[0] * x[0] + w[1] * x[1], rule, "mix.norm"), f, rule, side)
     match block:
@@ -131,15 +131,15 @@ def test_the_tables_of_the_page_have_a_row_for_each_block() -> None:
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", list(BLOCKS))
 def test_block_follows_its_formula(block: str, side: Side) -> None:
-    rule, f, x = rule_of(block, side), branches_of(side), stream_of(block)
+    rule, f, x = block_of(block, side), branches_of(side), stream_of(block)
     torch.testing.assert_close(last_output(rule(x, f)), formula(block, x, f, rule, side), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", HISTORY_BLOCKS)
-def test_a_layer_hands_on_what_it_was_given(block: str, side: Side) -> None:
-    """dlcl norms the newest; a stream with a tensor too many is no layer's."""
-    rule, y = rule_of(block, side), stream_of(block)
+def test_a_layer_passes_its_history_on(block: str, side: Side) -> None:
+    """dlcl norms the last output; a stream with a tensor too many is an error."""
+    rule, y = block_of(block, side), stream_of(block)
     kept = rule(y, branches_of(side))
     assert len(kept) == 3 and torch.equal(kept[0], y[0])
     expected = normalised(y[1], rule, "mix.norm") if block == "dlcl" else y[1]
@@ -148,7 +148,7 @@ def test_a_layer_hands_on_what_it_was_given(block: str, side: Side) -> None:
         rule((*y, y[0]), branches_of(side))
 
 
-def test_the_recipe_knows_the_blocks_that_need_history() -> None:
+def test_the_config_lists_the_blocks_with_history_and_with_a_profile() -> None:
     assert [block for block in BLOCKS if BLOCKS[block].needs_history] == list(HISTORY_BLOCKS)
     assert [block for block in BLOCKS if BLOCKS[block].profiled] == list(PROFILED_BLOCKS)
 
@@ -156,7 +156,7 @@ def test_the_recipe_knows_the_blocks_that_need_history() -> None:
 @pytest.mark.parametrize("block", ["admin", "deepnorm", "rezero_post_ln"])
 @pytest.mark.parametrize("side", SIDES)
 def test_reduction_to_post_ln_is_exact(side: Side, block: str) -> None:
-    post, reduced = rule_of("post_ln", side), new(block, place(side))
+    post, reduced = block_of("post_ln", side), new(block, position_of(side))
     reduced.load_state_dict(post.state_dict(), strict=False)  # Admin's ω stays at its initial 1
     if isinstance(reduced, DeepNorm):
         reduced.alpha = 1.0
@@ -179,13 +179,13 @@ def test_reduction_to_post_ln_is_exact(side: Side, block: str) -> None:
 def test_deepnorm_constants(
     layers: tuple[int, int], encoder: tuple[float, float], decoder: tuple[float, float]
 ) -> None:
-    assert DeepNorm.constants(place("encoder", layers)) == pytest.approx(encoder, abs=5.1e-5)
-    assert DeepNorm.constants(place("decoder", layers)) == pytest.approx(decoder, abs=5.1e-5)
+    assert DeepNorm.constants(position_of("encoder", layers)) == pytest.approx(encoder, abs=5.1e-5)
+    assert DeepNorm.constants(position_of("decoder", layers)) == pytest.approx(decoder, abs=5.1e-5)
 
 
 @pytest.mark.parametrize("pre_norm", [True, False])
-def test_dlcl_starts_from_the_mean(pre_norm: bool) -> None:
-    """Layer 3 of a new stack, given y_0 … y_3."""
+def test_a_new_dlcl_layer_takes_the_mean(pre_norm: bool) -> None:
+    """Layer 3 of a new stack, with y_0 … y_3."""
     rule = new("dlcl" if pre_norm else "dlcl_post", LayerPosition("encoder", 3, 6, 4, D))
     ys = tuple(torch.randn(4, 2, 5, D).unbind())
     mixed, _ = rule.get_submodule("mix")(ys)
@@ -211,15 +211,15 @@ def test_b2t_no_ln_constants(layers: int, width: int, alpha: float, beta: float)
 ])
 def test_t_fixup_constants(layers: tuple[int, int], encoder: float, decoder: float) -> None:
     for matrix in ("v", "out", "fc1", "fc2"):
-        assert TFixup.matrix_gain(place("encoder", layers), matrix) == pytest.approx(encoder, abs=5.1e-5)
-        assert TFixup.matrix_gain(place("decoder", layers), matrix) == pytest.approx(decoder, abs=5.1e-5)
+        assert TFixup.matrix_gain(position_of("encoder", layers), matrix) == pytest.approx(encoder, abs=5.1e-5)
+        assert TFixup.matrix_gain(position_of("decoder", layers), matrix) == pytest.approx(decoder, abs=5.1e-5)
 
 
 @pytest.mark.parametrize(("layers", "encoder", "decoder"), [((6, 6), 2.01701, 2.33513), ((18, 18), 3.04084, 3.56719)])
 def test_admin_closed_form_is_its_constant(layers: tuple[int, int], encoder: float, decoder: float) -> None:
     """sqrt(13 / ln 13 - 1) and so on; the same in every sub-layer."""
     for side, omega in zip(SIDES, (encoder, decoder), strict=True):
-        rule = new("admin_closed_form", place(side, layers))
+        rule = new("admin_closed_form", position_of(side, layers))
         assert isinstance(rule, AdminClosedForm) and len(rule.omegas) == (2 if side == "encoder" else 3)
         for parameter in rule.omegas:
             assert parameter.tolist() == pytest.approx([omega] * D, abs=1e-5)
@@ -227,14 +227,14 @@ def test_admin_closed_form_is_its_constant(layers: tuple[int, int], encoder: flo
 
 @pytest.mark.parametrize("block", list(BLOCKS))
 @pytest.mark.parametrize("side", SIDES)
-def test_adds_see_each_branch_output_in_order(side: Side, block: str) -> None:
-    rule, f = rule_of(block, side), branches_of(side)
-    made: list[Tensor] = []
-    seen: list[Tensor] = []
+def test_adds_get_each_branch_output_in_order(side: Side, block: str) -> None:
+    rule, f = block_of(block, side), branches_of(side)
+    branch_outputs: list[Tensor] = []
+    add_outputs: list[Tensor] = []
     for branch in f:
-        branch.register_forward_hook(lambda module, inputs, output: made.append(output))
+        branch.register_forward_hook(lambda module, inputs, output: branch_outputs.append(output))
     for add in rule.adds:
-        add.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        add.register_forward_hook(lambda module, inputs, output: add_outputs.append(output))
     rule(stream_of(block), f)
-    assert len(seen) == len(f)
-    assert all(a is b for a, b in zip(made, seen, strict=True))
+    assert len(add_outputs) == len(f)
+    assert all(a is b for a, b in zip(branch_outputs, add_outputs, strict=True))

@@ -48,9 +48,9 @@ def test_value_and_gradients_are_pytorchs(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_far_logits_stay_exact(dtype: torch.dtype) -> None:
-    """A right token whose probability underflows fp32 still gets its loss and its gradients; in bf16 those of the
-    logits as they are rounded."""
+def test_loss_is_exact_if_a_probability_underflows(dtype: torch.dtype) -> None:
+    """A target token whose probability underflows fp32 still has its loss and gradients; in bf16 those of the rounded
+    logits."""
     hidden, weight, targets = inputs(dtype)
     far = (hidden.detach() * 100).requires_grad_()
     logits = F.linear(far, weight).float()
@@ -62,12 +62,12 @@ def test_far_logits_stay_exact(dtype: torch.dtype) -> None:
     torch.testing.assert_close(sums.loss, smoothed, rtol=1e-6 if dtype == torch.float32 else 1e-4, atol=1e-3)
     torch.testing.assert_close(sums.nll, plain, rtol=1e-6, atol=1e-3)
     ours, theirs = (torch.autograd.grad(loss, (far, weight)) for loss in (sums.loss, smoothed))
-    for found, wanted in zip(ours, theirs, strict=True):
-        difference = float((found - wanted).float().norm() / wanted.float().norm())
+    for actual, expected in zip(ours, theirs, strict=True):
+        difference = float((actual - expected).float().norm() / expected.float().norm())
         assert difference < (1e-5 if dtype == torch.float32 else 2**-7)
 
 
-def test_logits_that_are_no_numbers_show_in_the_loss() -> None:
+def test_non_finite_logits_give_a_non_finite_loss() -> None:
     hidden, weight, targets = inputs()
     for value in (torch.nan, torch.inf):
         broken = hidden.detach().clone()
@@ -75,7 +75,7 @@ def test_logits_that_are_no_numbers_show_in_the_loss() -> None:
         assert not label_smoothed_loss(broken, weight, targets, 0.1, PAD).loss.isfinite()
 
 
-def test_no_gradient_is_made_without_need() -> None:
+def test_no_gradient_is_computed_without_need() -> None:
     hidden, weight, targets = inputs()
     expected = label_smoothed_loss(hidden, weight, targets, 0.1, PAD).loss
     with torch.no_grad():
@@ -107,7 +107,8 @@ def test_a_weight_used_twice_gets_both_gradients() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 def test_what_fp16_loses_of_the_gradient_before_the_scale(scale: float) -> None:
-    """At any loss scale words of a probability below 2^-25 push nothing, others to 2^-25; smoothing pushes all."""
+    """At any loss scale, words with a probability below 2^-25 have no gradient, and others an error up to 2^-25;
+    the gradient of label smoothing is exact for all."""
     logits = torch.tensor([0.0, -12.0, -16.0, -99.0, -18.0, -20.0])
     weight = torch.zeros(len(logits), 8)
     weight[:, 0] = logits
@@ -115,15 +116,15 @@ def test_what_fp16_loses_of_the_gradient_before_the_scale(scale: float) -> None:
     exact = torch.softmax(logits, 0)
     assert (exact < 2**-25).tolist() == [False, False, False, True, True, True]
 
-    def pushes(smoothing: float) -> Tensor:
+    def gradients(smoothing: float) -> Tensor:
         half = weight.half().requires_grad_()
         loss = label_smoothed_loss(hidden.half(), half, torch.tensor([[0]]), smoothing, PAD).loss
         return torch.autograd.grad(scale * loss, half)[0][:, 0].float() / scale
 
-    plain = pushes(0.0)
+    plain = gradients(0.0)
     assert plain[1:3].all() and not plain[3:].any()
     assert ((plain - exact)[1:].abs() <= 2**-25).all()
-    torch.testing.assert_close(pushes(0.125)[3:], torch.full((3,), -0.125 / len(logits)), rtol=2**-10, atol=0)
+    torch.testing.assert_close(gradients(0.125)[3:], torch.full((3,), -0.125 / len(logits)), rtol=2**-10, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -141,7 +142,7 @@ def test_half_precision_has_fp32_statistics(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("chunk", [1, V * 3, 2**22])
 def test_chunks_of_bf16_are_summed_in_fp32(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand chunks of one row each: sums in 16 bits would stop growing after 256 of them."""
+    """With a thousand chunks of one row each, sums in 16 bits would stop growing after 256."""
     monkeypatch.setitem(loss_module._CHUNK_LOGITS, "cpu", chunk)
     torch.manual_seed(3)
     hidden = torch.ones(1, 1024, D, dtype=torch.bfloat16, requires_grad=True)
@@ -155,7 +156,7 @@ def test_chunks_of_bf16_are_summed_in_fp32(chunk: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("size", [1, 100, V * D])
-def test_a_product_is_added_through_scratch_of_any_size(size: int) -> None:
+def test_add_product_works_with_scratch_of_any_size(size: int) -> None:
     torch.manual_seed(4)
     a, b, total = torch.randn(V, 8).bfloat16(), torch.randn(8, D).bfloat16(), torch.randn(V, D)
     expected = total + torch.mm(a, b)

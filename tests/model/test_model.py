@@ -47,7 +47,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("block", NAMES)
 @pytest.mark.parametrize("side", SIDES)
-def test_a_layer_built_alone_is_the_models(side: Side, block: config.Block) -> None:
+def test_a_layer_built_alone_equals_the_models(side: Side, block: config.Block) -> None:
     torch.manual_seed(0)
     model = new_model(shapes(block), V, V, seed=5)
     torch.manual_seed(99)
@@ -58,10 +58,10 @@ def test_a_layer_built_alone_is_the_models(side: Side, block: config.Block) -> N
 
 
 @pytest.mark.parametrize(("kind", "message"), [
-    ("nan", "decoder.layers.0.ffn.fc1.bias was left unfilled"),
-    ("short", r"decoder.layers.0.ffn.fc1.bias is \[3\] where \[24\] is expected"),
+    ("nan", "decoder.layers.0.ffn.fc1.bias was not filled: it contains NaN"),
+    ("short", r"decoder.layers.0.ffn.fc1.bias has shape \[3\], but must have \[24\]"),
 ])
-def test_a_parameter_left_unfilled_is_refused(kind: str, message: str) -> None:
+def test_a_source_must_fill_every_parameter(kind: str, message: str) -> None:
     model, first = shapes(), Initialiser(shapes(), V, V, 1)
     built = Transformer(model, V, V, 1)
     assert all(bool(parameter.isnan().all()) for parameter in built.parameters())
@@ -77,12 +77,12 @@ def test_weights_follow_the_seed() -> None:
         assert torch.equal(value, other[name]) == (value.ndim < 2)
 
 
-def test_no_two_matrices_share_their_draw() -> None:
+def test_no_two_matrices_share_their_random_numbers() -> None:
     matrices = [p.flatten() for p in new_model(shapes(tied="none"), V, V, 1).parameters() if p.ndim == 2]
     assert len({round(m[0].item() / m.abs().max().item(), 6) for m in matrices}) == len(matrices)
 
 
-def test_depth_does_not_change_a_layers_draw() -> None:
+def test_depth_does_not_change_a_layers_initial_weights() -> None:
     shallow, deep = (layer_of(shapes(layers=n), "encoder", 1, 1).state_dict() for n in (2, 7))
     assert all(torch.equal(shallow[name], deep[name]) for name in shallow)
 
@@ -104,20 +104,20 @@ def gain_of(block: config.Block, side: Side, matrix: str) -> float:
 
 
 def matrices(state: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
-    """A layer's matrices by sub-layer and name, the fused ones apart."""
-    found = {}
+    """A layer's matrices by sub-layer and name; fused ones are split."""
+    split = {}
     for name, value in state.items():
         if value.ndim == 2:
             sublayer, linear, _ = name.split(".")
             parts = linear if linear in ("qkv", "kv") else [linear]
-            found |= {(sublayer, part): piece for part, piece in zip(parts, value.chunk(len(parts)), strict=True)}
-    return found
+            split |= {(sublayer, part): piece for part, piece in zip(parts, value.chunk(len(parts)), strict=True)}
+    return split
 
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", NAMES)
 def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Side) -> None:
-    """Each draw is a fixed uniform one times its bound, so the ratio to Post-LN's is exactly the gain."""
+    """Each weight is a fixed uniform number times the bound, so the ratio to Post-LN's is exactly the gain."""
     state = layer_of(shapes(block), side, 1, 1).state_dict()
     ours, plain = matrices(state), matrices(layer_of(shapes("post_ln"), side, 1, 1).state_dict())
     assert ours.keys() == plain.keys() and len(ours) == (6 if side == "encoder" else 10)
@@ -125,7 +125,7 @@ def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Si
         base = gain_of("post_ln", side, matrix)
         bound = base * xavier_bound(*((24, D) if matrix in ("fc1", "fc2") else (D, D)))
         assert 0.9 * bound < value.abs().max() <= bound
-        if block != "looks_linear" or sublayer != "ffn":  # which is orthogonal: tests/model/test_block_models.py
+        if block != "looks_linear" or sublayer != "ffn":  # orthogonal, see tests/model/test_block_models.py
             torch.testing.assert_close(ours[sublayer, matrix], value * gain_of(block, side, matrix) / base)
     for name, value in state.items():
         if value.ndim == 1 and not name.startswith(("rule.omegas", "rule.mix.weights")):
@@ -136,7 +136,7 @@ def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Si
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", NAMES)
 def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> None:
-    """Each matrix of a stack of 4 is halved, whatever else the block does to it; nothing else changes."""
+    """Each matrix of a stack of 4 layers is halved, with every block; nothing else changes."""
     scaled, plain = (layer_of(shapes(block, init=init, layers=4), side, 1, 1).state_dict()
                      for init in ("depth_scaled", "xavier"))
     for name, value in plain.items():
@@ -145,8 +145,8 @@ def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> Non
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", NAMES)
-def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, side: Side) -> None:
-    """Each of them that had 1/√2 is √2 times as large, nothing else changes; deepnorm never had it."""
+def test_xavier_separate_does_not_divide_query_key_and_value_by_sqrt_2(block: config.Block, side: Side) -> None:
+    """Matrices with a gain of 1/√2 become √2 times as large, nothing else changes; deepnorm has no such gain."""
     whole, plain = (layer_of(shapes(block, init=init), side, 1, 1).state_dict()
                     for init in ("xavier_separate", "xavier"))
     separate, fused = matrices(whole), matrices(plain)
@@ -159,7 +159,7 @@ def test_query_key_and_value_can_have_xaviers_whole_bound(block: config.Block, s
 
 
 @pytest.mark.parametrize("block", NAMES)
-def test_only_b2t_is_depth_scaled_by_itself(block: config.Block) -> None:
+def test_init_auto_is_depth_scaled_for_b2t_only(block: config.Block) -> None:
     auto, chosen = (layer_of(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in
                     ("auto", "depth_scaled" if block in ("b2t", "b2t_no_ln") else "xavier"))
     assert all(torch.equal(auto[name], value) for name, value in chosen.items())
@@ -182,7 +182,7 @@ def test_t_fixup_scales_the_tables_that_its_stacks_read(
     def tables(first: config.Block, second: config.Block) -> dict[str, Tensor]:
         stacks = {"encoder": config.Stack(block=first, layers=2), "decoder": config.Stack(block=second, layers=3)}
         model = shapes(tied=tied).model_copy(update=stacks)
-        for side in SIDES:  # alone they are the same
+        for side in SIDES:  # the initialiser alone gives the same
             use = "src" if side == "encoder" else "trg"
             alone = Initialiser(model, V, V, 1)(f"embeddings.{TABLES[tied][use]}.weight")
             assert torch.equal(alone, new_model(model, V, V, 1).table(use).weight)
@@ -194,7 +194,7 @@ def test_t_fixup_scales_the_tables_that_its_stacks_read(
         torch.testing.assert_close(scaled[f"{name}.weight"], factor * plain[f"{name}.weight"])
 
 
-def test_embeddings_have_the_stated_spread() -> None:
+def test_embeddings_have_the_stated_standard_deviation() -> None:
     weight = new_model(shapes(), 4000, 4000, 1).output_weight
     assert weight[PAD].eq(0).all()
     assert weight.std().item() == pytest.approx(D**-0.5, rel=0.02)
@@ -217,13 +217,13 @@ def test_tying(tied: str, tables: set[str]) -> None:
     assert model.output_weight is model.get_parameter(f"embeddings.{expected}.weight")
 
 
-def test_tying_all_refuses_two_vocabularies() -> None:
+def test_tying_all_needs_one_vocabulary() -> None:
     with pytest.raises(ValueError, match="21 and 22"):
         new_model(shapes(), V, V + 1, 1)
 
 
 @pytest.mark.parametrize("block", NAMES)
-def test_each_parameter_has_one_name_in_the_state(block: config.Block) -> None:
+def test_each_parameter_is_in_the_state_once(block: config.Block) -> None:
     model = new_model(shapes(block), V, V, 1)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
     names = set(model.state_dict())
@@ -257,7 +257,7 @@ def test_sinusoids_are_marians() -> None:
             assert table[position, 3 + i].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
 
-def test_a_sentence_longer_than_the_positions_is_refused() -> None:
+def test_a_sentence_longer_than_max_length_is_an_error() -> None:
     model = new_model(shapes(), V, V, 1)
     with pytest.raises(ValueError, match=r"13 tokens exceeds model.max_length \(12\)"):
         model.encode(torch.full((1, 13), 5), torch.tensor([13]))
@@ -266,7 +266,7 @@ def test_a_sentence_longer_than_the_positions_is_refused() -> None:
 # ---- dropout
 
 
-def test_masks_follow_the_key_alone() -> None:
+def test_masks_depend_on_the_key_only() -> None:
     model = new_model(shapes(dropout=0.3), V, V, 1).train()
     torch.manual_seed(1)
     first = model(*batch(), dropout_key=4).loss
@@ -277,7 +277,7 @@ def test_masks_follow_the_key_alone() -> None:
 
 
 @pytest.mark.parametrize("part", ["encoder.input", "encoder.layers.1", "decoder.layers.0"])
-def test_masks_follow_the_runs_seed(part: str) -> None:
+def test_masks_depend_on_the_runs_seed(part: str) -> None:
     one, other = (new_model(shapes(dropout=0.3), V, V, seed).train() for seed in (1, 2))
     other.load_state_dict(one.state_dict())
     x, memory = torch.randn(2, 5, D), torch.randn(2, 4, D)
@@ -297,7 +297,7 @@ def test_masks_differ_between_layers() -> None:
     assert not torch.equal(masks[0], masks[1])
 
 
-def test_a_recomputed_layer_draws_the_same_masks() -> None:
+def test_a_recomputed_layer_has_the_same_masks() -> None:
     model = new_model(shapes(dropout=0.3), V, V, 1).train()
     layer, x = model.encoder.layers[1], torch.randn(2, 5, D)
     first = layer(x, None, 9)
@@ -305,7 +305,7 @@ def test_a_recomputed_layer_draws_the_same_masks() -> None:
     assert torch.equal(layer(x, None, 9), first)
 
 
-def test_evaluation_draws_nothing() -> None:
+def test_evaluation_uses_no_random_numbers() -> None:
     model = new_model(shapes(dropout=0.3), V, V, 1).eval()
     before = torch.get_rng_state()
     assert torch.equal(model(*batch(), dropout_key=4).loss, model(*batch(), dropout_key=5).loss)
@@ -342,7 +342,7 @@ def test_hash_is_stable() -> None:
 def test_gradients_are_finite(dtype: torch.dtype, block: config.Block) -> None:
     model = new_model(shapes(block, dropout=0.1), V, V, 1, label_smoothing=0.1).to(dtype).train()
     with torch.no_grad():
-        for parameter in model.parameters():  # gates and matrices that start at 0 let no gradient through
+        for parameter in model.parameters():  # gates and matrices that are 0 at first stop gradients
             parameter.add_(0.05 * torch.randn_like(parameter))
     sums = model(*batch())
     assert sums.loss.dtype == torch.float32
@@ -353,7 +353,7 @@ def test_gradients_are_finite(dtype: torch.dtype, block: config.Block) -> None:
 
 
 def test_activations_have_the_parameters_type() -> None:
-    """Even where only the parameters were cast and the table of positions was not, as engines may do."""
+    """Even if only the parameters are cast and the table of positions is not, as some engines do."""
     model = new_model(shapes(), V, V, 1)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()

@@ -1,6 +1,6 @@
-"""In 16 bits, as DeepSpeed's engines hold the model, LayerNorm's statistics and attention's softmax are those of fp32.
+"""In a 16-bit model, as in DeepSpeed's engines, LayerNorm's statistics and attention's softmax are computed in fp32.
 
-Each test shows beside it how far the same sums in 16 bits would be off.
+Each test also shows that the same sums in 16 bits would be wrong.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ TYPES = (torch.bfloat16, torch.float16)
 WIDTH = 64
 
 
-def close(found: Tensor, exact: Tensor) -> bool:
-    """Whether `found` is fp32's `exact`, but for the rounding of the result and one more place."""
-    step = torch.finfo(found.dtype).eps
-    return bool(((found.float() - exact).abs() <= step * exact.abs().clamp(min=1.0)).all())
+def close(actual: Tensor, exact: Tensor) -> bool:
+    """Whether `actual` equals `exact` (fp32) to within one eps of its type."""
+    step = torch.finfo(actual.dtype).eps
+    return bool(((actual.float() - exact).abs() <= step * exact.abs().clamp(min=1.0)).all())
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -52,16 +52,16 @@ def test_statistics_of_norms(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_statistics_of_norms_going_back(dtype: torch.dtype) -> None:
-    """All three gradients, against float64, in units of the type's last place at the largest."""
-    draw = torch.Generator().manual_seed(2)
+def test_statistics_of_norms_in_the_backward_pass(dtype: torch.dtype) -> None:
+    """The largest error of all three gradients against float64, in eps of the type relative to the largest value."""
+    generator = torch.Generator().manual_seed(2)
     norm = LayerNorm(WIDTH).to(dtype)
-    x = (30 + torch.randn(500, WIDTH, generator=draw)).to(dtype)
-    back = torch.randn(500, WIDTH, generator=draw).to(dtype)
+    x = (30 + torch.randn(500, WIDTH, generator=generator)).to(dtype)
+    upstream = torch.randn(500, WIDTH, generator=generator).to(dtype)
 
     def gradients(of: Callable[[Tensor, Tensor, Tensor], Tensor], kind: torch.dtype) -> list[Tensor]:
         leaves = [t.detach().to(kind).requires_grad_() for t in (x, norm.weight, norm.bias)]
-        of(*leaves).backward(back.to(kind))
+        of(*leaves).backward(upstream.to(kind))
         return [leaf.grad.double() for leaf in leaves if leaf.grad is not None]
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -71,25 +71,25 @@ def test_statistics_of_norms_going_back(dtype: torch.dtype) -> None:
         return functional_call(norm, {"weight": weight, "bias": bias}, (x,))
 
     exact = gradients(plain, torch.float64)
-    off = {name: [float((found - right).abs().max() / right.abs().max()) / torch.finfo(dtype).eps
-                  for found, right in zip(gradients(of, dtype), exact, strict=True)]
-           for name, of in (("ours", ours), ("plain", plain))}
-    assert max(off["ours"]) < 0.6
-    assert min(off["plain"][1:]) > 2, "PyTorch sums in fp32 by itself now: its LayerNorm can be taken again"
+    errors = {name: [float((actual - right).abs().max() / right.abs().max()) / torch.finfo(dtype).eps
+                     for actual, right in zip(gradients(of, dtype), exact, strict=True)]
+              for name, of in (("ours", ours), ("plain", plain))}
+    assert max(errors["ours"]) < 0.6
+    assert min(errors["plain"][1:]) > 2, "PyTorch now sums in fp32 itself, so its own LayerNorm can be used"
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_sums_of_softmax(dtype: torch.dtype, training: bool) -> None:
-    """Over 6,000 keys, where sums in 16 bits come to a stop."""
-    draw = torch.Generator().manual_seed(1)
-    q, keys = (torch.randn(1, 1, n, 8, generator=draw).to(dtype).requires_grad_(training) for n in (2, 6000))
-    values = torch.rand(1, 1, 6000, 8, generator=draw).to(dtype)
+    """Over 6,000 keys, for which sums in 16 bits stop growing."""
+    generator = torch.Generator().manual_seed(1)
+    q, keys = (torch.randn(1, 1, n, 8, generator=generator).to(dtype).requires_grad_(training) for n in (2, 6000))
+    values = torch.rand(1, 1, 6000, 8, generator=generator).to(dtype)
     exact = F.scaled_dot_product_attention(q.float(), keys.float(), values.float())
     assert close(attend(q, keys, values), exact)
     scores = ((q @ keys.transpose(2, 3)) / 8**0.5).exp().detach()
     mixed, total = torch.zeros(1, 1, 2, 8, dtype=dtype), torch.zeros(1, 1, 2, 1, dtype=dtype)
-    for key in range(6000):  # one by one: PyTorch's own sums keep more places
+    for key in range(6000):  # one by one, because PyTorch's own sums are more precise
         total = total + scores[..., key : key + 1]
         mixed = mixed + scores[..., key : key + 1] * values[:, :, key : key + 1]
     assert not close(mixed / total, exact), "the same in 16 bits"
@@ -97,9 +97,9 @@ def test_sums_of_softmax(dtype: torch.dtype, training: bool) -> None:
 
 @pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="half a minute of one core; DEEPNMT_LONG=1 runs it")
 def test_every_block_in_fp16_as_documented() -> None:
-    """The fp16 columns of docs/reference/blocks.md, which `-s` prints; the page says how they are measured."""
-    draw = torch.Generator().manual_seed(1)
-    src, trg = (torch.randint(4, 1000, (8, length), generator=draw) for length in (24, 25))
+    """The fp16 columns of docs/reference/blocks.md, printed with `-s`; the page explains the measurement."""
+    generator = torch.Generator().manual_seed(1)
+    src, trg = (torch.randint(4, 1000, (8, length), generator=generator) for length in (24, 25))
     batch = batch_of(src, torch.full((8,), 24), trg[:, :-1], trg[:, 1:])
     text = (Path(__file__).parents[2] / "docs" / "reference" / "blocks.md").read_text(encoding="utf-8")
     columns = r"^\| `(\w+)` .*\| ([\d.]+) \| ([\d.]+) %"
@@ -121,16 +121,16 @@ def test_every_block_in_fp16_as_documented() -> None:
 
 @torch.no_grad()
 def largest_output(model: Transformer, batch: Batch) -> tuple[float, float]:
-    """The largest magnitude that any module puts out or any norm takes in, and the loss in nats a token."""
-    found: list[float] = []
+    """The largest magnitude of any module's output or any norm's input, and the loss in nats a token."""
+    magnitudes: list[float] = []
 
-    def see(module: torch.nn.Module, given: Any, output: Any) -> None:
-        seen = output if isinstance(output, tuple) else (output,)
-        found.extend(float(each.abs().max()) for each in (*seen, *(given if isinstance(module, LayerNorm) else ()))
-                     if isinstance(each, Tensor) and each.is_floating_point())
+    def record(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        magnitudes.extend(float(x.abs().max()) for x in (*tensors, *(inputs if isinstance(module, LayerNorm) else ()))
+                          if isinstance(x, Tensor) and x.is_floating_point())
 
-    handles = [module.register_forward_hook(see) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(record) for name, module in model.named_modules() if name]
     loss = float(mean_loss(model, batch))
     for handle in handles:
         handle.remove()
-    return max(found), loss
+    return max(magnitudes), loss
