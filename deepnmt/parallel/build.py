@@ -14,21 +14,24 @@ from deepnmt.ranks import Ranks
 
 
 def partition_of(recipe: Recipe, src_vocab: int, trg_vocab: int, ratio: float = 1.0) -> Partition:
-    """The pipeline's stages; `ratio`: source tokens for each target token. `UserError` for more stages than layers."""
+    """Which layers each pipeline stage holds. Raises `UserError` for more stages than layers.
+
+    `ratio`: source tokens for each target token, for which the stages are balanced.
+    """
     return partition(cost_units(recipe.model, src_vocab, trg_vocab, ratio), recipe.parallel.pipeline_stages)
 
 
 def start_engine(
     recipe: Recipe, layout: Layout, vocabs: tuple[int, int], ranks: Ranks, profile: AdminProfile | None = None,
-    ratio: float = 1.0, begins: bool = True,
+    ratio: float = 1.0, initialise: bool = True,
 ) -> Engine:
     """The recipe's model under the engine of its layout. Collective.
 
     Args:
         vocabs: source and target vocabulary sizes.
-        profile: what Admin layers start from.
-        ratio: source tokens for each target token, which a pipeline is balanced for.
-        begins: whether to set the weights that a run begins with; else `Engine.fill` has to.
+        profile: the initial ω of Admin layers.
+        ratio: source tokens for each target token, for which a pipeline is balanced.
+        initialise: whether to set the initial weights; if not, the caller fills them with `Engine.fill`.
     """
     if layout.stages:
         from deepnmt.parallel.pipeline.engine import PipelineEngine  # importing DeepSpeed takes seconds
@@ -36,13 +39,13 @@ def start_engine(
         engine: Engine = PipelineEngine(recipe, vocabs, partition_of(recipe, *vocabs, ratio), layout, ranks)
     else:
         engine = build_engine(build_of(recipe, vocabs), recipe, layout, ranks)
-    if begins:
+    if initialise:
         engine.fill(Initialiser(recipe.model, *vocabs, recipe.seed, profile.omega if profile else None))
     return engine
 
 
 def build_engine(build: Build, recipe: Recipe, layout: Layout, ranks: Ranks) -> Engine:
-    """Puts a whole model under the engine of a layout (no pipeline), its weights not filled in. Collective."""
+    """The engine of a layout without a pipeline, around a whole model whose weights are still to be set. Collective."""
     if layout.config is not None:
         from deepnmt.parallel.zero import ZeroEngine
 

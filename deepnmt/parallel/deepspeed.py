@@ -1,17 +1,17 @@
-"""What deepnmt's two engines over DeepSpeed share: its start, the rate, the loss scale, and the way in and out of the
-weights and moments of every parameter.
+"""What the ZeRO and pipeline engines share: starting DeepSpeed, the learning rate, the loss scale, and reading and
+writing the weights and moments of every parameter.
 
-What is done here by hand, and why (each has a canary test):
-- the optimizer's moments exist only after a first step, so one step on zero gradients at rate 0 is taken, from weights
-  of 0, before `fill` sets weights and moments;
-- with several parameter groups DeepSpeed looks for all moments after the step of the first group alone, and never
-  again: `link_moments` makes it look once more;
-- weights and moments go in and out one parameter at a time through DeepSpeed's per-parameter calls, in fp32, and past
-  them without ZeRO, where they give nothing;
+DeepSpeed needs help in these places (each has a canary test):
+- the optimizer's moments exist only after a first step, so one step is taken with weights, gradients and rate of 0
+  before `fill` sets weights and moments;
+- with several parameter groups DeepSpeed looks for the moments once, after the step of the first group, when the others
+  have none: `link_moments` makes it look again;
+- weights and moments are read and written one parameter at a time, in fp32, through DeepSpeed's per-parameter calls;
+  without ZeRO those return nothing, so the tensors are accessed directly;
 - the fp16 loss scale is deepnmt's own (`optim.LossScaler`);
-- 16 bits without ZeRO are deepnmt's own too (`HalfPrecisionCopy`): DeepSpeed would not scale the loss but divide by the
-  scale, step while it initialises, and sum gradients in 16 bits. It is given fp32 there, and loss scale, clipping and
-  the check for non-finite gradients stand in the two engines.
+- 16 bits without ZeRO are deepnmt's own too (`HalfPrecisionCopy`): DeepSpeed would divide by the loss scale without
+  multiplying by it, take a step while it initialises, and sum gradients in 16 bits. It gets fp32 weights instead, and
+  the two engines apply loss scale, clipping and the check for non-finite gradients.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from deepnmt.parallel.settings import Layout
 Module = TypeVar("Module", bound=nn.Module)
 
 # On a CPU DeepSpeed compiles a shared-memory all-reduce that only its inference uses: a minute with a compiler, and a
-# lock file that hangs every later start if that minute is interrupted. Not wanted.
+# lock file that hangs every later start if that minute is interrupted.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def link_moments(optimizer: Any) -> None:
-    """Shows the per-parameter calls the moments of every group of a ZeRO-1 or 2 optimizer, which has stepped."""
+    """Makes the moments of every parameter group visible to the per-parameter calls, once a ZeRO-1 or 2 optimizer has
+    taken a step."""
     optimizer._hp_optimizer_states_linked = False
     optimizer._lazy_init_hp_params_optimizer_state()
 
 
 class HalfPrecisionCopy(Generic[Module]):
-    """16 bits without ZeRO: `module`, a copy of the model `weights` in `dtype`, computes in its place; buffers stay as
-    they were.
+    """16 bits without ZeRO: `module`, a copy of the fp32 model `weights` in `dtype`, runs forward and backward in its
+    place. Buffers keep their type.
 
-    DeepSpeed is given the fp32 weights, whose reduction, schedule and update it does right, and knows nothing of the
-    copy. Each micro-batch's gradient comes from the copy in 16 bits and is summed, reduced and applied in fp32; after
-    the update `refresh` brings the weights, rounded, to the copy. ZeRO-1 computes the same (Micikevicius et al. 2018,
-    Mixed Precision Training, section 3.1).
+    DeepSpeed sees only the fp32 weights, which it reduces and updates correctly. Each micro-batch's gradient comes from
+    the copy in 16 bits and is summed, reduced and applied in fp32; after the update `refresh` rounds the weights into
+    the copy. ZeRO-1 computes the same (Micikevicius et al. 2018, Mixed Precision Training, section 3.1).
     """
 
     def __init__(self, weights: Module, dtype: torch.dtype) -> None:
@@ -75,39 +75,41 @@ class HalfPrecisionCopy(Generic[Module]):
 
     @torch.no_grad()
     def refresh(self) -> None:
+        """Copies the fp32 weights, rounded, into `module`."""
         for weight, rounded in self._pairs:
             rounded.copy_(weight)
 
 
 def _add_to_master_grad(weight: nn.Parameter, rounded: torch.Tensor) -> None:
-    """Moves the gradient of a 16-bit weight to the fp32 one, which it is added to."""
+    """Adds the gradient of a 16-bit weight to that of its fp32 master, and frees it."""
     if rounded.grad is not None:
         weight.grad = rounded.grad.float() if weight.grad is None else weight.grad.add_(rounded.grad)
         rounded.grad = None
 
 
 class MasterWeights(nn.Module):
-    """What DeepSpeed is given beside a copy: all weights are those of `weights`, the computing is done by `module`."""
+    """The module DeepSpeed gets with a `HalfPrecisionCopy`: its parameters are those of `weights`, its forward that of
+    `module`."""
 
     def __init__(self, weights: nn.Module, module: nn.Module) -> None:
         super().__init__()
         self.weights = weights
-        self.computing = (module,)  # in a tuple, so that its weights are not counted among this module's
+        self.compute_module = (module,)  # in a tuple, so that its weights do not become this module's parameters
 
     def forward(self, *inputs: Any) -> Any:
-        return self.computing[0](*inputs)
+        return self.compute_module[0](*inputs)
 
     def train(self, mode: bool = True) -> MasterWeights:
-        self.computing[0].train(mode)
+        self.compute_module[0].train(mode)
         return super().train(mode)
 
 
 class DeepSpeedEngine:
-    """The common half of `ZeroEngine` and `PipelineEngine`.
+    """The base of `ZeroEngine` and `PipelineEngine`.
 
-    `build` makes the whole model, `engine` is DeepSpeed's, `zero` its ZeRO stage, `local` the parameters that this
-    process computes with, under their canonical names (in 16 bits without ZeRO the fp32 weights, not the copy that
-    computes). `_start` and then `_create_optimizer_state` belong at the end of a constructor.
+    `build` makes the whole model, `engine` is DeepSpeed's engine, `zero` the ZeRO stage, `local` this process's
+    parameters by their canonical names (in 16 bits without ZeRO the fp32 weights, not the copy). A subclass ends its
+    constructor with `_start` and then `_create_optimizer_state`.
     """
 
     def __init__(
@@ -119,13 +121,13 @@ class DeepSpeedEngine:
         self.scaler: LossScaler | None = None
         self._half: HalfPrecisionCopy[Any] | None = None
         self._applied = 0
-        self._full = torch.zeros(1, device=device)  # made now: a full device has no room for it
+        self._out_of_memory = torch.zeros(1, device=device)  # a flag; allocated now, while the device has room
         _check_device(layout)
-        for p in local.values():  # until `fill` sets them; the step that makes the moments needs finite ones
+        for p in local.values():  # the step that creates the moments needs finite weights
             p.detach().zero_()
 
     def _compute_module(self, module: Module, layout: Layout) -> Module:
-        """`module`, or, in 16 bits without ZeRO, the copy of it that computes."""
+        """The module that runs forward and backward: `module`, or its copy in 16 bits without ZeRO."""
         if self.zero or layout.precision == "fp32":
             return module
         dtype = torch.float16 if layout.precision == "fp16" else torch.bfloat16
@@ -133,9 +135,9 @@ class DeepSpeedEngine:
         return half.module
 
     def _start(self, module: nn.Module, layout: Layout) -> None:
-        """Puts `module` under DeepSpeed."""
+        """Starts DeepSpeed's engine around `module`."""
         config = layout.config or {}
-        if self.zero == 0:  # deepnmt clips by itself, and 16 bits are its own (`HalfPrecisionCopy`)
+        if self.zero == 0:  # deepnmt clips, and computes in 16 bits, by itself (`HalfPrecisionCopy`)
             config = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
             config["gradient_clipping"] = 0.0
         optimizer = build_optimizer(module.parameters(), self.recipe.optimizer, fused=True)
@@ -151,11 +153,7 @@ class DeepSpeedEngine:
             optimizer.register_step_post_hook(lambda *_: refresh())
 
     def _create_optimizer_state(self, update: Callable[[], None]) -> None:
-        """Makes the optimizer create its moments.
-
-        Args:
-            update: takes one update with gradients of zero.
-        """
+        """Makes the optimizer create its moments. `update` takes one update with gradients of zero."""
         self._set_rate(0.0)
         update()
         if self.zero in (1, 2):
@@ -170,13 +168,13 @@ class DeepSpeedEngine:
         """A parameter's weight and moments, whole, in fp32."""
         if self.zero == 0:
             state = self._optimizer.state[p]
-            found = [p, *(state[moment] for moment in self.moments)]
+            tensors = [p, *(state[moment] for moment in self.moments)]
         else:
-            found = [safe_get_full_fp32_param(p), *(safe_get_full_optimizer_state(p, m) for m in self.moments)]
-        return [tensor.detach().float() for tensor in found]
+            tensors = [safe_get_full_fp32_param(p), *(safe_get_full_optimizer_state(p, m) for m in self.moments)]
+        return [tensor.detach().float() for tensor in tensors]
 
     def _write(self, p: nn.Parameter, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
-        """Sets a parameter's weight and moments, given whole, in fp32."""
+        """Sets a parameter's weight and moments from whole fp32 tensors."""
         if self.zero == 0:
             p.copy_(weight)
             for moment, value in states.items():
@@ -202,37 +200,37 @@ class DeepSpeedEngine:
         self._applied = step
 
     def _allocate_full_model(self, dtype: torch.dtype) -> Transformer:
-        """A model whose weights are still to be filled in, in `dtype`, on every process. Collective.
+        """A whole model in `dtype`, its weights still to be set, on every process. Collective.
 
         Raises:
-            torch.OutOfMemoryError: on every process, where one has no room for it.
+            torch.OutOfMemoryError: on every process, if any of them has no room for it.
         """
         try:
             model = self.build(lambda part: cast_onto(part, dtype, self.device))
-            if self.zero == 3:  # which holds one more weight while it is gathered, filled up to equal shares
+            if self.zero == 3:  # gathering needs room for one more weight, padded to equal shares
                 torch.empty(max(p.numel() for p in model.parameters()) + dist.get_world_size(), dtype=dtype,
                             device=self.device)
         except torch.OutOfMemoryError:
-            self._full.fill_(1.0)
-        dist.all_reduce(self._full)  # else the others would wait for this process
-        full = self._full.item()
-        self._full.zero_()
-        if full:
-            raise torch.OutOfMemoryError("a process has no room for the whole model beside what it trains")
+            self._out_of_memory.fill_(1.0)
+        dist.all_reduce(self._out_of_memory)  # so that no process waits for one that failed
+        failed = self._out_of_memory.item()
+        self._out_of_memory.zero_()
+        if failed:
+            raise torch.OutOfMemoryError("a process has no memory for the whole model beside its training state")
         return model
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     @property
-    def _factor(self) -> float:
-        """What the loss is to be multiplied by for fp16, where DeepSpeed does not do it."""
+    def _loss_factor(self) -> float:
+        """The fp16 loss scale where deepnmt applies it, which is without ZeRO; else 1."""
         return self.scaler.cur_scale if self.scaler and not self.zero else 1.0
 
     def _unscale(self) -> None:
-        """Divides the gradients by `_factor`."""
-        for p in self.local.values() if self._factor != 1 else ():
+        """Divides the gradients by `_loss_factor`."""
+        for p in self.local.values() if self._loss_factor != 1 else ():
             if p.grad is not None:
-                p.grad /= self._factor
+                p.grad /= self._loss_factor
 
     def _set_rate(self, rate: float) -> None:
         for group in self.engine.optimizer.param_groups:
@@ -244,8 +242,8 @@ class DeepSpeedEngine:
 
     @property
     def optimizer_step(self) -> int:
-        counted = [float(state["step"]) for state in self._optimizer.state.values() if "step" in state]
-        return int(max(counted)) if counted else self._applied
+        steps = [float(state["step"]) for state in self._optimizer.state.values() if "step" in state]
+        return int(max(steps)) if steps else self._applied
 
     def scaler_state(self) -> ScalerState | None:
         return self.scaler.state() if self.scaler else None
@@ -259,14 +257,14 @@ class DeepSpeedEngine:
 
 
 def supported_precisions() -> list[str]:
-    """What the device of this process computes in."""
+    """The precisions that this process's device can compute in."""
     device = get_accelerator()
-    asked = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
-    return [precision for precision, supported in asked.items() if supported]
+    support = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
+    return [precision for precision, supported in support.items() if supported]
 
 
 def _check_device(layout: Layout) -> None:
-    """Raises `UserError` for a float type that the device does not compute with (fp16 on most CPUs)."""
+    """Raises `UserError` for a precision that the device does not support (fp16 on most CPUs)."""
     device, supported = get_accelerator(), supported_precisions()
     if layout.precision not in supported:
         raise UserError(
@@ -276,8 +274,8 @@ def _check_device(layout: Layout) -> None:
 
 
 def cast_onto(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Gives `model` parameters of type `dtype` on `device`, which never holds them in another; buffers keep
-    theirs: training adds the tables of positions in fp32 as well."""
+    """Casts `model`'s parameters to `dtype`, then moves it to `device`, which so never holds a wider copy. Buffers keep
+    their type: the position tables are fp32 in training too."""
     for p in model.parameters():
         p.data = p.data.to(dtype)
     model.to(device)

@@ -1,4 +1,4 @@
-"""The seam between the training loop and whatever computes the update."""
+"""The interface between the training loop and the engines that compute its updates."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from deepnmt.model.init import Source
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import Moment, ScalerState
 
-# Builds the whole model, its weights not filled in, and calls its argument with every part once that is built; see
-# `Transformer`.
+# Builds the whole model with its weights still to be set, and calls its argument with each part as soon as that is
+# built; see `Transformer`.
 Build = Callable[[Callable[[nn.Module], None]], Transformer]
 
 
 def build_of(recipe: Recipe, vocabs: tuple[int, int]) -> Build:
-    """The recipe's translation model."""
+    """Builds the recipe's translation model; `vocabs`: source and target vocabulary sizes."""
     return partial(Transformer, recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One update. `loss` and `nll`: this process's sums over its target tokens, undivided (in a pipeline the last stage
-    has them, the others 0). `applied`: False where a non-finite gradient kept the update from the weights; then
-    `grad_norm` is inf."""
+    """The figures of one update.
+
+    `loss` and `nll` are this process's sums over its target tokens, in nats (in a pipeline the last stage has them, the
+    others 0). `applied` is False, and `grad_norm` inf, if the update was dropped because a gradient was not finite.
+    """
 
     loss: float
     nll: float
@@ -41,8 +43,8 @@ class StepStats:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One parameter under its canonical name, fp32 on the CPU. `kept`: what the optimizer keeps of it from update to
-    update (see `optim.moment_names`), before the first `optim.initial_moment`."""
+    """One parameter under its canonical name, fp32 on the CPU. `kept`: its optimizer state (see `optim.moment_names`),
+    before the first update `optim.initial_moment`."""
 
     name: str
     weight: torch.Tensor
@@ -50,15 +52,15 @@ class ParameterState:
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds: NAME.exp_avg and so on."""
+        """The optimizer state by the names it has in a checkpoint: NAME.exp_avg and so on."""
         return {f"{self.name}.{moment}": tensor for moment, tensor in self.kept.items()}
 
 
 class Engine(Protocol):
-    """What the loop asks for. Every call is made by all processes, in the same order.
+    """What the training loop calls. Every method is collective: all processes call it, in the same order.
 
-    `data_rank` of `data_world`: whose micro-batches this process computes on; the stages of a pipeline share theirs.
-    `parameters`: trainable numbers of the whole model.
+    `data_rank` of `data_world`: this process's data-parallel rank, the same for all stages of one pipeline.
+    `parameters`: number of trainable parameters of the whole model.
     """
 
     data_rank: int
@@ -67,24 +69,25 @@ class Engine(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What this process computes with: the model, or a pipeline's stage, layers under their canonical names."""
+        """The module this process runs: the model or a pipeline stage, its layers under their canonical names."""
 
     def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
-        """One update from this process's micro-batches; `update_tokens`: target tokens of all processes' together."""
+        """Makes one update from this process's micro-batches, at learning rate `rate`; `update_tokens`: target tokens
+        of all processes' micro-batches together."""
 
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
-        """Each micro-batch's sums (smoothed loss, plain nll), without dropout and gradients; zeros in a pipeline before
-        its last stage. All processes give equally many; the more, the better a pipeline is filled."""
+        """The sums (label-smoothed loss, plain nll) of each micro-batch, without dropout or gradients; zeros on all but
+        the last stage of a pipeline. All processes pass equally many; the more, the less a pipeline idles."""
 
     def export_state(self) -> Iterator[ParameterState]:
-        """Full parameters one after the other; a collective: every process runs it to the end."""
+        """Whole parameters with their moments, one after the other; every process must exhaust it."""
 
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
-        """Sets weights and moments, one after the other, which is how an engine begins: built, it has none.
+        """Sets all weights and moments, one parameter at a time. A new engine needs this before its first update.
 
         Args:
-            source: the weight of each canonical name.
-            moments: the same of `ParameterState.moments`' names; without, see `optim.initial_moment`.
+            source: from a canonical name to the weight.
+            moments: from a name in `ParameterState.moments` to the moment; without it, `optim.initial_moment`.
             step: updates applied, as the optimizer counts them.
 
         Raises:
@@ -92,13 +95,13 @@ class Engine(Protocol):
         """
 
     def gather_model(self) -> Transformer:
-        """A model whose forward talks to no other process, with the present weights in the float type of training.
+        """The whole model on every process, with the present weights in the training precision.
 
-        For decoding, where processes take different numbers of steps. It may be the module itself: it is not trained,
-        and not kept over an update.
+        For decoding, where each process takes its own number of steps. It may be the engine's own module, so do not
+        train it, nor keep it across an update.
 
         Raises:
-            torch.OutOfMemoryError: on every process, where one has no room for it.
+            torch.OutOfMemoryError: on every process, if any of them has no room for it.
         """
 
     @property

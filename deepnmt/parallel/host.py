@@ -1,4 +1,4 @@
-"""What a process asks of its machine before it computes: memory kept by malloc, and libraries that keep quiet."""
+"""Settings of the process itself: how malloc keeps memory, and which messages of libraries are hidden."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # of mal
 
 
 def quiet_libraries() -> None:
-    """Keeps back messages a user can do nothing about; errors still come through."""
+    """Hides library messages that a user can do nothing about; errors are still shown."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # oneDNN compiles a CPU's 16-bit products for each number of rows; batches have some hundred, times 15 products
@@ -28,23 +28,24 @@ def quiet_libraries() -> None:
 
 
 def keep_memory() -> None:
-    """Lets glibc keep large blocks instead of giving them back to the kernel after every tensor.
+    """Makes glibc keep freed memory instead of returning it to the kernel after every tensor.
 
-    On a CPU each micro-batch would otherwise fault in its activations page by page: 9 to 15 % of a step was measured.
+    On a CPU each micro-batch would otherwise fault in its activations page by page, which took 9 to 15 % of a step.
     """
     _set_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: -1, _TOP_PAD: 64 * 2**20})
 
 
 def give_memory_back() -> None:
-    """Undoes `keep_memory` for an engine that makes and drops whole weights all the time, as ZeRO-3 does.
+    """Undoes `keep_memory` for an engine that keeps allocating and freeing whole weights, as ZeRO-3 does.
 
-    The kept blocks do not fit the next weight, so memory grows: 6L-6L at d 512 took 3.1 GiB a process, and takes 2.0.
+    The kept blocks do not fit the next weight, so memory grows: 6L-6L at width 512 took 3.1 GiB a process, and takes
+    2.0 with this.
     """
     _set_malloc({_MMAP_MAX: 65536, _TRIM_THRESHOLD: 128 * 2**10, _TOP_PAD: 128 * 2**10, _MMAP_THRESHOLD: 2**20})
 
 
 def _set_malloc(settings: dict[int, int]) -> None:
-    """Sets parameters of glibc's malloc, where that is what there is, and gives back what is free."""
+    """Sets parameters of glibc's malloc, if the process uses glibc and a CPU, and returns free memory to the kernel."""
     if sys.platform == "linux" and os.environ["DS_ACCELERATOR"] != "cuda":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):

@@ -1,4 +1,4 @@
-"""Processes: who am I, how do I talk to the others, and how does everything end cleanly.
+"""The processes of a run: finding this process's rank and device, meeting the others, and ending cleanly.
 
 Works under the `deepspeed` launcher, torchrun, `srun` (one task per process) and as plain `python` (one process).
 """
@@ -28,12 +28,12 @@ def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
     """Finds this process's rank, opens the process group where there are several (or `group`), and closes it again.
 
     Args:
-        threads: of this process; 0 shares the machine's cores among its processes.
-        group: open a process group of one as well (DeepSpeed wants one).
+        threads: CPU threads of this process; 0 shares the machine's cores evenly among its processes.
+        group: open a process group even for a single process (DeepSpeed needs one).
 
     Raises:
-        UserError: the environment names a rank but not where the others are; another run has their port; there are
-            fewer GPUs than processes.
+        UserError: srun set a rank but MASTER_ADDR is missing; another run uses the port; there are fewer GPUs than
+            processes.
     """
     quiet_libraries()
     keep_memory()
@@ -59,10 +59,10 @@ def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
 
 
 def rank_from_environment() -> tuple[int, int, int, int]:
-    """Rank, world size, local rank and local world size, as the launcher's environment tells them.
+    """Rank, world size, local rank and local world size, from the variables that the launcher sets.
 
     Raises:
-        UserError: srun started several tasks without saying where the first one listens.
+        UserError: srun started several tasks, but MASTER_ADDR is not set.
     """
     env = os.environ
     if "RANK" in env:
@@ -79,14 +79,14 @@ def rank_from_environment() -> tuple[int, int, int, int]:
 
 
 def _device(local_rank: int, local_world: int) -> torch.device:
-    """This process's GPU, or the CPU where DS_ACCELERATOR says so: DeepSpeed goes by the same variable."""
+    """This process's GPU, or the CPU if DS_ACCELERATOR (which DeepSpeed reads too) is not "cuda"."""
     if os.environ["DS_ACCELERATOR"] != "cuda":
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
         error = UserError(f"{local_world} processes were started on this machine, but {count} GPU{'s' * (count != 1)} "
                           "can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu to run on the CPU")
-        error.reported = local_rank > count  # the first without a GPU says it
+        error.reported = local_rank > count  # the first process without a GPU reports it for all
         raise error
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -94,27 +94,27 @@ def _device(local_rank: int, local_world: int) -> torch.device:
 
 
 def gpus() -> int:
-    """GPUs for processes of this machine; 0 where they compute on the CPU."""
+    """The number of GPUs of this machine; 0 if its processes compute on the CPU."""
     quiet_libraries()
     return torch.cuda.device_count() if os.environ["DS_ACCELERATOR"] == "cuda" else 0
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _open_group(rank: int, world: int, local_rank: int, backend: str) -> dist.Store:
-    """Returns the store where the processes met."""
+    """Opens the process group; returns its store."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", str(free_port()))
     env.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local_rank))
     timeout = timedelta(minutes=30)
     listener = None
-    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process listens there for all
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts the store
     if rank == 0 and not agent and address in LOOPBACK:  # else the store would listen on every interface
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -124,24 +124,24 @@ def _open_group(rank: int, world: int, local_rank: int, backend: str) -> dist.St
         except OSError as error:
             listener.close()
             raise UserError(f"port {env['MASTER_PORT']}, where the processes meet, cannot be opened: {error.strerror}; "
-                            "another run has it: give the launcher another --master_port") from None
+                            "another run uses it; give the launcher another --master_port") from None
     store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, timeout,
                                       master_listen_fd=listener.detach() if listener else None)
-    if agent:  # after a restart the store still has the keys of the attempt before
+    if agent:  # after a restart the store still holds the keys of the previous attempt
         store = dist.PrefixStore(f"deepnmt/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return store
 
 
 def _reported_elsewhere(store: dist.Store, rank: int, message: str) -> bool:
-    """Whether another process came first with this message. A mistake that one process alone comes upon is said too."""
+    """Whether another process has reported this message already, so that each message is printed once."""
     try:
-        return store.add(f"said/{hashlib.sha256(message.encode()).hexdigest()}", 1) > 1
-    except RuntimeError:  # the store ended with rank 0, which has then said why
+        return store.add(f"reported/{hashlib.sha256(message.encode()).hexdigest()}", 1) > 1
+    except RuntimeError:  # the store ended with rank 0, which has reported why
         return rank > 0
 
 
 def _end_with_parent() -> None:
-    """Asks the kernel for SIGTERM when the launcher dies: it can otherwise leave its ranks behind."""
+    """Has the kernel send SIGTERM to this process when its launcher dies, so that no rank is orphaned."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The plain engine: PyTorch alone, one process, fp32. The control that every other layout is compared with."""
+"""The local engine: plain PyTorch, one process, fp32. The reference that tests compare every other layout with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepnmt.parallel.engine import ParameterState, StepStats
 
 
 class LocalEngine:
-    """See `Engine`. `module` may have weights already; else `fill` sets them."""
+    """See `Engine`. If `module` has its weights already, `fill` is not needed."""
 
     def __init__(self, module: Transformer, recipe: Recipe, device: torch.device) -> None:
         self.module = module.to(device)
@@ -80,7 +80,7 @@ class LocalEngine:
         return None
 
     def restore_scaler(self, state: ScalerState) -> None:
-        """fp32 needs no loss scale; a run that had one under fp16 goes on without."""
+        """Does nothing: fp32 needs no loss scale."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: the engine holds no resources."""

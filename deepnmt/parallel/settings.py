@@ -1,9 +1,9 @@
-"""The layout: where and in what float type a run computes. Read from the recipe and its DeepSpeed JSON once, checked,
-and carried as one value.
+"""The layout of a run (ZeRO stage, precision, offload, pipeline stages), read from the recipe and its DeepSpeed JSON
+once, and checked.
 
-The recipe owns precision, pipeline, batch size, accumulation, optimizer, schedule, clipping and loss scale; those stand
-as "auto" in the JSON (or equal to the recipe). The JSON owns ZeRO, communication and offload, and every key of it that
-changes the mathematics must be written, because DeepSpeed's defaults do change it (clipping at 1.0, ...).
+The recipe sets precision, pipeline, batch size, accumulation, optimizer, schedule, clipping and loss scale; in the JSON
+those are "auto", or equal to the recipe. The JSON sets ZeRO, communication and offload. Keys of it that change the
+result must be written out, because DeepSpeed's defaults would change it silently (clipping at 1.0, ...).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from deepnmt.config import Precision, Recipe
 from deepnmt.errors import UserError
 from deepnmt.parallel.pipeline.partition import check_stages
 
-TRIED_DEEPSPEED = ("0.19.8",)  # versions that the canaries passed with
+TESTED_DEEPSPEED = ("0.19.8",)  # versions that passed the canary tests
 
 # Keys whose silent default would change the result, and why.
-_MUST_BE_WRITTEN = {
+_REQUIRED = {
     "gradient_clipping": "DeepSpeed clips at 1.0 where it is absent",
     "zero_allow_untested_optimizer": "RAdam is refused without it",
     "communication_data_type": "DeepSpeed would reduce gradients in 16 bits",
@@ -35,8 +35,8 @@ _MUST_BE_WRITTEN = {
     "zero_optimization.stage": "it decides the layout",
 }
 
-# Keys that have no place beside the recipe, or in deepnmt, and what takes theirs.
-_OWNED_WHOLE = {
+# Keys that the JSON must not have, and what sets them instead.
+_OWNED_BY_RECIPE = {
     "optimizer": "the recipe's optimizer section owns it",
     "scheduler": "the recipe's schedule section owns it",
     "fp16.min_loss_scale": "the recipe's loss_scale.floor owns it",
@@ -46,8 +46,8 @@ _OWNED_WHOLE = {
     "amp": "the recipe's parallel.precision chooses the float type",
 }
 
-# Keys of what deepnmt does in DeepSpeed's place: the one value they may have, and why.
-_SETTLED = {
+# Keys of features that deepnmt implements itself: the only value they may have, and why.
+_FIXED_VALUES = {
     "fp16.loss_scale": (0, "the loss scale is dynamic, by the recipe's loss_scale section"),
     "fp16.hysteresis": (1, "every overflow halves the loss scale"),
     "pipeline.activation_checkpoint_interval": (0, "the recipe's parallel.recompute_layers owns it"),
@@ -56,14 +56,15 @@ _SETTLED = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where and in what a run computes.
+    """What a run computes on.
 
     Attributes:
-        stage: of ZeRO, 0 to 3.
-        stages: of the pipeline; 0: none.
+        stage: the ZeRO stage, 0 to 3.
+        precision: of weights and activations.
+        stages: the number of pipeline stages; 0: no pipeline.
         data_ranks: see the function of that name.
         config: the completed DeepSpeed configuration; None: the local engine, which is plain PyTorch.
-        path: of the JSON that it came from.
+        path: the JSON file that `config` was read from.
     """
 
     stage: int = 0
@@ -75,25 +76,25 @@ class Layout:
 
 
 def layout_of(recipe: Recipe, world: int) -> Layout:
-    """The recipe's layout on `world` processes, its DeepSpeed JSON's "auto" values filled.
+    """The recipe's layout on `world` processes, with the "auto" values of its DeepSpeed JSON filled in.
 
-    deepnmt's batches are counted in tokens and handed over one by one, so DeepSpeed's own count of samples is nominal,
-    1 a micro-batch.
+    deepnmt sizes batches in tokens and passes micro-batches one by one, so DeepSpeed's batch size in samples is
+    nominal: 1 a micro-batch.
 
     Raises:
-        UserError: several processes without DeepSpeed, a pipeline that cannot be, an unreadable JSON, or one that
-            misses a key that would change the mathematics or contradicts the recipe (all such faults at once).
+        UserError: several processes without DeepSpeed, an impossible pipeline, an unreadable JSON, or one that lacks a
+            required key or contradicts the recipe (all such faults at once).
     """
     path, stages, precision = recipe.parallel.ds_config, recipe.parallel.pipeline_stages, recipe.parallel.precision
     if path is None:
         if stages:
             raise UserError(
-                f"parallel.pipeline_stages is {stages}, but parallel.ds_config is null, which is the engine of one "
-                "whole model; set parallel.ds_config=ds_configs/zero1.json"
+                f"parallel.pipeline_stages is {stages}, but parallel.ds_config is null, and only DeepSpeed runs "
+                "pipelines; set parallel.ds_config=ds_configs/zero1.json"
             )
         if world > 1:
             raise UserError(
-                f"parallel.ds_config is null, which is the engine of one process, but {world} were "
+                f"parallel.ds_config is null, which trains on one process, but {world} were "
                 "started; set parallel.ds_config=ds_configs/zero1.json or start one process"
             )
         return Layout()
@@ -101,32 +102,33 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
     if stages and world % stages:
         near = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise UserError(
-            f"parallel.pipeline_stages is {stages}, but {world} process{'es' if world > 1 else ''} cannot be shared "
-            f"among {stages} stages evenly; start a multiple of {stages}, or set it to one of {near}"
+            f"parallel.pipeline_stages is {stages}, but {world} process{'es' if world > 1 else ''} cannot be divided "
+            f"evenly among {stages} stages; start a multiple of {stages}, or set it to one of {near}"
         )
-    chains = data_ranks(recipe, world)
+    data_parallel = data_ranks(recipe, world)
     tree = _read(Path(path))
-    faults = [f"{key} must be written: {why}" for key, why in _MUST_BE_WRITTEN.items() if _get(tree, key) is None]
+    faults = [f"{key} must be written: {why}" for key, why in _REQUIRED.items() if _get(tree, key) is None]
     _choose_precision(tree, precision, faults)
     owned: dict[str, tuple[str, float]] = {
         "train_micro_batch_size_per_gpu": ("batch", 1),
         "gradient_accumulation_steps": ("batch.accumulation", recipe.batch.accumulation),
-        "train_batch_size": ("batch", recipe.batch.accumulation * chains),
+        "train_batch_size": ("batch", recipe.batch.accumulation * data_parallel),
         "gradient_clipping": ("train.clip", recipe.train.clip),
         "fp16.initial_scale_power": ("loss_scale.initial_power", recipe.loss_scale.initial_power),
         "fp16.loss_scale_window": ("loss_scale.window", recipe.loss_scale.window),
     }
-    for key, (owner, wanted) in owned.items():
+    for key, (owner, expected) in owned.items():
         section, _, name = key.rpartition(".")
         group = _group(tree, section) if section else tree
         written = group.get(name, "auto")
-        if written not in ("auto", wanted):
-            faults.append(f'{key} is {json.dumps(written)}, but the recipe\'s {owner} makes it {wanted}; write "auto"')
-        group[name] = wanted
-    for key, owner in _OWNED_WHOLE.items():
+        if written not in ("auto", expected):
+            faults.append(f'{key} is {json.dumps(written)}, but the recipe\'s {owner} makes it {expected}; write '
+                          '"auto"')
+        group[name] = expected
+    for key, owner in _OWNED_BY_RECIPE.items():
         if _get(tree, key) is not None:
             faults.append(f"{key} is given, but {owner}; remove it from the JSON")
-    for key, (value, why) in _SETTLED.items():
+    for key, (value, why) in _FIXED_VALUES.items():
         if _get(tree, key) not in (None, value):
             faults.append(f"{key} is {json.dumps(_get(tree, key))}, but {why}; write {value}, or remove it")
     for key in ("communication_data_type", "data_types.grad_accum_dtype"):
@@ -135,12 +137,12 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
     stage = _get(tree, "zero_optimization.stage")
     if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
         faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
-    # DeepSpeed reads the section, and deepnmt's stages do not go by it
+    # DeepSpeed reads this section, but deepnmt sets the stages without it
     if not isinstance(tree.get("pipeline", {}), dict):
         faults.append(f"pipeline is {json.dumps(tree['pipeline'])}, must be an object, for example {{}}")
     for key in sorted(_group(tree, "pipeline").keys() - {"activation_checkpoint_interval"}):
         faults.append(f"pipeline.{key} is given, but has no effect here: the recipe's parallel.pipeline_stages owns "
-                      "the number of stages, and deepnmt makes the cuts; remove it from the JSON")
+                      "the number of stages, and deepnmt partitions the model; remove it from the JSON")
     if "pipeline" in tree and not stages:
         faults.append("it is for pipelines (it has a pipeline section), but parallel.pipeline_stages is 0; set "
                       "parallel.pipeline_stages, or remove the section from the JSON")
@@ -148,80 +150,79 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
         raise UserError("\n  ".join([f"{path} does not fit this run:", *faults]))
     if stages and stage > 1:
         raise UserError(
-            f"parallel.pipeline_stages is {stages} and {path} has ZeRO stage {stage}, but pipelines keep whole "
-            "gradients and weights on each stage, so they take ZeRO 0 or 1; set "
+            f"parallel.pipeline_stages is {stages} and {path} has ZeRO stage {stage}, but a pipeline keeps all "
+            "gradients and weights of a stage on its process, so it needs ZeRO 0 or 1; set "
             "parallel.ds_config=ds_configs/zero1.json"
         )
-    return Layout(stage, precision, stages, chains, tree, path)
+    return Layout(stage, precision, stages, data_parallel, tree, path)
 
 
 def data_ranks(recipe: Recipe, world: int) -> int:
-    """Processes that compute on different micro-batches: all of them, in a pipeline one for each chain of stages."""
+    """The number of data-parallel ranks: all processes, or in a pipeline processes / stages."""
     return world // (recipe.parallel.pipeline_stages or 1)
 
 
 def _choose_precision(tree: dict[str, Any], precision: Precision, faults: list[str]) -> None:
-    """Leaves of the sections bf16 and fp16, where their `enabled` is "auto" or they are not there, the one that
-    `precision` asks for; notes what contradicts it."""
+    """Enables the section, bf16 or fp16, that `precision` needs, and removes the other, where they are "auto" or
+    missing; adds a fault for each that contradicts it."""
     kinds = ("bf16", "fp16")
     if all(_get(tree, f"{kind}.enabled") is True for kind in kinds):
         faults.append("bf16 and fp16 are both enabled; keep one")
         return
     for kind in kinds:
-        section, wanted = tree.get(kind), kind == precision
+        section, needed = tree.get(kind), kind == precision
         if section is not None and not isinstance(section, dict):
             faults.append(f'{kind} is {json.dumps(section)}, must be an object, for example {{"enabled": "auto"}}')
         elif not section or section.get("enabled") == "auto":
             tree.pop(kind, None)
-            if wanted:
+            if needed:
                 tree[kind] = {**(section or {}), "enabled": True}
         elif not isinstance(enabled := section.get("enabled"), bool):
             faults.append(f'{kind}.enabled must be written, true, false or "auto"')
-        elif enabled != wanted:
+        elif enabled != needed:
             way = f"parallel.precision={kind}" if enabled else "parallel.precision=fp32"
             faults.append(f"{kind}.enabled is {json.dumps(enabled)}, but the recipe's parallel.precision is "
                           f'{precision}; write "auto", or set {way}')
 
 
-def untried_deepspeed() -> str | None:
-    """A sentence where the installed DeepSpeed is none that the canaries (tests/parallel/) passed with."""
+def untested_deepspeed() -> str | None:
+    """A warning if the installed DeepSpeed is not a version that passed the canary tests (tests/parallel/)."""
     installed = version("deepspeed")
-    if installed in TRIED_DEEPSPEED:
+    if installed in TESTED_DEEPSPEED:
         return None
-    return (f"DeepSpeed {installed} is installed, with which deepnmt was not tried; it was with "
-            f"{', '.join(TRIED_DEEPSPEED)}")
+    return f"DeepSpeed {installed} is installed, but deepnmt was tested with {', '.join(TESTED_DEEPSPEED)} only"
 
 
-def check_by_deepspeed(layout: Layout) -> None:
-    """Lets DeepSpeed read a configuration, where there is one. Imports it, so it is for those who go on to use it.
+def check_with_deepspeed(layout: Layout) -> None:
+    """Has DeepSpeed itself check the layout's configuration, if it has one. Imports DeepSpeed, which takes seconds.
 
     Raises:
-        UserError: keys that DeepSpeed does not know, or values it does not take.
+        UserError: keys that DeepSpeed does not know, or values it does not accept.
     """
     if layout.config is None:
         return
     from deepspeed.runtime.config import DeepSpeedConfig
 
     tree = copy.deepcopy(layout.config)
-    del tree["train_batch_size"]  # else it must fit the processes that are there now
+    del tree["train_batch_size"]  # else DeepSpeed compares it with the processes running now
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             DeepSpeedConfig(tree)
         return
     except ValidationError as error:
         faults = []
-        for fault in error.errors():  # whose place DeepSpeed tells from the section on that it is in
+        for fault in error.errors():  # DeepSpeed's `loc` leaves out the section, which is added here
             where = fault["loc"]
             sections = [key for key, group in layout.config.items()
                         if isinstance(group, dict) and where and where[0] in group]
             faults.append(f"{'.'.join(map(str, (*sections[:1], *where)))}: {fault['msg']}")
-    except Exception as error:  # DeepSpeed raises whatever comes
+    except Exception as error:  # DeepSpeed raises many types
         faults = [" ".join(str(error).split())]
-    raise UserError("\n  ".join([f"{layout.path} is refused by DeepSpeed:", *faults]))
+    raise UserError("\n  ".join([f"{layout.path} is rejected by DeepSpeed:", *faults]))
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON at `path`, or, where there is none, the one of that name that comes with deepnmt."""
+    """The JSON object at `path`, or, if there is no such file, the one of that name that comes with deepnmt."""
     homes = (Path(__file__).resolve().parents[2], Path(sys.prefix, "share", "deepnmt"))
     file = next((p for p in (path, *(home / path for home in homes)) if p.is_file()), None)
     if file is None:
@@ -236,6 +237,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _get(tree: dict[str, Any], dotted: str) -> Any:
+    """The value at a dotted key such as "fp16.enabled", None if it is missing."""
     for name in dotted.split("."):
         if not isinstance(tree, dict) or name not in tree:
             return None
@@ -244,5 +246,5 @@ def _get(tree: dict[str, Any], dotted: str) -> Any:
 
 
 def _group(tree: dict[str, Any], key: str) -> dict[str, Any]:
-    """The settings under a key, none where it is no object."""
+    """The object under a key, or an empty one if there is none."""
     return tree[key] if isinstance(tree.get(key), dict) else {}

@@ -1,11 +1,10 @@
-"""DeepSpeed's engine with ZeRO 0-3 behind deepnmt's seam.
+"""DeepSpeed with ZeRO 0 to 3 as an `Engine`.
 
-What is done here by hand, beside what `parallel/deepspeed.py` does, and why (each has a canary test):
-- under ZeRO-3 the model is partitioned part by part as it is built, so that no process ever holds it whole;
-- under ZeRO-3 each process cuts its own share of a weight, because DeepSpeed's cut fails where the shares do not come
-  out even;
-- without ZeRO DeepSpeed, given fp32, lets non-finite gradients into the weights (and its clipping fails where there are
-  none): clipping is done here then, and such an update is dropped.
+What it does by hand beside `parallel/deepspeed.py`, and why (each has a canary test):
+- ZeRO-3 partitions the model part by part as it is built, so that no process ever holds it whole;
+- under ZeRO-3 each process slices its own share of a weight, because DeepSpeed fails where the shares are uneven;
+- without ZeRO DeepSpeed applies non-finite gradients in fp32, and its clipping fails where gradients are missing: this
+  engine clips by itself and drops such an update.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from deepnmt.parallel.settings import Layout
 
 
 class ZeroEngine(DeepSpeedEngine):
-    """See `Engine`. `module` stays the model itself, or is its copy in 16 bits; DeepSpeed owns the update."""
+    """See `Engine`. `module` is the model, or its copy in 16 bits without ZeRO; DeepSpeed makes the update."""
 
     def __init__(self, build: Build, recipe: Recipe, layout: Layout, device: torch.device) -> None:
         def partition(part: nn.Module) -> None:
-            """Leaves this process's share of a part's parameters, so that no process holds the whole model."""
+            """Keeps only this process's share of a part's parameters."""
             dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.precision]
             for p in part.parameters():
                 p.detach().zero_()
@@ -43,7 +42,7 @@ class ZeroEngine(DeepSpeedEngine):
 
         if layout.stage == 3:
             give_memory_back()
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # takes the group that is open
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # uses the open process group
         module = build(partition if layout.stage == 3 else fill_with_nan)
         module.recompute = recipe.parallel.recompute_layers
         super().__init__(build, recipe, device, layout, dict(module.named_parameters()))
@@ -51,13 +50,13 @@ class ZeroEngine(DeepSpeedEngine):
         self.data_rank, self.data_world = dist.get_rank(), dist.get_world_size()
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
         self._start(module if module is self.module else MasterWeights(module, self.module), layout)
-        self._create_optimizer_state(self._update_on_zeros)
+        self._create_optimizer_state(self._update_with_zero_gradients)
 
     def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
         self.engine.train()
         self._set_rate(rate)
-        # DeepSpeed averages over processes; accumulation is left as a plain sum
-        scale = self._factor * self.data_world / update_tokens
+        # DeepSpeed averages over processes, but sums over accumulated micro-batches
+        scale = self._loss_factor * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
         loss = nll = 0.0
         for number, batch in enumerate(batches):
@@ -82,7 +81,7 @@ class ZeroEngine(DeepSpeedEngine):
             if self.scaler:
                 self.scaler.update_scale(not finite)
             if not finite:
-                self.engine.optimizer.zero_grad(set_to_none=True)  # PyTorch's optimizers pass over missing gradients
+                self.engine.optimizer.zero_grad(set_to_none=True)  # PyTorch's optimizers skip missing gradients
             self.engine.step()
             return (norm, True) if finite else (math.inf, False)
         self.engine.step()
@@ -91,10 +90,10 @@ class ZeroEngine(DeepSpeedEngine):
             return math.inf, False
         return norm, True
 
-    def _update_on_zeros(self) -> None:
-        """One update with gradients of zero."""
+    def _update_with_zero_gradients(self) -> None:
+        """Takes one update with gradients of zero."""
         batch = self.module.smallest_batch(self.device)
-        self.engine.eval()  # no dropout; gradients flow all the same
+        self.engine.eval()  # no dropout, but still gradients
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.backward(self.engine(*batch.tensors, batch.key).loss * 0.0, scale_wrt_gas=False)
         self.engine.step()
@@ -121,7 +120,7 @@ class ZeroEngine(DeepSpeedEngine):
             p.copy_(weight)
 
     def _share(self, value: torch.Tensor) -> torch.Tensor:
-        """This process's share of a whole tensor under ZeRO-3: flat, equal parts, the last one filled up with zeros."""
+        """This process's share of a whole tensor under ZeRO-3: flat, in equal parts, the last one padded with zeros."""
         size = -(-value.numel() // self.data_world)
         flat = torch.nn.functional.pad(value.flatten(), (0, size * self.data_world - value.numel()))
         return flat[size * self.data_rank :][:size]

@@ -47,12 +47,12 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
 
 
 def memory_estimate(
-    recipe: Recipe, layout: Layout, parameters: int, vocab: int, cuts: Partition | None = None
+    recipe: Recipe, layout: Layout, parameters: int, vocab: int, partition: Partition | None = None
 ) -> dict[str, float]:
     """Bytes a process holds: weights with gradients, optimizer (fp32 master and moments), activations, and the loss
     over a target vocabulary of `vocab`.
 
-    Of a pipeline, whose stages `cuts` tells, the fullest stage: its parameters, and the activations of as many
+    Of a pipeline, whose stages `partition` tells, the fullest stage: its parameters, and the activations of as many
     micro-batches as it has in flight. With recomputation of groups of n layers, one group's activations and an input
     for every group.
     """
@@ -70,10 +70,10 @@ def memory_estimate(
     if group:
         layers = model.encoder.layers + model.decoder.layers
         kept, wide = kept * min(1.0, group / layers) + layers / group, wide * min(1.0, group / layers)
-    if cuts is not None:
-        parameters = max(map(cuts.parameters, range(cuts.stages)))
-        in_flight = min(cuts.stages, recipe.batch.accumulation)
-        share_of_layers = in_flight * max(map(cuts.cost, range(cuts.stages)))
+    if partition is not None:
+        parameters = max(map(partition.parameters, range(partition.stages)))
+        in_flight = min(partition.stages, recipe.batch.accumulation)
+        share_of_layers = in_flight * max(map(partition.cost, range(partition.stages)))
         kept, wide = kept * share_of_layers, wide * share_of_layers
     return {
         "weights": parameters * size / share[0],
@@ -95,7 +95,7 @@ def describe(recipe: Recipe) -> str:
     stages = recipe.parallel.pipeline_stages
     world = max(rank_from_environment()[1], stages)
     layout = layout_of(recipe, world)
-    chains = layout.data_ranks
+    data_parallel = layout.data_ranks
     folder = Path(recipe.data.folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         sizes, epoch, ratio = (recipe.vocab.size, recipe.vocab.size), "not prepared yet", 1.0
@@ -106,18 +106,18 @@ def describe(recipe: Recipe) -> str:
         train = data.split("train")
         ratio = train.source_per_target
         stream = Stream(train, recipe.batch.tokens, recipe.seed)
-        per_update = chains * recipe.batch.accumulation
+        per_update = data_parallel * recipe.batch.accumulation
         epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.waste(0):.1f} %)"
     parameters = count_parameters(recipe.model, *sizes)
-    cuts = partition_of(recipe, *sizes, ratio) if stages else None
-    memory = memory_estimate(recipe, layout, parameters, sizes[1], cuts)
+    partition = partition_of(recipe, *sizes, ratio) if stages else None
+    memory = memory_estimate(recipe, layout, parameters, sizes[1], partition)
     name = "plain PyTorch, fp32" if layout.config is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
     encoder, decoder = recipe.model.encoder, recipe.model.decoder
     rows = {
         "model": f"{encoder.layers}L-{decoder.layers}L, {encoder.block} / {decoder.block}, width {recipe.model.width}",
         "parameters": f"{parameters:,}",
-        "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * chains:,} at most, padding included "
-        f"({chains} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",
+        "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * data_parallel:,} at most, padding "
+        f"included ({data_parallel} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",
         "updates per epoch": epoch,
         "memory per process": f"about {sum(memory.values()) / 2**20:,.0f} MiB + libraries ("
         + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in memory.items()) + ")",
@@ -127,6 +127,6 @@ def describe(recipe: Recipe) -> str:
         rows["learning rate"] = note
     width = max(map(len, rows))
     lines = [f"# {k:<{width}}  {v}" for k, v in rows.items()]
-    if cuts is not None:
-        lines += [f"# {line}" for line in cuts.table(recipe.batch.accumulation).splitlines()]
+    if partition is not None:
+        lines += [f"# {line}" for line in partition.table(recipe.batch.accumulation).splitlines()]
     return dump_recipe(recipe) + "\n" + "\n".join(lines)

@@ -44,8 +44,8 @@ class Task:
         open: (recipe, texts, verify) the data; `texts`: whether the files they were made from must still be the same;
             `verify`: whether every byte is checked.
         stream: (recipe, data) the training micro-batches.
-        start: (recipe, layout, data, ranks, begins) the model under its engine, where a run begins with its initial
-            weights, else to be filled. Collective.
+        start: (recipe, layout, data, ranks, initialise) the engine with the model, its initial weights set if
+            `initialise`, else to be filled. Collective.
         validate: (recipe, data, engine, ranks) the same figures on every process. Collective.
         files: (data) what a checkpoint carries beside weights, moments, state and recipe, by file name.
     """
@@ -67,15 +67,15 @@ def _stream(recipe: Recipe, data: PreparedData) -> Stream:
     return Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
 
 
-def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, begins: bool) -> Engine:
-    profile = profile_for(recipe, data, ranks) if begins else None
+def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:
+    profile = profile_for(recipe, data, ranks) if initialise else None
     if profile is not None and ranks.first:
         save_profile(profile, Path(recipe.run))
     sizes = (data.vocabs()[0].size, data.vocabs()[1].size)
     ratio = data.split("train").source_per_target
     if layout.stages and ranks.first:
         print(partition_of(recipe, *sizes, ratio).table(recipe.batch.accumulation), flush=True)
-    return start_engine(recipe, layout, sizes, ranks, profile, ratio, begins)
+    return start_engine(recipe, layout, sizes, ranks, profile, ratio, initialise)
 
 
 def _files(data: PreparedData) -> dict[str, bytes]:

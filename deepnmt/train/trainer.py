@@ -28,7 +28,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_log, write_text
 from deepnmt.optim import warmup_note
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import check_by_deepspeed, layout_of, untried_deepspeed
+from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
 from deepnmt.ranks import Ranks
 from deepnmt.train.divergence import Explain, diverged
 from deepnmt.train.log import Monitor
@@ -66,7 +66,7 @@ class Trainer:
         self.checkpoints = self.run / "checkpoints"
         check_average_last(recipe)
         layout = layout_of(recipe, ranks.world)
-        check_by_deepspeed(layout)
+        check_with_deepspeed(layout)
         task.check(recipe)
         begun = bool(list_checkpoints(self.checkpoints))
         self.data = ranks.raise_everywhere(lambda: task.open(recipe, not begun, ranks.first))
@@ -93,7 +93,7 @@ class Trainer:
                                    parameters=count, processes=ranks.world)
                 if note := warmup_note(recipe):
                     self.monitor.event(0, note)
-            if layout.config is not None and (note := untried_deepspeed()):
+            if layout.config is not None and (note := untested_deepspeed()):
                 self.monitor.event(update, note)
             self.around: Around = watch(recipe, self.engine, ranks) if watch else lambda number: nullcontext()
             if ranks.first:

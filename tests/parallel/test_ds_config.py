@@ -12,7 +12,7 @@ from tiny_engines import ROOT, recipe_with
 
 from deepnmt.config import Precision, Recipe
 from deepnmt.errors import UserError
-from deepnmt.parallel.settings import layout_of, untried_deepspeed
+from deepnmt.parallel.settings import layout_of, untested_deepspeed
 
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 Write = Callable[..., Path]
@@ -131,6 +131,6 @@ def test_loss_scales_that_cannot_be(settings: dict[str, float], said: str) -> No
 
 def test_a_deepspeed_that_was_not_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.8")
-    assert untried_deepspeed() is None
+    assert untested_deepspeed() is None
     monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
-    assert untried_deepspeed() == "DeepSpeed 0.19.99 is installed, with which deepnmt was not tried; it was with 0.19.8"
+    assert untested_deepspeed() == "DeepSpeed 0.19.99 is installed, but deepnmt was tested with 0.19.8 only"

@@ -8,7 +8,7 @@ from tiny_engines import ROOT, recipe_of
 from warm import Warm
 
 from deepnmt.errors import UserError
-from deepnmt.parallel.settings import check_by_deepspeed, layout_of
+from deepnmt.parallel.settings import check_with_deepspeed, layout_of
 
 # section, its keys, and what is said; each goes into ZeRO-1 in fp16
 TYPOS: list[tuple[str, dict[str, Any], str]] = [
@@ -22,16 +22,16 @@ TYPOS: list[tuple[str, dict[str, Any], str]] = [
 def trial() -> None:
     for path in (ROOT / "ds_configs").glob("*.json"):
         for precision in ("fp32", "bf16", "fp16"):
-            check_by_deepspeed(layout_of(recipe_of(f"{path.stem}_{precision}"), 2))
+            check_with_deepspeed(layout_of(recipe_of(f"{path.stem}_{precision}"), 2))
     for section, keys, expected in TYPOS:
         layout = layout_of(recipe_of("zero1_fp16"), 1)
         assert layout.config is not None
         (layout.config[section] if section else layout.config).update(keys)
         try:
-            check_by_deepspeed(layout)
+            check_with_deepspeed(layout)
         except UserError as error:
             said = str(error)
-        assert "zero1.json is refused by DeepSpeed:\n  " in said and expected in said, said
+        assert "zero1.json is rejected by DeepSpeed:\n  " in said and expected in said, said
         assert said.count("\n") == 1 and "Traceback" not in said
 
 

@@ -35,7 +35,7 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
         data = open_prepared(settings)
         vocabs = data.vocabs()
         sizes = (vocabs[0].size, vocabs[1].size)
-        engine = start_engine(settings, layout_of(settings, ranks.world), sizes, ranks, begins=False)
+        engine = start_engine(settings, layout_of(settings, ranks.world), sizes, ranks, initialise=False)
         engine.fill(weights_in(Path(checkpoint)), moments_in(Path(checkpoint)), 12)
         whole = engine.gather_model()
         weights = dict(whole.named_parameters())

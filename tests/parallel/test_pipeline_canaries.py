@@ -120,7 +120,7 @@ def no_zero_is_wrong_in_16_bits() -> None:
 
 
 def replicas_alone_have_no_norm() -> None:
-    """Bf16 takes the norm of a stage of replicas alone: _count_replicas_as_nothing in pipeline.py can go."""
+    """Bf16 takes the norm of a stage of replicas alone: _zero_norm_for_replicas in pipeline.py can go."""
     layer = Number()
     engine = pipeline_of([layer], zero(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
     layer.weight.ds_pipe_replicated = True

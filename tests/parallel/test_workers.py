@@ -98,7 +98,7 @@ def test_who_waits_for_a_process_that_failed_is_ended(monkeypatch: pytest.Monkey
     running = [subprocess.Popen(["sh", "-c", command]) for command in commands]
     started = time.monotonic()
     try:
-        assert workers._codes(running) == [-9, -15, 0, 2]
+        assert workers._wait_for_all(running) == [-9, -15, 0, 2]
     finally:
         for process in running:
             process.kill()
@@ -107,4 +107,4 @@ def test_who_waits_for_a_process_that_failed_is_ended(monkeypatch: pytest.Monkey
 
 def test_nobody_is_hurried_while_none_failed() -> None:
     running = [subprocess.Popen(["sh", "-c", f"sleep {seconds}"]) for seconds in (0, 0.2)]
-    assert workers._codes(running) == [0, 0]
+    assert workers._wait_for_all(running) == [0, 0]

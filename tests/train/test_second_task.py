@@ -80,9 +80,9 @@ def validate(recipe: Recipe, data: Walks, engine: Engine, ranks: Ranks) -> Valid
     return Validation(loss / batch.tokens, nll / batch.tokens)
 
 
-def start(recipe: Recipe, layout: Layout, data: Walks, ranks: Ranks, begins: bool) -> Engine:
+def start(recipe: Recipe, layout: Layout, data: Walks, ranks: Ranks, initialise: bool) -> Engine:
     engine = build_engine(lambda each: LanguageModel(recipe), recipe, layout, ranks)
-    if begins:
+    if initialise:
         engine.fill(LanguageModel(recipe).state_dict().__getitem__)
     return engine
 

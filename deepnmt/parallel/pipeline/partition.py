@@ -1,7 +1,7 @@
-"""Where a pipeline cuts the model: a cost for each unit, the cuts that balance it, and the table a user reads.
+"""How a model is partitioned into pipeline stages: the cost of each unit, the balanced partition, and its table.
 
-A model is a row of units: source (embedding), encoder layers, target (what stands on the encoder, and the target
-embedding), decoder layers, output (what stands on the decoder, projection and loss). A stage is a run of them.
+A model is a sequence of units: source (embedding), encoder layers, target (the encoder's final norm and the target
+embedding), decoder layers, output (the decoder's final norm, projection and loss). A stage is consecutive units.
 
 `S` source and `T` target tokens of a micro-batch, `D` width, `F` inner width, `V` vocabulary, `P` stages, `M` micro-
 batches.
@@ -22,16 +22,21 @@ from deepnmt.model.blocks import Side
 from deepnmt.model.embedding import TABLES, InputLayer, Use
 from deepnmt.model.transformer import build_layer, build_top
 
-# Among cuts whose slowest stage is within this factor of the best, one between encoder and decoder is preferred: it
-# sends the encoder's output alone, and the encoder's stages need no target.
+# Among partitions whose slowest stage is within this factor of the best, one with a boundary between encoder and
+# decoder is preferred: only the encoder's output crosses it, and the encoder's stages need no target.
 _BOUNDARY_BONUS = 1.05
-_LENGTH = 30  # tokens a sentence, for the share of attention scores; 1 to 2 % of a layer at usual lengths
+_LENGTH = 30  # tokens a sentence, for the cost of attention scores: 1 to 2 % of a layer at usual lengths
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit: its name, its parameters without an embedding table's, its multiply-adds for a target token (relative
-    cost), and the table that it reads: name and size."""
+    """One unit.
+
+    Attributes:
+        parameters: their number, without the embedding table's.
+        cost: multiply-adds for each target token.
+        table: name and number of parameters of the embedding table that it uses.
+    """
 
     name: str
     parameters: int
@@ -55,25 +60,25 @@ class Partition:
         return self.units[self.bounds[stage] : self.bounds[stage + 1]]
 
     def cost(self, stage: int) -> float:
-        """The stage's share of the work, 0 to 1."""
+        """The stage's share of the model's cost, 0 to 1."""
         return sum(unit.cost for unit in self.held(stage)) / sum(unit.cost for unit in self.units)
 
     def parameters(self, stage: int) -> int:
-        """Trainable numbers that the stage holds; a table that several of its units read is there once."""
+        """The number of parameters that the stage holds; a table that several of its units share counts once."""
         held = self.held(stage)
         return sum(unit.parameters for unit in held) + sum(dict(unit.table for unit in held if unit.table).values())
 
     def bubble(self, micro_batches: int) -> float:
-        """The expected idle share of a stage's time, averaged over stages, with M micro-batches an update.
+        """The share of time that stages are expected to idle, on average, with M micro-batches an update.
 
-        With equal stages (P - 1) / (M + P - 1) (Huang et al. 2019, GPipe, section 2.3); a stage that has less than its
-        share of the work waits for the slowest one besides.
+        For equal stages it is (P - 1) / (M + P - 1) (Huang et al. 2019, GPipe, section 2.3); a stage with less work
+        also waits for the slowest one.
         """
         slowest = max(self.cost(stage) for stage in range(self.stages))
         return 1 - micro_batches / (self.stages * slowest * (micro_batches + self.stages - 1))
 
     def table(self, micro_batches: int) -> str:
-        """What a user reads: stage, units, parameters, share of the work, and the expected bubble."""
+        """A table to print: each stage's units, parameters and share of the work; then the expected bubble."""
         rows = [("stage", "units", "parameters", "work")]
         for stage in range(self.stages):
             held = self.held(stage)
@@ -97,7 +102,7 @@ def unit_names(model: Model) -> list[str]:
 
 
 def layer_of(name: str) -> tuple[Side, int] | None:
-    """("decoder", 3) of "decoder.layers.3"; None for a unit that is no layer."""
+    """("decoder", 3) for "decoder.layers.3"; None for a unit that is not a layer."""
     if "." not in name:
         return None
     side, _, index = name.split(".")
@@ -105,11 +110,11 @@ def layer_of(name: str) -> tuple[Side, int] | None:
 
 
 def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0) -> tuple[Unit, ...]:
-    """The units with what they hold and cost; `ratio`: source tokens for each target token.
+    """The model's units with their parameters and costs; `ratio`: source tokens for each target token.
 
-    Multiply-adds of the matrix products (as in `speed.model_flops`): an encoder layer sees the source, 4D² + 2DF a
-    token; a decoder layer the target, 6D² + 2DF, and the source through its keys and values, 2D²; attention scores
-    2·L·D a query; the output D·V a target token. An embedding counts as D².
+    A cost counts the multiply-adds of the matrix products (as in `speed.model_flops`). Encoder layer: 4D² + 2DF a
+    source token. Decoder layer: 6D² + 2DF a target token, and 2D² a source token for keys and values. Attention
+    scores: 2·L·D a query. Output: D·V a target token. An embedding counts as D².
     """
     d, f = model.width, model.ffn
     encoder = ratio * (4 * d * d + 2 * d * f + 2 * _LENGTH * d)
@@ -122,8 +127,8 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
     }
     units = []
     for name, parameters in _sizes(model).items():
-        if place := layer_of(name):
-            units.append(Unit(name, parameters, layers[place[0]]))
+        if layer := layer_of(name):
+            units.append(Unit(name, parameters, layers[layer[0]]))
         else:
             use, vocab, cost = ends[name]
             units.append(Unit(name, parameters, cost, (TABLES[model.tied][use], vocab * d)))
@@ -131,7 +136,7 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
 
 
 def _sizes(model: Model) -> dict[str, int]:
-    """The parameters of each unit without tables, counted on what training builds."""
+    """The number of parameters of each unit, without tables, counted on modules as training builds them."""
     parts: dict[str, list[nn.Module]] = {
         "source": [InputLayer(model, "encoder", 0)],
         "target": [build_top(model, "encoder"), InputLayer(model, "decoder", 0)],
@@ -139,23 +144,23 @@ def _sizes(model: Model) -> dict[str, int]:
     }
     sizes = {}
     for name in unit_names(model):
-        place = layer_of(name)
-        built = [build_layer(model, *place, 0)] if place else parts[name]
+        layer = layer_of(name)
+        built = [build_layer(model, *layer, 0)] if layer else parts[name]
         sizes[name] = sum(p.numel() for part in built for p in part.parameters())
     return sizes
 
 
 def check_stages(stages: int, encoder: int, decoder: int) -> None:
-    """Raises `UserError` where there are more stages than layers."""
+    """Raises `UserError` if there are more stages than layers."""
     if stages > encoder + decoder:
         raise UserError(
             f"parallel.pipeline_stages is {stages}, but the model has {encoder + decoder} layers ({encoder} encoder, "
-            f"{decoder} decoder) to share among stages; set it to {encoder + decoder} or less"
+            f"{decoder} decoder) and a stage needs at least one; set it to {encoder + decoder} or less"
         )
 
 
 def partition(units: Sequence[Unit], stages: int) -> Partition:
-    """The cuts whose slowest stage is fastest; near-equals with a cut before "target" are preferred.
+    """The partition whose slowest stage is fastest; one nearly as good with a boundary before "target" is preferred.
 
     Raises:
         UserError: more stages than layers.
@@ -169,18 +174,19 @@ def partition(units: Sequence[Unit], stages: int) -> Partition:
             left = _best(units, 0, border, before)
             candidates.append((*left, *_best(units, border, len(units), stages - before)[1:]))
     bounds = min(
-        [free, *candidates], key=lambda cuts: _slowest(units, cuts) * (_BOUNDARY_BONUS if cuts is free else 1.0)
+        [free, *candidates], key=lambda each: _slowest(units, each) * (_BOUNDARY_BONUS if each is free else 1.0)
     )
     return Partition(tuple(units), bounds)
 
 
 def _slowest(units: Sequence[Unit], bounds: Sequence[int]) -> float:
+    """The cost of the most expensive stage."""
     return max(sum(u.cost for u in units[a:b]) for a, b in pairwise(bounds))
 
 
 def _best(units: Sequence[Unit], start: int, stop: int, stages: int) -> tuple[int, ...]:
-    """Bounds of `stages` runs of units[start:stop], none empty, with the smallest largest cost (dynamic
-    programming)."""
+    """Bounds that divide units[start:stop] into `stages` non-empty stages, with the smallest possible cost of the most
+    expensive one (dynamic programming)."""
     sums = [0.0]
     for unit in units[start:stop]:
         sums.append(sums[-1] + unit.cost)
@@ -190,7 +196,7 @@ def _best(units: Sequence[Unit], start: int, stop: int, stages: int) -> tuple[in
     for stage in range(1, stages + 1):
         for end in range(stage, count + 1):
             best[stage][end] = min(
-                (max(best[stage - 1][cut][0], sums[end] - sums[cut]), (*best[stage - 1][cut][1], end))
-                for cut in range(stage - 1, end)
+                (max(best[stage - 1][begin][0], sums[end] - sums[begin]), (*best[stage - 1][begin][1], end))
+                for begin in range(stage - 1, end)
             )
-    return tuple(start + cut for cut in best[stages][count][1])
+    return tuple(start + bound for bound in best[stages][count][1])

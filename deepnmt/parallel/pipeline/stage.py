@@ -1,11 +1,10 @@
-"""One stage of a pipelined model: the same layers under the same names as in `Transformer`, a run of them.
+"""One stage of a pipelined model: consecutive layers, under the same names as in `Transformer`.
 
-Between stages goes one float tensor and four of integers: (hidden, src_lengths [B], trg_in [B, T], trg_out [B, T],
-dropout_key [1]).
-The hidden states are [B, S, D] in the encoder, memory and target one behind the other, [B, S + T, D], in the decoder,
-and [B, T, D] before the output. A single float tensor is walked back once (of several DeepSpeed walks back one after
-the other, through the encoder twice), has always a gradient, and keeps its receive buffer. Masks are made anew from the
-integers.
+Stages send each other one float tensor and four of integers: (hidden, src_lengths [B], trg_in [B, T], trg_out [B, T],
+dropout_key [1]). Hidden states are [B, S, D] in the encoder, memory and target concatenated, [B, S + T, D], in the
+decoder, and [B, T, D] before the output. There is one float tensor because DeepSpeed runs backward from several one
+after the other, through the encoder twice; a single one also always has a gradient, and its receive buffer keeps its
+type. Each stage makes the masks anew from the lengths.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `V` vocabulary.
 """
@@ -28,11 +27,11 @@ from deepnmt.model.transformer import build_layer, build_top, run_layers
 from deepnmt.parallel.pipeline.partition import layer_of, unit_names
 from deepnmt.tokens import PAD
 
-StageMessage = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # what goes from stage to stage
+StageMessage = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # what a stage sends to the next
 
 
 def tables_used(model: Model, start: int, stop: int) -> list[tuple[str, Use]]:
-    """The embedding tables that the units `start` to `stop` - 1 use: name and a use of each, every table once."""
+    """The embedding tables that units `start` to `stop` - 1 use, each once: its name and one of its uses."""
     uses: dict[str, Use] = {"source": "src", "target": "trg", "output": "out"}
     held: dict[str, Use] = {}
     for unit in unit_names(model)[start:stop]:
@@ -42,7 +41,7 @@ def tables_used(model: Model, start: int, stop: int) -> list[tuple[str, Use]]:
 
 
 class StackPart(nn.Module):
-    """The layers of one side that a stage holds, keyed by their place in the stack; named as in `transformer.Stack`."""
+    """The layers of one side that a stage holds, keyed by their index in the stack; named as in `transformer.Stack`."""
 
     def __init__(self, model: Model, side: Side, seed: int, indices: list[int], starts: bool, ends: bool) -> None:
         super().__init__()
@@ -52,12 +51,12 @@ class StackPart(nn.Module):
 
 
 class Stage(nn.Module):
-    """The units `start` to `stop` - 1 of the model of a recipe, their weights not filled in.
+    """The units `start` to `stop` - 1 of a model, their weights still to be set.
 
     Args:
         model, src_vocab, trg_vocab, seed, label_smoothing: as for `Transformer`.
-        start, stop: places in `partition.unit_names`.
-        recompute: layers of a group whose activations are computed again in the backward pass; 0: none.
+        start, stop: indices into `partition.unit_names`.
+        recompute: group size, in layers, of activation recomputation in the backward pass; 0: none.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class Stage(nn.Module):
         self.embeddings = nn.ModuleDict(
             {name: skip_init(nn.Embedding, sizes[use], model.width) for name, use in tables_used(model, start, stop)}
         )
-        places = [place for place in map(layer_of, self.held) if place]
-        indices = {side: [i for s, i in places if s == side] for side in ("encoder", "decoder")}
+        layers = [layer for layer in map(layer_of, self.held) if layer]
+        indices = {side: [i for s, i in layers if s == side] for side in ("encoder", "decoder")}
         self.encoder = StackPart(
             model, "encoder", seed, indices["encoder"], "source" in self.held, "target" in self.held
         )
@@ -93,12 +92,12 @@ class Stage(nn.Module):
         )
 
     def forward(self, message: StageMessage) -> StageMessage | Tensor:
-        """What the stage before sent (the first stage: src ids [B, S] in its place) to what the next receives; the last
-        stage's output is the last decoder layer's, [B, T, D], normed."""
+        """From the previous stage's message (for the first stage, with source ids [B, S] as `hidden`) to the next
+        stage's; the last stage returns the normalised output of the decoder, [B, T, D]."""
         x, src_lengths, trg_in, trg_out, dropout_key = message
         key = int(dropout_key)
         target = trg_in.size(1)
-        memory = x  # of use only where the stage begins in the decoder
+        memory = x  # used only if the stage begins in the decoder
         if self.begins_with == "source":
             x = self.encoder.input(self.table("src")(x), key)
         elif self.begins_with.startswith("decoder"):
@@ -118,7 +117,7 @@ class Stage(nn.Module):
         return x, src_lengths, trg_in, trg_out, dropout_key
 
     def loss(self, hidden: Tensor, trg_out: Tensor) -> LossSums:
-        """The last stage's loss of its output [B, T, D] against trg_out [B, T], as `Transformer.forward` gives it."""
+        """The loss of the last stage's output [B, T, D] against trg_out [B, T], the same as `Transformer.forward`'s."""
         return label_smoothed_loss(hidden, self.table("out").weight, trg_out, self.label_smoothing, PAD)
 
     def table(self, use: Use) -> nn.Embedding:
@@ -126,5 +125,5 @@ class Stage(nn.Module):
         return cast(nn.Embedding, self.embeddings[self.tables[use]])
 
     def layers(self, side: Side) -> list[Layer]:
-        """The stage's layers of a side, from the bottom."""
+        """The stage's layers of one side, lowest first."""
         return cast(list[Layer], list((self.encoder if side == "encoder" else self.decoder).layers.values()))
