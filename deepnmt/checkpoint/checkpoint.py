@@ -1,4 +1,4 @@
-"""Checkpoints: what a run can go on from, and what a model is loaded from. No layout of processes, nothing to unpickle.
+"""Checkpoints: what a run resumes from and a model is loaded from. The same for every layout; nothing is unpickled.
 
     update-00001000/
         weights.safetensors    fp32, each parameter once, under its canonical name
@@ -35,12 +35,12 @@ from deepnmt.folders import MANIFEST, CheckpointWriteError, DamagedCheckpoint
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
 
-__all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # which callers catch; defined in folders.py
+__all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # defined in folders.py, caught by callers of this module
 
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
-REQUIRED = (WEIGHTS, STATE, RECIPE)  # which each checkpoint has, whatever its task
-# Any other file is the task's (train/task.py, `_files`), which averages and folded models carry on.
+REQUIRED = (WEIGHTS, STATE, RECIPE)  # in every checkpoint, whatever its task
+# Any other file belongs to the task (train/task.py, `_files`); averages and folded models copy it.
 MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is loaded from
 FILES = (*MODEL_FILES, MOMENTS)
 
@@ -51,19 +51,23 @@ FAIL_POINTS = (
 
 Which = Literal["auto", "averaged", "newest", "best"]
 
-MAPPED_VALUES = 4_000_000  # numbers read of a file of tensors before it is closed and opened again
+MAPPED_VALUES = 4_000_000  # numbers read from a tensor file before it is closed and opened again
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a run stands.
+    """The progress of a run, as state.json holds it.
 
-    update: updates applied. epoch, micro_batch: position in the batch plan. optimizer_step: as the optimizer counts.
-    loss_scale: of fp16, or the last one of a run that has left fp16, else None. best: of the validations. extra:
-    anything JSON can hold; `validations`, if there, is a list of objects with `update` and `value`, where a lower value
-    is a better model.
+    Attributes:
+        update: updates applied.
+        epoch, micro_batch: position in the batch plan.
+        optimizer_step: updates as the optimizer counts them.
+        loss_scale: the fp16 loss scale, the last one if the run has left fp16, None if it never used fp16.
+        best: the best validation.
+        extra: anything JSON can hold. `validations`, if present, is a list of objects with `update` and `value`, where
+            a lower value is a better model.
     """
 
     update: int
@@ -77,8 +81,8 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into a checkpoint. Tensors are fp32 and whole; `moments` is None for an average; `files` are those of
-    the task, in translation its vocabularies; `metadata` goes into the manifest."""
+    """What goes into a checkpoint. Tensors are fp32 and whole; `moments` is None for an average; `files` are the
+    task's, in translation the vocabularies; `metadata` goes into the manifest."""
 
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor] | None
@@ -90,7 +94,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in fp32 and evaluation mode on the CPU, with what belongs to it; `folder` is the checkpoint taken."""
+    """A model in fp32 and evaluation mode on the CPU, with its vocabularies, recipe and state, loaded from `folder`."""
 
     model: Transformer
     src_vocab: Vocabulary
@@ -106,7 +110,7 @@ class LoadedModel:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The files of the task, as the checkpoint carries them."""
+        """The task's files in the checkpoint: name to content."""
         return {name: (self.folder / name).read_bytes() for name in task_files(self.folder)}
 
 
@@ -114,15 +118,13 @@ class LoadedModel:
 
 
 def save_checkpoint(checkpoints: Path, contents: Contents) -> Path:
-    """Writes `checkpoints/update-<update>`; one process of a run calls it.
+    """Writes `checkpoints/update-<update>`, after cleaning up after a killed save or deletion. Called by one process.
 
-    What a killed save or deletion left behind is cleared up first.
-
-    Checkpoints of later updates are what the run went back from (a damaged newest one, say). They are set aside as
+    Checkpoints of later updates (a damaged newest one, say, which the run could not resume from) are renamed to
     `set-aside-update-*`, so that they are neither resumed from nor counted when old ones are deleted.
 
     Raises:
-        CheckpointWriteError: disk full, no permission, or another fault of the file system; nothing half-made is left.
+        CheckpointWriteError: disk full, no permission, or another fault of the file system; no partial folder is left.
     """
     update = contents.state.update
     target = checkpoints / f"update-{update:08d}"
@@ -135,20 +137,20 @@ def save_checkpoint(checkpoints: Path, contents: Contents) -> Path:
 
 
 def recover_checkpoints(checkpoints: Path) -> None:
-    """Clears up after a killed save or deletion: a checkpoint that was being replaced gets its name back. Raises
-    `CheckpointWriteError` where it cannot."""
+    """Cleans up after a killed save or deletion: a checkpoint that was being replaced gets its name back. Raises
+    `CheckpointWriteError` if that fails."""
     folders.recover_after_kill(checkpoints, "update-*")
 
 
 def check_target(target: Path, what: str) -> None:
-    """Raises `UserError` where `target`, to which something is to be written, is anything but a checkpoint."""
+    """Raises `UserError` if `target`, where `what` is to be written, exists and is not a checkpoint."""
     if target.exists() and not (target / MANIFEST).is_file():
-        raise UserError(f"{target} is there and is no checkpoint; give another folder for {what}")
+        raise UserError(f"{target} exists and is not a checkpoint; give another folder for {what}")
 
 
 def write_checkpoint(target: Path, contents: Contents) -> None:
-    """Writes a checkpoint folder under any name; one already there is replaced, what a killed write left behind is
-    cleared up first. Raises `CheckpointWriteError`."""
+    """Writes a checkpoint folder under any name, replacing one that exists, after cleaning up after a killed write.
+    Raises `CheckpointWriteError`."""
     folders.recover_after_kill(target.parent, target.name)
     tensors = {WEIGHTS: contents.weights}
     if contents.moments is not None:
@@ -176,8 +178,8 @@ def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
             raise ValueError(f"{name} is {tensor.dtype}; a checkpoint holds fp32")
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     file.touch()
-    mode = file.stat().st_mode  # as the umask makes it; safetensors writes a file that its owner alone may read
-    save_file(whole, file, metadata={"format": "pt"})  # other readers of safetensors ask for this entry
+    mode = file.stat().st_mode  # from the umask; safetensors writes a file that only its owner may read
+    save_file(whole, file, metadata={"format": "pt"})  # some readers of safetensors require this entry
     file.chmod(mode)
 
 
@@ -185,7 +187,7 @@ def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The `update-*` folders in `folder`, oldest update first, whole or not; one that a kill left moved as well."""
+    """The `update-*` folders in `folder`, lowest update first, damaged ones and ones a kill left renamed included."""
     paths = [*folder.glob("update-*"), *folders.displaced(folder, "update-*")]
     return sorted((path for path in paths if _is_update(path) and path.is_dir()), key=update_of)
 
@@ -204,7 +206,7 @@ def _warn(damage: DamagedCheckpoint) -> None:
 
 
 def newest_checkpoint(folder: Path, on_skip: Callable[[DamagedCheckpoint], object] = _warn) -> Path | None:
-    """The newest checkpoint in `folder` whose manifest holds, every byte read; `on_skip` hears of each damaged one."""
+    """The newest undamaged checkpoint in `folder`, every byte checked; calls `on_skip` for each damaged newer one."""
     for path in reversed(list_checkpoints(folder)):
         try:
             verify(path)
@@ -216,7 +218,7 @@ def newest_checkpoint(folder: Path, on_skip: Callable[[DamagedCheckpoint], objec
 
 
 def read_scores(folder: Path) -> dict[int, float]:
-    """Update to validation value (lower is better), as far as the checkpoints in `folder` know."""
+    """Update to validation value (lower is better), collected from the checkpoints in `folder`."""
     scores: dict[int, float] = {}
     for path in list_checkpoints(folder):
         try:
@@ -228,23 +230,23 @@ def read_scores(folder: Path) -> dict[int, float]:
     return scores
 
 
-def best_first(checkpoints: list[Path], scores: Mapping[int, float]) -> list[Path]:
-    """Those with a finite score, lowest first; of equal scores the earlier update."""
+def sorted_by_score(checkpoints: list[Path], scores: Mapping[int, float]) -> list[Path]:
+    """The checkpoints with a finite score, lowest (best) first; of equal scores the earlier update first."""
     scored = [path for path in checkpoints if math.isfinite(scores.get(update_of(path), math.nan))]
     return sorted(scored, key=lambda path: scores[update_of(path)])
 
 
 def prune(folder: Path, keep_last: int, keep_best: int, scores: Mapping[int, float]) -> list[Path]:
-    """Deletes all but the last `keep_last` (at least 1) checkpoints and the `keep_best` with the lowest scores.
+    """Deletes all checkpoints but the last `keep_last` (at least 1) and the `keep_best` with the lowest scores.
 
     Returns:
-        The folders that are gone.
+        The deleted folders.
 
     Raises:
         CheckpointWriteError: one cannot be deleted.
     """
     paths = list_checkpoints(folder)
-    kept = {*paths[-keep_last:], *best_first(paths, scores)[:keep_best]}
+    kept = {*paths[-keep_last:], *sorted_by_score(paths, scores)[:keep_best]}
     gone = [path for path in paths if path not in kept]
     for path in gone:
         folders.delete(path)
@@ -252,11 +254,12 @@ def prune(folder: Path, keep_last: int, keep_best: int, scores: Mapping[int, flo
 
 
 def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
-    """The checkpoint meant by `folder`: itself, or one of the run it is the folder of.
+    """The checkpoint in `folder`, which is a checkpoint itself or a run.
 
     Args:
-        folder: a checkpoint, or a run.
-        which: of a run. averaged; newest (that is whole); best by validation; auto: averaged if there, else newest.
+        folder: a checkpoint or run folder.
+        which: of a run: `averaged`; `newest` undamaged; `best` by validation; `auto`: averaged if it exists, else
+            newest.
 
     Raises:
         UserError: there is none.
@@ -272,14 +275,14 @@ def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
             raise UserError(f"{folder} holds no averaged/; average its checkpoints first, or take the newest")
         return averaged
     if which == "best":
-        scored = best_first(list_checkpoints(checkpoints), read_scores(checkpoints))
+        scored = sorted_by_score(list_checkpoints(checkpoints), read_scores(checkpoints))
         if not scored:
             raise UserError(f"no checkpoint in {checkpoints} was validated; take the newest")
         return scored[0]
     newest = newest_checkpoint(checkpoints)
     if newest is None:
-        raise UserError(f"{folder} is no checkpoint and holds no whole one in checkpoints/; give a checkpoint or the "
-                        "folder of a run that has saved one")
+        raise UserError(f"{folder} is not a checkpoint and holds no whole one in checkpoints/; give a checkpoint or "
+                        "the folder of a run that has saved one")
     return newest
 
 
@@ -292,10 +295,10 @@ def verify(folder: Path) -> None:
 
 
 def verify_files(folder: Path, files: Collection[str] | None) -> dict[str, Any]:
-    """Compares these files (None: all that it has) of a checkpoint with its manifest, and returns that.
+    """Compares these files of a checkpoint (None: all) with its manifest, and returns the manifest.
 
     Raises:
-        DamagedCheckpoint: see `folders.verify_manifest`; or the manifest is that of another update than the folder's.
+        DamagedCheckpoint: see `folders.verify_manifest`; or the manifest has another update than the folder's name.
     """
     manifest = folders.verify_manifest(folder, files, {*REQUIRED, *(files or ())})
     if _is_update(folder) and manifest.get("update") != update_of(folder):
@@ -304,12 +307,12 @@ def verify_files(folder: Path, files: Collection[str] | None) -> dict[str, Any]:
 
 
 def task_files(folder: Path) -> list[str]:
-    """The names of the files that the task put into a checkpoint. Raises `DamagedCheckpoint`."""
+    """The names of the task's files in a checkpoint. Raises `DamagedCheckpoint`."""
     return [name for name in verify_files(folder, ())["files"] if name not in (*REQUIRED, MOMENTS)]
 
 
 def load_state(folder: Path) -> TrainingState:
-    """Raises `DamagedCheckpoint` where state.json is missing or is none."""
+    """The state in a checkpoint. Raises `DamagedCheckpoint` if state.json is missing or not a training state."""
     content = folders.read_json(folder, STATE)
     try:
         return TrainingState(**content)
@@ -325,21 +328,22 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def weights_in(folder: Path) -> Source:
-    """The weights of a checkpoint that was verified, one at a time. Raises `DamagedCheckpoint`."""
+    """The weights of a verified checkpoint, read one at a time by name. Raises `DamagedCheckpoint`."""
     return _tensors_in(folder, WEIGHTS)
 
 
 def moments_in(folder: Path) -> Source:
-    """NAME.exp_avg and so on, fp32, of a checkpoint that was verified, one at a time. Raises `UserError`."""
+    """The fp32 moments (NAME.exp_avg and so on) of a verified checkpoint, read one at a time by name. Raises
+    `UserError`."""
     if not (folder / MOMENTS).exists():
-        raise UserError(f"{folder} holds no optimizer moments (an average has none), so training cannot go on from it; "
-                        "give a checkpoint of a run")
+        raise UserError(f"{folder} holds no optimizer moments (an average has none), so training cannot resume from "
+                        "it; give a checkpoint of a run")
     return _tensors_in(folder, MOMENTS)
 
 
 def _tensors_in(folder: Path, name: str) -> Source:
-    """Reads a file's tensors by name. Of an open file all that was read stays in memory, so it is opened now and then
-    anew."""
+    """Reads a file's tensors by name. What was read from an open file stays in memory, so the file is reopened after
+    `MAPPED_VALUES` numbers."""
     file, values = None, 0
 
     def read(key: str) -> Tensor:
@@ -362,7 +366,7 @@ def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @contextmanager
 def _reading(folder: Path, name: str) -> Iterator[None]:
-    """Turns a fault of a file of tensors into `DamagedCheckpoint`."""
+    """Turns an error while reading a tensor file into `DamagedCheckpoint`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -370,20 +374,21 @@ def _reading(folder: Path, name: str) -> Iterator[None]:
 
 
 def first_difference(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> str | None:
-    """A clause on the first tensor, in the order of `ours`, in which `theirs` differ; None where the shapes agree."""
+    """A clause that describes the first tensor, in the order of `ours`, that differs in `theirs`; None if none does."""
     for name, shape in ours.items():
         if name not in theirs:
             return f"{name} {list(shape)} is missing"
         if theirs[name] != shape:
             return f"{name} is {list(theirs[name])} where {list(shape)} is expected"
-    return next((f"{name} {list(shape)} is one too many" for name, shape in theirs.items() if name not in ours), None)
+    return next((f"{name} {list(shape)} is not expected" for name, shape in theirs.items() if name not in ours), None)
 
 
 def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
-    """Builds the model of a checkpoint, or of a run (see `find_checkpoint`), and fills it.
+    """Loads the model of a checkpoint, or of a run (see `find_checkpoint`).
 
     Raises:
-        UserError: no checkpoint, a damaged one, or weights that are not those of its recipe (naming the first tensor).
+        UserError: there is no checkpoint, it is damaged, or its weights do not fit its recipe (the message names the
+            first such tensor).
     """
     checkpoint = find_checkpoint(folder, which)
     verify_files(checkpoint, {*MODEL_FILES, *task_files(checkpoint)})
@@ -397,13 +402,13 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, load_state(checkpoint), checkpoint)
 
 
-def require_model(folder: Path, asked: Model | None) -> None:
-    """Raises `UserError` where a checkpoint, whole, holds another model than the one asked for; None asks for any."""
+def require_model(folder: Path, expected: Model | None) -> None:
+    """Raises `UserError` if an undamaged checkpoint holds another model than `expected`; None accepts any."""
     held = load_recipe(folder / RECIPE)
-    changes = changed_settings(held, held.model_copy(update={"model": asked or held.model}))
+    changes = changed_settings(held, held.model_copy(update={"model": expected or held.model}))
     if changes:
-        raise UserError(f"{folder} holds another model than the one asked for:\n  " + "\n  ".join(changes)
-                        + "\na trained model stays what it is; take these settings back, or give another checkpoint")
+        raise UserError(f"{folder} holds another model than requested:\n  " + "\n  ".join(changes)
+                        + "\nthese settings of a trained model cannot change; remove them, or give another checkpoint")
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from deepnmt.checkpoint.average import (
     average_run,
     average_weights,
     check_average_last,
-    choose,
+    choose_checkpoints,
     save_average,
     warn_if_outdated,
 )
@@ -67,7 +67,7 @@ def _updates(folder: Path) -> list[int]:
 
 
 def test_the_average_is_the_mean_rounded_once(recipe: config.Recipe) -> None:
-    folders = choose(_checkpoints(recipe), last=3)
+    folders = choose_checkpoints(_checkpoints(recipe), last=3)
     averaged = average_weights(folders)
     weights = [tiny_run.weights_of(recipe, update) for update in (20, 30, 40)]
     assert averaged.keys() == weights[0].keys()
@@ -79,7 +79,7 @@ def test_the_average_is_the_mean_rounded_once(recipe: config.Recipe) -> None:
 def test_files_are_opened_anew_for_each_group_of_tensors(
     recipe: config.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = choose(_checkpoints(recipe), last=2)
+    folders = choose_checkpoints(_checkpoints(recipe), last=2)
     whole = average_weights(folders)
     monkeypatch.setattr(checkpoint, "MAPPED_VALUES", 100)
     parts = average_weights(folders)
@@ -141,7 +141,7 @@ def test_an_average_is_a_checkpoint_without_moments(recipe: config.Recipe) -> No
     loaded = load_model(Path(recipe.run))
     assert loaded.folder == folder and loaded.recipe.model == recipe.model and loaded.src_vocab.bytes == tiny_run.VOCAB
     assert loaded.state.update == 30 and _updates(folder) == [30, 10]
-    expected = average_weights(choose(_checkpoints(recipe), updates=[10, 30]))
+    expected = average_weights(choose_checkpoints(_checkpoints(recipe), updates=[10, 30]))
     assert all(torch.equal(p, expected[name]) for name, p in loaded.model.named_parameters())
     with user_error("holds no optimizer moments"):
         moments_in(folder)
@@ -152,10 +152,10 @@ def test_an_average_is_a_checkpoint_without_moments(recipe: config.Recipe) -> No
 
 def test_each_way_of_choosing(recipe: config.Recipe, tmp_path: Path) -> None:
     checkpoints = _checkpoints(recipe)
-    assert [update_of(path) for path in choose(checkpoints, last=2)] == [30, 40]
-    assert [update_of(path) for path in choose(checkpoints, best=2)] == [20, 30]
-    assert [update_of(path) for path in choose(checkpoints, updates=[40, 10])] == [40, 10]
-    assert [update_of(path) for path in choose(checkpoints, span=(15, 30))] == [20, 30]
+    assert [update_of(path) for path in choose_checkpoints(checkpoints, last=2)] == [30, 40]
+    assert [update_of(path) for path in choose_checkpoints(checkpoints, best=2)] == [20, 30]
+    assert [update_of(path) for path in choose_checkpoints(checkpoints, updates=[40, 10])] == [40, 10]
+    assert [update_of(path) for path in choose_checkpoints(checkpoints, span=(15, 30))] == [20, 30]
     assert _updates(average_run(recipe)) == [10, 20, 30, 40]
     assert _updates(average_run(recipe.model_copy(update={"average_last": 3}))) == [20, 30, 40]
     assert _updates(average_run(recipe, best=2)) == [20, 30]
@@ -174,9 +174,9 @@ def test_an_old_best_is_none_of_the_last(recipe: config.Recipe) -> None:
     tiny_run.write(few, 30)
     tiny_run.write(few, 40)
     tiny_run.write(more, 50)
-    assert [update_of(path) for path in choose(checkpoints, last=3)] == [30, 40, 50]
+    assert [update_of(path) for path in choose_checkpoints(checkpoints, last=3)] == [30, 40, 50]
     with user_error(r"^the last 4 checkpoints in .* but train.keep_last kept 3; .* Ask for 3"):
-        choose(checkpoints, last=4)
+        choose_checkpoints(checkpoints, last=4)
     assert _updates(average_run(more)) == [30, 40, 50]
 
 
@@ -204,8 +204,8 @@ def test_an_average_that_the_run_has_left_behind_is_told(
     assert caplog.messages == []
     newest = tiny_run.write(recipe, 50)
     warn_if_outdated(folder)
-    assert caplog.messages == [f"{folder} was averaged before {newest} was saved; average again to take that in, or "
-                               "name it with --checkpoint"]
+    assert caplog.messages == [f"{folder} was averaged before {newest} was saved; average again to include it, or "
+                               "choose it with --checkpoint"]
     average_run(recipe, last=1)
     newest = tiny_run.write(recipe, 45)  # 50 was damaged, and is set aside
     warn_if_outdated(folder)
@@ -239,22 +239,22 @@ def test_of_an_older_average_only_what_it_holds_is_known(
         warn_if_outdated(folder)
         assert len(caplog.messages) == said
     assert caplog.messages == [f"{folder} does not hold the newest checkpoint, {_checkpoints(recipe)}/update-00000040; "
-                               "average again to take that in, or name it with --checkpoint"]
+                               "average again to include it, or choose it with --checkpoint"]
 
 
 def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:
     checkpoints = _checkpoints(recipe)
     for count in (5, 0, -1):
-        with user_error(rf"^{count} checkpoints in .* were asked for, but there are \d"):
-            choose(checkpoints, last=count)
+        with user_error(rf"^{count} checkpoints in .* were requested, but there are \d"):
+            choose_checkpoints(checkpoints, last=count)
     with user_error(r"^4 validated checkpoints in .* but there are 3"):
-        choose(checkpoints, best=4)
+        choose_checkpoints(checkpoints, best=4)
     with user_error(r"no checkpoint of update 25 in .* there are 10, 20, 30, 40"):
-        choose(checkpoints, updates=[10, 25])
+        choose_checkpoints(checkpoints, updates=[10, 25])
     with user_error("name one twice"):
-        choose(checkpoints, updates=[10, 10])
+        choose_checkpoints(checkpoints, updates=[10, 10])
     with user_error("from 41 to 90"):
-        choose(checkpoints, span=(41, 90))
+        choose_checkpoints(checkpoints, span=(41, 90))
     with user_error("in one way only"):
         average_run(recipe, last=1, best=1)
     with user_error(r"there is no checkpoint in .*; train first"):
@@ -282,7 +282,7 @@ def test_another_model_is_refused_by_what_differs(
 def test_another_vocabulary_is_refused(recipe: config.Recipe, tmp_path: Path) -> None:
     vocabs = {**tiny_run.VOCABS, "src.spm": tiny_run.OTHER_VOCAB}
     other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other"), 50, vocabs=vocabs)
-    with user_error(r"the vocabulary src\.spm is another"):
+    with user_error(r"the vocabulary src\.spm differs"):
         save_average([_checkpoints(recipe) / "update-00000010", other], tmp_path / "mean")
 
 
@@ -292,7 +292,7 @@ def test_a_file_of_the_task_is_carried_on(tmp_path: Path) -> None:
         tiny_run.write(run, update, vocabs=files)
     assert load_model(average_run(run)).files == files
     tiny_run.write(run, 30, vocabs={**files, "more.txt": b"2"})
-    with user_error(r"the file more\.txt is another"):
+    with user_error(r"the file more\.txt differs"):
         average_run(run)
 
 
@@ -306,7 +306,7 @@ def test_a_damaged_checkpoint_is_not_averaged(recipe: config.Recipe) -> None:
 def test_a_folder_of_something_else_is_not_replaced(recipe: config.Recipe, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("1")
-    with user_error("thesis is there and is no checkpoint"):
+    with user_error("thesis exists and is not a checkpoint"):
         average_run(recipe, last=1, output=tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter").read_text() == "1"
 

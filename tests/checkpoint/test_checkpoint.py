@@ -468,5 +468,5 @@ def test_a_model_is_not_loaded_from_damaged_or_missing_files(run: Path) -> None:
     assert load_model(run).state.update == 10
     with user_error("there is no folder"):
         load_model(run / "nowhere")
-    with user_error("is no checkpoint and holds no whole one"):
+    with user_error("is not a checkpoint and holds no whole one"):
         load_model(run / "checkpoints")

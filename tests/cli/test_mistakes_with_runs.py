@@ -54,7 +54,7 @@ def test_missing_checkpoints(prepared: Path, trained: Path, refused: Refused, tm
     files = ("--input", source, "--output", output)
     assert f"there is no folder {tmp_path}/none" in refused("translate", recipe, f"run={tmp_path}/none", *files)
     found = refused("translate", recipe, f"run={tmp_path}", *files)
-    assert f"{tmp_path} is no checkpoint and holds no whole one" in found
+    assert f"{tmp_path} is not a checkpoint and holds no whole one" in found
     assert "there is no folder" in refused("evaluate", trained, "--checkpoint", tmp_path / "none")
     assert "give the folder of the run" in refused("translate", trained / "checkpoints" / NEWEST)
     found = refused("average", recipe, f"run={tmp_path}")
@@ -63,7 +63,7 @@ def test_missing_checkpoints(prepared: Path, trained: Path, refused: Refused, tm
     assert "there are 2; ask for a number from 1 to that" in refused("average", trained, "--last", 0)
     assert "there is no checkpoint of update 4" in refused("average", trained, "--updates", "3,4")
     found = refused("average", trained, "model.heads=4")
-    assert f"{FIRST} holds another model than the one asked for:\n  model.heads: 2 -> 4" in found
+    assert f"{FIRST} holds another model than requested:\n  model.heads: 2 -> 4" in found
     assert "--range is '3', must be FROM:TO" in refused("average", trained, "--range", "3")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in"]
     assert not (trained / "averaged").exists()
@@ -89,10 +89,10 @@ def test_foreign_checkpoints(run: Path, refused: Refused, tmp_path: Path) -> Non
     assert "its format is 9" in refused("average", run, "--checkpoints", foreign)
     (foreign / "manifest.json").unlink()
     found = refused("translate", run, "--checkpoint", foreign, "--input", run / "log.jsonl")
-    assert f"{foreign} is no checkpoint" in found
+    assert f"{foreign} is not a checkpoint" in found
     assert f"{foreign} is damaged: manifest.json is missing" in refused("average", run, "--checkpoints", foreign)
     before = contents(foreign)
-    assert "is there and is no checkpoint" in refused("average", run, "--output", foreign)
+    assert "exists and is not a checkpoint" in refused("average", run, "--output", foreign)
     assert contents(foreign) == before
 
 
@@ -296,7 +296,7 @@ def test_translation_files(trained: Path, refused: Refused, tool: Tool, tmp_path
     assert "nbest (9) cannot exceed beam (2)" in refused("translate", trained, "--input", source, "translate.nbest=9")
     for named in ((), ("--checkpoint", trained / "checkpoints" / NEWEST)):
         found = refused("translate", trained, "--input", source, "model.encoder.block=b2t", *named)
-        assert f"{NEWEST} holds another model than the one asked for:\n  model.encoder.block: admin -> b2t" in found
+        assert f"{NEWEST} holds another model than requested:\n  model.encoder.block: admin -> b2t" in found
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in", "in.gz"]
     assert source.read_bytes() == b"a dog\n\xff\n"
 

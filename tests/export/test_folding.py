@@ -242,7 +242,7 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
 def test_nothing_is_written_where_something_else_lies(tmp_path: Path) -> None:
     _, source = trained_run(tmp_path / "run")
     (tmp_path / "thesis").mkdir()
-    with user_error("thesis is there and is no checkpoint"):
+    with user_error("thesis exists and is not a checkpoint"):
         save_folded(tmp_path / "run", tmp_path / "thesis")
     with user_error("is the checkpoint to be folded"):
         save_folded(tmp_path / "run", source)
