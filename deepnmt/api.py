@@ -39,7 +39,7 @@ from deepnmt.evaluate.evaluate import find_sets
 from deepnmt.evaluate.metrics import Report, score_systems
 from deepnmt.files import read_log
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.launch import gpus, processes, rank_from_environment
+from deepnmt.parallel.launch import count_gpus, processes, rank_from_environment
 from deepnmt.ranks import Ranks
 from deepnmt.train.trainer import PREEMPTED
 from deepnmt.train.trainer import train as train_run
@@ -178,7 +178,7 @@ def load(
     recipe = loaded.recipe
     if not (folder / MANIFEST).is_file():  # a run, whose recipe may have been changed since, and which may have moved
         recipe = load_recipe(folder, [_override("run", str(folder))])
-    model = loaded.model.to(device if device is not None else "cuda" if gpus() else "cpu")
+    model = loaded.model.to(device if device is not None else "cuda" if count_gpus() else "cpu")
     return Run(folder, loaded.folder, recipe, model, loaded.src_vocab, loaded.trg_vocab, loaded.state.update)
 
 

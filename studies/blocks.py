@@ -49,7 +49,7 @@ from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 from deepnmt.train.profile import profile_for
 from deepnmt.train.state import TrainState
-from deepnmt.train.trainer import ENDS
+from deepnmt.train.trainer import STOP_CONDITIONS
 from deepnmt.train.updates import updates
 from studies.plots import Panel, plot_study
 from studies.runs import Record, Stacks, append_runs, block_pair, read_runs
@@ -126,7 +126,7 @@ def list_systems(
         if stack.init != "auto":
             raise UserError(f"model.{side}.init is {stack.init}, but a study sets it for every run; leave it at "
                             f"auto and say --inits {stack.init}")
-    for name in ENDS.keys() - {"updates"}:
+    for name in STOP_CONDITIONS.keys() - {"updates"}:
         never = type(recipe.train).model_fields[name].default
         if (value := getattr(recipe.train, name)) != never:
             raise UserError(f"train.{name} is {value}, but every run of a study goes to its last update, "
@@ -275,7 +275,7 @@ def run_system(system: System, recipe: Recipe, ranks: Ranks) -> Record:
     state, losses = TrainState(), []
     for done in updates(engine, stream, made, state, ranks):
         losses.append(done.nll / done.update.tokens)
-        if done.hopeless or state.update == made.train.updates:
+        if done.give_up or state.update == made.train.updates:
             break
     own, exchanged = (_number(validation_loss(engine, valid, made.batch.tokens, ranks, sources))
                       for sources in (("own", "exchanged") if system.source else ("none", "exchanged")))

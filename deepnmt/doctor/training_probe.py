@@ -22,7 +22,7 @@ from deepnmt.doctor.probes import hooks, norms_of
 from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Stream, last_output
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.ranks import Ranks
-from deepnmt.train.updates import Around
+from deepnmt.train.updates import UpdateHook
 
 Combine = Callable[[list[float]], list[float]]
 
@@ -141,7 +141,7 @@ class TrainingProbe:
         return values
 
 
-def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> Around:
+def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> UpdateHook:
     """The hook that a run's updates are made under: every `train.probe_every` of them what the probe reads. What it
     gives is collective."""
     probe = TrainingProbe(engine.module, recipe.model, recipe.train.probe_every)

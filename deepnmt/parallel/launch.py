@@ -93,7 +93,7 @@ def _device(local_rank: int, local_world: int) -> torch.device:
     return device
 
 
-def gpus() -> int:
+def count_gpus() -> int:
     """The number of GPUs of this machine; 0 if its processes compute on the CPU."""
     quiet_libraries()
     return torch.cuda.device_count() if os.environ["DS_ACCELERATOR"] == "cuda" else 0

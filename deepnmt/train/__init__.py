@@ -1,1 +1,1 @@
-"""Training: `trainer.py` is the job and reads downwards, `updates.py` its loop, `task.py` what is trained."""
+"""Training: `trainer.py` is the job, to be read top to bottom; `updates.py` its loop; `task.py` what is trained."""

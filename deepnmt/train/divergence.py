@@ -1,7 +1,7 @@
-"""The end of a run whose gradients stay non-finite: when to give up, and what is left.
+"""Ends a run whose gradients stay non-finite: when to give up, and the message.
 
-A few dropped updates are no reason to stop. Many in a row at one and the same loss scale are: above its floor the scale
-halves each time, and at the floor, or without a scale, nothing changes that could help.
+A few dropped updates are normal. Many in a row at the same loss scale are not: above its floor the scale halves with
+each one, and at the floor, or without a loss scale, nothing changes that could help.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from deepnmt.ranks import Ranks
 
 LIMIT = 25  # dropped updates in a row, at one loss scale
 
-# Says where a run broke and what to try. Called by all processes with this one's micro-batches of the last update, what
-# their loss sums were multiplied by, and the loss scale on top of that; the first one's sentences count.
+# Returns sentences on where a run broke and what to try. All processes call it, with their own micro-batches of the
+# last update, the factor of their loss sums, and the loss scale on top of that; only rank 0's sentences are used.
 Explain = Callable[[Recipe, Engine, Ranks, Sequence[Batch], float, float], list[str]]
 
 
 class Diverged(UserError):  # noqa: N818 (a state of the run, not of the program)
-    """Training cannot go on; the message says where it broke and what to try. The first process has it whole."""
+    """Training cannot continue; the message says where it broke and what to try. Only rank 0 has the full message."""
 
 
 class DroppedUpdates:
-    """Counts dropped updates in a row that were computed with the same loss scale."""
+    """Counts consecutive dropped updates at the same loss scale."""
 
     def __init__(self) -> None:
         self._count, self._scale = 0, 0.0
 
     def count(self, stats: StepStats) -> bool:
-        """One more update; returns whether enough were dropped."""
+        """Counts one more update; returns whether it is time to give up."""
         if stats.applied:
             self._count = 0
             return False
@@ -47,10 +47,10 @@ def diverged(
     recipe: Recipe, engine: Engine, ranks: Ranks, batches: Sequence[Batch], factor: float, scale: float,
     explain: Explain | None = None,
 ) -> Diverged:
-    """The end of a run, in words. Collective. See `Explain`."""
-    said = explain(recipe, engine, ranks, batches, factor, scale) if explain else []
+    """The error that ends the run; for the arguments see `Explain`. Collective."""
+    explanation = explain(recipe, engine, ranks, batches, factor, scale) if explain else []
     if not ranks.first:
-        silent = Diverged("gradients stay non-finite; the first process says where and what to try")
+        silent = Diverged("gradients stay non-finite; rank 0 reports where and what to try")
         silent.reported = True
         return silent
     floor = f" (loss scale {scale:g}, its floor)" if engine.scaler_state() else ""
@@ -58,7 +58,6 @@ def diverged(
     left = "No checkpoint was written yet; start again."
     if checkpoints:
         left = (f"{checkpoints[-1]} is untouched: the same command with the changed setting resumes from it. If it "
-                "breaks again soon, the weights had gone astray before: move the newest checkpoints out of that "
-                "folder.")
+                "breaks again soon, the weights had diverged before: move the newest checkpoints out of that folder.")
     return Diverged("\n  ".join([f"{LIMIT} updates in a row were dropped because their gradients were not finite, so "
-                                 f"the run ends{floor}.", *said, left]))
+                                 f"the run ends{floor}.", *explanation, left]))

@@ -1,4 +1,4 @@
-"""What a run says: one progress line, a JSON-lines log, TensorBoard, and a status file."""
+"""How a run reports: a progress line, a JSON-lines log, TensorBoard, and a status file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from deepnmt.progress import print_status
 
 
 class Monitor:
-    """Rank 0's voice. On other ranks every method does nothing.
+    """Reports a run's progress, on rank 0. On other ranks every method does nothing.
 
     Args:
         folder: the run folder; `log.jsonl`, `tensorboard/` and `STATUS.json` are written there.
-        active: whether this process talks.
-        update: the update a resumed run starts from; later lines of an earlier, killed attempt are taken out.
-        updates: the last update planned.
+        active: whether this process reports.
+        update: the update a run resumes from; log lines of later updates, from a killed attempt, are removed.
+        updates: the number of updates planned.
 
     Raises:
         UserError: the folder cannot be made or written to.
@@ -40,16 +40,16 @@ class Monitor:
         self._bar = tqdm(total=updates, initial=update, unit="update", dynamic_ncols=True,
                          disable=not sys.stderr.isatty(), bar_format="{n_fmt}/{total_fmt} |{bar:12}| {desc}")
 
-    def say(self, message: str) -> None:
-        """A line for the person watching."""
+    def print_line(self, message: str) -> None:
+        """Prints a line to standard error, above the progress bar."""
         if self.active:
             tqdm.write(message, file=sys.stderr)
 
     def train(self, update: int, record: dict[str, float], updates_left: int, at_most: float = math.inf) -> None:
-        """Logs training figures of one interval and shows the progress line.
+        """Logs the training figures of one interval and shows the progress line.
 
-        The time left is that of `updates_left` updates as fast as this process's so far, validations and checkpoints
-        counted, but no more than `at_most` seconds.
+        The ETA assumes that the `updates_left` updates go as fast as those so far, validations and checkpoints
+        included, but is at most `at_most` seconds.
         """
         if not self.active:
             return
@@ -69,7 +69,7 @@ class Monitor:
             self._bar.set_description_str(f"ETA {clock(left)} {text}")  # a narrow terminal cuts the end
 
     def valid(self, update: int, record: dict[str, Any]) -> None:
-        """Logs the figures of a validation and shows them on a line of their own."""
+        """Logs the figures of a validation and prints them on a line."""
         if not self.active:
             return
         self._write("valid", update, record)
@@ -77,24 +77,24 @@ class Monitor:
             if isinstance(value, (int, float)):
                 self._board.add_scalar(f"valid/{name}", value, update)
         bleu = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
-        self.say(f"validation at update {update}: loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}"
+        self.print_line(f"validation at update {update}: loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}"
                  f"{' (best so far)' if record['best'] else ''}")
 
     def probe(self, update: int, record: dict[str, float]) -> None:
-        """Writes what a probe of the layers found into TensorBoard; values that are not finite are left out."""
+        """Writes the finite values of a probe of the layers to TensorBoard."""
         if self.active:
             for name, value in record.items():
                 if math.isfinite(value):
                     self._board.add_scalar(f"probe/{name}", value, update)
 
     def event(self, update: int, message: str, **facts: Any) -> None:
-        """Something that happened once: a resume, a skipped update, an end. Logged and said."""
+        """Logs and prints an event, such as a resume, a skipped update or the end."""
         if self.active:
             self._write("event", update, {"message": message, **facts})
-            self.say(message)
+            self.print_line(message)
 
     def status(self, status: str, update: int, **facts: Any) -> None:
-        """Replaces STATUS.json: how the run stands or ended."""
+        """Replaces STATUS.json: the run's current state, or how it ended."""
         if self.active:
             write_json(self.folder / "STATUS.json", {"status": status, "update": update, **facts})
 
@@ -111,14 +111,14 @@ class Monitor:
 
 
 def _reopen_log(path: Path, update: int) -> Any:
-    """Opens the log for appending, without lines of updates that will be done again."""
+    """Opens the log for appending, after removing lines of updates that will be repeated."""
     if path.exists():
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 if json.loads(line)["update"] <= update:
                     kept.append(line)
-            except (ValueError, KeyError):  # the half line of a kill
+            except (ValueError, KeyError):  # a line that a kill left incomplete
                 continue
         write_text(path, "".join(line + "\n" for line in kept))
     return path.open("a", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a recipe would do, before it does it: sizes, layout, and a memory estimate."""
+"""`deepnmt train --dry-run`: the sizes, layout and estimated memory of a run, without training."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from deepnmt.parallel.launch import rank_from_environment
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.settings import Layout, layout_of
 
-# Tensors of one width kept for the backward pass, a token and layer, the FFN's inner ones apart; what autograd keeps of
-# a post-LN model is within 5 % of it (tests/train/test_dry_run.py). In 16 bits a CPU attends and norms in fp32 and
-# keeps those inputs twice as wide.
+# Tensors of model width that autograd keeps for the backward pass, for each token and layer, without the FFN's inner
+# ones; within 5 % for a Post-LN model (tests/train/test_dry_run.py). In 16 bits a CPU computes attention and norms in
+# fp32 and keeps those inputs in fp32.
 _KEPT = {"encoder": 10, "decoder": 17}
 _KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
-_ENDS = 4  # the same, of the embeddings and the stacks' outputs together
+_ENDS = 4  # the same for the embeddings and the stacks' outputs together, once a model
 
 
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
-    """Trainable numbers of the whole model; layers of a stack are alike, so one of each is built and counted.
+    """The number of parameters of the whole model, counted on shallow models, since the layers of a stack are alike.
 
-    But layer l of a DLCL stack has l + 1 weights for the outputs below it: each layer has one more than the last.
+    Only in a DLCL stack each layer has one weight more than the layer below: one for each output below it.
     """
     def built(encoder: int, decoder: int) -> int:
         shallow = with_settings(model, {"encoder.layers": encoder, "decoder.layers": decoder})
@@ -49,12 +49,12 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
 def memory_estimate(
     recipe: Recipe, layout: Layout, parameters: int, vocab: int, partition: Partition | None = None
 ) -> dict[str, float]:
-    """Bytes a process holds: weights with gradients, optimizer (fp32 master and moments), activations, and the loss
-    over a target vocabulary of `vocab`.
+    """Bytes of memory a process needs: weights, gradients, optimizer (fp32 master weights and moments), activations,
+    and the loss over a target vocabulary of size `vocab`.
 
-    Of a pipeline, whose stages `partition` tells, the fullest stage: its parameters, and the activations of as many
-    micro-batches as it has in flight. With recomputation of groups of n layers, one group's activations and an input
-    for every group.
+    For a pipeline (with a `partition`) that of the fullest stage: its parameters, and the activations of as many
+    micro-batches as it has in flight. With recomputation: the activations of one group of layers, and the input of
+    every group.
     """
     world, stage = layout.data_ranks, layout.stage
     size = 4 if layout.precision == "fp32" else 2
@@ -85,11 +85,11 @@ def memory_estimate(
 
 
 def describe(recipe: Recipe) -> str:
-    """The resolved recipe followed by its figures, for the processes that were started, or a pipeline's fewest. Uses
-    the prepared data where its folder holds anything.
+    """The resolved recipe and the figures of its run, for the processes that were started, at least one for each
+    pipeline stage. Uses the prepared data if there is any, else the recipe's vocabulary size.
 
     Raises:
-        UserError: training would refuse the layout, or this data.
+        UserError: training would reject the layout or the data.
     """
     check_average_last(recipe)
     stages = recipe.parallel.pipeline_stages

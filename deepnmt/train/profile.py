@@ -1,4 +1,4 @@
-"""`deepnmt profile`: Admin's ω measured on the first batch of a recipe, by all processes together."""
+"""`deepnmt profile`: measures Admin's ω on the first batch of a recipe, shared among all processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from deepnmt.ranks import Ranks
 
 
 def profile(recipe: Recipe, ranks: Ranks) -> Path:
-    """Measures ω; rank 0 writes `admin_profile.json` and `.png` into the run folder and prints a table.
+    """Measures ω; rank 0 writes `admin_profile.json` and `.png` into the run folder and prints a table. Collective.
 
-    Collective. Returns the path of the JSON file.
+    Returns:
+        The path of the JSON file.
 
     Raises:
-        UserError: neither stack is Admin, or a file holds its ω already; there is no prepared data; the run folder
-            cannot be written to.
+        UserError: neither stack is Admin, the recipe already names a file with ω, there is no prepared data, or the
+            run folder cannot be written to.
     """
     if not recipe.model.profiled:
         encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
@@ -53,7 +54,7 @@ def save_profile(profile: AdminProfile, run: Path) -> None:
 
 
 def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile | None:
-    """The ω a new run starts from: read from `admin.profile`, else measured; None if neither stack is Admin.
+    """The initial ω of a new run: read from `admin.profile`, else measured; None if neither stack is Admin.
 
     Collective; every rank returns the same numbers.
     """
@@ -66,20 +67,20 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
                               if BLOCKS[recipe.model.stack(side).block].profiled)
         print_status(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens")
     source, target = data.vocabs()
-    return profile_on(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
+    return measure_profile(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
                       data.fingerprint, ranks.first)
 
 
-def profile_on(
+def measure_profile(
     recipe: Recipe, vocabs: tuple[int, int], batches: list[Batch], ranks: Ranks, data: str = "",
     show: bool = False,
 ) -> AdminProfile | None:
-    """ω measured on this rank's `batches` and every other's; None if neither stack is Admin. Collective.
+    """Measures ω on the `batches` of all ranks; None if neither stack is Admin. Collective.
 
     Args:
         vocabs: source and target vocabulary sizes.
-        data: the fingerprint of the prepared data, for the provenance.
-        show: show progress and the time left on standard error.
+        data: the fingerprint of the prepared data, stored with the result.
+        show: whether to show progress and ETA on standard error.
     """
     if not recipe.model.profiled:
         return None
@@ -88,10 +89,10 @@ def profile_on(
 
 
 def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> list[Batch]:
-    """This rank's share of the profiled batch, on its device.
+    """This rank's share of the batch to profile, on its device.
 
-    The batch is the run's first micro-batches, as many as have at most `admin.tokens` target tokens together, but at
-    least one and none of the second epoch. Ranks take them in turn, so that there may be none left for the last ones.
+    The batch is the run's first micro-batches: as many as have at most `admin.tokens` target tokens together, at least
+    one, and none of the second epoch. Ranks take them in turn, so the last ranks may get none.
     """
     stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
     plan = stream.plan(0)
@@ -101,7 +102,7 @@ def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> lis
 
 
 def table(profile: AdminProfile) -> str:
-    """ω at some depths of each stack, a line a stack: the first three sub-layers, some between, and the last."""
+    """A line for each stack, with ω at the first three sub-layers, some between, and the last."""
     lines = []
     for name, values in (("encoder", profile.encoder), ("decoder", profile.decoder)):
         count = len(values)

@@ -1,5 +1,5 @@
-"""Whether a run may go on: nobody else is training it, the checkpoint suits the recipe; and what is another from there
-on."""
+"""Whether a run may resume: no other process trains it and the checkpoint fits the recipe; and which settings have
+changed."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from deepnmt.parallel.settings import data_ranks
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 
-# Settings, or groups of them, that a run keeps: another value would make it another run, or come too late to count.
+# Settings, or groups of them, that cannot change on resuming: a new value would make it another run, or have no effect.
 _FIXED = ("seed", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters", "batch.tokens",
           "admin", "train.best_by")
 
-LOCK_WAIT = 120.0  # seconds for processes that were told to stop, and still save, to let go of the run
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what a file system without locks answers
+LOCK_WAIT = 120.0  # seconds to wait for processes that are stopping and still save
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file system without locks
 
 
 @contextmanager
 def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Holds the lock `RUN/.lock`, while processes train there, by rank 0, which first clears up after a killed save.
-    Collective.
+    """Holds the lock `RUN/.lock`, on rank 0, which also cleans up after a killed save. Collective.
 
-    The system lets go of the lock when that process ends in whatever way; the file stays and means nothing. Where the
-    file system has no locks there is none.
+    The system releases the lock when the process ends in any way; the file stays, and means nothing by itself. On a
+    file system without locks nothing is locked.
 
     Raises:
-        UserError: on every rank; others are training there and go on for `LOCK_WAIT` seconds, the run folder cannot be
-            written to, or a checkpoint that a kill left aside cannot be given its name back.
+        UserError: on every rank; other processes still train there after `LOCK_WAIT` seconds, the run folder cannot be
+            written to, or a checkpoint that a kill left renamed cannot get its name back.
     """
     with ExitStack() as held:
         def take() -> None:
@@ -53,10 +52,10 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _take_lock(file: Path, held: ExitStack) -> None:
-    """Locks `file` until `held` is left, and writes into it who holds it. Waits `LOCK_WAIT` seconds for another holder.
+    """Locks `file` until `held` is closed, and writes the holder into it. Waits `LOCK_WAIT` seconds for another holder.
 
     Raises:
-        UserError: another process holds it still, or this one may not lock it.
+        UserError: another process still holds the lock, or this one has no permission.
     """
     until, waiting = time.monotonic() + LOCK_WAIT, False
     try:
@@ -67,22 +66,22 @@ def _take_lock(file: Path, held: ExitStack) -> None:
             other = f"another process{holder and f' ({holder})'} is training in {file.parent}"
             if time.monotonic() >= until:
                 raise UserError(f"{other}; wait until it has ended, stop it, or train into another folder with "
-                                f"run=FOLDER; if it ended with its machine and still counts, delete {file}")
+                                f"run=FOLDER; if its machine died and left the lock, delete {file}")
             if not waiting:
-                print_status(f"{other}; waiting {LOCK_WAIT:g} s for its end")
+                print_status(f"{other}; waiting up to {LOCK_WAIT:g} s for it to end")
             waiting = True
             time.sleep(min(0.5, LOCK_WAIT))
     except OSError as error:
         if error.errno in _NO_LOCKS:
             return
-        raise UserError(f"{file} cannot be locked: {error.strerror}; if nobody trains there, delete it or give write "
-                        "permission for it, else train into another folder with run=FOLDER") from None
+        raise UserError(f"{file} cannot be locked: {error.strerror}; if no other run uses it, delete it or make it "
+                        "writable, else train into another folder with run=FOLDER") from None
     _write_holder(descriptor, file.parent, f"process {os.getpid()} on {socket.gethostname()}\n")
     held.callback(_write_holder, descriptor, file.parent, "")
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether the lock is this process's now. Raises `OSError` where there can be none."""
+    """Tries to take the lock; returns whether it did. Raises `OSError` if the file cannot be locked at all."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -91,8 +90,8 @@ def _locked(descriptor: int) -> bool:
 
 
 def _write_holder(descriptor: int, folder: Path, text: str) -> None:
-    """Writes who holds the lock into its file, which whoever may write to the folder may write to."""
-    with suppress(OSError):  # the lock holds without it
+    """Writes the lock's holder into its file, and gives the file the permissions of its folder."""
+    with suppress(OSError):  # the lock works without it
         if os.fstat(descriptor).st_uid == os.geteuid():
             os.fchmod(descriptor, 0o600 | 0o666 & folder.stat().st_mode)
         os.ftruncate(descriptor, 0)
@@ -100,34 +99,34 @@ def _write_holder(descriptor: int, folder: Path, text: str) -> None:
 
 
 def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int) -> list[str]:
-    """The settings that take effect from `checkpoint` on, as `key: old -> new`, and so what follows from the number of
-    processes.
+    """The settings that differ from those of `checkpoint`, as `key: old -> new`, and likewise the number of processes
+    and of micro-batches an update.
 
     Args:
         fingerprint: of the prepared data.
-        world: processes that the run goes on with.
+        world: the number of processes now.
 
     Raises:
-        UserError: a setting that a run keeps was changed, training cannot go on from this checkpoint, or the data are
-            others.
+        UserError: a setting was changed that must not change, `checkpoint` is an average, or the run was trained on
+            other data.
     """
     begun, state = load_recipe(checkpoint / "recipe.yaml"), load_state(checkpoint)
     changes = changed_settings(begun, recipe)
     fixed = list(_FIXED)
     if moment_names(begun.optimizer) != moment_names(recipe.optimizer):
         fixed += MOMENT_SETTINGS
-    if state.loss_scale is not None:  # the run has a later one than its first
+    if state.loss_scale is not None:  # the initial one would have no effect
         fixed.append("loss_scale.initial_power")
-    refused = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in fixed)]
-    if refused:
-        raise UserError(f"{recipe.run} holds a run begun with other settings:\n  " + "\n  ".join(refused)
-                        + "\nput them back, or train into another folder with run=FOLDER")
+    rejected = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in fixed)]
+    if rejected:
+        raise UserError(f"{recipe.run} holds a run begun with other settings:\n  " + "\n  ".join(rejected)
+                        + "\nrestore them, or train into another folder with run=FOLDER")
     if not (checkpoint / MOMENTS).exists():
-        raise UserError(f"{checkpoint} is an average, which training cannot go on from; take it out of "
+        raise UserError(f"{checkpoint} is an average, and training cannot resume from one; move it out of "
                         f"{checkpoint.parent}")
     if state.extra["data_fingerprint"] != fingerprint:
-        raise UserError(f"{recipe.data.folder} was prepared anew from other text since {checkpoint} was written; "
-                        "restore it, or train into another folder with run=FOLDER")
+        raise UserError(f"{checkpoint} was trained on other data than {recipe.data.folder} holds now; restore that "
+                        "data, or train into another folder with run=FOLDER")
     before = state.extra["processes"]
     if before != world:
         changes.append(f"processes: {before} -> {world}")

@@ -1,4 +1,4 @@
-"""Where a run stands: what its checkpoints keep in state.json."""
+"""The progress of a run, which its checkpoints keep in state.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepnmt.optim import ScalerState
 
 @dataclass
 class Interval:
-    """Sums between two progress lines, over all processes; `rate` and `loss_scale` are those of the last update."""
+    """Sums over all processes since the last progress line; `rate` and `loss_scale` are those of the last update."""
 
     loss: float = 0.0
     nll: float = 0.0
@@ -27,18 +27,21 @@ class Interval:
 
 @dataclass
 class TrainState:
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes:
-        update: updates applied; optimizer_step: as the optimizer counts them.
+        update: updates applied.
         position: of the next micro-batch.
-        loss_scale: of fp16, or the last one of a run that has left fp16, else None.
-        best: value, update, and how many validations since were no better (`waited`).
+        optimizer_step: updates as the optimizer counts them.
+        loss_scale: the fp16 loss scale, the last one if the run has left fp16, None if it never used fp16.
+        best: the best validation: its value, its update, and how many validations since were no better (`waited`).
         skipped: updates dropped because a gradient was not finite.
-        seconds: of updates.
-        validations: figures of each, with `update` and `value`, where lower is better.
-        data_fingerprint: of the prepared data. processes: how many wrote this.
-        interval: since the last progress line.
+        target_tokens: trained on so far.
+        seconds: spent on updates.
+        validations: the figures of each, with `update` and `value`, where lower is better.
+        interval: sums since the last progress line.
+        data_fingerprint: of the prepared data.
+        processes: their number.
         out_of_time: whether `train.max_seconds` had passed before the last update, on any process; not saved.
     """
 
@@ -56,16 +59,16 @@ class TrainState:
     processes: int = 1
     out_of_time: bool = False
 
-    def saved(self) -> TrainingState:
-        """As state.json holds it."""
+    def to_saved(self) -> TrainingState:
+        """The form in which state.json holds it."""
         names = ("skipped", "target_tokens", "seconds", "validations", "interval", "data_fingerprint", "processes")
         own = asdict(self)
         return TrainingState(self.update, self.position.epoch, self.position.index, self.optimizer_step,
                              own["loss_scale"], self.best, {name: own[name] for name in names})
 
     @classmethod
-    def of(cls, saved: TrainingState) -> TrainState:
-        """From the state.json of a checkpoint of a run (not of an average)."""
+    def from_saved(cls, saved: TrainingState) -> TrainState:
+        """From the state.json of a run's checkpoint (not of an average)."""
         extra = saved.extra
         scale = saved.loss_scale
         return cls(saved.update, Position(saved.epoch, saved.micro_batch), saved.optimizer_step,

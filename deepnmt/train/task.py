@@ -1,7 +1,7 @@
-"""What is trained: all that the trainer does not know about its task. Translation is the first.
+"""The task that is trained: data, model and validation, which the trainer knows nothing about. Here: translation.
 
-Engines, trainer, checkpoints and schedules take any task whose model is called `model(*batch.tensors, batch.key)` and
-gives `LossSums`. Pipelines, ω, the doctor and decoding are translation's.
+Engines, trainer, checkpoints and schedules work with any task whose model is called as
+`model(*batch.tensors, batch.key)` and returns `LossSums`. Pipelines, ω, the doctor and decoding need translation.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ from deepnmt.train.validate import Validation, validate
 
 
 class Epochs(Batches, Protocol):
-    """Micro-batches of one epoch after the other."""
+    """Micro-batches, epoch after epoch."""
 
     def epoch_size(self, epoch: int) -> int:
-        """Micro-batches in it."""
+        """The number of micro-batches in an epoch."""
 
     def waste(self, epoch: int) -> float:
-        """The share of padding in it, 0 to 1."""
+        """The share of padding in an epoch's tokens, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One row of functions. `Data` is whatever `open` returns; it has a `fingerprint`, the same for the same examples.
+    """The functions that define a task. The data may be of any type; its `fingerprint` is the same for the same
+    examples.
 
     Attributes:
-        check: (recipe) refuses what would else fail only hours later.
-        open: (recipe, texts, verify) the data; `texts`: whether the files they were made from must still be the same;
-            `verify`: whether every byte is checked.
-        stream: (recipe, data) the training micro-batches.
-        start: (recipe, layout, data, ranks, initialise) the engine with the model, its initial weights set if
-            `initialise`, else to be filled. Collective.
-        validate: (recipe, data, engine, ranks) the same figures on every process. Collective.
-        files: (data) what a checkpoint carries beside weights, moments, state and recipe, by file name.
+        check: (recipe) raises `UserError` for what would otherwise fail only hours later.
+        open: (recipe, texts, verify) returns the data; `texts`: whether the files it was made from must be unchanged;
+            `verify`: whether to check every byte.
+        stream: (recipe, data) returns the training micro-batches.
+        start: (recipe, layout, data, ranks, initialise) returns the engine with the model; sets the initial weights if
+            `initialise`, else the caller fills them. Collective.
+        validate: (recipe, data, engine, ranks) returns the same figures on every process. Collective.
+        files: (data) returns the task's files in a checkpoint, beside weights, moments, state and recipe: name to
+            content.
     """
 
     check: Callable[[Recipe], None]
@@ -79,8 +81,8 @@ def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, ini
 
 
 def _files(data: PreparedData) -> dict[str, bytes]:
-    """To put one more file into every checkpoint: its name and bytes here. It is hashed and checked like the others;
-    averages and folded models carry it on."""
+    """The vocabularies. To put another file into every checkpoint, add its name and bytes here: it is hashed and
+    checked like the others, and copied into averages and folded models."""
     return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
 
 

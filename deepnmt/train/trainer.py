@@ -1,4 +1,4 @@
-"""The training job, readable top to bottom: open, resume or begin, update, validate, save, end."""
+"""The training job, in order: open the data, resume or begin, update, validate, save, end."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from deepnmt.train.log import Monitor
 from deepnmt.train.resume import changes_since, run_lock
 from deepnmt.train.state import Interval, TrainState
 from deepnmt.train.task import TRANSLATION, Task
-from deepnmt.train.updates import Around, Finished, updates
+from deepnmt.train.updates import UpdateHook, FinishedUpdate, updates
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
 
-# What ends a run, by the setting that asks for it: whether a run that stands so is at its end. Asked on every process
-# after every update, so only of what is the same on all. To add one: a row here, its setting in `config.Train`.
-ENDS: dict[str, Callable[[Train, TrainState], bool]] = {
+# What ends a run, by the setting: from the settings and the state, whether the run has ended. Every process evaluates
+# them after every update, so they may only use what is the same on all. To add one: a row here, a setting in
+# `config.Train`.
+STOP_CONDITIONS: dict[str, Callable[[Train, TrainState], bool]] = {
     "updates": lambda train, state: state.update >= train.updates,
     "epochs": lambda train, state: train.epochs is not None and state.position.epoch >= train.epochs,
     "max_seconds": lambda train, state: state.out_of_time,
@@ -53,13 +54,13 @@ class Trainer:
     """One run in one run folder. Every method is collective.
 
     Args:
-        watch: makes, of a run's recipe and engine, the hook around its updates; what that sees is logged.
-        explain: says of a run that cannot go on where it broke.
+        watch: makes the hook around the run's updates; the figures that the hook measures are logged.
+        explain: see `divergence.Explain`.
     """
 
     def __init__(
         self, recipe: Recipe, ranks: Ranks, task: Task = TRANSLATION,
-        watch: Callable[[Recipe, Engine, Ranks], Around] | None = None, explain: Explain | None = None,
+        watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None, explain: Explain | None = None,
     ) -> None:
         self.recipe, self.ranks, self.task, self.explain = recipe, ranks, task, explain
         self.run = Path(recipe.run)
@@ -74,13 +75,13 @@ class Trainer:
         self.state = TrainState(data_fingerprint=self.data.fingerprint, processes=ranks.world)
         self.stop_signal = 0
         self._saved = -1
-        with ExitStack() as held:  # let go of if anything here fails, else by `close`
+        with ExitStack() as held:  # released if anything here fails, else by `close`
             held.enter_context(run_lock(self.run, ranks))
             checkpoint = self._agree_on_checkpoint()
             changes: list[str] = []
             if checkpoint:
                 changes = changes_since(checkpoint, recipe, self.data.fingerprint, ranks.world)
-                self.state = replace(TrainState.of(load_state(checkpoint)), processes=ranks.world)
+                self.state = replace(TrainState.from_saved(load_state(checkpoint)), processes=ranks.world)
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates)
             self.engine = task.start(recipe, layout, self.data, ranks, checkpoint is None)
@@ -95,15 +96,15 @@ class Trainer:
                     self.monitor.event(0, note)
             if layout.config is not None and (note := untested_deepspeed()):
                 self.monitor.event(update, note)
-            self.around: Around = watch(recipe, self.engine, ranks) if watch else lambda number: nullcontext()
+            self.hook: UpdateHook = watch(recipe, self.engine, ranks) if watch else lambda number: nullcontext()
             if ranks.first:
                 write_text(self.run / "recipe.yaml", dump_recipe(recipe))
-            self._held = held.pop_all()
+            self._lock = held.pop_all()
 
     def _agree_on_checkpoint(self) -> Path | None:
-        """Rank 0 looks for the newest whole checkpoint and tells the others.
+        """Finds the newest undamaged checkpoint on rank 0; returns it on every rank.
 
-        Raises `UserError` where there are checkpoints but none is whole: a new beginning would write over them.
+        Raises `UserError` if there are checkpoints but all are damaged: a new run would overwrite them.
         """
         name = b""
         if self.ranks.first:
@@ -111,8 +112,8 @@ class Trainer:
             name = newest.name.encode() if newest else b""
         name = self.ranks.broadcast_bytes(name)
         if not name and list_checkpoints(self.checkpoints):
-            raise UserError(f"{self.checkpoints} holds no checkpoint that is whole, so the run cannot go on; put a "
-                            "good copy there, train into another folder with run=FOLDER, or delete them to begin anew")
+            raise UserError(f"every checkpoint in {self.checkpoints} is damaged, so the run cannot resume; restore a "
+                            "good copy, train into another folder with run=FOLDER, or delete them to start over")
         return self.checkpoints / name.decode() if name else None
 
     def _resume(self, checkpoint: Path) -> None:
@@ -131,20 +132,20 @@ class Trainer:
         settings, state = self.recipe.train, self.state
         if threading.current_thread() is threading.main_thread():  # no other may
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                signal.signal(number, self._note_signal)
+                signal.signal(number, self._on_signal)
         self.monitor.status("running", state.update)
-        if self._validation_due():  # the run was stopped in this update, before its validation
+        if self._validation_due():  # the run was stopped after this update, before its validation
             self._validate()
-            self._saved = -1  # the checkpoint is to know of it
+            self._saved = -1  # so that the checkpoint is written again, with the validation
             self._save(last=self._ended())
         if self._ended():
             return self._finish()
-        for done in updates(self.engine, self.stream, self.recipe, state, self.ranks, self.around,
+        for done in updates(self.engine, self.stream, self.recipe, state, self.ranks, self.hook,
                             lambda: self.stop_signal != 0):
-            if done.seen:
-                self.monitor.probe(done.number, done.seen)
+            if done.measured:
+                self.monitor.probe(done.number, done.measured)
             if not done.stats.applied:
-                self._dropped(done)
+                self._report_dropped(done)
             if state.interval.applied and (state.update % settings.log_every == 0 or state.update == settings.updates):
                 self._report(state.interval)
                 state.interval = Interval()
@@ -156,25 +157,25 @@ class Trainer:
                 return self._finish()
             if done.stop:
                 break
-        name = signal.Signals(self.stop_signal or signal.SIGTERM).name  # of another process it is not known
+        name = signal.Signals(self.stop_signal or signal.SIGTERM).name  # a guess if another process got the signal
         self.monitor.event(state.update, f"stopped by {name} and saved; the same command resumes from here")
         self.monitor.status("preempted", state.update, seconds=round(state.seconds, 1), signal=name)
         return PREEMPTED
 
-    def _note_signal(self, number: int, _frame: Any) -> None:
+    def _on_signal(self, number: int, _frame: Any) -> None:
         self.stop_signal = number
 
-    def _dropped(self, done: Finished) -> None:
-        """Raises `Diverged` where it was one too many."""
+    def _report_dropped(self, done: FinishedUpdate) -> None:
+        """Reports a dropped update; raises `Diverged` if it was one too many."""
         scale = done.stats.loss_scale
         self.monitor.event(self.state.update, f"skipped update {done.number}: its gradient is not finite "
                            f"(loss scale {scale:g})", loss=str(done.loss))
-        if done.hopeless:
+        if done.give_up:
             raise diverged(self.recipe, self.engine, self.ranks, done.update.batches,
                            self.engine.data_world / done.update.tokens, scale, self.explain)
 
     def _ended(self) -> bool:
-        return any(at_end(self.recipe.train, self.state) for at_end in ENDS.values())
+        return any(at_end(self.recipe.train, self.state) for at_end in STOP_CONDITIONS.values())
 
     def _report(self, interval: Interval) -> None:
         state = self.state
@@ -191,10 +192,10 @@ class Trainer:
             "skipped_updates": state.skipped,
             "padding_waste": self.stream.waste(state.position.epoch),
             "training_seconds": state.seconds,
-        }, *self._to_go())
+        }, *self._remaining())
 
-    def _to_go(self) -> tuple[int, float]:
-        """Updates, and seconds of updates, until the run's end; patience may end it before."""
+    def _remaining(self) -> tuple[int, float]:
+        """Updates, and seconds of updates, that are left at most."""
         settings, state = self.recipe.train, self.state
         left = settings.updates - state.update
         if settings.epochs is not None:  # later epochs may differ by a few micro-batches
@@ -205,14 +206,14 @@ class Trainer:
         return max(0, left), max(0.0, limit - state.seconds)
 
     def _validation_due(self) -> bool:
-        """Whether this update is to be validated, and was not yet."""
+        """Whether the present update needs a validation and has had none yet."""
         update, done = self.state.update, self.state.validations
         if not update or (done and done[-1]["update"] == update):
             return False
         return update % self.recipe.train.validate_every == 0 or self._ended()
 
     def _validate(self) -> bool:
-        """Returns whether this is the best validation so far."""
+        """Validates; returns whether this is the best validation so far."""
         state, result = self.state, self.task.validate(self.recipe, self.data, self.engine, self.ranks)
         value = -(result.bleu or 0.0) if self.recipe.train.best_by == "bleu" else result.loss
         best = state.best
@@ -231,16 +232,16 @@ class Trainer:
     # -- saving and ending -------------------------------------------------------------------------------------------
 
     def _save(self, last: bool) -> None:
-        """Writes a checkpoint unless there is one of this update.
+        """Writes a checkpoint unless this update has one.
 
-        Raises `CheckpointWriteError`, on every process, where it cannot be written and is the `last` of this attempt;
-        after another one training goes on.
+        If it cannot be written, raises `CheckpointWriteError` on every process if it is the `last` before this process
+        ends; else reports it and training continues.
         """
         state, settings = self.state, self.recipe.train
         if self._saved == state.update:
             return
         state.optimizer_step = self.engine.optimizer_step
-        state.loss_scale = self.engine.scaler_state() or state.loss_scale  # handed on by layouts that use none
+        state.loss_scale = self.engine.scaler_state() or state.loss_scale  # a layout without one keeps the last
         weights: dict[str, Any] = {}
         moments: dict[str, Any] = {}
         for parameter in self.engine.export_state():
@@ -250,7 +251,7 @@ class Trainer:
 
         def write() -> None:
             if self.ranks.first:
-                save_checkpoint(self.checkpoints, Contents(weights, moments, state.saved(), dump_recipe(self.recipe),
+                save_checkpoint(self.checkpoints, Contents(weights, moments, state.to_saved(), dump_recipe(self.recipe),
                                                            self.task.files(self.data)))
                 scores = {v["update"]: v["value"] for v in state.validations}
                 prune(self.checkpoints, settings.keep_last, settings.keep_best, scores)
@@ -278,18 +279,18 @@ class Trainer:
     def close(self) -> None:
         self.engine.close()
         self.monitor.close()
-        self._held.close()
+        self._lock.close()
 
 
 def train(
     recipe: Recipe, ranks: Ranks, task: Task = TRANSLATION,
-    watch: Callable[[Recipe, Engine, Ranks], Around] | None = None, explain: Explain | None = None,
+    watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None, explain: Explain | None = None,
 ) -> int:
-    """Trains the recipe into its run folder, going on where an earlier attempt stopped; returns the exit code. For the
-    hooks see `Trainer`.
+    """Trains the recipe into its run folder, resuming if that holds a checkpoint; returns the exit code. For `watch`
+    and `explain` see `Trainer`.
 
     Raises:
-        UserError: the run cannot begin or go on, or its gradients stay non-finite (`Diverged`).
+        UserError: the run cannot begin or resume, or its gradients stay non-finite (`Diverged`).
     """
     trainer = Trainer(recipe, ranks, task, watch, explain)
     try:

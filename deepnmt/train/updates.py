@@ -1,4 +1,4 @@
-"""The updates of a run one after the other, for whoever makes some: the trainer, a study, a benchmark."""
+"""The loop that makes updates, shared by the trainer, the studies and the benchmarks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deepnmt.ranks import Ranks
 from deepnmt.train.divergence import DroppedUpdates
 from deepnmt.train.state import TrainState
 
-# Entered around the update of this number; may give a function that then says what was seen in it.
-Around = Callable[[int], AbstractContextManager[Callable[[StepStats], dict[str, float]] | None]]
+# A context manager entered around update `number`; may yield a function that returns figures measured in that update.
+UpdateHook = Callable[[int], AbstractContextManager[Callable[[StepStats], dict[str, float]] | None]]
 
 
 class Batches(Protocol):
@@ -29,17 +29,17 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True)
-class Finished:
-    """An update that was made, or dropped because a gradient was not finite.
+class FinishedUpdate:
+    """An update that was applied, or dropped because a gradient was not finite.
 
     Attributes:
-        number: from 1; a dropped update's is taken again by the next.
-        update: its micro-batches, this process's share.
-        stats: what the engine says of it.
-        loss, nll: sums over all processes, smoothed and plain.
-        seen: what the hook around it says.
-        stop: whether any process was told to stop.
-        hopeless: whether so many in a row were dropped that no more are worth trying.
+        number: from 1; the next update takes the number of a dropped one.
+        update: this process's share of its micro-batches.
+        stats: the engine's figures.
+        loss, nll: sums over all processes, label-smoothed and plain, in nats.
+        measured: figures from the hook.
+        stop: whether a stop was requested on any process.
+        give_up: whether too many in a row were dropped, see `DroppedUpdates`.
     """
 
     number: int
@@ -47,21 +47,21 @@ class Finished:
     stats: StepStats
     loss: float
     nll: float
-    seen: dict[str, float]
+    measured: dict[str, float]
     stop: bool
-    hopeless: bool
+    give_up: bool
 
 
 def updates(
     engine: Engine, batches: Batches, recipe: Recipe, state: TrainState, ranks: Ranks,
-    around: Around = lambda number: nullcontext(), told: Callable[[], bool] = lambda: False,
-) -> Iterator[Finished]:
-    """Makes updates without end, each counted in `state` before it is given. Collective.
+    hook: UpdateHook = lambda number: nullcontext(), stop_requested: Callable[[], bool] = lambda: False,
+) -> Iterator[FinishedUpdate]:
+    """Makes updates without end; counts each in `state`, then yields it. Collective.
 
     Args:
-        recipe: accumulation, learning rate and `train.max_seconds` count.
-        around: a hook around each update.
-        told: whether this process was told to stop.
+        recipe: its accumulation, learning rate and `train.max_seconds` are used.
+        hook: see `UpdateHook`.
+        stop_requested: returns whether this process was asked to stop.
     """
     dropped = DroppedUpdates()
     while True:
@@ -69,11 +69,11 @@ def updates(
         update = batches.update(state.position, engine.data_world * recipe.batch.accumulation, engine.data_rank,
                                 engine.data_world, ranks.device)
         rate = learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates, update.passes)
-        with around(number) as look:
+        with hook(number) as measure:
             stats = engine.train_step(update.batches, update.tokens, rate)
-        seen = look(stats) if look and stats.applied else {}
+        measured = measure(stats) if measure and stats.applied else {}
         late = limit is not None and state.seconds >= limit
-        loss, nll, stop, over = ranks.sum([stats.loss, stats.nll, float(told()), float(late)])
+        loss, nll, stop, over = ranks.sum([stats.loss, stats.nll, float(stop_requested()), float(late)])
         state.position, state.out_of_time, interval = update.next, over > 0, state.interval
         if stats.applied:
             state.update = number
@@ -85,10 +85,10 @@ def updates(
             interval.applied += 1
         else:
             state.skipped += 1
-        hopeless = dropped.count(stats)
+        give_up = dropped.count(stats)
         seconds = time.monotonic() - started
         interval.updates += 1
         interval.seconds += seconds
         interval.rate, interval.loss_scale = rate, stats.loss_scale
         state.seconds += seconds
-        yield Finished(number, update, stats, loss, nll, seen, stop > 0, hopeless)
+        yield FinishedUpdate(number, update, stats, loss, nll, measured, stop > 0, give_up)

@@ -1,4 +1,4 @@
-"""Validation during training: loss over the whole set and SacreBLEU of a greedy translation, shared among ranks."""
+"""Validation during training: the loss over the whole set, and BLEU of a greedy translation, shared among ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.ranks import Ranks
 
-# Micro-batches that the engine is given together. P stages idle (P - 1) / (64 + P - 1) of the time, 5 % with 4 of them;
-# what waits is integers, and two micro-batches' activations a stage.
-AT_ONCE = 64
+# Micro-batches passed to the engine in one call. P pipeline stages idle (P - 1) / (64 + P - 1) of the time, 5 % for 4;
+# waiting micro-batches are integers, and a stage holds the activations of two.
+BATCHES_PER_CALL = 64
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Figures of one validation. `loss`: label-smoothed, nats a target token; `perplexity`: e to the plain one."""
+    """Figures of one validation. `loss`: label-smoothed, nats a target token; `perplexity`: e to the power of the
+    plain loss."""
 
     loss: float
     perplexity: float
@@ -31,7 +32,7 @@ class Validation:
 
 
 def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:
-    """Collective; every rank returns the same figures."""
+    """Validates; every rank returns the same figures. Collective."""
     split = data.split("valid")
     loss, nll, tokens = ranks.sum(_losses(recipe, split.truncated(recipe.model.max_length), engine, ranks))
     bleu = signature = None
@@ -44,13 +45,13 @@ def _losses(recipe: Recipe, split: Split, engine: Engine, ranks: Ranks) -> list[
     """This process's share of the sums (loss, nll, target tokens) over the whole set."""
     plan = plan_eval(split.src_lengths, split.trg_lengths, recipe.batch.tokens)
     totals = [0.0, 0.0, 0.0]
-    rounds = math.ceil(len(plan) / engine.data_world)  # ZeRO-3 gathers weights in every forward: all make as many
-    for first in range(0, rounds, AT_ONCE):
-        turns = range(first, min(first + AT_ONCE, rounds))
-        places = [turn * engine.data_world + engine.data_rank for turn in turns]
-        batches = [collate(split, plan[place if place < len(plan) else 0], 0, ranks.device) for place in places]
-        for place, batch, (loss, nll) in zip(places, batches, engine.evaluate(batches), strict=True):
-            if place < len(plan):
+    rounds = math.ceil(len(plan) / engine.data_world)  # the same on all: ZeRO-3 gathers weights in every forward
+    for first in range(0, rounds, BATCHES_PER_CALL):
+        turns = range(first, min(first + BATCHES_PER_CALL, rounds))
+        indices = [turn * engine.data_world + engine.data_rank for turn in turns]
+        batches = [collate(split, plan[index if index < len(plan) else 0], 0, ranks.device) for index in indices]
+        for index, batch, (loss, nll) in zip(indices, batches, engine.evaluate(batches), strict=True):
+            if index < len(plan):
                 totals = [totals[0] + loss, totals[1] + nll, totals[2] + batch.tokens]
     copies = ranks.world // engine.data_world  # the stages of a pipeline count the same tokens
     return [totals[0], totals[1], totals[2] / copies]
@@ -60,7 +61,7 @@ def _bleu(recipe: Recipe, data: PreparedData, split: Split, model: Transformer, 
     count = recipe.train.valid_sentences or len(split)
     sources, references = split.src_text()[:count], split.trg_text()[:count]
     settings = Translate(method="greedy", batch_tokens=recipe.translate.batch_tokens)
-    # without warnings, which would be of the same lines at every validation
+    # without warnings, which would repeat for the same lines at every validation
     translated = translate_shards(model, data.vocabs(), sources, settings, ranks, warn=False)
     hypotheses = [best[0].text for best in translated]
     score = b""

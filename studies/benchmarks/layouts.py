@@ -31,7 +31,7 @@ from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
-from deepnmt.train.profile import profile_on
+from deepnmt.train.profile import measure_profile
 from studies.plots import plot_idle_time
 
 
@@ -160,7 +160,7 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """The updates of one layout, in each of its processes."""
     recipe = check_recipe(job["recipe"], "layouts")
     vocabs = (job["vocab"], job["vocab"])
-    profile = profile_on(recipe, vocabs, _batches(job, 0, ranks)[ranks.rank :: ranks.world], ranks)
+    profile = measure_profile(recipe, vocabs, _batches(job, 0, ranks)[ranks.rank :: ranks.world], ranks)
     engine = start_engine(recipe, layout_of(recipe, ranks.world), vocabs, ranks, profile)
     busy = BusyClock(engine) if job["idle"] else None
     losses, norms, seconds, idle = [], [], [], [0.0]

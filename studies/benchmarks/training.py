@@ -30,7 +30,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, write_json
 from deepnmt.model.embedding import sinusoids
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.launch import gpus
+from deepnmt.parallel.launch import count_gpus
 from deepnmt.parallel.settings import layout_of
 from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.progress import print_status
@@ -84,7 +84,7 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
     if translate_run is not None:
         find_checkpoint(translate_run)
     make_parent_folder(output)
-    places = placements(len(os.sched_getaffinity(0)), gpus())
+    places = placements(len(os.sched_getaffinity(0)), count_gpus())
     cases = _training_cases(places)
     micro_batches = max(MICRO_BATCHES, *(count for count, _ in places))
     trained: dict[str, list[float]] = {name: [] for name in cases}
@@ -241,7 +241,7 @@ def _machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "?")
     return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "avx512_bf16": "avx512_bf16" in info,
-            "amx_bf16": "amx_bf16" in info, "gpus": [torch.cuda.get_device_name(n) for n in range(gpus())],
+            "amx_bf16": "amx_bf16" in info, "gpus": [torch.cuda.get_device_name(n) for n in range(count_gpus())],
             "torch": torch.__version__, "load": os.getloadavg()[0]}
 
 

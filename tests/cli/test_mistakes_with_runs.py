@@ -109,14 +109,14 @@ def test_weights_of_another_model(run: Path, refused: Refused, tmp_path: Path) -
     assert not (run / "averaged").exists() and not (tmp_path / "out").exists()
 
 
-# -- going on with a run -----------------------------------------------------------------------------------------------
+# -- resuming a run ----------------------------------------------------------------------------------------------------
 
 
 def put_average(run: Path) -> str:
     assert main("average", [str(run), f"--output={run}/mean"]) == 0
     shutil.rmtree(run / "checkpoints" / NEWEST)
     (run / "mean").rename(run / "checkpoints" / NEWEST)
-    return f"{NEWEST} is an average, which training cannot go on from"
+    return f"{NEWEST} is an average, and training cannot resume from one"
 
 
 def put_unknown(run: Path) -> str:
@@ -124,17 +124,17 @@ def put_unknown(run: Path) -> str:
         shutil.rmtree(run / "checkpoints" / name)
         (run / "checkpoints" / name).mkdir()
         (run / "checkpoints" / name / "mine.txt").write_text("mine")
-    return "holds no checkpoint that is whole, so the run cannot go on"
+    return "is damaged, so the run cannot resume"
 
 
 def cut_all(run: Path) -> str:
     for name in (FIRST, NEWEST):
         truncate(run / "checkpoints" / name / "moments.safetensors")
-    return "holds no checkpoint that is whole, so the run cannot go on"
+    return "is damaged, so the run cannot resume"
 
 
 @pytest.mark.parametrize("spoil", [put_average, put_unknown, cut_all])
-def test_runs_that_cannot_go_on(prepared: Path, run: Path, refused: Refused, spoil: Callable[[Path], str]) -> None:
+def test_runs_that_cannot_resume(prepared: Path, run: Path, refused: Refused, spoil: Callable[[Path], str]) -> None:
     said, before = spoil(run), contents(run)
     assert said in refused("train", prepared / "recipe.yaml", f"run={run}", "train.updates=9")
     assert contents(run) == before
@@ -161,7 +161,7 @@ def test_run_of_other_text(prepared: Path, run: Path, refused: Refused, tmp_path
     assert main("prepare", [str(prepared / "recipe.yaml"), folder, other, valid]) == 0
     before = contents(run)
     found = refused("train", prepared / "recipe.yaml", f"run={run}", folder, valid)
-    assert f"{tmp_path}/data was prepared anew from other text since" in found
+    assert f"was trained on other data than {tmp_path}/data holds now" in found
     assert contents(run) == before
 
 
@@ -192,7 +192,7 @@ def test_a_run_that_another_process_trains(
     other = f"another process (process {pid} on {socket.gethostname()}) is training in {run}; "
     try:
         found = refused("train", prepared / "recipe.yaml", f"run={run}", "train.updates=9")
-        assert f"{other}waiting 0.2 s for its end" in found and f"{other}wait until it has ended" in found
+        assert f"{other}waiting up to 0.2 s for it to end" in found and f"{other}wait until it has ended" in found
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -230,7 +230,7 @@ def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     for number in (errno.EACCES, errno.EIO):
         monkeypatch.setattr(resume.fcntl, "flock", fails(number))
-        said = rf"\.lock cannot be locked: {os.strerror(number)}; if nobody trains there, delete it"
+        said = rf"\.lock cannot be locked: {os.strerror(number)}; if no other run uses it, delete it"
         with user_error(said), run_lock(tmp_path, here):
             pass
     for number in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):

@@ -20,7 +20,7 @@ from warm import Warm
 from deepnmt.config import Recipe
 from deepnmt.parallel.engine import Engine
 from deepnmt.ranks import Ranks
-from deepnmt.train.updates import Around
+from deepnmt.train.updates import UpdateHook
 
 # processes, layout, pipeline stages; accumulation makes up for it, so that every update has four micro-batches
 Start = tuple[int, str, int]
@@ -44,7 +44,7 @@ def overflowing(*arguments: str) -> int:
     from deepnmt.cli import main
     from deepnmt.doctor import training_probe
 
-    def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> Around:
+    def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> UpdateHook:
         hooks: list[Any] = []
 
         @contextmanager

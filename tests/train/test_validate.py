@@ -35,7 +35,7 @@ class Adding:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "AT_ONCE", 3)
+    monkeypatch.setattr(validate, "BATCHES_PER_CALL", 3)
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=61"])  # 13 micro-batches: a last round is padded
     split = open_prepared(recipe).split("valid")
     engines: list[Any] = [Adding(rank, world) for rank in range(world)]
