@@ -35,7 +35,7 @@ from deepnmt.train.log import Monitor
 from deepnmt.train.resume import changes_since, run_lock
 from deepnmt.train.state import Interval, TrainState
 from deepnmt.train.task import TRANSLATION, Task
-from deepnmt.train.updates import UpdateHook, FinishedUpdate, updates
+from deepnmt.train.updates import FinishedUpdate, UpdateHook, updates
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
 

@@ -1,4 +1,4 @@
-"""Averaging and evaluation do not see the layout that a run was saved under: same model, translations and scores."""
+"""Averaging and evaluation do not depend on the layout that saved a run: same model, translations and scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepnmt.config import Translate, load_recipe
 from deepnmt.decode.translate import translate_files
 from deepnmt.evaluate.evaluate import evaluate_run
 
-# processes, layout, pipeline stages; accumulation makes up for it, so that every update has two micro-batches
+# processes, layout, pipeline stages; accumulation is chosen so that every update has two micro-batches
 LOCAL = (1, "local", 0)
 OTHERS = [(2, "zero3_fp32", 0), (2, "zero1_fp32", 2)]
 BEGUN, UPDATES = 80, 86
@@ -45,7 +45,7 @@ def begun(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) 
 
 
 def outcome(begun: Path, prepared: Path, run: Path, layout: Layout, warm: Warm) -> dict[str, Any]:
-    """Goes on in a layout and saves there; the average's weights, its translations and its scores."""
+    """Resumes and saves in a layout; returns the average's weights, translations and scores."""
     shutil.copytree(begun, run)
     trained(warm, prepared, run, layout, UPDATES, 2)
     recipe = load_recipe(run / "recipe.yaml")
@@ -67,7 +67,7 @@ def local(begun: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory,
 
 
 @pytest.mark.parametrize("layout", OTHERS, ids=["zero3", "pipeline"])
-def test_average_is_the_local_one(
+def test_average_equals_that_of_the_local_engine(
     layout: Layout, local: dict[str, Any], begun: Path, prepared: Path, tmp_path: Path, warm: Warm
 ) -> None:
     found = outcome(begun, prepared, tmp_path / "run", layout, warm)

@@ -1,4 +1,4 @@
-"""Averages: which checkpoints, their exact mean, and what is refused."""
+"""Averages: which checkpoints, their exact mean, and what is rejected."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ print(1024 * (kilobytes("VmHWM") - before))
 
 
 def test_memory_is_that_of_one_model(tmp_path: Path) -> None:
-    """Six checkpoints of 64 MB; their files are one, but each is read, and counted, by itself."""
+    """Six checkpoints of 64 MB; they share their files, but each is read, and counted, separately."""
     weights = {f"layer{number}": torch.full((100_000,), float(number)) for number in range(160)}
     save_file(weights, tmp_path / WEIGHTS)
     small, *folders = [tmp_path / f"update-{number}" for number in range(7)]
@@ -128,7 +128,7 @@ def test_float32_alone_would_lose_the_mean(tmp_path: Path) -> None:
     assert mean.item() != ((summed[0] + summed[1] + summed[2]) / 3).item()
 
 
-def test_an_average_of_one_is_that_one(recipe: config.Recipe) -> None:
+def test_the_average_of_one_checkpoint_has_its_weights(recipe: config.Recipe) -> None:
     folder = _checkpoints(recipe) / "update-00000010"
     averaged, weights = average_weights([folder]), load_weights(folder)
     assert all(torch.equal(averaged[name], weights[name]) for name in weights)
@@ -165,8 +165,8 @@ def test_each_way_of_choosing(recipe: config.Recipe, tmp_path: Path) -> None:
     verify(tmp_path / "mean")
 
 
-def test_an_old_best_is_none_of_the_last(recipe: config.Recipe) -> None:
-    """Two were kept, and 10 for its validation; then the run went on and kept more."""
+def test_an_old_best_checkpoint_is_not_one_of_the_last(recipe: config.Recipe) -> None:
+    """The run kept two, and 10 for its validation; then it resumed and kept more."""
     few, more = (recipe.model_copy(update={"train": config.Train(updates=90, keep_last=n), "average_last": n})
                  for n in (2, 5))
     checkpoints = _checkpoints(recipe)
@@ -175,13 +175,13 @@ def test_an_old_best_is_none_of_the_last(recipe: config.Recipe) -> None:
     tiny_run.write(few, 40)
     tiny_run.write(more, 50)
     assert [update_of(path) for path in choose_checkpoints(checkpoints, last=3)] == [30, 40, 50]
-    with user_error(r"^the last 4 checkpoints in .* but train.keep_last kept 3; .* Ask for 3"):
+    with user_error(r"^the last 4 checkpoints in .* but train.keep_last kept only 3 .*; choose 3"):
         choose_checkpoints(checkpoints, last=4)
     assert _updates(average_run(more)) == [30, 40, 50]
 
 
 def test_more_to_average_than_is_kept(recipe: config.Recipe) -> None:
-    """Is refused before training; of a run that was trained so, everything can be read."""
+    """Rejected before training; but a run that was trained so can be read."""
     asked = recipe.model_copy(update={"train": config.Train(updates=90, keep_last=2), "average_last": 5})
     sentence = r"^average_last \(5\) must not be above train.keep_last \(2\), .* set average_last=2, or keep more"
     with user_error(sentence):
@@ -195,7 +195,7 @@ def test_more_to_average_than_is_kept(recipe: config.Recipe) -> None:
     assert _updates(average_run(asked)) == [40]
 
 
-def test_an_average_that_the_run_has_left_behind_is_told(
+def test_an_outdated_average_causes_a_warning(
     recipe: config.Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = average_run(recipe, best=1)  # of update 20, though there is 40
@@ -207,15 +207,15 @@ def test_an_average_that_the_run_has_left_behind_is_told(
     assert caplog.messages == [f"{folder} was averaged before {newest} was saved; average again to include it, or "
                                "choose it with --checkpoint"]
     average_run(recipe, last=1)
-    newest = tiny_run.write(recipe, 45)  # 50 was damaged, and is set aside
+    newest = tiny_run.write(recipe, 45)  # as if 50 was damaged: it is set aside
     warn_if_outdated(folder)
-    shutil.rmtree(newest)  # 40 is the newest, and was there
+    shutil.rmtree(newest)  # 40 is the newest again, which existed at the averaging
     warn_if_outdated(folder)
-    assert [said.partition(" was averaged before ")[2].partition(";")[0] for said in caplog.messages[1:]] == [
+    assert [message.partition(" was averaged before ")[2].partition(";")[0] for message in caplog.messages[1:]] == [
         f"{newest} was saved"]
 
 
-def test_an_average_of_another_runs_checkpoints_is_told_of_its_own(
+def test_an_average_in_another_run_is_compared_with_that_runs_checkpoints(
     recipe: config.Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tiny_run.recipe_of(tmp_path / "other")
@@ -225,24 +225,24 @@ def test_an_average_of_another_runs_checkpoints_is_told_of_its_own(
     assert caplog.messages == []
     newest = tiny_run.write(other, 35)
     warn_if_outdated(tmp_path / "other" / "averaged")
-    assert [f"was averaged before {newest} was saved" in said for said in caplog.messages] == [True]
+    assert [f"was averaged before {newest} was saved" in message for message in caplog.messages] == [True]
 
 
-def test_of_an_older_average_only_what_it_holds_is_known(
+def test_an_average_of_an_older_version_is_compared_by_its_updates(
     recipe: config.Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for update, said in ((20, 1), (40, 1)):
+    for update, messages in ((20, 1), (40, 1)):
         folder = average_run(recipe, updates=[update])
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         del state["extra"]["updates_beside"]
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
         warn_if_outdated(folder)
-        assert len(caplog.messages) == said
+        assert len(caplog.messages) == messages
     assert caplog.messages == [f"{folder} does not hold the newest checkpoint, {_checkpoints(recipe)}/update-00000040; "
                                "average again to include it, or choose it with --checkpoint"]
 
 
-def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:
+def test_impossible_choices_are_rejected(recipe: config.Recipe) -> None:
     checkpoints = _checkpoints(recipe)
     for count in (5, 0, -1):
         with user_error(rf"^{count} checkpoints in .* were requested, but there are \d"):
@@ -270,7 +270,7 @@ def test_a_choice_that_cannot_be_met_is_said(recipe: config.Recipe) -> None:
         ({"activation": "gelu"}, r"model\.activation is gelu where relu is expected"),
     ],
 )
-def test_another_model_is_refused_by_what_differs(
+def test_another_model_is_rejected_with_the_difference(
     recipe: config.Recipe, tmp_path: Path, change: dict[str, int | str], difference: str
 ) -> None:
     other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other", model=change), 50)
@@ -279,14 +279,14 @@ def test_another_model_is_refused_by_what_differs(
     assert not (Path(recipe.run) / "averaged").exists()
 
 
-def test_another_vocabulary_is_refused(recipe: config.Recipe, tmp_path: Path) -> None:
+def test_another_vocabulary_is_rejected(recipe: config.Recipe, tmp_path: Path) -> None:
     vocabs = {**tiny_run.VOCABS, "src.spm": tiny_run.OTHER_VOCAB}
     other = tiny_run.write(tiny_run.recipe_of(tmp_path / "other"), 50, vocabs=vocabs)
     with user_error(r"the vocabulary src\.spm differs"):
         save_average([_checkpoints(recipe) / "update-00000010", other], tmp_path / "mean")
 
 
-def test_a_file_of_the_task_is_carried_on(tmp_path: Path) -> None:
+def test_a_file_of_the_task_is_copied(tmp_path: Path) -> None:
     run, files = tiny_run.recipe_of(tmp_path / "run"), {**tiny_run.VOCABS, "more.txt": b"1"}
     for update in (10, 20):
         tiny_run.write(run, update, vocabs=files)

@@ -70,7 +70,7 @@ def _in_child(work: Callable[[], object], fail_point: str = "") -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            torch.set_num_threads(1)  # those of OpenMP are not forked, and would be waited for
+            torch.set_num_threads(1)  # OpenMP's threads are not forked, and the child would wait for them
             os.environ["DEEPNMT_FAIL_POINT"] = fail_point
             work()
             os._exit(0)
@@ -93,7 +93,7 @@ def _damages(checkpoint: Path) -> str:
 # -- round trip --------------------------------------------------------------------------------------------------------
 
 
-def test_everything_comes_back(run: Path) -> None:
+def test_round_trip(run: Path) -> None:
     recipe = tiny_run.recipe_of(run)
     folder = tiny_run.write(recipe, 30, validations=[{"update": 30, "value": 1.5}])
     assert folder == run / "checkpoints" / "update-00000030"
@@ -130,7 +130,7 @@ def test_only_fp32_is_stored(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_views_of_one_buffer_are_stored_apart(tmp_path: Path) -> None:
+def test_views_of_one_buffer_are_stored_separately(tmp_path: Path) -> None:
     flat = torch.arange(12.0)
     weights = {"a": flat[:4], "b": flat[4:].view(2, 4).t()}
     contents = checkpoint.Contents(weights, None, tiny_run.state_of(1), "", {})
@@ -142,7 +142,7 @@ def test_views_of_one_buffer_are_stored_apart(tmp_path: Path) -> None:
 
 
 def _eventful_save(run: Path) -> None:
-    """A save that passes every fail point: it has a predecessor, a newer one to set aside, and older ones to prune."""
+    """A save that passes every fail point: it replaces a checkpoint, sets a newer one aside and prunes older ones."""
     tiny_run.write(tiny_run.recipe_of(run), 30)
     prune(run / "checkpoints", 1, 0, {})
 
@@ -164,7 +164,7 @@ def test_the_list_of_fail_points_is_complete(eventful: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("point", FAIL_POINTS)
-def test_killed_at_any_step_a_whole_checkpoint_is_taken(eventful: Path, point: str) -> None:
+def test_a_kill_at_any_step_leaves_an_undamaged_checkpoint(eventful: Path, point: str) -> None:
     checkpoints = eventful / "checkpoints"
     status = _in_child(lambda: _eventful_save(eventful), point)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -174,7 +174,7 @@ def test_killed_at_any_step_a_whole_checkpoint_is_taken(eventful: Path, point: s
     assert newest is not None and update_of(newest) == (30 if point in after else 20)
     assert _same(load_weights(newest), tiny_run.weights_of(tiny_run.recipe_of(eventful), update_of(newest)))
     assert all("update-00000040" in str(why) or "update-00000030" in str(why) for why in skipped)
-    _eventful_save(eventful)  # the run that goes on
+    _eventful_save(eventful)  # the resumed run
     assert [update_of(path) for path in list_checkpoints(checkpoints)] == [30]
     assert not list(checkpoints.glob(".*"))
 
@@ -190,8 +190,8 @@ def _commit(target: Path, text: str) -> None:
     folders.commit_folder(target, {"text": lambda file: file.write_text(text)}, {})
 
 
-def test_killed_at_any_step_a_replaced_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are whole, and there is no other: what is left after the recovery is one or the other."""
+def test_a_kill_at_any_step_leaves_the_old_or_the_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the recovery exactly one of the two is left, and it is undamaged."""
     points: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(folders, "fail_point", points.append)
@@ -222,8 +222,8 @@ def test_a_folder_whose_successor_cannot_be_renamed_stays(tmp_path: Path, monkey
     assert _only(tmp_path) == "update-1: old"
 
 
-def test_what_a_kill_left_moved_is_read_from_there(run: Path) -> None:
-    """Both the average and the one checkpoint of a run, by those who only read."""
+def test_a_folder_that_a_kill_left_renamed_can_be_read(run: Path) -> None:
+    """Both the average and the only checkpoint of a run, by readers, which do not recover."""
     checkpoints = run / "checkpoints"
     shutil.copytree(checkpoints / "update-00000010", run / "averaged")
     shutil.rmtree(checkpoints / "update-00000010")
@@ -239,7 +239,7 @@ def test_what_a_kill_left_moved_is_read_from_there(run: Path) -> None:
     assert list_checkpoints(checkpoints) == [checkpoints / "update-00000020"], "the successor came"
 
 
-def test_what_cannot_be_put_back_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_recovered_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = tmp_path / ".before-update-00000010-0badc0de"
     left.mkdir()
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_put_back_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     assert left.is_dir()
 
 
-def test_killed_at_random_times_a_whole_checkpoint_is_taken(run: Path) -> None:
+def test_a_kill_at_a_random_time_leaves_an_undamaged_checkpoint(run: Path) -> None:
     state, chance = tiny_run.state_of(30), random.Random(5)
     weights = {f"w{i}": torch.full((50_000,), float(i)) for i in range(10)}
     contents = checkpoint.Contents(weights, weights, state, "", {})
@@ -279,7 +279,7 @@ def test_killed_at_random_times_a_whole_checkpoint_is_taken(run: Path) -> None:
     assert finished < 20
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(run: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_nothing(run: Path) -> None:
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
 
     def save() -> None:
@@ -293,20 +293,20 @@ def test_a_full_disk_is_said_and_leaves_nothing(run: Path) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointWriteError, match=r"update-00000010 cannot be written: (File exists|Not a directory)"):
         tiny_run.write(tiny_run.recipe_of(tmp_path), 10)
 
 
-def test_a_save_sets_aside_what_the_run_went_back_from(run: Path) -> None:
+def test_a_save_sets_later_checkpoints_aside(run: Path) -> None:
     tiny_run.write(tiny_run.recipe_of(run), 15)
     assert [update_of(path) for path in list_checkpoints(run / "checkpoints")] == [10, 15]
     (aside,) = (run / "checkpoints").glob("set-aside-update-00000020-*")
     verify(aside)
 
 
-def test_recovery_touches_only_its_own(tmp_path: Path) -> None:
+def test_recovery_touches_no_other_folders(tmp_path: Path) -> None:
     for name in (".tmp-update-00000010-0badc0de", ".trash-update-00000020-0badc0de", ".trash-mine", "update-00000010",
                  ".before-update-00000010-0badc0de", ".before-mean-0badc0de"):
         (tmp_path / name).mkdir()
@@ -319,7 +319,9 @@ def test_recovery_touches_only_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
-def test_a_missing_cut_or_linked_file_is_named(run: Path, tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+def test_a_missing_truncated_or_linked_file_is_named(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
     folder = run / "checkpoints" / "update-00000020"
     file, elsewhere = folder / name, tmp_path_factory.mktemp("elsewhere") / name
     data = file.read_bytes()
@@ -333,7 +335,7 @@ def test_a_missing_cut_or_linked_file_is_named(run: Path, tmp_path_factory: pyte
     assert newest_checkpoint(run / "checkpoints", lambda why: None) == run / "checkpoints" / "update-00000010"
 
 
-def test_every_random_flip_of_a_bit_is_found(run: Path) -> None:
+def test_every_flipped_bit_is_detected(run: Path) -> None:
     folder, chance = run / "checkpoints" / "update-00000020", random.Random(1)
     for name in (*FILES, "manifest.json"):
         data = (folder / name).read_bytes()
@@ -354,7 +356,7 @@ def _forge(folder: Path, **changes: object) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_manifest_leads_nowhere_else(run: Path) -> None:
+def test_a_manifest_cannot_name_files_elsewhere(run: Path) -> None:
     folder = run / "checkpoints" / "update-00000020"
     files = json.loads((folder / "manifest.json").read_text())["files"]
     for name in ("../update-00000010/weights.safetensors", "/etc/hostname", ".."):
@@ -373,7 +375,7 @@ def test_a_manifest_leads_nowhere_else(run: Path) -> None:
         assert "manifest.json" in _damages(folder)
 
 
-def test_a_copy_under_another_update_is_refused(run: Path) -> None:
+def test_a_copy_under_another_update_is_rejected(run: Path) -> None:
     checkpoints = run / "checkpoints"
     shutil.copytree(checkpoints / "update-00000010", checkpoints / "update-00000050")
     assert "that of update 10" in _damages(checkpoints / "update-00000050")
@@ -385,7 +387,7 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     assert "manifest.json is missing" in _damages(tmp_path)
 
 
-def test_damage_is_found_by_the_readers_too(run: Path) -> None:
+def test_readers_detect_damage_too(run: Path) -> None:
     folder = run / "checkpoints" / "update-00000020"
     (folder / "weights.safetensors").write_bytes(b"\x08" + bytes(7) + b"[1, 2]  ")
     with pytest.raises(DamagedCheckpoint, match=r"weights\.safetensors has \d+ bytes"):
@@ -414,7 +416,7 @@ def test_prune_keeps_the_last_and_the_best(tmp_path: Path, keep_last: int, keep_
     assert not list(tmp_path.glob(".*"))
 
 
-def test_scores_are_read_from_whatever_checkpoint_knows_them(run: Path) -> None:
+def test_scores_are_collected_from_all_checkpoints(run: Path) -> None:
     recipe = tiny_run.recipe_of(run)
     tiny_run.write(recipe, 30, validations=[{"update": 10, "value": 3.0}, {"update": 30, "value": 2.0}])
     (tiny_run.write(recipe, 40) / "state.json").unlink()
@@ -440,7 +442,7 @@ def test_which_checkpoint_of_a_run(run: Path) -> None:
     assert find_checkpoint(checkpoints / "update-00000010", "best") == checkpoints / "update-00000010"
 
 
-def test_a_model_is_loaded_as_it_was(run: Path) -> None:
+def test_a_model_is_loaded_as_it_was_saved(run: Path) -> None:
     recipe = tiny_run.recipe_of(run)
     loaded = load_model(run)
     assert _same(dict(loaded.model.named_parameters()), tiny_run.weights_of(recipe, 20))
@@ -449,7 +451,7 @@ def test_a_model_is_loaded_as_it_was(run: Path) -> None:
     assert loaded.src_vocab.bytes == loaded.trg_vocab.bytes == tiny_run.VOCAB
 
 
-def test_weights_of_another_model_are_refused_by_name(run: Path) -> None:
+def test_weights_of_another_model_are_rejected_by_name(run: Path) -> None:
     wide = tiny_run.recipe_of(run, model={"ffn": 20})
     folder = checkpoint.save_checkpoint(
         run / "checkpoints", checkpoint.Contents(tiny_run.weights_of(tiny_run.recipe_of(run)), {},
