@@ -32,10 +32,9 @@ from deepnmt.checkpoint.checkpoint import MANIFEST, Which, load_model
 from deepnmt.config import Recipe, check_recipe, load_recipe, override
 from deepnmt.data.prepare import prepare as prepare_data
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.translate import Hypothesis, translate_shards
-from deepnmt.decode.translate import cast as cast_weights
+from deepnmt.decode.translate import Hypothesis, cast_weights, translate_shards
 from deepnmt.errors import UserError
-from deepnmt.evaluate.evaluate import find_sets
+from deepnmt.evaluate.evaluate import load_test_sets
 from deepnmt.evaluate.metrics import Report, score_systems
 from deepnmt.files import read_log
 from deepnmt.model.transformer import Transformer
@@ -134,7 +133,7 @@ class Run:
         Raises:
             UserError: no such test set, or see `translate`.
         """
-        sets = find_sets(self.recipe, tests)
+        sets = load_test_sets(self.recipe, tests)
         translations = [self.translate(test.sources, seed=seed, **settings) for test in sets]
         return score_systems({self.folder.name: translations}, sets, self.recipe.data.trg_lang)
 

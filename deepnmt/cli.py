@@ -270,7 +270,7 @@ def _translate(words: list[str]) -> None:
 
     with processes(recipe.parallel.threads) as ranks:
         translate_files(Path(checkpoint or recipe.run), args.input, args.output, recipe.translate,
-                        form=args.form, seed=recipe.seed, ranks=ranks,
+                        output_format=args.form, seed=recipe.seed, ranks=ranks,
                         expected=expected_model(args, recipe, checkpoint))
 
 

@@ -1,11 +1,11 @@
-"""Beam search, greedy search and sampling over anything that gives next-token logits (`steppers.Stepper`).
+"""Beam search, greedy search and sampling with any source of next-token logits (`steppers.Stepper`).
 
-What all of them share. A hypothesis is a sequence of tokens other than bos and pad. It ends with eos, or is cut when
-it reaches its sentence's limit without one. Its length n counts its tokens and, where it has ended, eos. Its
-log-probability is the sum of the model's log-probabilities (fp32, over the whole vocabulary) of the n tokens; its score
-is that divided by the length penalty at n (`next_tokens.LengthPenalty`).
+Terms they share: a hypothesis is a sequence of tokens other than bos and pad. It ends with eos, or is truncated at its
+sentence's length limit. Its length n counts its tokens, eos included. Its log-probability is the sum of the model's
+log-probabilities (fp32, over the whole vocabulary) of these n tokens; its score is that divided by the length penalty
+at n (`next_tokens.LengthPenalty`).
 
-`B` sentences, `b` of them still searched, `K` beams or samples, `N` hypotheses asked for, `M` longest limit,
+`B` sentences, `b` of them not done yet, `K` beams or samples, `N` hypotheses to return, `M` largest length limit,
 `V` vocabulary.
 """
 
@@ -18,18 +18,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepnmt.decode.next_tokens import NEVER, LengthPenalty, extensions, log_normalisers
+from deepnmt.decode.next_tokens import FORBIDDEN, LengthPenalty, best_extensions, log_normalisers
 from deepnmt.decode.steppers import Stepper
 from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS
 
-# Sentences that are done leave the batch once they are this share of it.
-LEAVE = 0.125
+# Sentences that are done are removed from the batch once they are this share of it.
+COMPACT_AT = 0.125
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A finished hypothesis: its tokens without eos, and whether it `ended` with eos or was cut."""
+    """A finished hypothesis: its tokens without eos, and whether it `ended` with eos or was truncated."""
 
     tokens: list[int]
     score: float
@@ -38,7 +38,7 @@ class Candidate:
 
 
 class _Finished:
-    """The N best finished hypotheses of each of B sentences, found so far."""
+    """The N best finished hypotheses so far of each of B sentences."""
 
     def __init__(self, sentences: int, keep: int, longest: int, device: torch.device) -> None:
         self.scores = torch.full((sentences, keep), -torch.inf, device=device)
@@ -47,16 +47,16 @@ class _Finished:
         self.lengths = torch.zeros(sentences, keep, dtype=torch.int64, device=device)  # of tokens, without eos
         self.ended = torch.zeros(sentences, keep, dtype=torch.bool, device=device)
 
-    def offer(self, sentences: Tensor, sums: Tensor, tokens: Tensor, length: int, divisor: float, ended: bool) -> None:
-        """Takes in those hypotheses that are good enough; a log-probability of -inf marks what is none.
+    def add(self, sentences: Tensor, sums: Tensor, tokens: Tensor, length: int, divisor: float, ended: bool) -> None:
+        """Adds finished hypotheses of equal length, and keeps the N best of each sentence.
 
         Args:
-            sentences: [b] their numbers.
-            sums: [b, K] log-probabilities.
+            sentences: [b] indices of the sentences.
+            sums: [b, K] log-probabilities; -inf: no hypothesis.
             tokens: [b, K, M].
             length: of all of them, without eos.
             divisor: the length penalty.
-            ended: whether by eos.
+            ended: whether they ended with eos.
         """
         scores, best = torch.cat([self.scores[sentences], sums / divisor], dim=1).topk(self.scores.size(1))
         self.scores[sentences] = scores
@@ -67,9 +67,9 @@ class _Finished:
         self.tokens[sentences] = pool.gather(1, best[:, :, None].expand(-1, -1, pool.size(2)))
 
     def candidates(self) -> list[list[Candidate]]:
-        """Of each sentence its hypotheses, best first. Raises `UserError` where the model's scores are no numbers."""
+        """The hypotheses of each sentence, best first. Raises `UserError` if a score is NaN."""
         if bool(self.scores.isnan().any()):
-            raise UserError("the model gives scores that are not numbers (NaN): its training has diverged; translate "
+            raise UserError("the model's scores are not numbers (NaN), because its training has diverged; translate "
                             "with an earlier checkpoint")
         columns = (self.tokens, self.lengths, self.scores, self.sums, self.ended)
         return [
@@ -80,10 +80,13 @@ class _Finished:
 
 
 class _Step(NamedTuple):
-    """What a step makes of b sentences' K live hypotheses; a log-probability of -inf marks what is none.
+    """The result of one step for the K live hypotheses of b sentences. A log-probability of -inf means no hypothesis.
 
-    ended: [b, K] log-probabilities of those of before that eos ends. live, nexts: [b, K] log-probabilities of those
-    that go on, and their new tokens. parents: [b, K] which of before each goes on from; None: its own.
+    Attributes:
+        ended: [b, K] log-probabilities of the previous hypotheses if eos ends them.
+        live: [b, K] log-probabilities of the extended hypotheses.
+        nexts: [b, K] their new tokens.
+        parents: [b, K] the previous hypothesis that each extends; None: each its own.
     """
 
     ended: Tensor
@@ -92,20 +95,21 @@ class _Step(NamedTuple):
     parents: Tensor | None
 
 
-def _grow(
+def _grow_hypotheses(
     stepper: Stepper, limits: Tensor, sums: Tensor, keep: int, penalty: LengthPenalty,
     extend: Callable[[Tensor, Tensor, Tensor, int], _Step], is_done: Callable[[Tensor, _Step, Tensor], Tensor],
 ) -> list[list[Candidate]]:
-    """Grows hypotheses token by token until every sentence is done; those that reach their limit end as they are.
+    """Grows hypotheses token by token until every sentence is done; those that reach their limit are truncated.
 
     Args:
-        stepper: B·K rows, nothing stepped yet.
-        limits: [B] most tokens of a hypothesis, eos counted; >= 1.
-        sums: [B, K] log-probabilities of the empty hypotheses.
+        stepper: B·K rows, at position 0.
+        limits: [B] most tokens of a hypothesis, eos included; >= 1.
+        sums: [B, K] initial log-probabilities.
         keep: N.
-        penalty: of the score.
-        extend: from logits [b·K, V], sentences [b], log-probabilities [b, K] and a length with the new token.
-        is_done: [b], from sentences [b], their step and the scores [b] that a hypothesis must beat to be among the N.
+        penalty: for the score.
+        extend: makes a step, from logits [b·K, V], sentences [b], log-probabilities [b, K] and the new length.
+        is_done: which sentences [b] are done, from their indices [b], their step, and the scores [b] that another
+            hypothesis must beat to be among the N best.
     """
     device, longest = limits.device, int(limits.max())
     finished = _Finished(len(limits), keep, longest, device)
@@ -113,37 +117,37 @@ def _grow(
     tokens = torch.zeros(*sums.shape, longest, dtype=torch.int64, device=device)
     last = torch.full((sums.numel(),), BOS, device=device)
     for length in range(1, longest + 1):
-        # All methods pass here: what must or must not come next (a given prefix, banned words) is -inf in the logits
-        # [b·K, V] of token number `length` of these sentences [b].
+        # All search methods pass here. To force or forbid tokens (a given prefix, banned words), set the other logits
+        # [b·K, V] of token number `length` of these sentences [b] to -inf.
         step = extend(stepper.step(last), sentences, sums, length)
         divisor, parents, sums = penalty.divisor(length), step.parents, step.live
-        finished.offer(sentences, step.ended, tokens, length - 1, divisor, ended=True)
+        finished.add(sentences, step.ended, tokens, length - 1, divisor, ended=True)
         if parents is not None:
             tokens = tokens.gather(1, parents[:, :, None].expand_as(tokens))
         tokens[:, :, length - 1] = step.nexts
-        cut = limits[sentences] == length
-        if bool(cut.any()):
-            at_limit = sums.masked_fill(~cut[:, None], -torch.inf)
-            finished.offer(sentences, at_limit, tokens, length, divisor, ended=False)
-        done = cut | is_done(sentences, step, finished.scores[sentences, -1])
-        stay = _staying(done)
+        at_limit = limits[sentences] == length
+        if bool(at_limit.any()):
+            truncated = sums.masked_fill(~at_limit[:, None], -torch.inf)
+            finished.add(sentences, truncated, tokens, length, divisor, ended=False)
+        done = at_limit | is_done(sentences, step, finished.scores[sentences, -1])
+        stay = _compacted(done)
         if len(stay) == 0:
             break
-        if len(stay) <= (1 - LEAVE) * len(done):
+        if len(stay) <= (1 - COMPACT_AT) * len(done):
             stepper.select(stay)
             sentences, tokens, sums = sentences[stay], tokens[stay], sums[stay]
             parents = None if parents is None else parents[stay]
         else:
             sums[done] = -torch.inf
-        # At first all hypotheses of a sentence hold the same.
+        # After the first token all hypotheses of a sentence are still equal.
         if parents is not None and length > 1 and not torch.equal(parents, order.expand_as(parents)):
             stepper.reorder((torch.arange(len(parents), device=device)[:, None] * len(order) + parents).flatten())
         last = tokens[:, :, length - 1].flatten()
     return finished.candidates()
 
 
-def _staying(done: Tensor) -> Tensor:
-    """The numbers [b'] of the sentences that are not done [b], most in their place: those from b' on fill the gaps."""
+def _compacted(done: Tensor) -> Tensor:
+    """The indices [b'] of the sentences that are not done [b]. Most keep their place; those from b' on fill gaps."""
     stay = (~done).nonzero().squeeze(1)
     order = torch.arange(len(stay), device=done.device)
     order[done[: len(stay)]] = stay[stay >= len(stay)]
@@ -153,36 +157,34 @@ def _staying(done: Tensor) -> Tensor:
 def beam_search(
     stepper: Stepper, limits: Tensor, beams: int, nbest: int, penalty: LengthPenalty, patience: float | None = None
 ) -> list[list[Candidate]]:
-    """The best `nbest` hypotheses of each sentence that a beam of `beams` finds, best first.
+    """Beam search: the best `nbest` hypotheses of each sentence, best first.
 
-    From the empty hypothesis on, at each step every live hypothesis of a sentence is finished once by eos, and the
-    `beams` extensions of the highest log-probability by another token live on; at the limit these are finished as they
-    are. A sentence is done when no continuation of a live hypothesis can be among its `nbest` best: log-probabilities
-    only fall, so the score of a continuation is at most the present log-probability divided by the penalty at the
-    limit. The result is therefore that of going on to the limit, and with a beam wide enough to hold every prefix that
-    of trying every hypothesis.
+    Each step ends every live hypothesis of a sentence with eos, as one finished hypothesis, and keeps the `beams`
+    extensions by another token that have the highest log-probability. At the limit these are truncated. A sentence is
+    done when no continuation of a live hypothesis can be among its `nbest` best: log-probabilities only decrease, so
+    the score of a continuation is at most the present log-probability divided by the penalty at the limit. Stopping
+    then does not change the result, and a beam wide enough for every prefix is an exhaustive search.
 
-    With a `patience` a sentence is done as well when `patience`·K hypotheses have ended whose log-probability was, when
-    they did, among the K highest of all extensions of its live hypotheses, eos included (Kasai et al. 2022, A Call for
-    Clarity in Beam Search; 1 is the usual rule of first come, first served). That is sooner, and a better hypothesis
-    may be missed.
+    With `patience` a sentence is also done when `patience`·K hypotheses have ended whose log-probability was among the
+    K highest of all extensions, eos included (Kasai et al. 2022, A Call for Clarity in Beam Search; 1 is the usual
+    first come, first served). That is faster, but may miss a better hypothesis.
 
     Args:
-        stepper: B·`beams` rows, nothing stepped yet.
-        limits: [B] most tokens of a hypothesis, eos counted; >= 1.
+        stepper: B·`beams` rows, at position 0.
+        limits: [B] most tokens of a hypothesis, eos included; >= 1.
         beams: K.
         nbest: N <= K.
-        penalty: of the score.
-        patience: > 0, or None to go on until nothing can be gained.
+        penalty: for the score.
+        patience: > 0; None: search until no better hypothesis is possible.
     """
     device = limits.device
-    counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses ended, for `patience`
+    counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of ended hypotheses, for `patience`
     last_divisors = torch.tensor([penalty.divisor(limit) for limit in limits.tolist()], device=device)
     start = torch.full((len(limits), beams), -torch.inf, device=device)
-    start[:, 0] = 0.0  # all beams start alike, so one of them is enough
+    start[:, 0] = 0.0  # all beams start equal, so only one is used
 
     def extend(logits: Tensor, sentences: Tensor, sums: Tensor, length: int) -> _Step:
-        log_probs, nexts, ends = extensions(logits, min(beams, logits.size(1)))
+        log_probs, nexts, ends = best_extensions(logits, min(beams, logits.size(1)))
         live, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
         return _Step(sums + ends.view_as(sums), live, nexts.view(len(sums), -1).gather(1, best),
                      best // log_probs.size(1))
@@ -195,30 +197,29 @@ def beam_search(
             done |= counts[sentences] >= patience * beams
         return done
 
-    return _grow(stepper, limits, start, nbest, penalty, extend, is_done)
+    return _grow_hypotheses(stepper, limits, start, nbest, penalty, extend, is_done)
 
 
-# How a hypothesis that is on its own goes on: the next tokens [b·K] of sentences [b] at a step, from 0, given logits
-# [b·K, V] (-inf: forbidden).
-Choice = Callable[[Tensor, Tensor, int], Tensor]
+# Chooses the next tokens [b·K], from logits [b·K, V] (-inf: forbidden), sentences [b] and the step, from 0.
+ChooseToken = Callable[[Tensor, Tensor, int], Tensor]
 
 
-def most_likely(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
-    """The choice of greedy search."""
+def choose_greedily(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
+    """Greedy search: the most likely token."""
     return logits.argmax(1)
 
 
-def sampling(uniforms: Tensor, temperature: float) -> Choice:
-    """The choice of sampling: from softmax(logits / temperature), by inverting its cumulative distribution.
+def make_sampler(uniforms: Tensor, temperature: float) -> ChooseToken:
+    """Samples from softmax(logits / temperature), by inverting its cumulative distribution.
 
     Args:
-        uniforms: fp32 numbers in [0, 1), one for each sentence, sample and step [B, K, M]. They alone decide, so a
-            sentence's samples do not depend on the batch it is in.
-        temperature: below 1 the likely tokens become more likely.
+        uniforms: fp32 numbers in [0, 1), one for each sentence, sample and step [B, K, M]. They are the only
+            randomness, so a sentence's samples do not depend on its batch.
+        temperature: below 1 makes likely tokens more likely.
     """
 
     def sample(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
-        # In float64 an fp32 number below 1 times the total stays below the total, so the search never runs off the end.
+        # In float64 an fp32 number below 1 times the total is below the total, so the index is always in range.
         mass = (logits.double() / temperature).softmax(1).cumsum(1)
         points = uniforms[sentences, :, step].double().view(-1, 1) * mass[:, -1:]
         return torch.searchsorted(mass, points, right=True).squeeze(1)
@@ -226,31 +227,32 @@ def sampling(uniforms: Tensor, temperature: float) -> Choice:
     return sample
 
 
-def follow(
-    stepper: Stepper, limits: Tensor, count: int, choice: Choice, penalty: LengthPenalty
+def decode_independently(
+    stepper: Stepper, limits: Tensor, count: int, choose: ChooseToken, penalty: LengthPenalty
 ) -> list[list[Candidate]]:
-    """`count` hypotheses of each sentence, each grown on its own token by token until eos or the limit; best first.
+    """`count` hypotheses of each sentence, each extended independently until eos or the limit; best first.
 
-    Greedy search is one hypothesis with `most_likely`, samples are several with `sampling`. The log-probabilities are
-    the model's own, whatever the temperature.
+    Greedy search is one hypothesis with `choose_greedily`; sampling is several with `make_sampler`. Log-probabilities
+    are the model's, at temperature 1.
 
     Args:
-        stepper: B·`count` rows, nothing stepped yet.
-        limits: [B] most tokens of a hypothesis, eos counted; >= 1.
+        stepper: B·`count` rows, at position 0.
+        limits: [B] most tokens of a hypothesis, eos included; >= 1.
         count: K.
-        choice: of the next token.
-        penalty: of the score.
+        choose: chooses the next tokens.
+        penalty: for the score.
     """
 
     def extend(logits: Tensor, sentences: Tensor, sums: Tensor, length: int) -> _Step:
         logits = logits.float()
         norm = log_normalisers(logits)
-        logits[:, NEVER] = -torch.inf
-        chosen = choice(logits, sentences, length - 1)
+        logits[:, FORBIDDEN] = -torch.inf
+        chosen = choose(logits, sentences, length - 1)
         sums = sums + (logits.gather(1, chosen[:, None]).squeeze(1) - norm).view_as(sums)
         nexts = chosen.view_as(sums)
         eos = nexts == EOS
         return _Step(sums.masked_fill(~eos, -torch.inf), sums.masked_fill(eos, -torch.inf), nexts, None)
 
-    return _grow(stepper, limits, torch.zeros(len(limits), count, device=limits.device), count, penalty, extend,
-                 lambda _, step, __: (step.live == -torch.inf).all(1))
+    start = torch.zeros(len(limits), count, device=limits.device)
+    return _grow_hypotheses(stepper, limits, start, count, penalty, extend,
+                            lambda _, step, __: (step.live == -torch.inf).all(1))

@@ -1,7 +1,6 @@
-"""What a search asks of a model: the next logits of every hypothesis, one position after the other.
+"""The interface between search and model: the next-token logits of every hypothesis, position by position.
 
-`B` sentences, `K` hypotheses of each, `S` source length, `D` width, `V` vocabulary. Rows [B·K] stand sentence by
-sentence.
+`B` sentences, `K` hypotheses of each, `S` source length, `D` width, `V` vocabulary. Rows [B·K] are ordered by sentence.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ class Stepper(Protocol):
     """The state of B·K growing hypotheses."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Appends tokens [B·K] and gives the logits [B·K, V] of what follows.
+        """Appends tokens [B·K] to the hypotheses; returns the logits [B·K, V] of the next tokens.
 
-        The first tokens of a sentence's hypotheses are alike. The logits hold until the next step; the caller may
-        overwrite them.
+        The first tokens of a sentence's hypotheses must be equal. The logits are valid until the next step; the caller
+        may overwrite them.
         """
 
     def reorder(self, rows: Tensor) -> None:
-        """Row r goes on from what row rows[r] holds; rows [B·K] stay within their sentence."""
+        """Makes row r a copy of row rows[r], for rows [B·K] of the same sentence."""
 
     def select(self, sentences: Tensor) -> None:
-        """Keeps these sentences [B'] with all their hypotheses, in this order."""
+        """Keeps only these sentences [B'], with all their hypotheses, in this order."""
 
 
 MakeStepper = Callable[[Transformer, Tensor, Tensor, int, int], Stepper]
 
 
 class CachedStepper:
-    """Computes one position a step; keys and values of the earlier ones are kept.
+    """Computes one position a step; caches the keys and values of earlier ones.
 
     Args:
         model: in eval mode.
-        src: source ids [B, S], ended by eos, padded.
-        src_lengths: [B], eos counted.
+        src: source ids [B, S], each ending with eos, padded.
+        src_lengths: [B], eos included.
         beams: K.
         max_steps: of the longest hypothesis.
     """
@@ -50,11 +49,11 @@ class CachedStepper:
         self._model = model
         self._beams = beams
         self._cache = model.start_cache(model.encode(src, src_lengths), src_lengths, beams, max_steps)
-        # Made once: memory of this size comes new from the system each time, which can take as long as the product.
+        # Allocated once: asking the system for so much memory in each step can take as long as the matrix product.
         self._logits = model.output_weight.new_empty(len(src) * beams, len(model.output_weight))
 
     def step(self, tokens: Tensor) -> Tensor:
-        if self._cache.position == 0:  # all hypotheses of a sentence are one as yet
+        if self._cache.position == 0:  # all hypotheses of a sentence are still equal
             hidden = self._model.step(tokens[:: self._beams], self._cache)
             return self._model.logits(hidden).repeat_interleave(self._beams, 0)
         hidden = self._model.step(tokens, self._cache)
@@ -68,10 +67,8 @@ class CachedStepper:
 
 
 class RecomputingStepper:
-    """Decodes every hypothesis from its start at every step: slow and plain, the reference of `CachedStepper`.
-
-    The arguments are those of `CachedStepper`.
-    """
+    """Decodes every hypothesis from its start at every step: slow but simple, the reference that tests compare
+    `CachedStepper` with. Takes the same arguments."""
 
     def __init__(self, model: Transformer, src: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> None:
         self._model = model

@@ -1,7 +1,7 @@
 """The translation job: lines of text in, as many lines out, in the same order.
 
-An empty line gives an empty line, an over-long one is cut with a warning. Several processes share the lines of one
-input. What is written is UTF-8.
+An empty line gives an empty line; a line that is too long is truncated, with a warning. Several processes share the
+lines of one input. The output is UTF-8.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deepnmt.checkpoint.checkpoint import LoadedModel, load_model, require_model
 from deepnmt.data.text import read_lines
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.next_tokens import LengthPenalty
-from deepnmt.decode.search import Candidate, beam_search, follow, most_likely, sampling
+from deepnmt.decode.search import Candidate, beam_search, choose_greedily, decode_independently, make_sampler
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
 from deepnmt.errors import UserError
 from deepnmt.files import atomic_write
@@ -39,9 +39,9 @@ from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 
-CHUNK = 10_000  # lines sorted by length, translated and written together: what the job holds in memory
+CHUNK = 10_000  # lines held in memory: they are sorted by length, translated, and written together
 
-Form = Literal["text", "tsv", "jsonl"]
+OutputFormat = Literal["text", "tsv", "jsonl"]
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Hypothesis:
     """A translation: detokenised text on one line; its score (log-probability over length penalty); its number of
-    tokens, without eos; whether it `ended` with eos or was cut at its longest length."""
+    tokens, without eos; whether it `ended` with eos or was truncated at the length limit."""
 
     text: str
     score: float
@@ -67,7 +67,7 @@ def translate_files(
     target: str,
     settings: config.Translate,
     *,
-    form: Form = "text",
+    output_format: OutputFormat = "text",
     seed: int = 1,
     ranks: Ranks | None = None,
     stepper: MakeStepper = CachedStepper,
@@ -78,33 +78,32 @@ def translate_files(
     Args:
         folder: as for `checkpoint.load_model`.
         source: UTF-8 text, plain or .gz; "-" is standard input (with one process only).
-        target: appears when it is complete; "-" is standard output.
-        settings: the search.
-        form: text: the best translation of each line, alone. tsv: "line, rank, score, text" for each hypothesis, line
-            and rank from 1. jsonl: one object for each line.
+        target: the output file, which appears when it is complete; "-" is standard output.
+        settings: of the search.
+        output_format: see `format_hypotheses`.
         seed: of sampling.
-        ranks: of several processes, see `translate_shards`; without, this one on the CPU. Rank 0 writes and reports
+        ranks: several processes, see `translate_shards`; by default this one, on the CPU. Rank 0 writes and reports
             progress.
-        stepper: how the model is stepped.
-        expected: what the checkpoint must hold; without, any model.
+        stepper: the way to compute the next logits.
+        expected: the model that the checkpoint must hold; None: any.
 
     Raises:
-        UserError: a file cannot be read or written, or is not UTF-8; `form` cannot hold what is asked for; the model
-            is not the one `expected`.
+        UserError: a file cannot be read or written, or is not UTF-8; `output_format` has no room for the n-best list;
+            the model is not the one `expected`.
     """
     ranks = ranks or Ranks.alone()
-    if form == "text" and settings.nbest > 1:
+    if output_format == "text" and settings.nbest > 1:
         raise UserError(f"translate.nbest is {settings.nbest}, but the format text holds one translation a line; "
-                        "choose the format tsv or jsonl, or translate.nbest=1")
+                        "choose the format tsv or jsonl, or set translate.nbest=1")
     if source == "-" and ranks.world > 1:
-        raise UserError(f"standard input reaches one process only, but {ranks.world} were launched; name an input "
-                        "file, or launch one process")
+        raise UserError(f"standard input reaches one process only, but {ranks.world} were started; give an input file, "
+                        "or start one process")
     lines_in, lines_out = (None if name == "-" else Path(name) for name in (source, target))
     if lines_in is not None and not lines_in.is_file():
-        raise UserError(f"there is no input file {lines_in}; give an existing text or .gz file, or - for the standard "
+        raise UserError(f"there is no input file {lines_in}; give an existing text or .gz file, or - for standard "
                         "input")
     if lines_in is not None and lines_out is not None and lines_out.exists() and lines_out.samefile(lines_in):
-        raise UserError(f"output {lines_out} is the input file itself; give another output")
+        raise UserError(f"output {lines_out} is the input file itself; give another output file")
     if lines_out is not None and lines_out.is_dir():
         raise UserError(f"output {lines_out} is a folder; give the name of a file in it")
     loaded = load_for_search(folder, settings, ranks, expected)
@@ -115,9 +114,9 @@ def translate_files(
                                       stepper=stepper, progress=progress if ranks.first else no_progress)
         if not ranks.first:
             return sum(1 for _ in translated)  # none
-        with writing(lines_out) as out:
+        with open_output(lines_out) as out:
             for written, hypotheses in enumerate(translated, start=1):
-                out.write(record(written, hypotheses, form))
+                out.write(format_hypotheses(written, hypotheses, output_format))
     seconds = time.perf_counter() - begin
     print_status(f"{written:,} lines in {seconds:.1f} s: {written / seconds:.1f} lines/s")
     return written
@@ -126,7 +125,7 @@ def translate_files(
 def load_for_search(
     folder: Path, settings: config.Translate, ranks: Ranks, expected: config.Model | None
 ) -> LoadedModel:
-    """`load_model`, in the precision and on the device of a search; of an outdated average rank 0 warns.
+    """Loads a model in the precision and on the device of a search; rank 0 warns of an outdated average.
 
     Raises:
         UserError: see `load_model`; the model is not the one `expected`.
@@ -135,12 +134,12 @@ def load_for_search(
     require_model(loaded.folder, expected)
     if ranks.first:
         warn_if_outdated(loaded.folder)
-    cast(loaded.model, settings.precision).to(ranks.device)
+    cast_weights(loaded.model, settings.precision).to(ranks.device)
     return loaded
 
 
-def cast(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
-    """The same model, its weights now in that type. The table of positions stays fp32."""
+def cast_weights(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
+    """Casts the model's weights in place and returns it. The position table stays fp32."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -148,12 +147,12 @@ def cast(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
 
 
 @contextmanager
-def writing(target: Path | None) -> Iterator[TextIO]:
-    """Where output goes: standard output (None), or a file that appears under its name only when it is complete
-    (see `files.atomic_write`).
+def open_output(target: Path | None) -> Iterator[TextIO]:
+    """Opens standard output (None), or a file that appears under its name only when it is complete (see
+    `files.atomic_write`).
 
     Raises:
-        UserError: the file cannot be made, or the disk is full.
+        UserError: the file cannot be created, or the disk is full.
     """
     if target is None:
         out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="\n")  # whatever the locale says
@@ -169,21 +168,22 @@ def writing(target: Path | None) -> Iterator[TextIO]:
             yield stream
     except OSError as error:
         if not opened:
-            raise UserError(f"output {target} cannot be written: {error.strerror}; give a file in an existing folder "
-                            "that may be written to") from None
+            raise UserError(f"output {target} cannot be written: {error.strerror}; give a file in an existing, "
+                            "writable folder") from None
         if error.errno != errno.ENOSPC:
             raise
         raise UserError(f"output {target} cannot be written: no space is left; give a file on another disk") from None
 
 
-def record(number: int, hypotheses: Sequence[Hypothesis], form: Form) -> str:
-    """What is written for line `number` (from 1), with the final line end; `hypotheses` best first.
+def format_hypotheses(number: int, hypotheses: Sequence[Hypothesis], output_format: OutputFormat) -> str:
+    """The output for line `number` (from 1), line end included; `hypotheses` best first.
 
-    text: the best translation. tsv: "line, rank, score, text" for each hypothesis, rank from 1. jsonl: one object.
+    text: the best translation alone. tsv: a line "line, rank, score, text" for each hypothesis, rank from 1. jsonl: one
+    object.
     """
-    if form == "text":
+    if output_format == "text":
         return hypotheses[0].text + "\n"
-    if form == "tsv":
+    if output_format == "tsv":
         return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
     return json.dumps({"line": number, "hypotheses": [asdict(h) for h in hypotheses]}, ensure_ascii=False) + "\n"
 
@@ -203,12 +203,12 @@ def translate_shards(
     progress: Progress = no_progress,
     warn: bool = True,
 ) -> Iterator[list[Hypothesis]]:
-    """`translate_lines` for any number of lines, shared among processes which all call this with the same `lines` and
-    exhaust it. Rank 0 gets every line's hypotheses in order, the others get none.
+    """`translate_lines` for any number of lines, shared among processes. Yields every line's hypotheses in order on
+    rank 0, nothing on other ranks. Collective: all processes pass the same `lines` and exhaust the iterator.
 
-    Lines pass in chunks of `CHUNK`; of a chunk each process takes every `world`-th line in the order of length, so that
-    all finish together. What they gather is JSON, nothing is unpickled. `progress` takes the others to be about as far
-    as this process.
+    Works in chunks of `CHUNK` lines. Each process takes every `world`-th line of a chunk in order of length, so that
+    all finish at about the same time; `progress` assumes that the others are as far as this process. Results are
+    gathered as JSON; nothing is unpickled.
     """
     start = 0
     stream = iter(lines)
@@ -243,21 +243,21 @@ def translate_lines(
     """Translates on the model's device.
 
     Args:
-        model: of any mode and float type; its mode is put back.
+        model: in any mode, which is restored, and of any float type.
         vocabs: source and target.
-        lines: texts. One without a token gives one empty hypothesis; one longer than the model allows is cut.
-        settings: the search.
-        seed: of sampling. A line's samples are a function of (seed, its number, model) alone.
-        numbers: of the lines, for sampling and warnings; 1, 2, … if not given.
-        stepper: how the model is stepped.
-        progress: told after each batch.
-        warn: whether to say which lines are cut.
+        lines: texts. One without tokens gives one empty hypothesis; one longer than the model allows is truncated.
+        settings: of the search.
+        seed: of sampling. A line's samples depend on the seed, its number and the model alone.
+        numbers: line numbers, for sampling and warnings; by default 1, 2, …
+        stepper: the way to compute the next logits.
+        progress: called after each batch with the number of lines done.
+        warn: whether to warn of truncated lines.
 
     Returns:
-        For each line, in their order, at most `settings.nbest` hypotheses, best first.
+        For each line, in the same order, at most `settings.nbest` hypotheses, best first.
 
     Raises:
-        UserError: the model's scores are not numbers.
+        UserError: the model's scores are NaN.
     """
     src_vocab, trg_vocab = vocabs
     texts = list(lines)
@@ -270,7 +270,8 @@ def translate_lines(
             log.warning("line %d has %d tokens; only its first %d are translated (model.max_length is %d)",
                         number, len(pieces), longest - 1, longest)
         sources.append([*pieces[: longest - 1], EOS] if pieces else [])
-    # Hypotheses that grow at once for a sentence. Each counts, padding too, so memory does not depend on the beam.
+    # Hypotheses searched at once for a sentence. A batch counts the tokens of each, and padding, so its memory does not
+    # grow with the beam.
     width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest}[settings.method]
     order = sorted((i for i, source in enumerate(sources) if source), key=lambda i: (-len(sources[i]), i))
     results = [[Hypothesis("", 0.0, 0.0, 0, True)] for _ in texts]
@@ -292,7 +293,7 @@ def _search(
     model: Transformer, sources: Sequence[Sequence[int]], numbers: Sequence[int], settings: config.Translate,
     width: int, seed: int, stepper: MakeStepper,
 ) -> list[list[Candidate]]:
-    """The hypotheses of one batch of sources, token ids with eos, that stand in lines `numbers`, best first."""
+    """Searches one batch. `sources`: token ids with eos; `numbers`: their line numbers. Best hypotheses first."""
     device = model.output_weight.device
     lengths = [len(source) for source in sources]
     most = [min(_max_length(model), max(1, int(settings.max_ratio * n) + settings.max_extra)) for n in lengths]
@@ -303,19 +304,19 @@ def _search(
     if settings.method == "beam":
         return beam_search(state, limits, width, settings.nbest, penalty, settings.patience)
     if settings.method == "greedy":
-        return follow(state, limits, width, most_likely, penalty)
+        return decode_independently(state, limits, width, choose_greedily, penalty)
     uniforms = torch.zeros(len(numbers), width, max(most))
     for row, number, limit in zip(uniforms, numbers, most, strict=True):
         generator = np.random.default_rng((seed, number))
         row[:, :limit] = torch.from_numpy(generator.random((width, limit), dtype=np.float32))
-    return follow(state, limits, width, sampling(uniforms.to(device), settings.temperature), penalty)
+    return decode_independently(state, limits, width, make_sampler(uniforms.to(device), settings.temperature), penalty)
 
 
 def _max_length(model: Transformer) -> int:
-    """`model.max_length`, eos counted."""
+    """The setting `model.max_length`, eos included."""
     return model.encoder.input.positions.size(0)
 
 
 def one_line(text: str) -> str:
-    """`text` with line breaks and tabs, which a vocabulary with byte pieces can spell, made spaces."""
+    """`text` with spaces in place of line breaks and tabs, which a vocabulary with byte pieces can produce."""
     return " ".join(text.splitlines()).replace("\t", " ")

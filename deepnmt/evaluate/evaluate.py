@@ -1,4 +1,4 @@
-"""The evaluation job: test sets are translated, or ready translations read, and scored into a table and a JSON file."""
+"""The evaluation job: translates test sets, or reads translations, and scores them into a table and a JSON file."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ def evaluate_run(
     expected: Model | None = None,
     ranks: Ranks | None = None,
 ) -> str:
-    """Scores a run's model, or ready translations, on test sets.
+    """Scores a run's model, or existing translations, on test sets.
 
     Args:
-        recipe: names run, languages, test sets and search.
+        recipe: its run, languages, test sets and search settings are used.
         tests: each a name of `data.test`, "NAME=SRC,REF" (text files, plain or .gz) or a name of SacreBLEU's such as
-            "wmt14/full"; without, all of `data.test`.
-        hypotheses: each "SYSTEM=FILE[,FILE...]", a file a test set, scored instead of the run's model.
-        checkpoint: of the model, as for `load_model`; without, the run's average or else its newest checkpoint.
-        output: the JSON file; without, see `scores_file`.
-        expected: what the checkpoint must hold; without, any model.
-        ranks: of several processes, see `translate_shards`; without, this one, on a GPU if there is one. They share the
-            lines, and rank 0 scores.
+            "wmt14/full"; by default all of `data.test`.
+        hypotheses: each "SYSTEM=FILE[,FILE...]", one file for each test set, scored instead of the run's model.
+        checkpoint: as for `load_model`; by default the run's average, else its newest checkpoint.
+        output: the JSON file; by default see `scores_file`.
+        expected: the model that the checkpoint must hold; None: any.
+        ranks: several processes, see `translate_shards`; by default this one, on a GPU if there is one. They share the
+            lines; rank 0 scores.
 
     Returns:
-        The table; of other ranks than 0 nothing.
+        The table on rank 0, an empty string on other ranks.
 
     Raises:
-        UserError: no such test set, file or checkpoint; numbers of lines that differ; texts without a line; another
-            model than `expected`; a checkpoint beside `hypotheses`.
+        UserError: no such test set, file or checkpoint; different numbers of lines; an empty text; another model than
+            `expected`; or both a checkpoint and `hypotheses` were given.
     """
     if hypotheses and checkpoint is not None:
-        raise UserError(f"hypotheses are scored without a model, so the checkpoint {checkpoint} would not be used; "
+        raise UserError(f"hypotheses are scored without a model, so the checkpoint {checkpoint} would have no effect; "
                         "give one of the two")
     ranks = ranks or Ranks.alone("cuda" if torch.cuda.is_available() else "cpu")
-    sets = find_sets(recipe, tests)
+    sets = load_test_sets(recipe, tests)
     if hypotheses and not ranks.first:
         return ""
     file = Path(output) if output is not None else scores_file(recipe, sets, tests, hypotheses, checkpoint)
@@ -73,7 +73,7 @@ def evaluate_run(
             print_status(f"scoring the model of {loaded.folder}")
         translations = []
         for test in sets:
-            hidden = None if ranks.first else True  # None: where standard error is no terminal
+            hidden = None if ranks.first else True  # None hides the bar if standard error is not a terminal
             with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=hidden) as bar:
                 translated = translate_shards(loaded.model, loaded.vocabs, test.sources, recipe.translate, ranks,
                                               seed=recipe.seed, progress=bar_progress(bar))
@@ -89,7 +89,7 @@ def evaluate_run(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {**report.as_json(), **facts}, indent=1)
     except OSError as error:
-        raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; name another file") from None
+        raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; give another file") from None
     print_status(f"scores are in {file}")
     return report.table()
 
@@ -101,42 +101,42 @@ def scores_file(
     hypotheses: Sequence[str] | None = None,
     checkpoint: str | Path | None = None,
 ) -> Path:
-    """Where scores go in the run folder; `sets` are those of `tests`.
+    """The file in the run folder that scores go into; `sets` are the loaded `tests`.
 
-    Into `scores.json` go those of the model that stands for the run, on all test sets, as the run's own recipe.yaml
-    says (where there is none, as `recipe` says). Anything else goes into `scores-NAMES.json`, of
+    `scores.json` is for the run's default checkpoint on all its test sets, with the settings of the run's own
+    recipe.yaml (of `recipe` if there is none). Anything else goes into `scores-NAMES.json`, named after what differs:
 
-        the checkpoint   `update-00000024`, `averaged`; of another run with that one's name, `other-averaged`
+        the checkpoint   `update-00000024`, `averaged`; one of another run with that run's name, `other-averaged`
         the systems      of `hypotheses`
-        the settings     of languages, search and seed that are not the run's, `beam_1`
-        the test sets    if they were asked for, or are not the run's; a text that neither the run's recipe nor
-                         SacreBLEU has under this name with six digits of its SHA-256, `mine_0f3a9c`
+        the settings     of languages, search and seed that differ from the run's, `beam_1`
+        the test sets    if `tests` was given, or they differ from the run's; a text that is neither in the run's recipe
+                         nor in SacreBLEU under this name gets six digits of its SHA-256, `mine_0f3a9c`
 
     Raises:
         UserError: recipe.yaml in the run folder is faulty.
     """
     run = Path(recipe.run)
     own = load_recipe(run) if (run / RECIPE).is_file() else recipe
-    words = [] if checkpoint is None else _names_of(Path(checkpoint).resolve(), run.resolve())
-    words += [spec.partition("=")[0] for spec in hypotheses or ()]
+    parts = [] if checkpoint is None else _checkpoint_parts(Path(checkpoint).resolve(), run.resolve())
+    parts += [spec.partition("=")[0] for spec in hypotheses or ()]
 
     def settings(of: Recipe) -> dict[str, Any]:
         search = {} if hypotheses else {"seed": of.seed, **of.translate.model_dump()}
         return {"src_lang": of.data.src_lang, "trg_lang": of.data.trg_lang, **search}
 
-    before = settings(own)
-    words += [f"{name}_{value}" for name, value in settings(recipe).items() if value != before[name]]
+    default = settings(own)
+    parts += [f"{name}_{value}" for name, value in settings(recipe).items() if value != default[name]]
     if tests or recipe.data.test != own.data.test:
         for spec, test in zip(tests or recipe.data.test, sets, strict=True):
             known = "=" not in spec and recipe.data.test.get(spec) == own.data.test.get(spec)
             lines = json.dumps([test.sources, *test.references])
-            words.append(test.name if known else f"{test.name}_{hashlib.sha256(lines.encode()).hexdigest()[:6]}")
-    return run / ("-".join(["scores", *(re.sub(r"[^\w.-]+", "_", word) for word in words)]) + ".json")
+            parts.append(test.name if known else f"{test.name}_{hashlib.sha256(lines.encode()).hexdigest()[:6]}")
+    return run / ("-".join(["scores", *(re.sub(r"[^\w.-]+", "_", part) for part in parts)]) + ".json")
 
 
-def _names_of(checkpoint: Path, run: Path) -> list[str]:
-    """The folders down to a checkpoint, from its run's (the run itself: none) or, of another run, that one's included;
-    `checkpoints` says nothing and is left out."""
+def _checkpoint_parts(checkpoint: Path, run: Path) -> list[str]:
+    """The folder names that identify a checkpoint: those below its run folder (none for the run itself), and for
+    another run its name first. `checkpoints` is left out."""
     if checkpoint.is_relative_to(run):
         names = checkpoint.relative_to(run).parts
     elif (checkpoint / "checkpoints").is_dir():
@@ -147,20 +147,20 @@ def _names_of(checkpoint: Path, run: Path) -> list[str]:
     return [name for name in names if name != "checkpoints"]
 
 
-def find_sets(recipe: Recipe, tests: Sequence[str] | None) -> list[EvaluationSet]:
-    """The test sets meant by `tests` (see `evaluate_run`). Raises `UserError`."""
+def load_test_sets(recipe: Recipe, tests: Sequence[str] | None) -> list[EvaluationSet]:
+    """Loads the test sets that `tests` names (see `evaluate_run`). Raises `UserError`."""
     specs = list(tests or recipe.data.test)
     if not specs:
-        raise UserError("the recipe has no data.test, so name a test set: NAME=SRC,REF (two text files), or one of "
+        raise UserError("the recipe has no data.test; give a test set, NAME=SRC,REF (two text files) or one of "
                         "SacreBLEU's such as wmt14/full")
-    sets = [_find_set(recipe, spec) for spec in specs]
+    sets = [_load_test_set(recipe, spec) for spec in specs]
     names = [test.name for test in sets]
     if len(set(names)) < len(names):
-        raise UserError(f"test sets {', '.join(names)} share a name; name each once")
+        raise UserError(f"two of the test sets {', '.join(names)} have the same name; give each another name")
     return sets
 
 
-def _find_set(recipe: Recipe, spec: str) -> EvaluationSet:
+def _load_test_set(recipe: Recipe, spec: str) -> EvaluationSet:
     name, equals, files = spec.partition("=")
     if equals:
         paths = files.split(",")
@@ -172,20 +172,20 @@ def _find_set(recipe: Recipe, spec: str) -> EvaluationSet:
         return EvaluationSet(spec, [src for src, _ in pairs], [[trg for _, trg in pairs]])
     if spec not in DATASETS:
         near = difflib.get_close_matches(spec, [*recipe.data.test, *DATASETS], n=3)
-        hint = f"; near it are {', '.join(near)}" if near else ""
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UserError(f"there is no test set {spec!r}{hint}; give a name of data.test "
                         f"({', '.join(recipe.data.test)}), NAME=SRC,REF (two text files), or one of the names that "
                         "sacrebleu --list prints")
     dataset, pair = DATASETS[spec], f"{recipe.data.src_lang}-{recipe.data.trg_lang}"
     if pair not in dataset.langpairs:
-        raise UserError(f"SacreBLEU's {spec} has no {pair} (data.src_lang, data.trg_lang); it has "
+        raise UserError(f"SacreBLEU's {spec} has no {pair} (data.src_lang and data.trg_lang); it has "
                         f"{', '.join(sorted(dataset.langpairs))}")
-    try:  # in its folder, or downloaded into it
+    try:  # reads SacreBLEU's folder, or downloads into it
         source, references = dataset.get_source_file(pair), dataset.get_reference_files(pair)
-    except (OSError, SystemExit) as error:  # it ends the process where a download is not what it should be
-        raise UserError(f"SacreBLEU's {spec} is not in {SACREBLEU_DIR} and cannot be downloaded ({error}); where there "
-                        f"is a network say sacrebleu --download {spec} -l {pair}, copy its folder here, and name that "
-                        "in the environment variable SACREBLEU") from None
+    except (OSError, SystemExit) as error:  # SacreBLEU exits the process if a download has the wrong hash
+        raise UserError(f"SacreBLEU's {spec} is not in {SACREBLEU_DIR} and cannot be downloaded ({error}); on a "
+                        f"machine with a network run sacrebleu --download {spec} -l {pair}, copy its folder here, and "
+                        "set the environment variable SACREBLEU to it") from None
     return EvaluationSet(spec, _lines(source), [_lines(path) for path in references])
 
 
@@ -194,7 +194,8 @@ def _lines(path: str) -> list[str]:
 
 
 def read_systems(hypotheses: Sequence[str], sets: Sequence[EvaluationSet]) -> dict[str, list[list[str]]]:
-    """Ready translations, "SYSTEM=FILE[,FILE...]" each: system to the lines for each set. Raises `UserError`."""
+    """Reads translations, each "SYSTEM=FILE[,FILE...]": from a system to its lines for each set. Raises
+    `UserError`."""
     systems: dict[str, list[list[str]]] = {}
     for spec in hypotheses:
         system, equals, files = spec.partition("=")
@@ -205,7 +206,8 @@ def read_systems(hypotheses: Sequence[str], sets: Sequence[EvaluationSet]) -> di
         if system in systems:
             raise UserError(f"system {system} is given twice; give each system another name")
         if len(paths) != len(sets):
-            raise UserError(f"system {system} has {len(paths)} files for {len(sets)} test sets "
-                            f"({', '.join(test.name for test in sets)}); give one file a test set, in their order")
+            names = ", ".join(test.name for test in sets)
+            raise UserError(f"system {system} has {len(paths)} files for {len(sets)} test sets ({names}); give one "
+                            "file for each test set, in their order")
         systems[system] = [_lines(path) for path in paths]
     return systems

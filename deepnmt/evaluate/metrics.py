@@ -1,7 +1,7 @@
-"""Scores by SacreBLEU, their table, and the comparison of systems.
+"""SacreBLEU scores, their table, and the comparison of systems.
 
-Text is scored detokenised and cased. Several test sets make one table with their average (as Table 1 of Takase et al.,
-2022, "B2T connection"); systems are compared by paired bootstrap resampling (Koehn, 2004).
+Text is scored detokenised and cased. Several test sets make one table with their average (as Table 1 of Takase et al.
+2022, B2T Connection); systems are compared by paired bootstrap resampling (Koehn 2004).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from sacrebleu.significance import PairedTest
 from deepnmt.errors import UserError
 from deepnmt.files import table
 
-# What is scored: our name, in JSON, to SacreBLEU's; and its scorer for a target language. To add one: a row in each.
+# The metrics, by the name in our JSON: SacreBLEU's name, and the scorer for a target language. To add one: a row in
+# each.
 METRICS = {"bleu": "BLEU", "chrf": "chrF2", "ter": "TER"}
 SCORERS: dict[str, Callable[[str], Metric]] = {
     "bleu": lambda lang: sacrebleu.BLEU(trg_lang=lang),
@@ -29,7 +30,7 @@ LOWER_IS_BETTER = ("ter",)
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A text to translate and its references: `references[r][i]` is the r-th translation of `sources[i]`."""
+    """A test set: `references[r][i]` is the r-th reference translation of `sources[i]`."""
 
     name: str
     sources: list[str]
@@ -46,7 +47,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one system on one test set, by metric: BLEU and chrF from 0 to 100, TER from 0 up, in percent."""
+    """The scores of one system on one test set, by metric: BLEU and chrF from 0 to 100, TER from 0 up, in percent."""
 
     values: dict[str, float]
     signatures: dict[str, str]
@@ -62,8 +63,10 @@ class Scores:
 class Comparison:
     """A system against a baseline on one test set and metric.
 
-    difference: the system's score less the baseline's. p_value: the chance of one as large between equal systems.
-    mean, interval: 95 % of the system's scores over the resamples lie within mean ± interval.
+    Attributes:
+        difference: the system's score minus the baseline's.
+        p_value: the probability of a difference as large between equal systems.
+        mean, interval: 95 % of the system's scores over the resamples lie within mean ± interval.
     """
 
     test_set: str
@@ -90,8 +93,8 @@ class Report:
         return sum(values) / len(values)
 
     def as_json(self) -> dict[str, Any]:
-        """Of one system its name and its scores, of more theirs under `systems`, with `comparisons`. Scores are `sets`
-        and `average`; with a single test set those of it at the top as well."""
+        """One system: its name and its scores; several: their scores under `systems`, and `comparisons`. Scores are
+        `sets` and `average`; those of a single test set are also at the top."""
         systems = {}
         for system, by_set in self.scores.items():
             sets = {name: scores.as_json() for name, scores in by_set.items()}
@@ -128,9 +131,9 @@ def score_systems(systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence
     """Scores systems, and compares each with the first.
 
     Args:
-        systems: name to translations, of each of `sets` in turn.
-        sets: what was translated.
-        lang: of the target; "zh", "ja" and "ko" get SacreBLEU's tokenizers for them, all others 13a.
+        systems: from a name to the translations of each of `sets`, in their order.
+        sets: the test sets.
+        lang: the target language; "zh", "ja" and "ko" have SacreBLEU tokenizers, all others use 13a.
 
     Raises:
         UserError: a translation has another number of lines than its test set.
@@ -152,29 +155,29 @@ def score_systems(systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence
 def score_lines(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]], lang: str, name: str = "the translation"
 ) -> Scores:
-    """All `METRICS` of lines against one or more sets of reference lines; `name` is for the message of a fault.
+    """All `METRICS` of lines against one or more sets of reference lines; `name` is used in messages.
 
     Raises:
-        UserError: the numbers of lines differ, or there is none; SacreBLEU's tokenizer for `lang` is not installed.
+        UserError: the numbers of lines differ or are 0, or SacreBLEU's tokenizer for `lang` is not installed.
     """
     if len(hypotheses) != len(references[0]):
-        raise UserError(f"{name} has {len(hypotheses)} lines, but the reference has {len(references[0])}; give one "
-                        "translation a line, in the order of the source")
+        raise UserError(f"{name} has {len(hypotheses)} lines, but the reference has {len(references[0])}; put the "
+                        "translation of each source line on one line, in the same order")
     if not hypotheses:
         raise UserError(f"{name} has no lines, so there is nothing to score; give a text with at least one")
     values, signatures = {}, {}
-    for metric, scorer in scorers(lang).items():
+    for metric, scorer in make_scorers(lang).items():
         values[metric] = float(scorer.corpus_score(hypotheses, references).score)
         signatures[metric] = str(scorer.get_signature())
     return Scores(values, signatures, len(hypotheses))
 
 
 def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str) -> list[Comparison]:
-    """Compares every system with the first on one test set, 1,000 resamples, SacreBLEU's seed ($SACREBLEU_SEED).
+    """Compares every system with the first on one test set: 1,000 resamples, SacreBLEU's seed ($SACREBLEU_SEED).
 
-    The systems have the test set's number of lines (see `score_lines`).
+    The systems must have as many lines as the test set (see `score_lines`).
     """
-    named = {METRICS[metric]: scorer for metric, scorer in scorers(lang).items()}
+    named = {METRICS[metric]: scorer for metric, scorer in make_scorers(lang).items()}
     signatures, scored = PairedTest(list(systems.items()), named, test.references, test_type="bs")()
     results: dict[str, list[Any]] = dict(scored)
     baseline, *others = systems
@@ -183,16 +186,16 @@ def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str
         first, *rest = results[name]
         for system, result in zip(others, rest, strict=True):
             difference = float(result.score - first.score)
-            p_value = float(result.p_value) if difference else 1.0  # SacreBLEU gives 1/1001 for a system and itself
+            p_value = float(result.p_value) if difference else 1.0  # SacreBLEU gives 1/1001 for equal systems
             comparisons.append(Comparison(test.name, metric, system, baseline, difference, p_value, float(result.mean),
                                           float(result.ci), str(signatures[name])))
     return comparisons
 
 
-def scorers(lang: str) -> dict[str, Metric]:
-    """By our name; of a target language. Raises `UserError` where its tokenizer is not installed."""
+def make_scorers(lang: str) -> dict[str, Metric]:
+    """The scorers for a target language, by metric. Raises `UserError` if its tokenizer is not installed."""
     try:
         return {metric: make(lang) for metric, make in SCORERS.items()}
     except RuntimeError:
-        raise UserError(f"data.trg_lang is {lang!r}, whose tokenizer is no part of SacreBLEU's plain installation; say "
+        raise UserError(f"data.trg_lang is {lang!r}, whose tokenizer is not installed with SacreBLEU by default; run "
                         f"pip install 'sacrebleu[{lang}]'") from None

@@ -1,7 +1,7 @@
-"""A trained model in another form.
+"""Converts a trained model into another form.
 
-An exporter takes a recipe, whose run is exported, a checkpoint (None: the run's average, else its newest) and the
-folder to write (None: one in the run); it returns a line that says what was written.
+An exporter takes the recipe of a run, a checkpoint (None: the run's average, else its newest) and the output folder
+(None: one in the run folder). It returns a line that describes what it wrote.
 """
 
 from __future__ import annotations

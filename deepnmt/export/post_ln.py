@@ -1,18 +1,17 @@
-"""Folding: Admin and DeepNorm stacks into plain Post-LN, with the same logits. Liu et al. 2020, Appendix C.
+"""Folds Admin and DeepNorm stacks into plain Post-LN with the same logits (Liu et al. 2020, Appendix C).
 
-Sub-layer i of such a stack computes LN_i(ω_i ⊙ x + F_i(x)); DeepNorm's ω_i is the number α. Written in x' = ω_i ⊙ x
-that is LN_i(x' + F_i(x' / ω_i)), so
+Sub-layer i of such a stack computes LN_i(ω_i ⊙ x + F_i(x)); DeepNorm's ω_i is the number α. With x' = ω_i ⊙ x this is
+LN_i(x' + F_i(x' / ω_i)), which is Post-LN on x'. So
 
-- what makes x gives x' instead: gain and bias of the norm before are multiplied by ω_i,
-- what reads x divides: the columns of query, key and value in self-attention, of query alone in cross-attention (its
-  keys and values read the encoder's output, which stays as it is), and of the first FFN matrix.
+- the previous norm must produce x': its gain and bias are multiplied by ω_i;
+- the matrices that read x must divide: the columns of query, key and value in self-attention, of the query in
+  cross-attention (keys and values read the encoder's output, which does not change), and of the first FFN matrix.
 
-Before the first sub-layer there is no norm. Its x is sqrt(D) · embedding + position: the table may also be the
-softmax's or the other stack's, and the positions are fixed. So ω_1 becomes the stack's `input_gain`, a vector of D
-numbers on that sum, and tables and tyings stay as they are; where ω_1 is 1 throughout it is left out.
+The first sub-layer has no norm before it. Its x is sqrt(D) · embedding + position, and the table may be shared with the
+softmax or the other stack. So ω_1 becomes the stack's `input_gain`, a vector [D] that multiplies that sum, and tables
+and tyings stay as they are. It is left out if ω_1 is 1 everywhere.
 
-Computed in float64, rounded to fp32 once, which is all that the logits differ by but for the rounding of fp32
-arithmetic, which no two models share. `D` width.
+The fold is computed in float64 and rounded to fp32 once. `D` width.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ from deepnmt.tokens import PAD
 
 FOLDABLE = [name for name, block in BLOCKS.items() if block.foldable]
 
-# The matrices [.., D] that read a sub-layer's x, in the order of the sub-layers.
+# The matrices [.., D] that read the input of each sub-layer, in the order of the sub-layers.
 _READERS: dict[Side, tuple[str, ...]] = {
     "encoder": ("self_attn.qkv.weight", "ffn.fc1.weight"),
     "decoder": ("self_attn.qkv.weight", "cross_attn.q.weight", "ffn.fc1.weight"),
 }
 
-LARGEST_DIFFERENCE = 1e-5  # of the logits, both models computed in float64
+LARGEST_DIFFERENCE = 1e-5  # allowed between the logits of the two models, computed in float64
 
 
 @dataclass(frozen=True)
 class Folded:
-    """A folded checkpoint: its folder, the stacks that were folded, and how far its logits, computed in float64, were
-    seen to differ."""
+    """A folded checkpoint: its folder, the folded stacks, the largest difference of its logits, computed in float64,
+    and the largest logit."""
 
     folder: Path
     stacks: list[str]
@@ -64,12 +63,12 @@ class Folded:
 
 
 def fold_run(recipe: Recipe, checkpoint: str | Path | None = None, output: str | Path | None = None) -> str:
-    """Folds and returns a line that says what was written and how exact it is.
+    """Folds a run's model; returns a line on what was written and how exact it is.
 
     Args:
-        recipe: whose `run` is folded.
-        checkpoint: a checkpoint or run folder to be folded in its place; without, the run's average, else its newest.
-        output: the folder written; without, `folded` in the run folder.
+        recipe: its `run` is folded.
+        checkpoint: a checkpoint or run folder to fold instead; by default the run's average, else its newest.
+        output: the output folder; by default `folded` in the run folder.
 
     Raises:
         UserError: see `save_folded`.
@@ -83,17 +82,17 @@ def fold_run(recipe: Recipe, checkpoint: str | Path | None = None, output: str |
 
 
 def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str, Tensor], Model]:
-    """The weights and the shapes of a Post-LN model that computes what `weights` compute under `model`.
+    """The weights and model settings of a Post-LN model with the same logits as `weights` under `model`.
 
     Stacks of other blocks stay as they are.
 
     Raises:
-        UserError: no stack can be folded, or an ω has a zero, by which nothing can be divided.
+        UserError: no stack can be folded, or an ω has a zero.
     """
     sides = [side for side in SIDES if model.stack(side).block in FOLDABLE]
     if not sides:
         raise UserError(f"model.encoder.block is {model.encoder.block} and model.decoder.block {model.decoder.block}, "
-                        f"but only {', '.join(FOLDABLE)} fold into post_ln; the others are used as they are")
+                        f"but only {', '.join(FOLDABLE)} fold into post_ln; use the model as it is")
     folded = dict(weights)
     post_ln = model
     for side in sides:
@@ -107,7 +106,7 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
     layers, gain = f"{side}.layers.", f"{side}.input.gain"
     folded = {name: tensor for name, tensor in weights.items()
               if not (name.startswith(layers) and ".rule.omegas." in name)}
-    norm = ""  # before the sub-layer; none before the first
+    norm = ""  # the norm before the sub-layer; the first has none
     for layer in range(model.stack(side).layers):
         for number, reader in enumerate(_READERS[side]):
             if BLOCKS[model.stack(side).block] is DeepNorm:
@@ -116,12 +115,12 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
             else:
                 omega = weights[f"{layers}{layer}.rule.omegas.{number}"].double()
             if not bool((omega != 0).all()):
-                raise UserError(f"ω of sub-layer {number + 1} of {layers}{layer} holds a zero, so its model has "
-                                "no plain post_ln form; use the checkpoint as it is")
+                raise UserError(f"ω of sub-layer {number + 1} of {layers}{layer} has a zero, so the model cannot be "
+                                "written as post_ln; use the checkpoint as it is")
             matrix = f"{layers}{layer}.{reader}"
             folded[matrix] = (weights[matrix].double() / omega).float()
             if norm:
-                for name in (f"{norm}.weight", f"{norm}.bias"):  # its gain and, where it has one, its bias
+                for name in (f"{norm}.weight", f"{norm}.bias"):  # its gain, and its bias if it has one
                     if name in weights:
                         folded[name] = (weights[name].double() * omega).float()
             elif gain in weights:
@@ -133,30 +132,30 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
 
 
 def save_folded(source: Path, target: Path) -> Folded:
-    """Folds the model of a checkpoint or run folder, compares both on random sentences, and writes it as a checkpoint.
+    """Folds the model of a checkpoint or run folder, compares the two on random sentences, and writes a checkpoint.
 
-    Like an average it has no moments. Its `recipe.yaml` says post_ln for the folded stacks; vocabularies, position and
-    scores stay.
+    Like an average it has no moments. Its recipe names post_ln for the folded stacks; vocabularies, position and scores
+    are copied.
 
     Raises:
-        UserError: see `fold_weights` and `checkpoint.load_model`; `target` is something else than a checkpoint; the
-            logits differ too much, as with an ω close to 0. Nothing is written then.
+        UserError: see `fold_weights` and `checkpoint.load_model`; or `target` exists and is not a checkpoint; or the
+            logits differ too much, as with an ω close to 0. Then nothing is written.
         CheckpointWriteError: it cannot be written.
     """
     check_target(target, "the folded model")
     loaded = load_model(source)
     if target.exists() and target.resolve() == loaded.folder.resolve():
-        raise UserError(f"{target} is the checkpoint to be folded; give another folder for the folded model")
+        raise UserError(f"{target} is the checkpoint to fold; give another folder for the folded model")
     before = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
     weights, model = fold_weights(before, loaded.recipe.model)
-    # the profile is of Admin alone, and has done its work
+    # the profile is only for Admin, and only for its initial ω
     recipe = with_settings(loaded.recipe, {"model": model, "admin.profile": None})
-    del before  # what was folded has no other owner than the model, see `_compare`
+    del before  # so that `_compare` can free the old weights
     difference, largest = _compare(loaded, weights, recipe)
     if not difference <= LARGEST_DIFFERENCE:
-        raise UserError(f"the folded model of {loaded.folder} would differ by {difference:.1e} in its logits, of which "
-                        f"the largest is {largest:.1f}, above {LARGEST_DIFFERENCE:g}: rounding the folded weights "
-                        "costs too much, as where an ω is too close to 0; use the checkpoint as it is")
+        raise UserError(f"the logits of the folded model of {loaded.folder} would differ by {difference:.1e} (the "
+                        f"largest is {largest:.1f}), but at most {LARGEST_DIFFERENCE:g} is allowed: rounding the "
+                        "folded weights loses too much, as with an ω close to 0; use the checkpoint as it is")
     extra: dict[str, Any] = {**loaded.state.extra, "folded": str(loaded.folder)}
     state = replace(loaded.state, loss_scale=None, extra=extra)
     write_checkpoint(target, Contents(weights, None, state, dump_recipe(recipe), loaded.files))
@@ -167,10 +166,10 @@ def save_folded(source: Path, target: Path) -> Folded:
 
 @torch.no_grad()
 def _compare(loaded: LoadedModel, weights: Mapping[str, Tensor], recipe: Recipe) -> tuple[float, float]:
-    """The largest difference of the logits on random sentences, and the largest logit, both as magnitudes.
+    """The largest difference of the two models' logits on random sentences, and the largest logit, both absolute.
 
-    In float64: in fp32 either model's own rounding is several times what the fold does. `loaded.model` is used up, to
-    have one model at a time beside the folded weights.
+    Computed in float64, since in fp32 each model's rounding is several times the error of the fold. Frees
+    `loaded.model`'s weights, to hold only one model beside the folded weights.
     """
     generator = torch.Generator().manual_seed(1)
     longest = min(24, recipe.model.max_length)
@@ -184,7 +183,7 @@ def _compare(loaded: LoadedModel, weights: Mapping[str, Tensor], recipe: Recipe)
         return torch.cat([all_logits[..., :PAD], all_logits[..., PAD + 1 :]], dim=-1)  # that of pad is -inf
 
     ours = logits(loaded.model)
-    loaded.model.to("meta")  # which holds no numbers
+    loaded.model.to("meta")  # frees its weights
     other = Transformer(recipe.model, loaded.src_vocab.size, loaded.trg_vocab.size, recipe.seed).eval()
     fill(other, weights.__getitem__)
     theirs = logits(other)
@@ -192,8 +191,8 @@ def _compare(loaded: LoadedModel, weights: Mapping[str, Tensor], recipe: Recipe)
 
 
 def _compute_in_float64(model: Transformer) -> None:
-    """Changes the model so, with layers of fp32 that are float64 only while they compute: all at once would be 8 more
-    bytes a parameter. The fp32 tensors stay where they are, since others in their places would leave holes between."""
+    """Makes the model compute in float64, its layers one at a time: all at once would need 8 more bytes a parameter.
+    Each layer then gets its old fp32 tensors back; allocating new ones would fragment the memory."""
     narrow: list[Tensor] = []
 
     def widen(layer: nn.Module, _: object) -> None:

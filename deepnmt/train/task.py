@@ -15,7 +15,7 @@ from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
 from deepnmt.config import Recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import PreparedData, open_prepared
-from deepnmt.evaluate.metrics import scorers
+from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
@@ -62,7 +62,7 @@ class Task:
 
 def _check(recipe: Recipe) -> None:
     if recipe.train.valid_bleu:
-        scorers(recipe.data.trg_lang)
+        make_scorers(recipe.data.trg_lang)
 
 
 def _stream(recipe: Recipe, data: PreparedData) -> Stream:

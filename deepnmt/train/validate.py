@@ -10,7 +10,7 @@ from deepnmt.config import Recipe, Translate
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split
 from deepnmt.decode.translate import translate_shards
-from deepnmt.evaluate.metrics import scorers
+from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.ranks import Ranks
@@ -66,7 +66,7 @@ def _bleu(recipe: Recipe, data: PreparedData, split: Split, model: Transformer, 
     hypotheses = [best[0].text for best in translated]
     score = b""
     if ranks.first:
-        metric = scorers(recipe.data.trg_lang)["bleu"]
+        metric = make_scorers(recipe.data.trg_lang)["bleu"]
         value = metric.corpus_score(hypotheses, [references]).score
         score = json.dumps([value, str(metric.get_signature())]).encode()
     value, signature = json.loads(ranks.broadcast_bytes(score))

@@ -25,7 +25,7 @@ from deepnmt.config import Model, Recipe, Translate, check_recipe
 from deepnmt.data.batching import Position, Stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
-from deepnmt.decode.translate import cast, translate_shards
+from deepnmt.decode.translate import cast_weights, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, write_json
 from deepnmt.model.embedding import sinusoids
@@ -168,7 +168,7 @@ def _translate_rate(job: dict[str, Any], ranks: Ranks) -> float:
     lines = data.split(names[0]).src_text()
     stepper = CachedStepper if job["cache"] else RecomputingStepper
     settings = Translate.model_validate(job["settings"])
-    model = cast(loaded.model, settings.precision).to(ranks.device)
+    model = cast_weights(loaded.model, settings.precision).to(ranks.device)
 
     def run(texts: list[str]) -> None:
         for _ in translate_shards(model, loaded.vocabs, texts, settings, ranks, stepper=stepper):

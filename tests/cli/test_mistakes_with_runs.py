@@ -60,7 +60,7 @@ def test_missing_checkpoints(prepared: Path, trained: Path, refused: Refused, tm
     found = refused("average", recipe, f"run={tmp_path}")
     assert f"there is no checkpoint in {tmp_path}/checkpoints; train first" in found
     assert "9 checkpoints in" in refused("average", trained, "--last", 9)
-    assert "there are 2; ask for a number from 1 to that" in refused("average", trained, "--last", 0)
+    assert "there are 2; choose from 1 to 2" in refused("average", trained, "--last", 0)
     assert "there is no checkpoint of update 4" in refused("average", trained, "--updates", "3,4")
     found = refused("average", trained, "model.heads=4")
     assert f"{FIRST} holds another model than requested:\n  model.heads: 2 -> 4" in found
@@ -247,7 +247,7 @@ def test_a_run_whose_checkpoint_cannot_be_put_back(tmp_path: Path, monkeypatch: 
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "rename", refused)
-    with user_error("a kill left of update-00000009"), \
+    with user_error("is update-00000009, displaced by a killed process"), \
             run_lock(tmp_path, Ranks.alone()):
         pass
 
@@ -255,7 +255,7 @@ def test_a_run_whose_checkpoint_cannot_be_put_back(tmp_path: Path, monkeypatch: 
 class Told(Ranks):
     """Another process than the first."""
 
-    def together(self, act: Callable[[], Result]) -> Result:
+    def raise_everywhere(self, act: Callable[[], Result]) -> Result:
         act()  # makes nothing here
         raise UserError("what the first said")
 
@@ -293,7 +293,7 @@ def test_translation_files(trained: Path, refused: Refused, tool: Tool, tmp_path
     assert "is the input file itself" in refused("translate", trained, "--input", source, "--output", source)
     assert f"output {tmp_path} is a folder" in refused("translate", trained, "--input", source, "--output", tmp_path)
     assert "cannot be written" in refused("translate", trained, "--input", source, "--output", tmp_path / "no" / "out")
-    assert "nbest (9) cannot exceed beam (2)" in refused("translate", trained, "--input", source, "translate.nbest=9")
+    assert "nbest (9) must not be above beam (2)" in refused("translate", trained, "--input", source, "translate.nbest=9")
     for named in ((), ("--checkpoint", trained / "checkpoints" / NEWEST)):
         found = refused("translate", trained, "--input", source, "model.encoder.block=b2t", *named)
         assert f"{NEWEST} holds another model than requested:\n  model.encoder.block: admin -> b2t" in found
@@ -306,15 +306,15 @@ def test_scoring(prepared: Path, trained: Path, refused: Refused, tmp_path: Path
     short.write_text("ein Hund\n" * 19)
     scores = ("--output", tmp_path / "scores.json")
     found = refused("evaluate", trained, "--hypotheses", f"ours={short}", *scores)
-    assert "ours on held_out has 19 lines, but the reference has 20; give one translation a line" in found
+    assert "ours on held_out has 19 lines, but the reference has 20; put the translation of each" in found
     found = refused("evaluate", trained, "--test", f"mine={short},{whole}", "--hypotheses", f"a={whole}", *scores)
     assert "mine has 19 source lines and 20 reference lines" in found
-    assert "near it are held_out" in refused("evaluate", trained, "--test", "held-out", *scores)
+    assert "did you mean held_out?" in refused("evaluate", trained, "--test", "held-out", *scores)
     assert "none cannot be read" in refused("evaluate", trained, "--hypotheses", f"a={tmp_path}/none", *scores)
     assert "not of the form SYSTEM=FILE" in refused("evaluate", trained, "--hypotheses", short, *scores)
     assert "model.encoder.layers: 2 -> 3" in refused("evaluate", trained, "model.encoder.layers=3", *scores)
     found = refused("evaluate", trained, "--hypotheses", f"a={whole}", "--checkpoint", trained, *scores)
-    assert f"so the checkpoint {trained} would not be used" in found
+    assert f"so the checkpoint {trained} would have no effect" in found
     found = refused("evaluate", trained, "--hypotheses", f"a={whole}", "--output", short / "x.json")
     assert f"scores cannot be written to {short}/x.json" in found
     assert [file.name for file in tmp_path.iterdir()] == ["short"] and not (trained / "scores.json").exists()

@@ -14,7 +14,7 @@ import pytest
 from refusals import user_error
 
 from deepnmt.data.text import read_lines
-from deepnmt.decode.translate import Hypothesis, one_line, record, writing
+from deepnmt.decode.translate import Hypothesis, format_hypotheses, one_line, open_output
 from deepnmt.progress import show_progress
 
 TEXT = "\ufeffein Haus\r\n\n  zwei\u2028Häuser \u0085\rx\nletzte"
@@ -54,9 +54,9 @@ def test_missing_input_is_named(tmp_path: Path) -> None:
 
 
 def test_records() -> None:
-    assert record(7, BEST, "text") == "ein Haus\n"
-    assert record(7, BEST, "tsv") == '7\t1\t-0.250000\tein Haus\n7\t2\t-1.500000\t"das"\n'
-    line = record(7, BEST, "jsonl")
+    assert format_hypotheses(7, BEST, "text") == "ein Haus\n"
+    assert format_hypotheses(7, BEST, "tsv") == '7\t1\t-0.250000\tein Haus\n7\t2\t-1.500000\t"das"\n'
+    line = format_hypotheses(7, BEST, "jsonl")
     assert line.endswith("\n")
     assert json.loads(line) == {"line": 7, "hypotheses": [
         {"text": "ein Haus", "score": -0.25, "log_prob": -0.75, "tokens": 2, "ended": True},
@@ -70,11 +70,11 @@ def test_one_line() -> None:
 
 def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
     target = tmp_path / "out.de"
-    with writing(target) as out:
+    with open_output(target) as out:
         out.write("Häuser\n")
         assert not target.exists()
     assert target.read_bytes() == "Häuser\n".encode()
-    with pytest.raises(RuntimeError, match="killed"), writing(target) as out:
+    with pytest.raises(RuntimeError, match="killed"), open_output(target) as out:
         out.write("half\n")
         raise RuntimeError("killed")
     assert target.read_bytes() == "Häuser\n".encode()
@@ -82,7 +82,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 
 def test_standard_output_is_utf8_and_stays_open(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    with writing(None) as out:
+    with open_output(None) as out:
         out.write("Häuser\n")
     print("more", flush=True)
     assert capfdbinary.readouterr().out == "Häuser\nmore\n".encode()
@@ -90,7 +90,7 @@ def test_standard_output_is_utf8_and_stays_open(capfdbinary: pytest.CaptureFixtu
 
 def test_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with user_error(r"output .*absent/out\.de cannot be written: No such file"), \
-            writing(tmp_path / "absent" / "out.de"):
+            open_output(tmp_path / "absent" / "out.de"):
         pass
 
 
@@ -98,9 +98,9 @@ def test_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
-    with user_error("no space is left"), writing(full) as out:
+    with user_error("no space is left"), open_output(full) as out:
         out.write("x\n")
-    with user_error("no space is left"), writing(tmp_path / "out"):
+    with user_error("no space is left"), open_output(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "as a write to a full disk")
     assert list(tmp_path.iterdir()) == [full] and full.is_char_device()
 
@@ -112,7 +112,7 @@ def test_links_fifos_and_devices_are_written_into(tmp_path: Path) -> None:
     link.symlink_to("target")
     reader = subprocess.Popen(["cat", fifo], stdout=subprocess.PIPE)
     for output in (null, fifo, link, link):  # what the link leads to is made, then replaced
-        with writing(output) as out:
+        with open_output(output) as out:
             out.write("Häuser\n")
     assert reader.communicate(timeout=60)[0] == target.read_bytes() == "Häuser\n".encode()
     assert null.is_symlink() and null.is_char_device() and fifo.is_fifo() and link.is_symlink()
@@ -123,12 +123,12 @@ def test_nothing_is_written_through_a_planted_link(tmp_path: Path, monkeypatch: 
     victim, out = tmp_path / "victim", tmp_path / "out"
     victim.write_text("mine")
     (tmp_path / "out.part").symlink_to(victim)
-    with writing(out) as stream:
+    with open_output(out) as stream:
         stream.write("theirs")
     assert victim.read_text() == "mine" and out.read_text() == "theirs" and not out.is_symlink()
     monkeypatch.setattr("deepnmt.files.secrets.token_hex", lambda _: "guessed")
     (tmp_path / ".tmp-out-guessed").symlink_to(victim)
-    with user_error("File exists"), writing(out) as stream:
+    with user_error("File exists"), open_output(out) as stream:
         stream.write("theirs")
     assert victim.read_text() == "mine"
 

@@ -12,8 +12,15 @@ import torch
 from refusals import user_error
 from torch import Tensor
 
-from deepnmt.decode.next_tokens import BLOCK, ROWS, LengthPenalty, best_entries, extensions, log_normalisers
-from deepnmt.decode.search import Candidate, _staying, beam_search, follow, most_likely, sampling
+from deepnmt.decode.next_tokens import BLOCK, ROWS, LengthPenalty, best_entries, best_extensions, log_normalisers
+from deepnmt.decode.search import (
+    Candidate,
+    _compacted,
+    beam_search,
+    choose_greedily,
+    decode_independently,
+    make_sampler,
+)
 
 BOS, EOS, PAD = 1, 2, 3
 VOCAB = 7  # unk and three words besides bos, eos and pad
@@ -122,7 +129,7 @@ def test_best_entries_is_topk(vocab: int) -> None:
 def test_extensions_are_fp32_log_probabilities_of_a_half_precision_model() -> None:
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = logits.double().log_softmax(1)
-    values, tokens, ends = extensions(logits, 3)
+    values, tokens, ends = best_extensions(logits, 3)
     assert values.dtype == ends.dtype == torch.float32
     torch.testing.assert_close(ends.double(), expected[:, EOS], atol=1e-6, rtol=0)
     torch.testing.assert_close(values.double(), expected.gather(1, tokens), atol=1e-6, rtol=0)
@@ -139,7 +146,7 @@ def test_rows_are_the_same_alone_and_in_groups(rows: int) -> None:
     expected = logits.double().log_softmax(1)
     norms = logits.double().logsumexp(1)
     torch.testing.assert_close(log_normalisers(logits).double(), norms, atol=0, rtol=1e-6)
-    values, tokens, ends = extensions(logits, 4)
+    values, tokens, ends = best_extensions(logits, 4)
     torch.testing.assert_close(ends.double(), expected[:, EOS], atol=1e-3, rtol=1e-6)
     torch.testing.assert_close(values.double(), expected.gather(1, tokens), atol=1e-3, rtol=1e-6)
     expected[:, [BOS, EOS, PAD]] = -torch.inf
@@ -187,7 +194,7 @@ def test_patience_ends_what_would_go_on() -> None:
 @pytest.mark.parametrize("done", ["", "0", "1", "01", "10", "0010110", "1110001", "1111111", "0000"])
 def test_those_that_stay_keep_their_place_or_fill_a_gap(done: str) -> None:
     flags = torch.tensor([flag == "1" for flag in done], dtype=torch.bool)
-    order = _staying(flags).tolist()
+    order = _compacted(flags).tolist()
     assert sorted(order) == [i for i, flag in enumerate(done) if flag == "0"]
     assert all(order[i] == i for i in range(len(order)) if done[i] == "0")
 
@@ -214,14 +221,14 @@ def test_a_hypothesis_at_the_limit_is_cut_and_says_so() -> None:
 
     limits, penalty = torch.tensor([6]), LengthPenalty("average", 1.0)
     for found in (beam_search(TableStepper(1, 2, endless), limits, 2, 1, penalty),
-                  follow(TableStepper(1, 1, endless), limits, 1, most_likely, penalty)):
+                  decode_independently(TableStepper(1, 1, endless), limits, 1, choose_greedily, penalty)):
         assert found[0][0].tokens == [5] * 6
         assert not found[0][0].ended
 
 
 def test_greedy_follows_the_likeliest_token() -> None:
     limits, penalty = [8, 3, 8, 1, 20], LengthPenalty("gnmt", 0.6)
-    found = follow(TableStepper(len(limits), 1), torch.tensor(limits), 1, most_likely, penalty)
+    found = decode_independently(TableStepper(len(limits), 1), torch.tensor(limits), 1, choose_greedily, penalty)
     for sentence, limit in enumerate(limits):
         tokens: tuple[int, ...] = ()
         while len(tokens) < limit and EOS not in tokens:
@@ -240,7 +247,7 @@ def test_samples_have_the_models_distribution(temperature: float) -> None:
     logits[BOS] = -torch.inf
     probabilities = (logits.double() / temperature).softmax(0)
     uniforms = torch.from_numpy(np.random.default_rng(5).random((1, draws, 1), dtype=np.float32))
-    tokens = sampling(uniforms, temperature)(logits.expand(draws, -1), torch.tensor([0]), 0)
+    tokens = make_sampler(uniforms, temperature)(logits.expand(draws, -1), torch.tensor([0]), 0)
     frequencies = tokens.bincount(minlength=VOCAB) / draws
     spread = (probabilities * (1 - probabilities) / draws).sqrt()
     assert bool(((frequencies - probabilities).abs() <= 4 * spread).all())
@@ -251,13 +258,14 @@ def test_the_extreme_uniforms_draw_tokens_that_may_be_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]])
     below_one = float(np.nextafter(np.float32(1), np.float32(0)))
     for uniform, token in ((0.0, 1), (below_one, 2)):
-        assert sampling(torch.full((1, 1, 1), uniform), 1.0)(logits, torch.tensor([0]), 0).item() == token
+        assert make_sampler(torch.full((1, 1, 1), uniform), 1.0)(logits, torch.tensor([0]), 0).item() == token
 
 
 def test_samples_are_scored_by_the_model_and_sorted() -> None:
     limits, penalty, count = [6, 2, 9], LengthPenalty("average", 1.0), 8
     uniforms = torch.from_numpy(np.random.default_rng(1).random((3, count, 9), dtype=np.float32))
-    found = follow(TableStepper(3, count), torch.tensor(limits), count, sampling(uniforms, 0.8), penalty)
+    sampler = make_sampler(uniforms, 0.8)
+    found = decode_independently(TableStepper(3, count), torch.tensor(limits), count, sampler, penalty)
     for sentence, limit in enumerate(limits):
         assert len(found[sentence]) == count
         assert [c.score for c in found[sentence]] == sorted((c.score for c in found[sentence]), reverse=True)
@@ -275,4 +283,5 @@ def test_scores_that_are_no_numbers_are_refused() -> None:
     with user_error("diverged"):
         beam_search(TableStepper(2, 3, broken), torch.tensor([4, 4]), 3, 1, LengthPenalty("none", 1.0))
     with user_error("diverged"):
-        follow(TableStepper(2, 1, broken), torch.tensor([4, 4]), 1, most_likely, LengthPenalty("none", 1.0))
+        decode_independently(TableStepper(2, 1, broken), torch.tensor([4, 4]), 1, choose_greedily,
+                             LengthPenalty("none", 1.0))

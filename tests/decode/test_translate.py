@@ -77,12 +77,12 @@ def test_nbest_lists(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_pa
     settings = SETTINGS.model_copy(update={"nbest": 3})
     best = expected(loaded, settings)
     assert [len(hypotheses) for hypotheses in best] == [3, 1, 3, 3, 1, 3, 3, 3]
-    translate_files(checkpoint, str(source), str(tmp_path / "out.tsv"), settings, form="tsv")
+    translate_files(checkpoint, str(source), str(tmp_path / "out.tsv"), settings, output_format="tsv")
     rows = [line.split("\t") for line in (tmp_path / "out.tsv").read_text(encoding="utf-8").splitlines()]
     flat = [(n, r, h) for n, hs in enumerate(best, start=1) for r, h in enumerate(hs, start=1)]
     assert [(int(n), int(r), text) for n, r, _, text in rows] == [(n, r, h.text) for n, r, h in flat]
     assert [float(score) for _, _, score, _ in rows] == pytest.approx([h.score for _, _, h in flat], abs=1e-5)
-    translate_files(checkpoint, str(source), str(tmp_path / "out.jsonl"), settings, form="jsonl")
+    translate_files(checkpoint, str(source), str(tmp_path / "out.jsonl"), settings, output_format="jsonl")
     objects = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [o["line"] for o in objects] == list(range(1, 9))
     assert [[h["text"] for h in o["hypotheses"]] for o in objects] == [[h.text for h in hs] for hs in best]
@@ -103,7 +103,7 @@ def test_the_reference_decoder_gives_the_same_file(checkpoint: Path, source: Pat
 def test_bf16_weights_and_fp32_positions(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_path: Path) -> None:
     """Translating with translate.precision is translating with such weights."""
     settings = SETTINGS.model_copy(update={"precision": "bf16"})
-    model = translate.cast(loaded.model, "bf16")
+    model = translate.cast_weights(loaded.model, "bf16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
     translate_files(checkpoint, str(source), str(tmp_path / "out"), settings)
@@ -148,13 +148,13 @@ def translate_together(folder: str, source: str, target: str) -> None:
     """What each process runs."""
     with processes() as ranks:
         settings = SETTINGS.model_copy(update={"nbest": 2})
-        written = translate_files(Path(folder), source, target, settings, form="jsonl", ranks=ranks)
+        written = translate_files(Path(folder), source, target, settings, output_format="jsonl", ranks=ranks)
         assert written == (len(LINES) if ranks.first else 0)
 
 
 def test_two_processes_write_what_one_writes(checkpoint: Path, source: Path, tmp_path: Path, warm: Warm) -> None:
     settings = SETTINGS.model_copy(update={"nbest": 2})
-    translate_files(checkpoint, str(source), str(tmp_path / "one"), settings, form="tsv")
+    translate_files(checkpoint, str(source), str(tmp_path / "one"), settings, output_format="tsv")
     warm.run(2, "test_translate:translate_together", checkpoint, source, tmp_path / "two")
     one = [line.split("\t") for line in (tmp_path / "one").read_text(encoding="utf-8").splitlines()]
     two = [json.loads(line) for line in (tmp_path / "two").read_text(encoding="utf-8").splitlines()]
@@ -170,7 +170,7 @@ def test_what_cannot_be_done_is_said_before_the_model_is_loaded(source: Path, tm
         translate_files(nowhere, str(source), str(source), SETTINGS)
     with user_error(r"translate\.nbest is 2, but the format text holds one"):
         translate_files(nowhere, str(source), "-", SETTINGS.model_copy(update={"nbest": 2}))
-    with user_error("standard input reaches one process only, but 2 were launched"):
+    with user_error("standard input reaches one process only, but 2 were started"):
         translate_files(nowhere, "-", "-", SETTINGS, ranks=played(0, 2))
 
 

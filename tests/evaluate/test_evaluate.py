@@ -22,7 +22,7 @@ from deepnmt.arguments import expected_model
 from deepnmt.checkpoint.average import average_run
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.decode.translate import translate_files, translate_lines
-from deepnmt.evaluate.evaluate import evaluate_run, find_sets, read_systems, scores_file
+from deepnmt.evaluate.evaluate import evaluate_run, load_test_sets, read_systems, scores_file
 from deepnmt.evaluate.metrics import EvaluationSet, compare, score_lines, score_systems
 from deepnmt.export.post_ln import fold_run
 
@@ -141,29 +141,29 @@ def test_a_difference_in_one_line_of_many_is_chance() -> None:
 
 
 def test_test_sets_by_name_and_by_files(recipe: config.Recipe, tmp_path: Path) -> None:
-    assert find_sets(recipe, None) == [
+    assert load_test_sets(recipe, None) == [
         EvaluationSet("first", SOURCES, [TARGETS]), EvaluationSet("second", SOURCES[:2], [TARGETS[:2]])]
     files = f"mine={tmp_path / 'a.en.gz'},{tmp_path / 'a.de'}"
-    assert find_sets(recipe, [files, "second"])[0] == EvaluationSet("mine", SOURCES, [TARGETS])
+    assert load_test_sets(recipe, [files, "second"])[0] == EvaluationSet("mine", SOURCES, [TARGETS])
     short = _write(tmp_path / "short", TARGETS[:2])
     empty = _write(tmp_path / "empty", [])
     for spec, fault in (
-        ("frist", "there is no test set 'frist'; near it are first; give a name of data.test \\(first, second\\)"),
-        ("wmt14/ful", "near it are wmt14/full"),
+        ("frist", "there is no test set 'frist'; did you mean first\\?; give a name of data.test \\(first, second\\)"),
+        ("wmt14/ful", "did you mean wmt14/full"),
         ("multi30k/2016=x", "not of the form NAME=SRC,REF"),
         (f"m={tmp_path / 'none'},{short}", "none cannot be read: No such file"),
         (f"m={tmp_path / 'a.en.gz'},{short}", "test set m has 3 source lines and 2 reference lines"),
         (f"m={empty},{empty}", "test set m has no lines"),
     ):
         with user_error(fault):
-            find_sets(recipe, [spec])
-    with user_error("share a name"):
-        find_sets(recipe, ["first", "first"])
+            load_test_sets(recipe, [spec])
+    with user_error("have the same name"):
+        load_test_sets(recipe, ["first", "first"])
     with user_error(r"no data\.test"):
-        find_sets(tiny_run.recipe_of(tmp_path), None)
+        load_test_sets(tiny_run.recipe_of(tmp_path), None)
     german = recipe.model_copy(update={"data": recipe.data.model_copy(update={"src_lang": "deu"})})
     with user_error(r"SacreBLEU's multi30k/2017 has no deu-de .*; it has en-de, en-fr"):
-        find_sets(german, ["multi30k/2017"])
+        load_test_sets(german, ["multi30k/2017"])
 
 
 _SACREBLEU_SETS = """
@@ -171,12 +171,12 @@ import sys
 import tiny_run
 from pathlib import Path
 from deepnmt.errors import UserError
-from deepnmt.evaluate.evaluate import find_sets
+from deepnmt.evaluate.evaluate import load_test_sets
 recipe = tiny_run.recipe_of(Path("run"))
-(found,) = find_sets(recipe, ["wmt14/full"])
+(found,) = load_test_sets(recipe, ["wmt14/full"])
 assert (found.name, found.sources, found.references) == ("wmt14/full", ["a b", "c"], [["d", "e f"]]), found
 try:
-    find_sets(recipe, ["multi30k/2016"])
+    load_test_sets(recipe, ["multi30k/2016"])
 except UserError as error:
     print(error)
 """
@@ -248,7 +248,7 @@ def test_other_scores_have_other_names(recipe: config.Recipe, tmp_path: Path) ->
 
     def name(*overrides: str, tests: list[str] | None = None, **given: Any) -> str:
         asked = config.load_recipe(run, list(overrides))
-        file = scores_file(asked, find_sets(asked, tests), tests, **given)
+        file = scores_file(asked, load_test_sets(asked, tests), tests, **given)
         assert file.parent == run
         return file.name
 
@@ -315,7 +315,7 @@ def test_scores_go_into_a_device_and_through_a_link(recipe: config.Recipe, tmp_p
 
 def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
     good, short = _write(tmp_path / "good.de", TARGETS), _write(tmp_path / "short.de", TARGETS[:1])
-    sets = find_sets(recipe, None)
+    sets = load_test_sets(recipe, None)
     with user_error("not of the form SYSTEM=FILE"):
         read_systems([good], sets)
     with user_error(r"system s has 1 files for 2 test sets \(first, second\)"):
@@ -328,7 +328,7 @@ def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
         evaluate_run(recipe, ["first"], hypotheses=[f"s={short}"])
     with user_error(r"scores cannot be written to .*good\.de/x"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], output=f"{good}/x")
-    with user_error(r"so the checkpoint c would not be used; give one of the two"):
+    with user_error(r"so the checkpoint c would have no effect; give one of the two"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], checkpoint="c")
 
 

@@ -175,7 +175,7 @@ def test_what_cannot_be_folded_is_refused() -> None:
     module = as_trained(model)
     with torch.no_grad():
         module.decoder.get_parameter("layers.1.rule.omegas.2")[4] = 0.0
-    with user_error(r"^ω of sub-layer 3 of decoder.layers.1 holds a zero"):
+    with user_error(r"^ω of sub-layer 3 of decoder.layers.1 has a zero"):
         fold_weights({name: p.detach() for name, p in module.named_parameters()}, model)
 
 
@@ -244,7 +244,7 @@ def test_nothing_is_written_where_something_else_lies(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     with user_error("thesis exists and is not a checkpoint"):
         save_folded(tmp_path / "run", tmp_path / "thesis")
-    with user_error("is the checkpoint to be folded"):
+    with user_error("is the checkpoint to fold"):
         save_folded(tmp_path / "run", source)
 
 
