@@ -293,7 +293,8 @@ def test_translation_files(trained: Path, refused: Refused, tool: Tool, tmp_path
     assert "is the input file itself" in refused("translate", trained, "--input", source, "--output", source)
     assert f"output {tmp_path} is a folder" in refused("translate", trained, "--input", source, "--output", tmp_path)
     assert "cannot be written" in refused("translate", trained, "--input", source, "--output", tmp_path / "no" / "out")
-    assert "nbest (9) must not be above beam (2)" in refused("translate", trained, "--input", source, "translate.nbest=9")
+    found = refused("translate", trained, "--input", source, "translate.nbest=9")
+    assert "nbest (9) must not be above beam (2)" in found
     for named in ((), ("--checkpoint", trained / "checkpoints" / NEWEST)):
         found = refused("translate", trained, "--input", source, "model.encoder.block=b2t", *named)
         assert f"{NEWEST} holds another model than requested:\n  model.encoder.block: admin -> b2t" in found

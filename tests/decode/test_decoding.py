@@ -1,4 +1,4 @@
-"""Search over real Transformers: with and without the cache, alone and in a batch, against trying everything."""
+"""Search over real Transformers: with and without the cache, alone and in a batch, against exhaustive search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import BOS, EOS
 
 LINES = ["4 5 6 7 8 9 10", "22", "", "11 4 4 17 6 5 9 20 13 12 8 19", "9 8 7", "   ", "14 15 16 4", "10 11", "5 6 7"]
-WORDS = [0, 4, 5, 6, 7]  # what a vocabulary of 8 can say
+WORDS = [0, 4, 5, 6, 7]  # the tokens of a vocabulary of 8 other than bos, eos and pad
 
 BEAM = config.Translate(beam=4, nbest=3, max_ratio=1.0, max_extra=3)
 METHODS = {
@@ -43,7 +43,7 @@ class Numbers:
 
 
 def sharp(block: config.Block = "post_ln") -> Transformer:
-    """A model that prefers some tokens clearly, as a trained one does, so that no choice hangs on the last bit."""
+    """A model that clearly prefers some tokens, as a trained one does, so that no choice depends on the last bit."""
     model = model_of(block)
     with torch.no_grad():
         norms = [module for module in model.decoder.modules() if isinstance(module, nn.LayerNorm)]
@@ -92,8 +92,8 @@ def test_the_order_of_lines_changes_nothing() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["none", "average", "gnmt"])
-def test_a_wide_beam_finds_what_trying_everything_finds(name: Literal["none", "average", "gnmt"]) -> None:
-    """The scores of all hypotheses come from the whole decoder, given each of them as a target."""
+def test_a_wide_beam_equals_exhaustive_search(name: Literal["none", "average", "gnmt"]) -> None:
+    """The whole decoder scores all hypotheses, each given as a target."""
     penalty = LengthPenalty(name, 0.8)
     model = new_model(shapes("admin"), 8, 8, seed=3).eval()
     src, lengths, limits = torch.tensor([[4, 5, 6, EOS], [7, 4, EOS, 3]]), torch.tensor([4, 3]), torch.tensor([4, 3])
@@ -118,7 +118,7 @@ def test_a_wide_beam_finds_what_trying_everything_finds(name: Literal["none", "a
 
 @torch.no_grad()
 def test_scores_are_those_of_the_whole_decoder() -> None:
-    """Every hypothesis of a beam, forced through the decoder, has its log-probability and its score."""
+    """The decoder, forced along every hypothesis of a beam, gives the same log-probability and score."""
     model = sharp("deepnorm")
     for line, best in zip(LINES, translated(model, LINES, BEAM), strict=True):
         for hypothesis in best if line.strip() else []:
@@ -135,7 +135,7 @@ def test_scores_are_those_of_the_whole_decoder() -> None:
 
 
 def test_settings_bound_the_length_and_the_model_bounds_the_settings() -> None:
-    """max_ratio and max_extra count the source with eos; no translation is longer than model.max_length (32)."""
+    """max_ratio and max_extra count eos in the source; no translation is longer than model.max_length (32)."""
     model = model_of("post_ln")
     with torch.no_grad():
         model.output_weight[EOS] = 0.0  # the other logits' maximum is above 0: no hypothesis ends early
@@ -145,7 +145,7 @@ def test_settings_bound_the_length_and_the_model_bounds_the_settings() -> None:
     assert [(best[0].tokens, best[0].ended) for best in translated(model, ["4 5 6"], long)] == [(32, False)]
 
 
-def test_an_overlong_line_is_cut_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_overlong_line_is_truncated_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = sharp()
     words = [str(4 + i % (VOCAB - 4)) for i in range(40)]
     with caplog.at_level(logging.WARNING):
@@ -161,7 +161,7 @@ def test_half_precision_models_are_scored_in_fp32() -> None:
     assert best[0][0].score != torch.tensor(best[0][0].score).bfloat16().item()
 
 
-def test_a_model_in_training_is_put_back_there() -> None:
+def test_a_model_in_training_mode_stays_in_it() -> None:
     model = new_model(shapes("post_ln", dropout=0.5), VOCAB, VOCAB, seed=1).train()
     first, second = (translated(model, LINES, METHODS["greedy"]) for _ in range(2))
     assert first == second

@@ -1,4 +1,4 @@
-"""Decoding step by step gives what decoding the whole target at once gives."""
+"""Decoding step by step equals decoding the whole target at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ B, K, T = 3, 2, 6
 
 
 class Decoding:
-    """Three sentences of which each has two hypotheses, with other tokens in each."""
+    """Three sentences, each with two different hypotheses."""
 
     def __init__(self, block: config.Block = "admin") -> None:
         self.model = model_of(block)
@@ -43,17 +43,17 @@ def test_steps_equal_the_whole(block: config.Block) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_first_step_for_all_hypotheses_at_once(block: config.Block) -> None:
-    """Their first tokens are given once, the following ones differ."""
+    """The first tokens of a sentence's hypotheses are passed once; the following ones differ."""
     d = Decoding(block)
     d.tokens[:, 0] = d.tokens[::K, 0].repeat_interleave(K)
-    d.cache.past.fill_(torch.nan)  # as memory that is new may hold
+    d.cache.past.fill_(torch.nan)  # as uninitialised memory may contain
     whole = d.whole(d.tokens)
     assert_close(d.model.step(d.tokens[::K, 0], d.cache), whole[::K, 0])
     assert_close(d.steps(d.tokens, *range(1, T)), whole[:, 1:])
 
 
 @torch.no_grad()
-def test_reordered_hypotheses_go_on_from_their_own_past() -> None:
+def test_reordered_hypotheses_continue_from_their_own_past() -> None:
     d = Decoding()
     rows = torch.tensor([1, 1, 2, 3, 5, 4])  # within each sentence: doubled, kept, exchanged
     d.steps(d.tokens, 0, 1, 2)
@@ -64,8 +64,8 @@ def test_reordered_hypotheses_go_on_from_their_own_past() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kept", [[2, 0], [0, 2], [0, 1], [1, 2], [1, 0, 2], [1]], ids=str)
-def test_selected_sentences_go_on_alone(kept: list[int]) -> None:
-    """Twice: the second selection meets a cache that the first has made smaller."""
+def test_selected_sentences_continue_alone(kept: list[int]) -> None:
+    """Selects twice: the second time from a cache that the first selection has shrunk."""
     d = Decoding()
     d.steps(d.tokens, 0, 1)
     given = d.tokens.view(B, K, T)
@@ -76,7 +76,7 @@ def test_selected_sentences_go_on_alone(kept: list[int]) -> None:
         assert_close(d.steps(rows, t, t + 1), d.whole(rows)[:, t : t + 2])
 
 
-def test_a_cache_longer_than_the_positions_is_refused() -> None:
+def test_a_cache_longer_than_the_positions_is_rejected() -> None:
     model = model_of("admin")
     src, lengths, _, _ = batch([4], [4])
     with pytest.raises(ValueError, match="33 decoding steps exceed"):

@@ -1,4 +1,4 @@
-"""What translation reads and writes."""
+"""Input and output of the translation job: lines, formats, files."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [full] and full.is_char_device()
 
 
-def test_links_fifos_and_devices_are_written_into(tmp_path: Path) -> None:
+def test_output_to_links_fifos_and_devices(tmp_path: Path) -> None:
     null, fifo, link, target = (tmp_path / name for name in ("null", "fifo", "link", "target"))
     null.symlink_to("/dev/null")
     os.mkfifo(fifo)

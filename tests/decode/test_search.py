@@ -1,4 +1,4 @@
-"""Search over a language model that is a table: a random distribution for every prefix."""
+"""Search over a toy language model: a table with a random distribution for every prefix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def table_logits(sentence: int, prefix: tuple[int, ...]) -> Tensor:
 
 
 class TableStepper:
-    """A stepper of the table; it refuses rows that leave their sentence."""
+    """A stepper of the table; it fails if rows leave their sentence."""
 
     def __init__(
         self, sentences: int, beams: int, logits: Callable[[int, tuple[int, ...]], Tensor] = table_logits
@@ -61,7 +61,7 @@ class TableStepper:
 
 
 def log_prob(sentence: int, tokens: tuple[int, ...]) -> float:
-    """Of tokens, eos included where it is there, in fp64."""
+    """The log-probability of tokens, eos included if there is one, in float64."""
     given = [(BOS, *tokens[:i]) for i in range(len(tokens))]
     return sum(float(table_logits(sentence, g).double().log_softmax(0)[t]) for g, t in zip(given, tokens, strict=True))
 
@@ -81,7 +81,7 @@ def every_hypothesis(sentence: int, limit: int, penalty: LengthPenalty) -> list[
 def first_come(
     sentence: int, limit: int, beams: int, penalty: LengthPenalty, patience: float | None
 ) -> tuple[list[tuple[float, list[int], bool]], int]:
-    """Beam search as its definition reads, in plain Python; best first, and its steps.
+    """Beam search by its definition, in plain Python: hypotheses, best first, and the number of steps.
 
     It is done when patience·K hypotheses have ended among the K best; without patience it goes on to the limit.
     """
@@ -176,8 +176,8 @@ def test_stopping_early_changes_nothing_but_by_patience(
     assert {len(prefix) for _, prefix in stepper.rows} <= set(range(1, max(steps for _, steps in expected) + 1))
 
 
-def test_patience_ends_what_would_go_on() -> None:
-    """"4" may end or go on, and then surely has seven words more: log(1/2) is less a token there."""
+def test_patience_stops_a_search_that_would_continue() -> None:
+    """"4" may end or continue, and then surely has seven more words, so that log(1/2) costs less a token."""
 
     def late(sentence: int, prefix: tuple[int, ...]) -> Tensor:
         logits = torch.full((VOCAB,), -30.0)
@@ -192,7 +192,7 @@ def test_patience_ends_what_would_go_on() -> None:
 
 
 @pytest.mark.parametrize("done", ["", "0", "1", "01", "10", "0010110", "1110001", "1111111", "0000"])
-def test_those_that_stay_keep_their_place_or_fill_a_gap(done: str) -> None:
+def test_compaction_keeps_places_and_fills_gaps(done: str) -> None:
     flags = torch.tensor([flag == "1" for flag in done], dtype=torch.bool)
     order = _compacted(flags).tolist()
     assert sorted(order) == [i for i, flag in enumerate(done) if flag == "0"]
@@ -213,7 +213,7 @@ def test_search_stops_as_soon_as_nothing_can_improve() -> None:
     assert {len(prefix) for _, prefix in stepper.rows} == {2}
 
 
-def test_a_hypothesis_at_the_limit_is_cut_and_says_so() -> None:
+def test_a_hypothesis_at_the_limit_is_truncated_and_marked() -> None:
     def endless(sentence: int, prefix: tuple[int, ...]) -> Tensor:
         logits = torch.full((VOCAB,), -30.0)
         logits[5] = 0.0
@@ -241,7 +241,7 @@ def test_greedy_follows_the_likeliest_token() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_samples_have_the_models_distribution(temperature: float) -> None:
-    """20,000 draws of a first token: each frequency within 4 standard deviations of its probability."""
+    """20,000 samples of a first token: each frequency is within 4 standard deviations of its probability."""
     draws = 20_000
     logits = table_logits(3, (BOS,))
     logits[BOS] = -torch.inf
@@ -254,7 +254,7 @@ def test_samples_have_the_models_distribution(temperature: float) -> None:
     assert frequencies[BOS] == frequencies[PAD] == 0
 
 
-def test_the_extreme_uniforms_draw_tokens_that_may_be_drawn() -> None:
+def test_the_extreme_uniforms_give_possible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]])
     below_one = float(np.nextafter(np.float32(1), np.float32(0)))
     for uniform, token in ((0.0, 1), (below_one, 2)):
@@ -276,7 +276,7 @@ def test_samples_are_scored_by_the_model_and_sorted() -> None:
             assert candidate.score == pytest.approx(candidate.log_prob / len(counted), abs=1e-6)
 
 
-def test_scores_that_are_no_numbers_are_refused() -> None:
+def test_nan_scores_are_rejected() -> None:
     def broken(sentence: int, prefix: tuple[int, ...]) -> Tensor:
         return torch.full((VOCAB,), torch.nan)
 

@@ -59,7 +59,7 @@ def test_as_many_lines_out_as_in_and_in_order(
     assert "8 lines in " in capsys.readouterr().err
 
 
-def test_gz_and_standard_streams_give_the_same(
+def test_gz_and_standard_streams_give_the_same_output(
     checkpoint: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = source.read_bytes()
@@ -101,7 +101,7 @@ def test_the_reference_decoder_gives_the_same_file(checkpoint: Path, source: Pat
 
 
 def test_bf16_weights_and_fp32_positions(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_path: Path) -> None:
-    """Translating with translate.precision is translating with such weights."""
+    """translate.precision=bf16 gives the same output as a model with bf16 weights."""
     settings = SETTINGS.model_copy(update={"precision": "bf16"})
     model = translate.cast_weights(loaded.model, "bf16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -117,7 +117,7 @@ def test_bf16_weights_and_fp32_positions(checkpoint: Path, loaded: LoadedModel, 
 def test_processes_share_the_lines(
     chunk: int, method: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three processes played one after the other, each handing its bytes over chunk by chunk."""
+    """Three processes are simulated one after the other; each passes its bytes on chunk by chunk."""
     monkeypatch.setattr(translate, "CHUNK", chunk)
     settings = SETTINGS.model_copy(update={"method": method})
     sent: list[list[bytes]] = [[], []]
@@ -145,14 +145,14 @@ def test_processes_share_the_lines(
 
 
 def translate_together(folder: str, source: str, target: str) -> None:
-    """What each process runs."""
+    """Runs on each rank."""
     with processes() as ranks:
         settings = SETTINGS.model_copy(update={"nbest": 2})
         written = translate_files(Path(folder), source, target, settings, output_format="jsonl", ranks=ranks)
         assert written == (len(LINES) if ranks.first else 0)
 
 
-def test_two_processes_write_what_one_writes(checkpoint: Path, source: Path, tmp_path: Path, warm: Warm) -> None:
+def test_two_processes_write_the_same_as_one(checkpoint: Path, source: Path, tmp_path: Path, warm: Warm) -> None:
     settings = SETTINGS.model_copy(update={"nbest": 2})
     translate_files(checkpoint, str(source), str(tmp_path / "one"), settings, output_format="tsv")
     warm.run(2, "test_translate:translate_together", checkpoint, source, tmp_path / "two")
@@ -162,7 +162,7 @@ def test_two_processes_write_what_one_writes(checkpoint: Path, source: Path, tmp
     assert flat == [(int(n), int(r), text) for n, r, _, text in one]
 
 
-def test_what_cannot_be_done_is_said_before_the_model_is_loaded(source: Path, tmp_path: Path) -> None:
+def test_impossible_requests_are_rejected_before_the_model_is_loaded(source: Path, tmp_path: Path) -> None:
     nowhere = tmp_path / "no model"
     with user_error(r"there is no input file .*absent"):
         translate_files(nowhere, str(tmp_path / "absent"), "-", SETTINGS)

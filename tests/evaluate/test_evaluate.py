@@ -1,4 +1,4 @@
-"""Evaluation: scores against hand-computed ones, tables, comparisons, test sets, the job end to end."""
+"""Evaluation: scores compared with ones computed by hand, tables, comparisons, test sets, the whole job."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_perfect_translation_and_the_wrong_case() -> None:
     assert score_lines([t.lower() for t in TARGETS], [TARGETS], "de").values["bleu"] < 60
 
 
-def test_any_of_several_references_will_do() -> None:
+def test_several_references() -> None:
     scores = score_lines(TARGETS, [["nichts"] * 3, TARGETS], "de")
     assert scores.values["bleu"] == pytest.approx(100) and scores.signatures["bleu"].startswith("nrefs:2|")
 
@@ -115,7 +115,7 @@ def _texts(lines: int) -> tuple[EvaluationSet, list[str], list[str]]:
     return EvaluationSet("t", list(reference), [reference]), good, bad
 
 
-def test_paired_bootstrap_tells_better_from_equal() -> None:
+def test_paired_bootstrap_distinguishes_better_from_equal() -> None:
     test, good, bad = _texts(60)
     report = score_systems({"bad": [bad], "good": [good], "again": [bad]}, [test], "de")
     found = {(c.metric, c.system): c for c in report.comparisons}
@@ -182,7 +182,7 @@ except UserError as error:
 """
 
 
-def test_sacrebleus_own_sets_from_its_folder_and_without_a_network(tmp_path: Path) -> None:
+def test_sacrebleus_test_sets_from_its_folder_without_a_network(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "wmt14" / "full"
     folder.mkdir(parents=True)
     for kind in ("src", "ref", "docid", "genre", "origlang"):
@@ -217,7 +217,7 @@ def test_a_runs_model_is_translated_and_scored(recipe: config.Recipe, tmp_path: 
     assert "bleu" not in written and table.startswith("BLEU")
 
 
-def test_the_runs_own_scores_stay_whatever_else_is_scored(
+def test_other_scores_do_not_overwrite_the_runs_own(
     recipe: config.Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, checkpoint = Path(recipe.run), tiny_run.write(recipe, 10)
@@ -239,7 +239,7 @@ def test_the_runs_own_scores_stay_whatever_else_is_scored(
     assert (run / "scores.json").read_bytes() == own
 
 
-def test_other_scores_have_other_names(recipe: config.Recipe, tmp_path: Path) -> None:
+def test_names_of_other_scores(recipe: config.Recipe, tmp_path: Path) -> None:
     run = Path(recipe.run)
     for folder in (run, tmp_path / "other"):
         (folder / "checkpoints").mkdir(parents=True)
@@ -268,7 +268,7 @@ def test_other_scores_have_other_names(recipe: config.Recipe, tmp_path: Path) ->
         assert name(checkpoint=tmp_path / checkpoint) == f"scores-{found}.json"
 
 
-def test_all_that_take_the_average_tell_that_it_is_outdated(
+def test_every_command_that_uses_the_average_warns_if_it_is_outdated(
     recipe: config.Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = recipe.model_copy(update={"translate": config.Translate(beam=1, max_ratio=1.0, max_extra=3)})
@@ -279,13 +279,13 @@ def test_all_that_take_the_average_tell_that_it_is_outdated(
     assert caplog.messages == []
     translate_files(Path(recipe.run), source, out, recipe.translate)
     evaluate_run(recipe)
-    with user_error("b2t"):  # which does not fold
+    with user_error("b2t"):  # which cannot be folded
         fold_run(recipe)
     assert len(caplog.messages) == 3
     assert all(said.startswith(f"{folder} was averaged") and str(newest) in said for said in caplog.messages)
 
 
-def test_ready_translations_are_scored_and_compared(recipe: config.Recipe, tmp_path: Path) -> None:
+def test_existing_translations_are_scored_and_compared(recipe: config.Recipe, tmp_path: Path) -> None:
     good, bad = _write(tmp_path / "good.de", TARGETS), _write(tmp_path / "bad.de", [t[::-1] for t in TARGETS])
     evaluate_run(recipe, tests=["first"], hypotheses=[f"good={good}"], output=tmp_path / "new" / "one.json")
     one = json.loads((tmp_path / "new" / "one.json").read_text())
@@ -300,7 +300,7 @@ def test_ready_translations_are_scored_and_compared(recipe: config.Recipe, tmp_p
     assert "first: BLEU of good is +" in table
 
 
-def test_scores_go_into_a_device_and_through_a_link(recipe: config.Recipe, tmp_path: Path) -> None:
+def test_scores_can_be_written_to_a_device_and_through_a_link(recipe: config.Recipe, tmp_path: Path) -> None:
     null, link = tmp_path / "null", tmp_path / "link.json"
     null.symlink_to("/dev/null")
     link.symlink_to("scores.json")
@@ -332,7 +332,7 @@ def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
         evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], checkpoint="c")
 
 
-def test_another_model_than_asked_for_is_refused_by_name(recipe: config.Recipe, tmp_path: Path) -> None:
+def test_another_model_than_requested_is_rejected_with_the_setting(recipe: config.Recipe, tmp_path: Path) -> None:
     tiny_run.write(recipe, 10)
     asked = config.Model.model_validate({**recipe.model.model_dump(), "heads": 4, "dropout": 0.2})
     fault = r"update-00000010 holds another model .*:\n  model.dropout: 0.1 -> 0.2\n  model.heads: 2 -> 4\n"
@@ -347,7 +347,7 @@ def test_another_model_than_asked_for_is_refused_by_name(recipe: config.Recipe, 
     average_run(recipe, last=1, model=recipe.model)
 
 
-def test_which_model_a_command_line_asks_for(recipe: config.Recipe) -> None:
+def test_the_model_that_a_command_line_requests(recipe: config.Recipe) -> None:
     def asked(checkpoint: str | None, *overrides: str) -> config.Model | None:
         return expected_model(argparse.Namespace(overrides=overrides), recipe, checkpoint)
 

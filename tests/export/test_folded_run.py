@@ -1,4 +1,4 @@
-"""A run that was really trained, Admin in one stack and DeepNorm in the other, folded into plain Post-LN."""
+"""A trained run, with Admin in one stack and DeepNorm in the other, is folded into plain Post-LN."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_trained_run_folds_into_the_same_translations(decoder: str, prepared: 
     profile = AdminProfile.load(run / "admin_profile.json", load_recipe(run).model)
     trained = load_weights(source)
     moved = (trained["encoder.layers.1.rule.omegas.1"] - profile.encoder[3]).abs()
-    assert moved.max() > 1e-2 and moved.std() > 1e-3  # training took ω off the profile's one number
+    assert moved.max() > 1e-2 and moved.std() > 1e-3  # training has changed ω
     assert main("fold", [str(run), "--checkpoint", str(source), "--output", str(tmp_path / "folded")]) == 0
     before, after = load_model(source), load_model(tmp_path / "folded")
     blocks = after.recipe.model

@@ -1,4 +1,4 @@
-"""Folding: the folded model's logits are the same, whatever the weights, the tying and the blocks; and it loads."""
+"""Folding: the folded model has the same logits for all weights, tyings and blocks; and it can be loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shapes(encoder: str, decoder: str, tied: str = "all", **settings: Any) -> co
 
 
 def as_trained(model: config.Model) -> Transformer:
-    """A model with every number random: matrices, biases, norms, and ω between 1/3 and 3, some of them negative."""
+    """A model whose every parameter is random: matrices, biases, norms, and ω between 1/3 and 3, some negative."""
     module = new_model(model, VOCAB, VOCAB, 1).eval()
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.mark.parametrize("tied", ["all", "decoder", "none"])
 @pytest.mark.parametrize("block", KNOWN)
-def test_the_logits_stay(block: str, tied: str) -> None:
+def test_the_logits_do_not_change(block: str, tied: str) -> None:
     model = shapes(block, block, tied)
     module = as_trained(model)
     other, plain = folded(module, model)
@@ -103,7 +103,7 @@ def test_each_stack_folds_alone(encoder: str, decoder: str) -> None:
     assert_close(logits(other), logits(module))
 
 
-def test_a_gain_that_is_there_already_is_kept() -> None:
+def test_an_existing_gain_is_kept() -> None:
     stack = config.Stack(block="admin", layers=2, input_gain=True)
     model = shapes("admin", "admin").model_copy(update={"encoder": stack, "decoder": stack})
     module = as_trained(model)
@@ -142,7 +142,7 @@ def test_the_fold_is_that_of_appendix_c() -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_step_by_step_decoding_stays(beams: int) -> None:
+def test_step_by_step_decoding_does_not_change(beams: int) -> None:
     model = shapes("admin", KNOWN[-1])
     module = as_trained(model)
     src, lengths, trg = batch()
@@ -158,8 +158,8 @@ def test_step_by_step_decoding_stays(beams: int) -> None:
     assert_close(found[1].view(3, beams, 11, 16)[:, 0], whole)
 
 
-def test_training_mode_stays_too() -> None:
-    """The dropout masks depend on seed, key and layer alone, so the folded model draws the same."""
+def test_training_mode_does_not_change_either() -> None:
+    """The dropout masks depend on seed, key and layer alone, so the folded model has the same."""
     model = shapes("admin", "deepnorm", dropout=0.3)
     module = as_trained(model).train()
     other = folded(module, model)[0].train()
@@ -167,7 +167,7 @@ def test_training_mode_stays_too() -> None:
     assert not torch.allclose(logits(module), logits(module.eval()), atol=0.1)
 
 
-def test_what_cannot_be_folded_is_refused() -> None:
+def test_what_cannot_be_folded_is_rejected() -> None:
     model = shapes("b2t", "pre_ln")
     with user_error(r"^model.encoder.block is b2t and model.decoder.block pre_ln, but only"):
         fold_weights(dict(as_trained(model).named_parameters()), model)
@@ -180,7 +180,7 @@ def test_what_cannot_be_folded_is_refused() -> None:
 
 
 def test_one_layer_at_a_time_is_in_float64() -> None:
-    """To the bit what a whole model in float64 computes, which fp32 is far from."""
+    """Gives bit for bit what a whole model in float64 gives, which fp32 does not."""
     module = as_trained(shapes("admin", "deepnorm"))
     whole, single = logits(copy.deepcopy(module).double()), logits(module)
     layers = [*module.encoder.layers, *module.decoder.layers]
@@ -199,7 +199,7 @@ def test_one_layer_at_a_time_is_in_float64() -> None:
 
 
 def trained_run(folder: Path, encoder: str = "admin", decoder: str = "admin") -> tuple[config.Recipe, Path]:
-    """A run with one checkpoint, all of its numbers random."""
+    """A run with one checkpoint whose every parameter is random."""
     recipe = tiny_run.recipe_of(folder, model=shapes(encoder, decoder).model_dump())
     recipe = config.with_settings(recipe, {"admin.profile": "omega.json"})
     return recipe, saved(recipe, folder / "checkpoints", as_trained(recipe.model))
@@ -224,7 +224,7 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
     assert_close(logits(after.model), logits(before.model))
     assert after.recipe.model.encoder == config.Stack(block="post_ln", layers=3, input_gain=True)
     assert after.recipe.optimizer == recipe.optimizer and after.state.update == 10
-    assert after.recipe.admin.profile is None  # which no recipe without Admin may name
+    assert after.recipe.admin.profile is None  # which a recipe without Admin must not have
     assert after.state.extra["folded"] == str(source) and after.src_vocab.bytes == tiny_run.VOCAB
     with user_error("holds no optimizer moments"):
         moments_in(target)
@@ -239,7 +239,7 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
     assert outputs[0] == outputs[1] and outputs[0].count("\n") == 3
 
 
-def test_nothing_is_written_where_something_else_lies(tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     _, source = trained_run(tmp_path / "run")
     (tmp_path / "thesis").mkdir()
     with user_error("thesis exists and is not a checkpoint"):
@@ -248,7 +248,7 @@ def test_nothing_is_written_where_something_else_lies(tmp_path: Path) -> None:
         save_folded(tmp_path / "run", source)
 
 
-def test_a_difference_too_large_is_said_and_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_too_large_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained_run(tmp_path / "run")
     monkeypatch.setattr("deepnmt.export.post_ln.LARGEST_DIFFERENCE", 1e-12)
     with user_error("an ω is too close to 0; use the checkpoint as it is"):
@@ -256,8 +256,8 @@ def test_a_difference_too_large_is_said_and_nothing_written(tmp_path: Path, monk
     assert not (tmp_path / "folded").exists()
 
 
-def test_logits_are_held_to_an_absolute_difference_in_float64(tmp_path: Path) -> None:
-    """Of logits a thousand times as large the fold is refused, however small a share of them the difference is."""
+def test_the_limit_on_the_difference_is_absolute(tmp_path: Path) -> None:
+    """Logits a thousand times as large are rejected, although the relative difference is the same."""
     recipe, source = trained_run(tmp_path / "run")
     before, found = load_model(source).model, save_folded(source, tmp_path / "folded")
     after = load_model(tmp_path / "folded").model
