@@ -1,7 +1,7 @@
-"""`deepnmt diagnose`: what a model looks like from inside before training, or at a checkpoint, and if it will train.
+"""`deepnmt diagnose`: measures a model before training, or at a checkpoint, and predicts whether it will train.
 
-One batch of the prepared data, on whatever device there is. All measurements but one are made in fp32, and without
-dropout but for updates, which are training's; the share of zeros among fp16 gradients is made on an fp16 copy.
+The measurements use one batch of the prepared data, on the available device, in fp32 and without dropout. There are
+two exceptions: updates use dropout as training does, and the share of zeros among fp16 gradients needs an fp16 copy.
 """
 
 from __future__ import annotations
@@ -65,17 +65,24 @@ from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.train.profile import profile_for
 
-AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")  # what a checkpoint's recipe does not settle
-LOST = 0.5  # of a layer's gradients, above which fp16 is said to fail; chosen by hand, not fitted
-LOSS_SCALE = 128.0  # of the fp16 measurement, where the recipe's layout names none
+# Sections taken from the given recipe at a checkpoint too; all others come from the checkpoint's own recipe.
+AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")
+MAX_LOST = 0.5  # of a layer's gradients; fp16 is predicted to fail above it; chosen by hand, not fitted
+LOSS_SCALE = 128.0  # of the fp16 measurement, where the layout is not fp16
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)  # of the models built for growth against depth
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model under examination with its recipe and a batch, and what it came from: a checkpoint with how often its
-    run had seen the training text and the loss scale that it had reached in fp16, or, of a fresh model, the mean target
-    tokens of its run's micro-batches and, with Admin stacks, the profile."""
+    """The model under examination with its recipe and a batch.
+
+    Attributes:
+        checkpoint: where the weights come from; None: a fresh model.
+        profile: of a fresh model with Admin stacks.
+        passes: epochs that the checkpoint's run had done, where its schedule counts them.
+        scale: the loss scale that the checkpoint's run had reached in fp16.
+        micro_batch: mean target tokens of the run's micro-batches, for a fresh model.
+    """
 
     recipe: Recipe
     model: Transformer
@@ -89,7 +96,7 @@ class Subject:
 
     @property
     def trained(self) -> Path | None:
-        """The checkpoint, where it has moments to go on from."""
+        """The checkpoint, if it has the optimizer's moments."""
         return self.checkpoint if self.checkpoint is not None and (self.checkpoint / MOMENTS).exists() else None
 
 
@@ -102,19 +109,19 @@ def diagnose(
     Args:
         checkpoint: a checkpoint, or the folder of a run (its newest one); None: the model as training would begin.
         output: the folder to write (default: RUN/diagnosis, or RUN/diagnosis-NAME for a checkpoint).
-        tokens: target tokens of the batch, about.
-        rule: a verdict rule other than the one that comes with deepnmt; where neither is, and at a checkpoint, there
-            is no verdict.
-        processes: that training will run on; a verdict is told the target tokens of an update over all of them.
+        tokens: approximate number of target tokens in the batch.
+        rule: a verdict rule other than the one that comes with deepnmt. There is no verdict without a rule, nor at a
+            checkpoint.
+        processes: how many training will use; the verdict depends on the target tokens of an update over all of them.
 
     Returns:
         The table for the terminal.
 
     Raises:
-        UserError: no prepared data, no such checkpoint or rule, or a folder that cannot be written.
+        UserError: the prepared data, the checkpoint or the rule is missing, or the folder cannot be written.
     """
-    wanted = checkpoint is None and (rule is not None or SHIPPED.is_file())
-    known = VerdictRule.load(rule or SHIPPED) if wanted else None
+    has_rule = checkpoint is None and (rule is not None or SHIPPED.is_file())
+    verdict_rule = VerdictRule.load(rule or SHIPPED) if has_rule else None
     if processes % (stages := recipe.parallel.pipeline_stages or 1) and processes > 1:
         raise UserError(f"--processes is {processes}, must be a multiple of parallel.pipeline_stages ({stages})")
     data = open_prepared(recipe, texts=checkpoint is None)
@@ -125,23 +132,23 @@ def diagnose(
         name = f"diagnosis-{original_name(subject.checkpoint)}" if subject.checkpoint else "diagnosis"
         output = Path(recipe.run) / name
     make_run_folder(output, option)
-    findings = examine(subject, known, max(1, processes // stages))
-    write_json(output / "diagnosis.json", _plain(findings))
+    findings = examine(subject, verdict_rule, max(1, processes // stages))
+    write_json(output / "diagnosis.json", _json_ready(findings))
     page = write_page(findings, output)
     return f"{summary(findings)}\n{page}"
 
 
 def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.device) -> Batch:
-    """The run's first micro-batch, truncated to as many sentences as have about so many target tokens, at least two.
+    """The run's first micro-batch, truncated to about `tokens` target tokens, but to no fewer than two sentences.
 
     Raises:
-        UserError: it has but one sentence.
+        UserError: it has only one sentence.
     """
     stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
     split, indices = stream.split(0), stream.plan(0)[0]
     if len(indices) < 2:
-        raise UserError(f"batch.tokens is {recipe.batch.tokens}, so that the first micro-batch has one sentence, but "
-                        "sentences are compared with one another; give more, as in "
+        raise UserError(f"batch.tokens is {recipe.batch.tokens}, so the first micro-batch has only one sentence, but "
+                        "diagnose compares sentences with each other; set it higher, for example "
                         f"batch.tokens={2 * recipe.batch.tokens}")
     reached = split.trg_lengths[indices].cumsum()
     count = max(2, int((reached <= tokens).sum()))
@@ -149,11 +156,11 @@ def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.d
 
 
 def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Path | None) -> Subject:
-    """The fresh model of a recipe, or the one of a checkpoint (or run) under its own recipe, but for what a checkpoint
-    does not settle.
+    """The fresh model of a recipe, or that of a checkpoint or run, whose own recipe then replaces all but the
+    `AT_CHECKPOINT` sections.
 
     Raises:
-        UserError: no such checkpoint, or one whose vocabularies are of other sizes than the data's.
+        UserError: the checkpoint is missing, or the sizes of its vocabularies differ from the data's.
     """
     source, target = data.vocabs()
     vocabs = (source.size, target.size)
@@ -167,11 +174,11 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
     if (loaded.src_vocab.size, loaded.trg_vocab.size) != vocabs:
         raise UserError(f"{loaded.folder} was trained with vocabularies of {loaded.src_vocab.size} and "
                         f"{loaded.trg_vocab.size} pieces, but {recipe.data.folder} has {vocabs[0]} and {vocabs[1]}; "
-                        "give the recipe whose data it was trained on")
+                        "give a recipe with the data it was trained on")
     model, own, state = loaded.model.to(device), loaded.recipe, loaded.state
     model.label_smoothing = own.train.label_smoothing
     passes = 0.0
-    if own.schedule.step_epoch is not None:  # an epoch is planned for it
+    if own.schedule.step_epoch is not None:  # only then, because `epoch_size` plans a whole epoch
         stream = Stream(data.split("train"), own.batch.tokens, own.seed)
         passes = state.epoch + state.micro_batch / stream.epoch_size(state.epoch)
     reached = state.loss_scale if recipe.loss_scale == own.loss_scale else None
@@ -182,14 +189,17 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
 def _fresh(
     recipe: Recipe, vocabs: tuple[int, int], batch: Batch, profile: AdminProfile | None = None
 ) -> Transformer:
-    """The model as training would begin with it; Admin stacks are profiled on the batch where no profile is given."""
+    """The model with its initial weights; Admin stacks are profiled on the batch if no profile is given."""
     return fresh_model(recipe.model, *vocabs, recipe.seed, [batch], label_smoothing=recipe.train.label_smoothing,
                        input_variance=recipe.admin.input_variance, profile=profile)
 
 
 def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> dict[str, Any]:
-    """All measurements, in the order of the page; fresh models get growth against depth and the rule's verdict, which
-    is told that an update is of `data_world` processes' micro-batches."""
+    """All measurements, in the order of the page; a fresh model also gets its growth against depth and the verdict.
+
+    Args:
+        data_world: data-parallel ranks whose micro-batches go into one update; the verdict depends on it.
+    """
     recipe, model, batch, shape = subject.recipe, subject.model, subject.batch, subject.recipe.model
     findings: dict[str, Any] = {"about": {
         "checkpoint": str(subject.checkpoint) if subject.checkpoint else None,
@@ -199,7 +209,7 @@ def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> 
         "learning rate": recipe.optimizer.lr, "schedule": recipe.schedule.name, "warm-up": recipe.schedule.warmup,
         "sentences": len(batch.tensors[0]), "target tokens": batch.tokens, "device": str(batch.device),
     }}
-    print_status("measuring: layer dependency and likeness of layers")
+    print_status("measuring: layer dependency and similarity")
     findings["dependency"] = {side: dependency(model, batch, side) for side in SIDES}
     findings["likeness"] = {side: layer_similarity(model, batch, side) for side in SIDES}
     print_status("measuring: gradients")
@@ -209,7 +219,7 @@ def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> 
     half = working_scale(subject, first) if recipe.parallel.precision == "fp16" else first
     findings["half"] = {**asdict(half), "asked": first.scale, "lost": half.lost}
     print_status("measuring: output change")
-    rate = due_rate(subject)
+    rate = update_rate(subject)
     update = partial(take_update, subject)
     if subject.checkpoint is None:
         findings["growth"], findings["last_ffn"] = growth(subject)
@@ -220,7 +230,7 @@ def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> 
         findings["growth"] = {f"{kind}, layer by layer": {
             side: Growth.of(range(1, len(values) + 1), values) for side, values in changes.items()}
             for kind, changes in kinds.items()}
-        findings["moved"] = between_checkpoints(subject)
+        findings["moved"] = checkpoint_displacements(subject)
     noise = noise_change(model, batch)
     changes, loss = update_change(model, batch, update)
     findings["change"] = {
@@ -234,18 +244,18 @@ def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> 
 
 
 def take_update(subject: Subject) -> None:
-    """One update: of a checkpoint with its moments at the rate that is due, where it has moments; else `one_update`."""
+    """The next update of a checkpoint's run, if the checkpoint has the moments; otherwise `one_update`. In place."""
     recipe, model, batch = subject.recipe, subject.model, subject.batch
     if (checkpoint := subject.trained) is None:
         one_update(model, recipe, batch)
         return
     engine = LocalEngine(model, recipe, batch.device)
     engine.fill(weights_in(checkpoint), moments_in(checkpoint), load_state(checkpoint).optimizer_step)
-    engine.train_step([batch], batch.tokens, due_rate(subject))
+    engine.train_step([batch], batch.tokens, update_rate(subject))
 
 
-def due_rate(subject: Subject) -> float:
-    """The learning rate of `take_update`: the one that is due at a checkpoint with moments, else the peak."""
+def update_rate(subject: Subject) -> float:
+    """The learning rate of `take_update`: the schedule's at a checkpoint with moments, otherwise the peak."""
     recipe = subject.recipe
     if subject.trained is None:
         return recipe.optimizer.lr
@@ -254,10 +264,10 @@ def due_rate(subject: Subject) -> float:
 
 
 def growth(subject: Subject) -> tuple[dict[str, dict[str, Growth]], dict[str, list[float]]]:
-    """Changes of models of the recipe's kind against depth, and the last FFN's gradient norm.
+    """Output changes of models of increasing depth, and the gradient norm of the last FFN by decoder depth.
 
-    Models of 1 layer up to the recipe's depth are built; the shallower stack keeps its proportion to the deeper, and
-    where several models share a depth of it, the deepest of them counts. The last FFN stands against decoder depth.
+    The models have from 1 layer up to the recipe's depth, with its ratio of encoder to decoder layers. Where several
+    models give the shallower stack the same depth, only the deepest of them counts for that stack.
     """
     recipe, batch = subject.recipe, subject.batch
     layers = {side: getattr(recipe.model, side).layers for side in SIDES}
@@ -280,18 +290,17 @@ def growth(subject: Subject) -> tuple[dict[str, dict[str, Growth]], dict[str, li
             {"depths": [float(depth) for depth in last], "norms": [*last.values()]})
 
 
-def between_checkpoints(subject: Subject) -> list[dict[str, Any]]:
-    """How the attention matrices moved between the run's checkpoints, and their gradients on the batch at each; see
-    `displacement`."""
+def checkpoint_displacements(subject: Subject) -> list[dict[str, Any]]:
+    """`displacement` of the attention matrices between successive checkpoints of the run."""
     assert subject.checkpoint is not None
-    beside = subject.checkpoint.parent
-    folders = list_checkpoints(beside / "checkpoints" if original_name(subject.checkpoint) == "averaged" else beside)
+    parent = subject.checkpoint.parent
+    folders = list_checkpoints(parent / "checkpoints" if original_name(subject.checkpoint) == "averaged" else parent)
     pairs: list[dict[str, Any]] = []
     first: tuple[Path, dict[str, Tensor]] | None = None
     for folder in folders:
         try:
             after = load_weights(folder)
-        except DamagedCheckpoint as fault:  # or one that the run has deleted since
+        except DamagedCheckpoint as fault:  # also raised if the run has deleted it since
             print_status(f"skipped: {fault}")
             continue
         if first is not None:
@@ -309,9 +318,9 @@ def between_checkpoints(subject: Subject) -> list[dict[str, Any]]:
 
 
 def judge(subject: Subject, rule: VerdictRule, half: HalfZeros, data_world: int = 1) -> dict[str, Any]:
-    """The rule's answer and, where it is no, its answers for other rates, a warm-up and other blocks.
+    """The rule's verdict and, if it predicts failure, its probabilities for other rates, blocks and so on.
 
-    Where the layout is fp16, what was measured on an fp16 copy (`half`) can make it a no, too.
+    In fp16 the measurements on an fp16 copy (`half`) can predict failure, too.
     """
     recipe = subject.recipe
     precision = recipe.parallel.precision
@@ -322,12 +331,12 @@ def judge(subject: Subject, rule: VerdictRule, half: HalfZeros, data_world: int 
     if fp16 is not None:
         instead["parallel.precision=bf16"] = rule.probability({**values, **precision_features("bf16")})
     if not verdict.trains:
-        largest = rule.spans.get("tokens", (0.0, 0.0))[1]  # beyond it more is the same to the rule
-        for name, other in alternatives(recipe, knows_batches=values["tokens"] < largest).items():
+        largest = rule.spans.get("tokens", (0.0, 0.0))[1]  # the rule clips larger batches to this
+        for name, other in alternatives(recipe, larger_batches=values["tokens"] < largest).items():
             profile = subject.profile if other.model == recipe.model else None
             model = _fresh(other, subject.vocabs, subject.batch, profile)
             instead[name] = rule.probability(_features(other, model, subject, data_world))
-    facts = {name: fact for name, fact in rule.facts.items() if name != "fitted_points"}  # hundreds, for no reader
+    facts = {name: fact for name, fact in rule.facts.items() if name != "fitted_points"}  # too long to read
     return {
         "trains": verdict.trains and fp16 is None, "probability": verdict.probability, "reasons": verdict.reasons,
         "fp16": fp16, "features": values, "outside": rule.unseen(recipe, precision) + verdict.outside,
@@ -336,15 +345,15 @@ def judge(subject: Subject, rule: VerdictRule, half: HalfZeros, data_world: int 
 
 
 def loss_scale(subject: Subject) -> float:
-    """The loss scale that a checkpoint's run had reached, else the recipe's own first one where its layout is fp16."""
+    """The loss scale that a checkpoint's run had reached, or else the recipe's initial one in fp16, or `LOSS_SCALE`."""
     if subject.scale is not None:
         return subject.scale
     return 2.0**subject.recipe.loss_scale.initial_power if subject.recipe.parallel.precision == "fp16" else LOSS_SCALE
 
 
 def working_scale(subject: Subject, half: HalfZeros) -> HalfZeros:
-    """The measurement at the largest scale without overflow: that of `half`, or a quarter of it and so on down to the
-    recipe's floor, as a run's loss scale halves until there is none."""
+    """The measurement at the largest tried scale without overflow: that of `half`, a quarter of it and so on, down to
+    the recipe's floor, much as a run halves its loss scale after each overflow."""
     floor, accumulation = subject.recipe.loss_scale.floor, subject.recipe.batch.accumulation
     while not half.finite and half.scale > floor:
         half = half_zeros(subject.model, subject.batch, max(half.scale / 4, floor), accumulation)
@@ -352,11 +361,10 @@ def working_scale(subject: Subject, half: HalfZeros) -> HalfZeros:
 
 
 def fp16_fault(subject: Subject, half: HalfZeros) -> str | None:
-    """Why the model cannot be trained in fp16 by what its first gradients are at a scale that works (`working_scale`);
-    None where it can."""
+    """Why the first gradients, measured at `working_scale`, predict failure in fp16; None if they do not."""
     if not half.finite:
         return f"gradients overflow in fp16 at every loss scale down to {subject.recipe.loss_scale.floor:g}"
-    if half.lost > LOST:
+    if half.lost > MAX_LOST:
         return f"{100 * half.lost:.0f} % of a layer's gradients are lost to fp16 at loss scale {half.scale:g}"
     return None
 
@@ -366,19 +374,19 @@ def _features(recipe: Recipe, model: Transformer, subject: Subject, data_world: 
     return features(model, subject.batch, recipe, tokens)
 
 
-def _plain(value: Any) -> Any:
-    """For JSON, which has no word for some numbers: NaN and infinity become text."""
+def _json_ready(value: Any) -> Any:
+    """The value with dataclasses as dictionaries and NaN and infinity, which JSON lacks, as text."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _json_ready(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_json_ready(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def default_checkpoint(recipe: Recipe, given: str | None, is_run: bool) -> Path | None:
-    """The checkpoint that a command line means: the one given, else a run's newest, else none (a fresh model)."""
+    """The checkpoint given on the command line, otherwise a run's newest, otherwise None (a fresh model)."""
     if given is not None:
         return find_checkpoint(Path(given), "newest")
     if is_run and list_checkpoints(Path(recipe.run) / "checkpoints"):

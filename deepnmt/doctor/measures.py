@@ -1,6 +1,6 @@
-"""What is measured of a model on one batch: output changes, layer dependency, gradients, activations, displacements.
+"""Measurements of a model on one batch: output changes, layer dependency, gradients, activations, displacements.
 
-`P` parts followed so far, `B` sentences, `T` length, `D` width.
+`P` parts tracked so far, `B` sentences, `T` length, `D` width.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GRADIENT_POINTS = ("norms.0.in", "norms.0", "norms.1.in", "norms.1", "norms.2.in
 # -- output change -----------------------------------------------------------------------------------------------------
 # Liu et al. 2020 (Admin), theorem 2, corollaries 1 and 2 and figure 4: |F(x, W) - F(x, W*)|² grows like N for Post-LN
 # and like log N for Pre-LN. Here a change is the mean square of the difference over all elements at real positions,
-# divided by the output's variance, so that stacks with and without a norm on top stand on one scale.
+# divided by the output's variance, so that stacks with and without a final norm are comparable.
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Fit:
 
 
 def fit_line(terms: Sequence[float], values: Sequence[float]) -> Fit:
-    """R² is 1 - (squares left) / (squares around the mean); NaN with fewer than three points or equal values."""
+    """The fit, with R² = 1 - (residual sum of squares) / (total sum of squares); all NaN with fewer than three points,
+    or if all terms or all values are equal."""
     if len(terms) < 3 or not all(map(math.isfinite, values)):
         return Fit(math.nan, math.nan, math.nan)
     x, y = torch.tensor(terms, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
@@ -82,7 +83,7 @@ class Growth:
 
     @classmethod
     def of(cls, depths: Sequence[int], changes: Sequence[float]) -> Growth:
-        """Fits both terms."""
+        """The changes with both fits."""
         return cls(list(depths), list(changes), fit_line(depths, changes), fit_line([*map(math.log, depths)], changes))
 
 
@@ -101,10 +102,10 @@ def _changes(before: dict[Side, list[Tensor]], after: dict[Side, list[Tensor]]) 
 @contextmanager
 @torch.no_grad()
 def perturbed(model: Transformer, size: float, seed: int) -> Iterator[None]:
-    """While it lasts, noise is added to every matrix of the layers (not to embeddings, norms and biases).
+    """Adds noise to every matrix of the layers (not to embeddings, norms and biases) while the context is open.
 
-    The noise of a matrix is normal with `size` times Xavier's standard deviation sqrt(2 / (rows + columns)): the same
-    for every block, whatever it makes of its own initial weights. Afterwards the weights are what they were.
+    The noise of a matrix is normal with `size` times Xavier's standard deviation sqrt(2 / (rows + columns)), for every
+    block, however the block scales its own initial weights. Afterwards the weights are restored.
     """
     with restored(model):
         for name, matrix in matrices([(n, p.data) for n, p in model.named_parameters() if ".layers." in n]):
@@ -116,7 +117,7 @@ def perturbed(model: Transformer, size: float, seed: int) -> Iterator[None]:
 
 @contextmanager
 def restored(model: Transformer) -> Iterator[None]:
-    """Puts the model's weights and mode back at the end."""
+    """Restores the model's weights and mode on exit."""
     was_training = model.training
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     try:
@@ -147,7 +148,7 @@ def update_change(
     model: Transformer, batch: Batch, update: Callable[[], None], layers: bool = False
 ) -> tuple[Changes, float]:
     """The change of both stacks' (or every layer's) output by an update in place, and the plain loss after it; weights
-    and mode are put back."""
+    and mode are restored."""
     with restored(model):
         model.eval()
         before = outputs_of(model, batch, layers)
@@ -157,7 +158,7 @@ def update_change(
 
 
 # -- layer dependency --------------------------------------------------------------------------------------------------
-# How much of what enters a sub-layer comes from each earlier branch. Liu et al. 2020 (Admin), section 4.1 and figures 7
+# How much of a sub-layer's input comes from each earlier branch. Liu et al. 2020 (Admin), section 4.1 and figures 7
 # and 8: with x̂_i the normalised input of branch i + 1 and â_j the normalised output of branch j, x̂_i = Σ_{j≤i} β_ij
 # â_j. Here the sum is exact, not estimated: while every LayerNorm keeps the variance it had on the batch, a residual
 # block is an affine map of the layer's input and its branches, so x_i splits into one part for each branch (and one for
@@ -172,8 +173,8 @@ def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]
     β_ij is a ratio of standard deviations over all elements at real positions.
     """
     layers, top = layers_of(model, side), model.get_submodule(f"{side}.norm")
-    entering: list[Stream] = []  # every layer, and what stands on top
-    branches: list[list[Tensor]] = [[] for _ in layers]  # what those of a layer put out
+    entering: list[Stream] = []  # inputs of every layer and of the stack's final norm
+    branches: list[list[Tensor]] = [[] for _ in layers]  # outputs of each layer's branches
     with hooks() as handles, evaluating(model):
         for module in (*layers, top):
             handles.append(module.register_forward_pre_hook(lambda _m, inputs: entering.append(inputs[0])))
@@ -191,7 +192,7 @@ def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]
     for layer, x, outputs in zip(layers, entering, branches, strict=False):
         block = layer.get_submodule("rule")
         known, count = len(parts[0]), len(outputs)
-        # Each branch is one more part; one that stays zero shows what the block adds itself, such as a norm's bias.
+        # Each branch is one more part. The last part stays zero: its output is what the block adds, as a norm's bias.
         alone = [output.new_zeros(known + count + 1, *output.shape) for output in outputs]
         for index, output in enumerate(outputs):
             alone[index][known + index] = output
@@ -206,7 +207,7 @@ def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]
 
 
 def _run(block: nn.Module, x: Stream, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Stream]:
-    """What a block gives its branches to work on, and its output, when they answer with these."""
+    """The inputs that a block passes to its branches, and its output, if the branches return `outputs`."""
     inputs: list[Tensor] = []
 
     def answer(output: Tensor, h: Tensor) -> Tensor:
@@ -218,8 +219,8 @@ def _run(block: nn.Module, x: Stream, outputs: Sequence[Tensor]) -> tuple[list[T
 
 @contextmanager
 def _frozen(module: nn.Module, forward: Callable[[], Result]) -> Iterator[Result]:
-    """Gives what `forward` returns; while it lasts, each norm of the module keeps the statistics of what it took then
-    [B, T, D], see `Norm.frozen`."""
+    """Yields the result of `forward`; while the context is open, each norm of the module keeps the statistics of its
+    input [B, T, D] in that pass, see `Norm.frozen`."""
     taken: dict[Norm, Tensor] = {}
     norms = [norm for norm in module.modules() if isinstance(norm, Norm)]
     with hooks() as handles:
@@ -234,7 +235,7 @@ def _frozen(module: nn.Module, forward: Callable[[], Result]) -> Iterator[Result
 
 
 def _padded(parts: Sequence[Tensor], count: int) -> Stream:
-    """A stream of parts with so many more of zeros."""
+    """The stream of parts, with `count` parts of zeros appended."""
     tensors = [torch.cat([part, part.new_zeros(count, *part.shape[1:])]) for part in parts]
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
@@ -263,8 +264,8 @@ class Gradients:
         loss: nats a target token.
         outputs: by sub-layer, of its output x, as in `decoder.layers.3.ffn`.
         matrices: by matrix, as in `encoder.layers.0.self_attn.q`.
-        places: by decoder layer, norms at the points (1) to (5) of the B2T paper; only where all five are there and
-            the norms come after the branches.
+        places: by decoder layer, norms at the points (1) to (5) of the B2T paper; only for blocks that have all five
+            and normalise after the branches.
     """
 
     loss: float
@@ -287,14 +288,14 @@ def gradients(model: Transformer, batch: Batch) -> Gradients:
     norms: dict[str, float] = {}  # in the order of the forward pass
     outputs = {name for side in SIDES for name in sublayers(model, side)}
 
-    def see(name: str, tensor: Tensor) -> None:
+    def observe(name: str, tensor: Tensor) -> None:
         norms[name] = 0.0
         if name in outputs or ".rule.norms." in name:
             tensor.register_hook(lambda grad: norms.update({name: float(grad.detach().norm())}))
 
     model.zero_grad(set_to_none=True)
     with evaluating(model):
-        with watching(model, see):
+        with watching(model, observe):
             loss = mean_loss(model, batch)
         loss.backward()
     grads = [(name, p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in model.named_parameters()]
@@ -313,10 +314,10 @@ class HalfZeros:
     """Exact zeros among the gradients of an fp16 copy of the model.
 
     Attributes:
-        scale: the loss scale, which an update's whole loss is multiplied by.
+        scale: the loss scale: the factor on an update's whole loss.
         finite: whether every gradient was finite.
         shares: by part (`encoder.layers.3`, `embeddings`), the share of elements that are exactly zero.
-        shares_fp32: the same in fp32: what is zero there was not lost to fp16.
+        shares_fp32: the same in fp32; gradients that are zero there are not lost to fp16.
     """
 
     scale: float
@@ -326,7 +327,7 @@ class HalfZeros:
 
     @property
     def lost(self) -> float:
-        """The largest share, over the layers, that is zero in fp16 and was not in fp32."""
+        """The largest share, over the layers, that is zero in fp16 but not in fp32."""
         return max((self.shares[name] - self.shares_fp32[name] for name in self.shares if ".layers." in name),
                    default=math.nan)
 
@@ -335,8 +336,8 @@ def half_zeros(model: Transformer, batch: Batch, scale: float, accumulation: int
     """Runs an fp16 copy of the model on the batch with its loss multiplied by `scale`, forward and backward.
 
     Args:
-        accumulation: micro-batches of an update and process, of which the batch is one. Each is a sum divided by the
-            update's tokens, so its backward pass is that of its mean loss × scale / accumulation.
+        accumulation: micro-batches per process in an update; the batch is one of them. An update divides the sum of
+            their losses by all its tokens, so this batch's backward pass is that of mean loss × scale / accumulation.
     """
     half = copy.deepcopy(model).half().eval()
     (mean_loss(half, batch).float() * (scale / accumulation)).backward()
@@ -360,10 +361,10 @@ def _zero_shares(model: Transformer) -> dict[str, float]:
 def displacement(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], gradients: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Updates against gradients: how far each attention matrix moved between checkpoints, and the gradient it had.
+    """How far each attention matrix moved between two checkpoints, and its gradient norm at the first.
 
     Liu et al. 2020 (Admin), figures 5 and 11: gradients of the attention matrices are unbalanced, the optimizer's
-    updates are not. A norm is divided by the largest, gradients by gradients and updates by updates.
+    updates are not. Gradient norms are relative to the largest gradient norm, updates to the largest update.
 
     Args:
         before, after: the weights of two checkpoints by parameter name.
@@ -383,15 +384,15 @@ def displacement(
 
 @torch.no_grad()
 def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
-    """What flows through every layer, as in `encoder.layers.3`, in evaluation mode.
+    """The size of the activations in every layer (`encoder.layers.3`), in evaluation mode.
 
-    `variance`: of the layer's output, at real positions. `largest`: the largest magnitude that any module of the layer
-    puts out or any norm takes in (the residual sum, which no module puts out). Attention scores, inside a kernel, are
-    not among them. `where`: that module, as in `ffn.fc1` or `rule.norms.1 (input)`. `headroom`: how many times larger
-    it could be before fp16 ends.
+    `variance`: of the layer's output, at real positions. `largest`: the largest magnitude among the outputs of the
+    layer's modules and the inputs of its norms (the residual sum, which is no module's output). Attention scores are
+    computed inside a kernel and not included. `where`: that module, as in `ffn.fc1` or `rule.norms.1 (input)`.
+    `headroom`: the largest number of fp16 divided by `largest`.
     """
     real = real_positions(batch)
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
 
     def module_done(largest: dict[str, float], path: str, module: nn.Module, taken: tuple[Any, ...], output: Any
                     ) -> None:
@@ -405,8 +406,8 @@ def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
         output = last_output(stream)
         largest["output"] = float(output.abs().max())
         where = max(largest, key=lambda path: largest[path])
-        found[name] = {"variance": float(output[real[side]].var(correction=0)), "largest": largest[where],
-                       "where": where, "headroom": HALF_MAX / largest[where] if largest[where] else math.inf}
+        figures[name] = {"variance": float(output[real[side]].var(correction=0)), "largest": largest[where],
+                         "where": where, "headroom": HALF_MAX / largest[where] if largest[where] else math.inf}
 
     with hooks() as handles, evaluating(model):
         for side in SIDES:
@@ -418,20 +419,20 @@ def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
                 handles.append(layer.register_forward_hook(
                     partial(layer_done, largest, f"{side}.layers.{index}", side)))
         outputs_of(model, batch)
-    return found
+    return figures
 
 
 @torch.no_grad()
 def layer_similarity(model: Transformer, batch: Batch, side: Side) -> list[list[float]]:
-    """The mean cosine between the outputs of each two layers of a stack [L][L], in evaluation mode: a token at a time,
-    averaged over tokens. Takase et al. 2023 (B2T), figure 5."""
+    """The mean cosine over tokens between the outputs of each two layers of a stack [L][L], in evaluation mode. Takase
+    et al. 2023 (B2T), figure 5."""
     with evaluating(model):
         units = torch.stack([_unit(output) for output in outputs_of(model, batch, layers=True)[side]])
     return (torch.einsum("lpd,mpd->lm", units, units) / units.size(1)).tolist()
 
 
 def token_similarity(output: Tensor) -> float:
-    """The mean cosine between a stack's outputs [positions, D] at different positions: 1 where all are one vector."""
+    """The mean cosine between a stack's outputs [positions, D] at different positions; 1 if all are parallel."""
     unit, count = _unit(output), len(output)
     return float((unit.sum(0).square().sum() - count) / (count * (count - 1)))
 

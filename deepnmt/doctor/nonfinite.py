@@ -1,5 +1,4 @@
-"""Where a number first stops being finite: a forward and backward pass of a model under hooks, on batches that failed.
-And what a run that breaks there says at its end.
+"""Locates the first non-finite number in a model's forward and backward pass, and explains it to the user of the run.
 
 `B` sentences, `S` source length, `T` target length.
 """
@@ -32,9 +31,9 @@ What = Literal["weight", "input", "output", "loss", "gradient of the output", "g
 class NonFinite:
     """The first tensor that holds infinities or NaN, in the order of computation.
 
-    what: of the module or parameter `name` ("loss" has no name). An input that is not finite where the output before it
-        was arises between two modules: in the attention, or in a block's sum.
-    largest: the largest magnitude in the tensor looked at before; 0 if there was none.
+    what: of the module or parameter `name` ("loss" has no name). If an input is not finite, but the output before it
+        was, the number arose between two modules: in the attention, or in a block's sum.
+    largest: the largest magnitude in the tensor before it; 0 if there was none.
     """
 
     what: What
@@ -46,18 +45,18 @@ class NonFinite:
 
 
 def first_non_finite(model: Transformer, batches: Sequence[Batch], factor: float = 1.0) -> NonFinite | None:
-    """Looks at the weights, then at each batch's pass in training mode; None where every number is finite.
+    """Checks the weights, then each batch's pass in training mode; None if every number is finite.
 
     Args:
-        model: its gradients are lost, and no process group may hang on them; its hooks are taken off again.
+        model: a plain one, outside any process group; its gradients are cleared and all hooks removed.
         batches: on the model's device.
-        factor: what each loss sum is multiplied by before the backward pass, the loss scale included.
+        factor: multiplies each loss sum before the backward pass; includes the loss scale.
     """
     first: NonFinite | None = None
     largest = 0.0
 
-    def see(what: What, name: str, tensor: Any) -> None:
-        """Looks at what may be a tensor, in the order of computation."""
+    def check(what: What, name: str, tensor: Any) -> None:
+        """Called in the order of computation; ignores what is not a floating-point tensor."""
         nonlocal first, largest
         if first is not None or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
             return
@@ -69,29 +68,29 @@ def first_non_finite(model: Transformer, batches: Sequence[Batch], factor: float
 
     def before(name: str, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
         for item in inputs:
-            see("input", name, item)
+            check("input", name, item)
 
     def after(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        see("output", name, output)
+        check("output", name, output)
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(see, "gradient of the output", name))
+            output.register_hook(partial(check, "gradient of the output", name))
 
     for name, parameter in model.named_parameters():
-        see("weight", name, parameter)
+        check("weight", name, parameter)
     was_training = model.training
     with hooks() as handles:
         for name, module in model.named_modules():
             if name:
                 handles += [module.register_forward_pre_hook(partial(before, name)),
                             module.register_forward_hook(partial(after, name))]
-        handles.extend(p.register_hook(partial(see, "gradient", name)) for name, p in model.named_parameters())
+        handles.extend(p.register_hook(partial(check, "gradient", name)) for name, p in model.named_parameters())
         model.train()
         for batch in batches:
             if first is not None:
                 break
             model.zero_grad(set_to_none=True)
             loss = model(*batch.tensors, batch.key).loss
-            see("loss", "", loss)
+            check("loss", "", loss)
             if first is None:
                 (loss * factor).backward()
     model.zero_grad(set_to_none=True)
@@ -101,73 +100,80 @@ def first_non_finite(model: Transformer, batches: Sequence[Batch], factor: float
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a process saw. kind: the float type of training. place: the first non-finite tensor in it. largest: in the
-    tensor before that one. fp32: the first non-finite tensor of the same pass in fp32. room: whether there was memory
-    to look."""
+    """What one process has seen.
+
+    Attributes:
+        kind: the float type of training.
+        tensor: the first non-finite tensor in that type.
+        largest: the largest magnitude in the tensor before it.
+        fp32: the first non-finite tensor of the same pass in fp32.
+        enough_memory: whether there was memory for the check.
+    """
 
     kind: str
-    place: str | None = None
+    tensor: str | None = None
     largest: float = 0.0
     fp32: str | None = None
-    room: bool = True
+    enough_memory: bool = True
 
 
 def explain(
     recipe: Recipe, engine: Engine, ranks: Ranks, batches: Sequence[Batch], factor: float, scale: float
 ) -> list[str]:
-    """Computes the last batches again on a plain copy of the model: on the first process, where it broke and what to
-    try. Collective.
+    """Recomputes the last batches on a plain copy of the model; returns where a number stopped being finite and what to
+    try, on the first process (nothing on the others). Collective.
 
     Args:
-        batches: this process's of the last update; `factor`: what their loss sums were multiplied by, without the loss
-            scale `scale`.
+        batches: this process's micro-batches of the last update.
+        factor: multiplied their loss sums, apart from the loss scale `scale`.
     """
     kind = KINDS[next(engine.module.parameters()).dtype]
     try:
         current = engine.gather_model()
-    except torch.OutOfMemoryError:  # on all processes
-        return _sentences(RankReport(kind, room=False), recipe)
+    except torch.OutOfMemoryError:  # raised on all processes
+        return _advice(RankReport(kind, enough_memory=False), recipe)
     try:
         vocabs = (current.table("src").num_embeddings, current.table("trg").num_embeddings)
         model = Transformer(recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
-        take_over(model, current)
+        copy_weights(model, current)
         report = RankReport(kind)
-        if place := first_non_finite(model, batches, factor * scale):
+        if first := first_non_finite(model, batches, factor * scale):
             wider = None if kind == "fp32" else first_non_finite(model.float(), batches, factor)
-            report = RankReport(kind, str(place), place.largest, None if wider is None else str(wider))
+            report = RankReport(kind, str(first), first.largest, None if wider is None else str(wider))
         del model
     except torch.OutOfMemoryError:
-        report = RankReport(kind, room=False)
-    del current  # the reports need room, too
+        report = RankReport(kind, enough_memory=False)
+    del current  # gathering the reports needs memory, too
     data = ranks.gather_bytes(json.dumps(asdict(report)).encode())
     reports = [RankReport(**json.loads(each)) for each in data or ()]
-    return _sentences(next((each for each in reports if each.place), reports[0]), recipe) if reports else []
+    return _advice(next((each for each in reports if each.tensor), reports[0]), recipe) if reports else []
 
 
-def _sentences(worst: RankReport, recipe: Recipe) -> list[str]:
-    """Where the process that saw most saw it break, and what to try."""
-    where = f"First non-finite in {worst.kind}: {worst.place}; the tensor before it reached {worst.largest:.3g}."
-    if not worst.room:
-        where = "There was no memory left to compute the batch again and to find the place."
-    elif worst.place is None:
-        where = (f"Computed again one by one in {worst.kind}, each micro-batch of the last update is finite; their sum "
-                 "is not, or it was chance.")
-    elif worst.fp32 is not None:
-        where += f" In fp32 too, first {worst.fp32}: it is not the 16 bits."
-    elif worst.kind != "fp32":
-        where += " In fp32 the same batch is finite: 16 bits are too narrow for this model."
+def _advice(report: RankReport, recipe: Recipe) -> list[str]:
+    """Where the numbers stopped being finite, and what to try: a sentence each."""
+    where = f"First non-finite in {report.kind}: {report.tensor}; the tensor before it reached {report.largest:.3g}."
+    if not report.enough_memory:
+        where = "There was not enough memory left to recompute the batch and locate the first non-finite number."
+    elif report.tensor is None:
+        where = (f"Recomputed one by one in {report.kind}, each micro-batch of the last update is finite. Either only "
+                 "their sum is not, or the error does not repeat.")
+    elif report.fp32 is not None:
+        where += f" fp32 fails too, first in {report.fp32}, so 16-bit precision is not the cause."
+    elif report.kind != "fp32":
+        where += f" In fp32 the same batch is finite: {report.kind} is too narrow for this model."
     rate = (f"a lower optimizer.lr (now {recipe.optimizer.lr:g}), a longer schedule.warmup "
-            f"(now {recipe.schedule.warmup}), train.clip (now {recipe.train.clip:g}; 0 is none)")
-    if worst.kind == "fp16" and worst.place is not None and worst.fp32 is None:
+            f"(now {recipe.schedule.warmup}) or train.clip (now {recipe.train.clip:g}; 0: no clipping)")
+    if report.kind == "fp16" and report.tensor is not None and report.fp32 is None:
         return [where, f"Try parallel.precision=bf16 or fp32, or {rate}."]
     deep = ", ".join(sorted(name for name, block in BLOCKS.items() if block.made_for_depth))
     post = PostLN in (BLOCKS[recipe.model.encoder.block], BLOCKS[recipe.model.decoder.block])
     other = f", or, in a new run, a block made for depth ({deep})" if post else ""
-    return [where, f"Try {rate}{other}. If it broke at once, look at the data."]
+    return [where, f"Try {rate}{other}. If the first updates failed already, check the data."]
 
 
-def take_over(model: nn.Module, source: nn.Module) -> None:
-    """Gives `model` the buffers of `source`, built alike, and copies of its parameters, in their type and place."""
+def copy_weights(model: nn.Module, source: nn.Module) -> None:
+    """Gives `model` copies of the parameters of `source`, a model of the same shape, in their type and on their device;
+    the buffers are shared."""
     for ours, theirs in zip(model.parameters(), source.parameters(), strict=True):
         ours.data = theirs.detach().clone()
     for part, other in zip(model.modules(), source.modules(), strict=True):

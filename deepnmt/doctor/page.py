@@ -1,4 +1,4 @@
-"""The doctor's findings for people: a short table, a folder of pictures, and one HTML page that holds them all."""
+"""Presents a diagnosis: a short table, a folder of pictures, and one HTML page with all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepnmt.doctor.verdict import describe, format_value
 from deepnmt.model.blocks import SIDES
 
 Findings = Mapping[str, Any]
-_NO_RULE = "none: no rule comes with this version; fit one with python -m studies verdict-grid and give it with --rule"
+_NO_RULE = "none: this version has no verdict rule; fit one with python -m studies verdict-grid and give it with --rule"
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
 h1{font-size:1.6rem}h2{font-size:1.15rem;margin-top:2.2rem;border-top:1px solid #ddd;padding-top:1rem}
@@ -28,7 +28,7 @@ td,th{text-align:left;vertical-align:top;overflow-wrap:anywhere}th{min-width:6re
 
 
 def summary(findings: Findings) -> str:
-    """The table for the terminal, a line a finding."""
+    """The table for the terminal, one line for each finding."""
     rows = _rows(findings)
     wide = max(len(title) for title, _ in rows)
     return "\n".join(f"{title:<{wide}}  {text}" for title, text in rows)
@@ -38,14 +38,15 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
     about, gradients, update = findings["about"], findings["gradients"], findings["change"]["update"]
     rows = [("model", f"encoder {about['encoder']}; decoder {about['decoder']}; width {about['width']}, "
                       f"{about['parameters']:,} parameters"),
-            ("weights", about["checkpoint"] or "as training begins"),
+            ("weights", about["checkpoint"] or "initial"),
             ("batch", f"{about['sentences']} sentences, {about['target tokens']:,} target tokens, {about['device']}"),
             ("loss", f"{gradients.loss:.3f} nats a target token")]
     for side in SIDES:
         own = [row[-1] for row in findings["dependency"][side][1:]]
         rows.append((f"{side} dependency",
-                     f"share of an output that its own branch made: β_ii² {own[0] ** 2:.2f} at the first sub-layer, "
-                     f"{own[-1] ** 2:.2f} at the last, sum {sum(beta * beta for beta in own):.1f} over {len(own)}"))
+                     f"share of an output that comes from its own branch: β_ii² {own[0] ** 2:.2f} at the first "
+                     f"sub-layer, {own[-1] ** 2:.2f} at the last, sum {sum(beta * beta for beta in own):.1f} over "
+                     f"{len(own)}"))
     for side in SIDES:
         low, *_, high = gradients.of_stack(side)
         rows.append((f"{side} gradients", f"lowest sub-layer's output {low:.3g}, highest {high:.3g}: "
@@ -62,7 +63,7 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
                  f"at rate {update['rate']:.3g} moves the encoder's output by {update['encoder']:.3g} of its variance, "
                  f"the decoder's by "
                  f"{update['decoder']:.3g}; loss {update['loss_before']:.3f} to {update['loss_after']:.3f}"))
-    rows += [(f"{side} layers alike", f"cosine of first and last layer's outputs "
+    rows += [(f"{side} similarity", f"cosine of first and last layer's outputs "
               f"{round(findings['likeness'][side][-1][0], 2) + 0.0:.2f}") for side in SIDES]
     name, worst = max(findings["ranges"].items(), key=lambda item: item[1]["largest"])
     half = findings["half"]
@@ -81,18 +82,18 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
 
 
 def _verdict_words(verdict: Mapping[str, Any]) -> str:
-    words = f"{'trains' if verdict['trains'] else 'does NOT train'} (probability {verdict['probability']:.2f})"
+    words = f"predicted to {'train' if verdict['trains'] else 'fail'} (probability of training "
     if verdict["fp16"]:
-        words = (f"does NOT train in fp16: {verdict['fp16']} (probability by the rule alone "
-                 f"{verdict['probability']:.2f})")
-    return f"{words}; outside the runs that the rule was fitted on" if verdict["outside"] else words
+        words = f"predicted to fail in fp16: {verdict['fp16']} (probability of training by the rule alone "
+    words += f"{verdict['probability']:.2f})"
+    return f"{words}; unlike the runs that the rule was fitted on" if verdict["outside"] else words
 
 
 # -- pictures and page -------------------------------------------------------------------------------------------------
 
 
 def write_page(findings: Findings, folder: Path) -> Path:
-    """Puts the pictures into `folder` and writes `diagnosis.html`, which holds them all; returns its path."""
+    """Writes the pictures into `folder`, and `diagnosis.html` with all of them; returns the path of the page."""
     about = findings["about"]
     parts = [f"<h1>Diagnosis: encoder of {escape(about['encoder'])}; decoder of {escape(about['decoder'])}</h1>"]
     if findings.get("verdict"):
@@ -123,14 +124,15 @@ def _verdict_box(verdict: Mapping[str, Any]) -> str:
                       f"{100 * accuracy['least']:.0f} to {100 * accuracy['most']:.0f} %)")
         lines.append(f" The rule ({rule['kind']}) was fitted on {rule['runs']} runs of small models and was right on "
                      f"{100 * rule['held_out_accuracy']:.0f} % of {rule['held_out_runs']} others{splits}.")
-    lines += [f" All its runs had the same {escape(describe(name))} ({format_value(name, value)}), so of that it knows "
-              "nothing." for name, value in rule["unvaried"].items()]
+    lines += [f" All its runs had the same {escape(describe(name))} ({format_value(name, value)}), so it cannot tell "
+              "what another value would do." for name, value in rule["unvaried"].items()]
     better = sorted(verdict["instead"].items(), key=lambda item: -item[1])
     for title, items in (
-        ("What the rule weighed" if verdict["fp16"] else "What decided, and how much it weighed", verdict["reasons"]),
-        ("Outside the runs that the rule was fitted on, so trust it less", verdict["outside"]),
-        ("What the same rule says of recipes that differ in one setting",
-         [f"{name}: probability {value:.2f}" for name, value in better]),
+        ("Largest contributions to the rule's probability", verdict["reasons"]),
+        ("This recipe is unlike the runs that the rule was fitted on, so trust the prediction less",
+         verdict["outside"]),
+        ("Probability of training, by the same rule, if one setting is changed",
+         [f"{name}: {value:.2f}" for name, value in better]),
     ):
         if items:
             lines.append(f"<p>{title}:</p><ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>")
@@ -138,7 +140,7 @@ def _verdict_box(verdict: Mapping[str, Any]) -> str:
 
 
 def _sections(findings: Findings) -> list[tuple[str, str, str, Callable[[Path], None]]]:
-    """Name of the picture, heading, how to read it, and what plots it."""
+    """For each picture: its name, heading, how to read it, and the function that plots it."""
     gradients = findings["gradients"]
     lines = partial(plots.plot_lines, ylabel="gradient norm")
     sections: list[tuple[str, str, str, Callable[[Path], None]]] = [
@@ -195,7 +197,7 @@ def _sections(findings: Findings) -> list[tuple[str, str, str, Callable[[Path], 
 
 
 def _by_part(values: Mapping[str, float]) -> dict[str, dict[str, list[float]]]:
-    """Values by stack, then by what they belong to within a layer, in the order of layers; embeddings are left out."""
+    """Values by stack, then by part of a layer, in the order of layers; without the embeddings."""
     groups: dict[str, dict[str, list[float]]] = {side: {} for side in SIDES}
     for name, value in values.items():
         if ".layers." in name:

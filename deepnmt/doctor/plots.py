@@ -1,4 +1,4 @@
-"""The doctor's pictures: one function a picture, each writes one PNG from the numbers that the JSON file holds."""
+"""The doctor's pictures. Each function writes one PNG from numbers of the JSON file."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.03), *
 
 
 def plot_dependency(betas: Squares, path: Path) -> None:
-    """β_ij of each stack as a picture of squares: row i what enters branch i + 1, column j where it comes from."""
+    """β_ij of each stack as a heat map: row i is the input of branch i + 1, column j the branch it comes from."""
     _plot_squares({f"{side}, {len(rows) - 1} sub-layers": rows for side, rows in betas.items()}, path,
-                  "β: how much of each branch's input the earlier branches made", "β, a share",
+                  "β: how much of each branch's input comes from earlier branches", "β, a share",
                   "branch j (0: the stack's input)", "input of branch i + 1", first=0)
 
 
 def plot_similarity(cosines: Squares, path: Path) -> None:
-    """Mean cosines between layers' outputs."""
+    """Mean cosines between layers' outputs, as a heat map."""
     _plot_squares({f"{side}, {len(rows)} layers": rows for side, rows in cosines.items()}, path,
-                  "How alike the outputs of each two layers are", "mean cosine", "layer", "layer", first=1)
+                  "Similarity of the outputs of each two layers", "mean cosine", "layer", "layer", first=1)
 
 
 def _plot_squares(
     tables: Squares, path: Path, title: str, scale: str, xlabel: str, ylabel: str, first: int,
 ) -> None:
-    """A square for each table, NaN where its rows are shorter, with one scale of colours (viridis, which grows lighter
-    in print and for every eye); rows and columns are counted from `first`."""
+    """A heat map for each table, NaN where its rows are shorter, with a common colour scale (viridis, also
+    readable in print and for colour-blind readers); rows and columns are counted from `first`."""
     from matplotlib.ticker import MaxNLocator
 
     figure, row = panels(list(tables), xlabel, ylabel, title, share=False, columns=2)
-    least = min(0.0, *(value for rows in tables.values() for values in rows for value in values))  # of cosines
+    lowest = min(0.0, *(value for rows in tables.values() for values in rows for value in values))  # a cosine may be
     for axes, rows in zip(row, tables.values(), strict=True):
         square = np.full((len(rows), len(rows)), np.nan)
         for index, values in enumerate(rows):
             square[index, : len(values)] = values
         low, high = first - 0.5, first - 0.5 + len(rows)
-        image = axes.imshow(square, cmap="viridis", vmin=least, vmax=1, interpolation="nearest",
+        image = axes.imshow(square, cmap="viridis", vmin=lowest, vmax=1, interpolation="nearest",
                             extent=(low, high, high, low))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(visible=False)
@@ -61,7 +61,7 @@ def plot_growth(growths: Mapping[str, Mapping[str, Growth]], path: Path, title: 
 
     Args:
         growths: by kind of change ("noise", ...), then by the line's name.
-        title: over the picture.
+        title: of the picture.
     """
     figure, column = panels(list(growths), "layers N", "share of the output's variance", title, share=False)
     for axes, lines in zip(column, growths.values(), strict=True):
@@ -84,14 +84,14 @@ def plot_lines(
     lines: Mapping[str, Mapping[str, Sequence[float]]], path: Path, *, title: str, xlabel: str, ylabel: str,
     bound: tuple[float, str] | None = None, xs: Sequence[float] | None = None,
 ) -> None:
-    """Lines on a logarithmic axis of a decade or more, a panel for each group, its lines' names beside it.
+    """Lines on a logarithmic axis of at least one decade, a panel for each group, with the legend to its right.
 
     Args:
-        lines: values by the panel's title, then by the line's name; values of zero are drawn at 1e-12. A name has the
-            same colour, dashes and marker in every panel.
+        lines: values by the panel's title, then by the line's name; zeros are plotted at 1e-12. A name has the same
+            colour, dashes and marker in every panel.
         title, xlabel, ylabel: of the picture.
-        bound: a value to draw across, and what it is.
-        xs: where the values stand; counted from 1 if not given.
+        bound: the height and name of a horizontal line.
+        xs: the values' positions; 1, 2, … if not given.
     """
     figure, column = panels(list(lines), xlabel, ylabel, title)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(n for group in lines.values() for n in group))}
@@ -109,8 +109,8 @@ def plot_lines(
 
 
 def _decades(row: Sequence[Axes]) -> None:
-    """A decade at least of the logarithmic axis that the panels share, lest small differences look large, and plain
-    numbers beside it."""
+    """Widens the shared logarithmic axis to at least one decade, so that small differences do not look large; labels it
+    with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = row[0].get_ylim()
@@ -123,18 +123,18 @@ def _decades(row: Sequence[Axes]) -> None:
 
 
 def plot_ranges(ranges: Mapping[str, Tree], path: Path) -> None:
-    """Variance of every layer's output, and the largest magnitude in the layer, with the end of fp16."""
+    """Variance of every layer's output, and the largest magnitude in the layer, with the largest number of fp16."""
     groups: dict[str, dict[str, list[float]]] = {}
     for side in ("encoder", "decoder"):
         own = [record for name, record in ranges.items() if name.startswith(f"{side}.")]
         groups[side] = {"variance of\nthe output": [record["variance"] for record in own],
                         "largest\nmagnitude": [record["largest"] for record in own]}
-    plot_lines(groups, path, title="How large the activations of every layer are, and where fp16 ends", xlabel="layer",
+    plot_lines(groups, path, title="Size of every layer's activations, and the limit of fp16", xlabel="layer",
                ylabel="variance, magnitude", bound=(HALF_MAX, "largest number\nof fp16"))
 
 
 def plot_half(half: Tree, path: Path) -> None:
-    """The share of exact zeros among fp16 gradients of each part, beside that of fp32."""
+    """The share of exact zeros among the gradients of each part, in fp16 and in fp32."""
     names = list(half["shares"])
     title = f"Gradients that are exactly zero in fp16, at loss scale {half['scale']:g}, and in fp32"
     figure, [axes] = panels([title], "", "share of gradients, %")
@@ -142,24 +142,24 @@ def plot_half(half: Tree, path: Path) -> None:
     for side, kind, shares, hatch in ((-0.2, "fp16", half["shares"], ""), (0.2, "fp32", half["shares_fp32"], "////")):
         axes.bar(positions + side, [100 * shares[name] for name in names], 0.4, label=kind, hatch=hatch,
                  color=COLOURS[0] if kind == "fp16" else "white", edgecolor=COLOURS[0], linewidth=0.6)
-    axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))  # no noise in a picture of nothing
+    axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))  # at least 1 %, so that noise does not fill the picture
     shown = range(0, len(names), max(1, len(names) // 12))
     labels = []
     for side, layers, index in (names[position].partition(".layers.") for position in shown):
-        labels.append(f"{side} {int(index) + 1}" if layers else side)  # counted from 1, as in all pictures
+        labels.append(f"{side} {int(index) + 1}" if layers else side)  # layers are counted from 1 in all pictures
     axes.set_xticks(list(shown), labels, rotation=45, ha="right")
     figure.legend(loc="outside lower center", ncols=2, **LEGEND)
     save(figure, path)
 
 
 def plot_displacements(pairs: Sequence[Tree], path: Path) -> None:
-    """Relative norms of gradient and of update of each attention matrix, a line of checkpoints for each.
+    """Relative norms of the gradient and the update of each attention matrix, a line over checkpoints for each.
 
-    The colour is the matrix (query, key, value, output), the dashes are the attention it belongs to.
+    The colour shows the matrix (query, key, value, output), the dashes its attention.
     """
     titles = {"gradients": "gradient", "updates": "change from this checkpoint to the next"}
     figure, column = panels(list(titles.values()), "checkpoint, in updates of the run", "norm over the largest one",
-                            "How gradients and changes of the attention matrices differ in size")
+                            "How unequal the gradients and changes of the attention matrices are")
     colours = dict(zip(("q", "k", "v", "out"), COLOURS, strict=False))
     dashes = dict(zip(("encoder self_attn", "decoder self_attn", "decoder cross_attn"), DASHES, strict=False))
     for axes, kind in zip(column, titles, strict=True):

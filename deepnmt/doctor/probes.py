@@ -1,13 +1,13 @@
-"""What flows through a model: every sub-layer's branch, norm and output, seen from outside by module name.
+"""Hooks that show the activations of a model: every sub-layer's branch, norm and output, by module name.
 
-The model knows nothing of it: hooks stand on the modules of `model/blocks.py` and `model/layers.py` while `watching`
-lasts, and are gone afterwards. Points are called
+The model's code has no part in it: hooks stay on the modules of `model/blocks.py` and `model/layers.py` while the
+context of `watching` is open. The names of the points:
 
-    encoder.input                     what enters the stack
+    encoder.input                     the stack's input
     encoder.layers.3.rule.adds.1      a branch's output F_i, before it joins the residual
     encoder.layers.3.rule.norms.1     a LayerNorm's output, and its input under the same name with `.in`
-    encoder.layers.3.ffn              x after the sub-layer: what the next sub-layer (or layer) starts from
-    encoder                           the stack's output, after the norm on top where there is one
+    encoder.layers.3.ffn              x after the sub-layer, the input of the next sub-layer or layer
+    encoder                           the stack's output, after its final norm if it has one
 
 `B` sentences, `S` source length, `T` target length, `D` width.
 """
@@ -28,15 +28,15 @@ from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
-See = Callable[[str, Tensor], None]
+Observe = Callable[[str, Tensor], None]
 
-# The matrices stacked in one parameter, from the top.
+# The matrices stacked in one parameter, in the order of its rows.
 _STACKED = {"qkv.weight": ("q", "k", "v"), "kv.weight": ("k", "v")}
 
 
 @contextmanager
 def hooks() -> Iterator[list[torch.utils.hooks.RemovableHandle]]:
-    """A list for hooks' handles; those in it are removed at the end, come what may."""
+    """A list for handles of hooks; removes all hooks in it on exit."""
     handles: list[torch.utils.hooks.RemovableHandle] = []
     try:
         yield handles
@@ -46,63 +46,63 @@ def hooks() -> Iterator[list[torch.utils.hooks.RemovableHandle]]:
 
 
 def _layer_hooks(
-    name: str, layer: nn.Module, parts: Sequence[str], see: See
+    name: str, layer: nn.Module, parts: Sequence[str], observe: Observe
 ) -> Iterator[torch.utils.hooks.RemovableHandle]:
     """Hooks on a layer's norms, adds and branches and on the layer itself.
 
-    A sub-layer's output has no module of its own: it is what the next norm or branch takes. Where x passes a norm on
-    its way into the next branch (Pre-LN), it is that norm's input; else it is the branch's own input; the last one is
-    the layer's output.
+    No module returns a sub-layer's output x, so it is caught as an input: of the norm before the next branch (Pre-LN),
+    or of that branch itself. The last sub-layer's output is the layer's.
     """
-    waiting: set[int] = set()  # the sub-layer whose branch has been joined and whose output is yet to be seen
+    pending: set[int] = set()  # the sub-layer whose branch has returned, but whose output has not been observed yet
 
-    def reached(index: int, x: Tensor) -> None:
-        """Something that belongs to sub-layer index + 1 takes x: then x is the output of `index`, if that is due."""
-        if index in waiting:
-            waiting.remove(index)
-            see(f"{name}.{parts[index]}", x)
+    def input_arrives(index: int, x: Tensor) -> None:
+        """x enters a module of sub-layer index + 1, so it is the output of sub-layer `index`, if that is pending."""
+        if index in pending:
+            pending.remove(index)
+            observe(f"{name}.{parts[index]}", x)
 
     def added(index: int, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        see(f"{name}.rule.adds.{index}", output)
-        waiting.add(index)
+        observe(f"{name}.rule.adds.{index}", output)
+        pending.add(index)
 
     def norm_begins(index: int, _module: nn.Module, inputs: Any) -> None:
-        reached(index - 1, inputs[0])
-        see(f"{name}.rule.norms.{index}.in", inputs[0])
+        input_arrives(index - 1, inputs[0])
+        observe(f"{name}.rule.norms.{index}.in", inputs[0])
 
     def layer_ends(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        waiting.clear()
-        see(f"{name}.{parts[-1]}", last_output(output))
+        pending.clear()
+        observe(f"{name}.{parts[-1]}", last_output(output))
 
     yield layer.register_forward_hook(layer_ends)
     for index, part in enumerate(parts):
         yield layer.get_submodule(f"rule.adds.{index}").register_forward_hook(partial(added, index))
         yield layer.get_submodule(part).register_forward_pre_hook(
-            lambda _m, inputs, index=index: reached(index - 1, inputs[0]))
+            lambda _m, inputs, index=index: input_arrives(index - 1, inputs[0]))
     for index, norm in enumerate(norms_of(layer)):
         yield norm.register_forward_pre_hook(partial(norm_begins, index))
         yield norm.register_forward_hook(
-            lambda _m, _i, output, index=index: see(f"{name}.rule.norms.{index}", output))
+            lambda _m, _i, output, index=index: observe(f"{name}.rule.norms.{index}", output))
 
 
 def norms_of(layer: nn.Module) -> list[nn.Module]:
-    """The norms of a layer's rule, in order; of a rule without any, none."""
+    """The norms of a layer's residual block, in order; empty if it has none."""
     return [module for name, module in layer.get_submodule("rule").named_modules()
             if name.startswith("norms.") and isinstance(module, Norm)]
 
 
 @contextmanager
-def watching(model: Transformer, see: See) -> Iterator[None]:
-    """While it lasts, `see(name, tensor)` is called for every point of a forward pass, in the order of computation."""
+def watching(model: Transformer, observe: Observe) -> Iterator[None]:
+    """While the context is open, calls `observe(name, tensor)` for every point of a forward pass, in the order of
+    computation."""
     with hooks() as handles:
         for side in SIDES:
             stack = model.get_submodule(side)
             handles.append(stack.get_submodule("input").register_forward_hook(
-                lambda _m, _i, output, side=side: see(f"{side}.input", output)))
+                lambda _m, _i, output, side=side: observe(f"{side}.input", output)))
             handles.append(stack.get_submodule("norm").register_forward_hook(
-                lambda _m, _i, output, side=side: see(side, output)))
+                lambda _m, _i, output, side=side: observe(side, output)))
             for index, layer in enumerate(layers_of(model, side)):
-                handles.extend(_layer_hooks(f"{side}.layers.{index}", layer, SUBLAYERS[side], see))
+                handles.extend(_layer_hooks(f"{side}.layers.{index}", layer, SUBLAYERS[side], observe))
         yield
 
 
@@ -125,7 +125,7 @@ def real_positions(batch: Batch) -> dict[Side, Tensor]:
 @torch.no_grad()
 def outputs_of(model: Transformer, batch: Batch, layers: bool = False) -> dict[Side, list[Tensor]]:
     """The outputs of both stacks at real positions, each a list of one tensor [positions, D]; with `layers` those of
-    every layer, from the bottom. Dropout as the model's mode says."""
+    every layer, from the bottom. With dropout only if the model is in training mode."""
     src, lengths, trg_in, _ = batch.tensors
     real = real_positions(batch)
     inside: dict[Side, list[Tensor]] = {side: [] for side in SIDES}
@@ -152,10 +152,10 @@ def plain_loss(model: Transformer, batch: Batch) -> float:
 
 
 def matrices(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Every matrix of layers and embeddings among (name, tensor): stacked ones one by one.
+    """Every matrix of layers and embeddings among (name, tensor) pairs; stacked matrices are split.
 
     `….self_attn.qkv.weight` [3D, D] gives `….self_attn.q`, `.k` and `.v`, and `….ffn.fc1.weight` gives `….ffn.fc1`.
-    Vectors (biases, norms, ω) are passed over.
+    Vectors (biases, norms, ω) are skipped.
     """
     for name, tensor in named:
         if tensor.ndim != 2:

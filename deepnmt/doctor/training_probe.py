@@ -1,10 +1,10 @@
-"""During training, every n updates: what flows through every layer and its sub-layers, and its gradients.
+"""Measures activations and gradients of every layer and sub-layer during training, every n updates.
 
-Of a layer's output its size, variance, largest magnitude, gradient, and how like the layer's input it is; of each
-sub-layer its branch's size and gradient and its LayerNorm's gradient, which in a decoder layer whose norms follow the
-branches are those at the five points of Takase et al. 2023 (B2T), figures 4 and 7 (but for `rezero_post_ln`, whose
-branches are multiplied by a before they join). Hooks stand on the modules for that one update only; all other updates
-run as if there were no probe.
+For a layer: the size, variance, largest magnitude and gradient of its output, and the similarity to its input. For a
+sub-layer: the size and gradient of its branch, and the gradient of its LayerNorm. In a decoder layer whose norms follow
+the branches these are the gradients at the five points of Takase et al. 2023 (B2T), figures 4 and 7; in
+`rezero_post_ln` the branch is measured before its factor a. Hooks stay on the modules for the probed update only, so
+all other updates run as without a probe.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _OUTPUT = ("elements", "sum", "squares", "positions", "cosines")  # sums over a 
 
 
 class TrainingProbe:
-    """The layers of a model, whatever engine runs it.
+    """A probe on the layers of a model, under any engine.
 
     Args:
-        module: what this process computes with: all of `encoder.layers.N` and `decoder.layers.N`, or a pipeline's part.
-        model: the depths and blocks, so that every process knows every layer's name.
-        every: updates between probes; 0: never.
+        module: this process's modules: all `encoder.layers.N` and `decoder.layers.N`, or those of its pipeline stage.
+        model: depths and blocks of the whole model, so that every process can name every layer.
+        every: updates from one probe to the next; 0: never.
     """
 
     def __init__(self, module: nn.Module, model: Model, every: int) -> None:
         self.every = every
-        self.parts: dict[str, list[str]] = {}  # by layer of the whole model, its sub-layers' full names
-        self.keys: list[str] = []  # every sum of the whole model, in the order that all processes report them
+        self.parts: dict[str, list[str]] = {}  # for every layer of the whole model, the full names of its sub-layers
+        self.keys: list[str] = []  # of all sums of the whole model, in one order for all processes
         for side, stack in zip(SIDES, (model.encoder, model.decoder), strict=True):
             kinds = ["elements", "squares", "branch", *(["norm"] if BLOCKS[stack.block].layer_norms else [])]
             for name in (f"{side}.layers.{index}" for index in range(stack.layers)):
@@ -59,8 +59,8 @@ class TrainingProbe:
 
     @contextmanager
     def watching(self, wanted: bool) -> Iterator[None]:
-        """While it lasts, and if `wanted`, sums and maxima over the layers' outputs and their gradients are taken. No
-        value is waited for here."""
+        """If `wanted`, collects sums and maxima over the layers' outputs and their gradients while the context is open,
+        without waiting for the device."""
         self._sums, self._largest = {}, {}
         with hooks() as handles:
             for name, layer in (self.layers if wanted else {}).items():
@@ -107,18 +107,18 @@ class TrainingProbe:
         self._largest[key] = torch.maximum(self._largest[key], top) if key in self._largest else top
 
     def read(self, loss_scale: float, combine: Combine = list, largest: Combine = list) -> dict[str, float]:
-        """What the probed update showed, by layer and sub-layer, padding included.
+        """The measurements of the probed update by layer and sub-layer; padding counts, too.
 
-        `LAYER/output_rms`, `output_variance` and `output_largest` (magnitude) of its outputs, `cosine_below`, the mean
-        cosine of a position's output with its input, that of the layer below, and `gradient_norm`, the norm of the
-        update's gradient with respect to the outputs. `LAYER/inside_largest`, the largest magnitude of a branch's
-        output or a LayerNorm's input, the residual sum. `LAYER.PART/branch_rms` and `branch_gradient` of the
-        sub-layer's output before it joins the residual, and `norm_gradient` of its LayerNorm's output, where it has
-        one.
+        * `LAYER/output_rms`, `output_variance` and `output_largest` (magnitude) of the layer's outputs.
+        * `LAYER/cosine_below`: the mean cosine between output and input of a position.
+        * `LAYER/gradient_norm`: the norm of the update's gradient with respect to the outputs.
+        * `LAYER/inside_largest`: the largest magnitude among branch outputs and LayerNorm inputs (the residual sum).
+        * `LAYER.PART/branch_rms` and `branch_gradient` of the branch: the sub-layer's output before the residual sum.
+        * `LAYER.PART/norm_gradient` of its LayerNorm's output, if it has one.
 
         Args:
-            loss_scale: that of the probed update; gradients are divided by it.
-            combine: sums a list element-wise over all processes; then every process calls `read`.
+            loss_scale: of the probed update; gradients are divided by it.
+            combine: sums a list element-wise over all processes, each of which must call `read`.
             largest: the same for maxima.
         """
         tops = [f"{name}/{kind}_largest" for name in self.parts for kind in ("output", "inside")]
@@ -142,14 +142,14 @@ class TrainingProbe:
 
 
 def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> UpdateHook:
-    """The hook that a run's updates are made under: every `train.probe_every` of them what the probe reads. What it
-    gives is collective."""
+    """A context for a run's updates. At every `train.probe_every`-th it yields a function that returns the probe's
+    measurements, at all others None. The function is collective."""
     probe = TrainingProbe(engine.module, recipe.model, recipe.train.probe_every)
 
     @contextmanager
     def around(number: int) -> Iterator[Callable[[StepStats], dict[str, float]] | None]:
         with probe.watching(due := probe.due(number)):
-            # what engines multiply the loss by
+            # engines multiply the loss by this product
             yield (lambda stats: probe.read(stats.loss_scale * engine.data_world, ranks.sum, ranks.max)) if due \
                 else None
 
@@ -157,13 +157,13 @@ def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> UpdateHook:
 
 
 def _values(tensors: dict[str, Tensor], keys: list[str]) -> list[float]:
-    """In the order of the keys, 0 where there is none; fetched from the device at once."""
+    """The values in the order of the keys, 0 for missing ones; fetched from the device in one transfer."""
     fetched = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True)) if tensors else {}
     return [fetched.get(key, 0.0) for key in keys]
 
 
 def _count(tensor: Tensor) -> Tensor:
-    """Elements, where the tensor is (filled in there: a copy would be waited for)."""
+    """The number of elements, on the tensor's device. Filled in there, because a copy from the CPU would wait."""
     return tensor.new_full((), float(tensor.numel()), dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Other models than the recipe's own: as training would begin with them, and what a user might try in its place."""
+"""Fresh models, and variants of a recipe that a user might try instead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
-_FACTORS = (1 / 10, 1 / 3, 3, 10)  # on the rate: one that is too small fails as well as one that is too large
+_FACTORS = (1 / 10, 1 / 3, 3, 10)  # of the learning rate: one that is too small fails, too
 
 
 def fresh_model(
@@ -28,8 +28,8 @@ def fresh_model(
     input_variance: InputVariance = "measured",
     profile: AdminProfile | None = None,
 ) -> Transformer:
-    """A model as training would begin with it, on the batches' device; where a stack is Admin, the batches are profiled
-    first, unless a `profile` is given."""
+    """A model with its initial weights, on the batches' device. If a stack is Admin and no `profile` is given, Admin is
+    profiled on the batches first."""
     if model.profiled and profile is None:
         profile = measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance)
     built = new_model(model, src_vocab, trg_vocab, seed, label_smoothing, profile.omega if profile else None)
@@ -37,36 +37,37 @@ def fresh_model(
 
 
 def initialisation(block: str, init: Init) -> str:
-    """What `init` comes to with a block: `xavier`, `xavier_separate` or `depth_scaled`."""
+    """The initial weights that `init` means for a block: `xavier`, `xavier_separate` or `depth_scaled`."""
     if init == "auto":
         return "depth_scaled" if BLOCKS[block].depth_scaled else "xavier"
     return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused_qkv else init
 
 
-def alternatives(recipe: Recipe, knows_batches: bool) -> dict[str, Recipe]:
-    """Recipes that differ from one that will not train in one thing each, by what one would write on the command line
-    to get them.
+def alternatives(recipe: Recipe, larger_batches: bool) -> dict[str, Recipe]:
+    """Variants of a recipe that is predicted to fail, each with one change; the keys are the settings as on the command
+    line.
 
     Args:
-        knows_batches: whether larger batches are among them; only for a rule that was fitted on several sizes.
+        larger_batches: whether to include one with larger batches; for a rule that was fitted on several sizes.
     """
     tried: list[dict[str, Any]] = [{"optimizer.lr": recipe.optimizer.lr * factor} for factor in _FACTORS]
     end = recipe.schedule.step_update or recipe.train.updates
     if recipe.schedule.warmup == 0 and end > 1:
         tried.append({"schedule.warmup": max(1, min(recipe.train.updates // 10, end - 1))})
-    if knows_batches:
+    if larger_batches:
         tried.append({"batch.accumulation": 4 * recipe.batch.accumulation})
     stacks = (recipe.model.encoder, recipe.model.decoder)
-    remeasured = {} if recipe.admin.profile is None else {"admin.profile": None}  # it is of the model as it was
+    # A profile file fits only the model it was measured on.
+    remeasured = {} if recipe.admin.profile is None else {"admin.profile": None}
     if not all(initialisation(stack.block, stack.init) == "depth_scaled" for stack in stacks):
         tried.append({f"model.{side}.init": "depth_scaled" for side in SIDES} | remeasured)
     tried += [{f"model.{side}.block": block for side in SIDES} | remeasured
               for block, kind in BLOCKS.items()
               if kind.made_for_depth and any(stack.block != block for stack in stacks)]
-    return {" ".join(f"{name}={_written(value)}" for name, value in settings.items()): with_settings(recipe, settings)
+    return {" ".join(f"{name}={_format(value)}" for name, value in settings.items()): with_settings(recipe, settings)
             for settings in tried}
 
 
-def _written(value: Any) -> str:
-    """A value as on the command line."""
+def _format(value: Any) -> str:
+    """A value as written on the command line."""
     return "null" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The doctor through its command line: a recipe before training, a run's checkpoint, and the papers in small."""
+"""`deepnmt diagnose`: on a recipe before training, on checkpoints of a run, and its mistakes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.diagnose import (
     Subject,
     _features,
-    between_checkpoints,
-    due_rate,
+    checkpoint_displacements,
     first_batch,
     growth,
     loss_scale,
     subject_of,
+    update_rate,
 )
 from deepnmt.doctor.measures import HalfZeros, noise_change
 from deepnmt.doctor.variants import alternatives
@@ -45,8 +45,8 @@ LAYOUTS = Path(__file__).parents[2] / "ds_configs"
 PICTURES = {"dependency", "change", "gradients", "matrices", "places", "likeness", "ranges", "half"}
 
 
-def seen(recipe: Recipe, checkpoint: Path | None = None, tokens: int = 60) -> Subject:
-    """What is examined, on the recipe's data."""
+def subject_for(recipe: Recipe, checkpoint: Path | None = None, tokens: int = 60) -> Subject:
+    """The model to examine, with a batch of the recipe's data."""
     data = open_prepared(recipe)
     return subject_of(recipe, data, first_batch(recipe, data, tokens, torch.device("cpu")), checkpoint)
 
@@ -56,7 +56,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def write_rule(folder: Path, weight: float) -> str:
-    """A rule that asks for the rate alone: `weight` below 0 wants it low. All its runs had one size of batch."""
+    """The file of a rule that uses the rate alone, fitted on one batch size; a negative `weight` favours low rates."""
     rule = {"format": "deepnmt-verdict", "version": 3, "kind": "logistic", "names": ["rate"],
             "body": {"centre": [-3.15], "scale": [0.3], "weights": [weight], "squares": [0.0], "by_rate": [0.0],
                      "bias": 0.0},
@@ -68,8 +68,9 @@ def write_rule(folder: Path, weight: float) -> str:
 def test_a_recipe_before_training(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "--tokens", "100", ONE]
     assert main("diagnose", [*words, "--rule", write_rule(tmp_path, -5.0)]) == 0
-    said, folder = capsys.readouterr().out, tmp_path / "diagnosis"
-    assert re.search(r"^verdict +(trains|does NOT train) \(probability 0\.\d\d\)", said, flags=re.MULTILINE)
+    output, folder = capsys.readouterr().out, tmp_path / "diagnosis"
+    assert re.search(r"^verdict +predicted to (train|fail) \(probability of training 0\.\d\d\)", output,
+                     flags=re.MULTILINE)
     found = read(folder)
     assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"last_ffn"}
     page = (folder / "diagnosis.html").read_text()
@@ -82,10 +83,10 @@ def test_a_recipe_before_training(prepared: Path, tmp_path: Path, capsys: pytest
     assert set(found["verdict"]["instead"]) == set() or not found["verdict"]["trains"]
 
 
-def test_a_verdict_of_no_tries_other_recipes(
+def test_a_predicted_failure_rates_other_recipes(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepnmt.doctor.diagnose, "LOST", -1.0)  # fp16 fails, whatever it loses
+    monkeypatch.setattr(deepnmt.doctor.diagnose, "MAX_LOST", -1.0)  # so that fp16 always fails
     measured, shares = deepnmt.doctor.diagnose.half_zeros, []
 
     def keep(model: Transformer, batch: Batch, scale: float, accumulation: int = 1) -> HalfZeros:
@@ -99,10 +100,11 @@ def test_a_verdict_of_no_tries_other_recipes(
     assert main("diagnose", [*words, fp16, "--rule", write_rule(tmp_path, -9.0)]) == 0
     verdict = read(tmp_path / "diagnosis")["verdict"]
     page = (tmp_path / "diagnosis" / "diagnosis.html").read_text()
-    assert "All its runs had the same target tokens of an update (32), so of that it knows nothing." in page
-    assert set(shares) == {3}  # each of an update's micro-batches has that share of the scale
-    assert re.search(r"^verdict +does NOT train in fp16: \d+ % of a layer's gradients are lost to fp16 at loss scale "
-                     r"8192 \(probability by the rule alone 0\.", capsys.readouterr().out, flags=re.MULTILINE)
+    assert "All its runs had the same target tokens of an update (32), so it cannot tell what another value" in page
+    assert set(shares) == {3}  # each of an update's 3 micro-batches gets a third of the scale
+    assert re.search(r"^verdict +predicted to fail in fp16: \d+ % of a layer's gradients are lost to fp16 at loss "
+                     r"scale 8192 \(probability of training by the rule alone 0\.", capsys.readouterr().out,
+                     flags=re.MULTILINE)
     assert verdict["instead"]["parallel.precision=bf16"] == verdict["probability"]
     assert not verdict["trains"] and verdict["probability"] < 0.5 and len(verdict["outside"]) == 1
     assert verdict["instead"]["optimizer.lr=0.0005"] > 0.9 > 0.5 > verdict["instead"]["schedule.warmup=1"]
@@ -110,7 +112,7 @@ def test_a_verdict_of_no_tries_other_recipes(
             "model.encoder.init=depth_scaled model.decoder.init=depth_scaled"} <= verdict["instead"].keys()
 
 
-def test_larger_batches_and_initialisations_are_tried_where_they_differ(prepared: Path) -> None:
+def test_larger_batches_and_other_initial_weights_are_tried_only_if_they_differ(prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=2", "model.encoder.block=b2t",
                                                     "model.decoder.init=depth_scaled"])
     assert alternatives(recipe, True)["batch.accumulation=8"].batch.accumulation == 8
@@ -132,22 +134,22 @@ def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: P
 @pytest.mark.parametrize("overrides", [
     ("schedule.name=step", "schedule.warmup=0", "schedule.step_update=2", "train.updates=100"),
     ("model.encoder.block=admin", "model.decoder.block=post_ln", "admin.profile=omegas.json")])
-def test_what_is_offered_can_be_said_on_the_line(overrides: tuple[str, ...], prepared: Path) -> None:
+def test_alternatives_work_on_the_command_line(overrides: tuple[str, ...], prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", [*overrides])
     for line, offered in alternatives(recipe, True).items():
-        told = load_recipe(prepared / "recipe.yaml", [*overrides, *line.split()])
-        assert told.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
-        assert (told.model, told.schedule, told.batch, told.admin) == (
+        given = load_recipe(prepared / "recipe.yaml", [*overrides, *line.split()])
+        assert given.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
+        assert (given.model, given.schedule, given.batch, given.admin) == (
             offered.model, offered.schedule, offered.batch, offered.admin), line
 
 
-def test_the_model_starts_from_the_profile_that_the_run_would(prepared: Path, tmp_path: Path) -> None:
+def test_admin_starts_from_the_same_profile_as_in_the_run(prepared: Path, tmp_path: Path) -> None:
     odd = AdminProfile([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5, 5.5, 6.5], {})
     odd.save(tmp_path / "odd.json")
     ours = load_recipe(prepared / "recipe.yaml", [f"admin.profile={tmp_path}/odd.json"])
 
     def omegas(recipe: Recipe) -> list[float]:
-        parameters = seen(recipe).model.named_parameters()
+        parameters = subject_for(recipe).model.named_parameters()
         return [float(tensor.detach()[0]) for name, tensor in parameters if ".omegas." in name]
 
     assert omegas(ours) == [*odd.encoder, *odd.decoder]
@@ -166,17 +168,17 @@ def test_a_run_and_its_checkpoints(
     assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "train.updates=6", "train.valid_bleu=false",
                           "train.probe_every=2", ONE, *stepped]) == 0
     rates = [record["learning_rate"] for record in records(run, "train")]
-    subject = seen(load_recipe(run), run / "checkpoints" / "update-00000003")
+    subject = subject_for(load_recipe(run), run / "checkpoints" / "update-00000003")
     assert len(rates) == 6 and subject.passes > 1 and subject.passes % 1 > 0
-    assert due_rate(subject) == pytest.approx(rates[3], rel=1e-6) != pytest.approx(0.1 * rates[0], rel=1e-2)
+    assert update_rate(subject) == pytest.approx(rates[3], rel=1e-6) != pytest.approx(0.1 * rates[0], rel=1e-2)
     assert main("diagnose", [str(run), "--tokens", "60", ONE]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     folder = run / "diagnosis-update-00000006"
     found = read(folder)
-    assert "verdict" not in found and "verdict" not in said
+    assert "verdict" not in found and "verdict" not in output
     assert "optimizer.lr=1e-3 has no effect here because " in refused("diagnose", run, "optimizer.lr=1e-3", ONE)
-    said = refused("diagnose", run, "--rule", f"{tmp_path}/none.json", ONE)
-    assert f"--rule {tmp_path}/none.json has no effect here because a rule judges models bef" in said
+    output = refused("diagnose", run, "--rule", f"{tmp_path}/none.json", ONE)
+    assert f"--rule {tmp_path}/none.json has no effect here because a rule judges models bef" in output
     assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"moved"}
     assert (found["moved"][0]["update"], found["moved"][-1]["until"]) == (3, 6)
     assert max(found["moved"][0]["updates"].values()) == 1.0
@@ -187,7 +189,7 @@ def test_a_run_and_its_checkpoints(
     assert found["about"]["checkpoint"].endswith("update-00000006")
     monkeypatch.setattr(deepnmt.doctor.diagnose, "SHIPPED", tmp_path / "none.json")
     assert main("diagnose", [str(run), "--fresh", "--tokens", "60", ONE]) == 0
-    assert read(run / "diagnosis")["verdict"] is None and "no rule comes with this version" in capsys.readouterr().out
+    assert read(run / "diagnosis")["verdict"] is None and "this version has no verdict rule" in capsys.readouterr().out
     probed = {tag: points for tag, points in scalars(run).items() if tag.startswith("probe/")}
     assert len(probed) == 6 * 4 + 3 * 2 * (2 + 3)  # of four layers, and of each of their sub-layers
     points = probed["probe/decoder.layers.1/gradient_norm"]
@@ -195,7 +197,7 @@ def test_a_run_and_its_checkpoints(
 
 
 def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
-    subject = seen(load_recipe(prepared / "recipe.yaml", ["model.encoder.layers=6", "model.decoder.layers=2"]))
+    subject = subject_for(load_recipe(prepared / "recipe.yaml", ["model.encoder.layers=6", "model.decoder.layers=2"]))
     found, last = growth(subject)
     for sides in found.values():
         assert sides["encoder"].depths == [1, 2, 3, 4, 6] and sides["decoder"].depths == [1, 2]
@@ -206,10 +208,10 @@ def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
 
 
 def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
-    """RAdam's own first updates are plain momentum, which says nothing of how its later ones are scaled."""
+    """RAdam's first updates are plain momentum, and not scaled as its later ones are."""
     weights = []
     for name in ("adam", "radam"):
-        subject = seen(load_recipe(prepared / "recipe.yaml", [f"optimizer.name={name}"]))
+        subject = subject_for(load_recipe(prepared / "recipe.yaml", [f"optimizer.name={name}"]))
         one_update(subject.model, subject.recipe, subject.batch)
         weights.append(subject.model.state_dict())
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
@@ -226,17 +228,17 @@ def test_a_damaged_checkpoint_is_skipped(
     loaded = load_model(newest)
     reached = replace(loaded, state=replace(loaded.state, loss_scale={"scale": 512.0, "clean": 3}))
     monkeypatch.setattr(deepnmt.doctor.diagnose, "load_model", lambda _folder: reached)
-    subject = seen(load_recipe(tmp_path), newest)
-    assert [(pair["update"], pair["until"]) for pair in between_checkpoints(subject)] == [(2, 6)]
+    subject = subject_for(load_recipe(tmp_path), newest)
+    assert [(pair["update"], pair["until"]) for pair in checkpoint_displacements(subject)] == [(2, 6)]
     assert "update-00000004 is damaged" in capsys.readouterr().err
     assert loss_scale(subject) == 512.0
-    other = load_recipe(tmp_path, ["loss_scale.initial_power=4"])  # said on the line, so it counts
-    assert seen(other, newest).scale is None
+    other = load_recipe(tmp_path, ["loss_scale.initial_power=4"])  # so the checkpoint's is not used
+    assert subject_for(other, newest).scale is None
 
 
 def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
-    """An average and a folded model, which have no moments, the latter no checkpoints beside it either; and a run
-    without moments, without norms, with layers that take all below."""
+    """An average and a folded model, which have no moments; the latter has no checkpoints next to it either. And a run
+    by SGD, which has none, with a Fixup encoder, which has no norms, and a DLCL decoder."""
     short = ["train.updates=4", "train.save_every=2", "train.validate_every=4", "train.valid_bleu=false", ONE]
     admin, mixed = tmp_path / "admin", tmp_path / "mixed"
     recipe = str(prepared / "recipe.yaml")
@@ -246,7 +248,7 @@ def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
                           "model.encoder.block=fixup", "model.decoder.block=dlcl"]) == 0
 
     def look(folder: Path, run: Path) -> dict[str, Any]:
-        found = deepnmt.doctor.diagnose.examine(seen(load_recipe(run), folder), None)
+        found = deepnmt.doctor.diagnose.examine(subject_for(load_recipe(run), folder), None)
         assert folder.name in deepnmt.doctor.diagnose.summary(found) and "verdict" not in found
         change = found["change"]["update"]
         assert math.isfinite(change["loss_after"]) and change["loss_after"] != change["loss_before"]
@@ -283,7 +285,7 @@ def test_a_gpu_finds_what_a_cpu_finds(prepared: Path, tmp_path: Path) -> None:
     assert gpu["verdict"]["probability"] == pytest.approx(cpu["verdict"]["probability"], abs=0.05)
 
 
-def test_the_rule_is_told_of_all_processes_and_of_the_precision(
+def test_the_features_include_all_processes_and_the_precision(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepnmt.doctor.diagnose, "features", lambda _model, _batch, recipe, tokens: {
@@ -292,35 +294,36 @@ def test_the_rule_is_told_of_all_processes_and_of_the_precision(
              "fp16": [f"parallel.ds_config={LAYOUTS}/pipeline_zero1_fp16.json", "parallel.pipeline_stages=2"]}
     for precision, words in lines.items():
         recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=3", *words])
-        subject = seen(recipe, tokens=100)
+        subject = subject_for(recipe, tokens=100)
         alone, four = (_features(recipe, subject.model, subject, count) for count in (1, 4))
         stream = Stream(open_prepared(recipe).split("train"), recipe.batch.tokens, recipe.seed)
-        told = int(stream.split(0).trg_lengths.sum()) / stream.epoch_size(0)
-        assert alone["tokens"] == round(3 * told) and four["tokens"] == round(4 * 3 * told)
+        mean = int(stream.split(0).trg_lengths.sum()) / stream.epoch_size(0)
+        assert alone["tokens"] == round(3 * mean) and four["tokens"] == round(4 * 3 * mean)
         assert alone["precision"] == four["precision"] == precision
 
 
-def test_a_batch_of_one_sentence_is_refused(prepared: Path) -> None:
+def test_a_batch_of_one_sentence_is_rejected(prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", [])
     data = open_prepared(recipe)
     split = data.split("train")
     longest = max(int(split.src_lengths.max()), int(split.trg_lengths.max()))
-    short, said = recipe.batch.model_copy(update={"tokens": longest}), set()
+    short, messages = recipe.batch.model_copy(update={"tokens": longest}), set()
     for seed in range(40):
         other = recipe.model_copy(update={"batch": short, "seed": seed})
         try:
             assert len(first_batch(other, data, 100, torch.device("cpu")).tensors[0]) >= 2
         except UserError as error:
-            said.add(str(error))
-    assert said == {f"batch.tokens is {longest}, so that the first micro-batch has one sentence, but sentences are "
-                    f"compared with one another; give more, as in batch.tokens={2 * longest}"}
+            messages.add(str(error))
+    assert messages == {f"batch.tokens is {longest}, so the first micro-batch has only one sentence, but diagnose "
+                    "compares sentences with each other; set it higher, for example "
+                    f"batch.tokens={2 * longest}"}
 
 
 def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, run = prepared / "recipe.yaml", f"run={tmp_path}"
     plain = "model.encoder.block=b2t model.decoder.block=pre_ln"
     (tmp_path / "file").write_text("")
-    for command, said in (
+    for command, message in (
         (f"diagnose --checkpoint {tmp_path}/none", "there is no folder"),
         ("diagnose --tokens 0", "--tokens is 0"),
         (f"diagnose --rule {tmp_path}/none.json", "none.json cannot be read"),
@@ -338,8 +341,8 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
          "admin.input_variance=one has no effect here because model.encoder.block is b2t and "),
     ):
         name, *words = command.split()
-        assert said in refused(name, recipe, run, *words)
-    # the recipe itself may say it
+        assert message in refused(name, recipe, run, *words)
+    # in the recipe file itself the setting is allowed
     assert main("train", [str(recipe), f"run={tmp_path}/dry", *plain.split(), "--dry-run"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")

@@ -1,4 +1,4 @@
-"""What the doctor's pictures promise of their axes and names."""
+"""The axes and labels of the doctor's pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_logarithmic_axis_spans_a_decade_around_its_values() -> None:
         low, high = axes.get_ylim()
         assert low < min(values) < max(values) < high and high / low >= 10 - 1e-9
         assert ((low, high) != before) == widened
-        assert abs(low * high / (before[0] * before[1]) - 1) < 1e-6  # its middle stays
+        assert abs(low * high / (before[0] * before[1]) - 1) < 1e-6  # the middle of the axis stays
 
 
 def test_layers_are_counted_from_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The first non-finite tensor is named: broken on purpose at known places of the model, forward and backward."""
+"""The first non-finite tensor is named, in models broken on purpose, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from deepnmt import config
 from deepnmt.batch import Batch
 from deepnmt.doctor import nonfinite
-from deepnmt.doctor.nonfinite import NonFinite, RankReport, _sentences, explain, first_non_finite
+from deepnmt.doctor.nonfinite import NonFinite, RankReport, _advice, explain, first_non_finite
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import StepStats
@@ -47,21 +47,21 @@ def test_a_finite_model_is_left_as_it_was() -> None:
 def test_output(name: str) -> None:
     model = model_of()
     model.get_submodule(name).register_forward_hook(lambda module, inputs, output: output * float("inf"))
-    found = first_non_finite(model, [batch_of()])
-    assert str(found) == f"the output of {name}"
-    assert (found and 0 < found.largest < 100) or name == "embeddings.shared"  # the first of all
+    first = first_non_finite(model, [batch_of()])
+    assert str(first) == f"the output of {name}"
+    assert (first and 0 < first.largest < 100) or name == "embeddings.shared"  # the first tensor of all
 
 
-def test_what_arises_between_modules_is_the_next_ones_input() -> None:
+def test_a_sum_between_modules_is_the_next_input() -> None:
     model = model_of()
     with torch.no_grad():  # each branch is finite, their sum is not
         model.encoder.layers[1].ffn.fc2.bias.fill_(3e38)
         model.encoder.layers[1].rule.norms[0].bias.fill_(3e38)
         model.encoder.layers[1].ffn.fc1.weight.zero_()
-    found = first_non_finite(model, [batch_of()])
+    first = first_non_finite(model, [batch_of()])
     largest = pytest.approx(3e38 / 0.9, rel=1e-3)  # after dropout
-    assert found == NonFinite("input", "encoder.layers.1.rule.norms.1", largest)
-    assert str(found) == "the input of encoder.layers.1.rule.norms.1"
+    assert first == NonFinite("input", "encoder.layers.1.rule.norms.1", largest)
+    assert str(first) == "the input of encoder.layers.1.rule.norms.1"
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.1.ffn.fc1", "decoder.layers.0.rule.adds.1", "encoder.layers.0"])
@@ -92,13 +92,13 @@ def test_weight_and_loss() -> None:
         model.get_parameter("embeddings.shared.weight")[7] = 1e38
         model.get_parameter("decoder.layers.1.rule.norms.2.bias").fill_(10.0)
     ids = torch.full((2, 6), 5)
-    found = first_non_finite(model, [Batch((ids, torch.tensor([6, 4]), ids, torch.full((2, 6), 7)), 5, 12)])
-    assert str(found) == "the loss"
+    first = first_non_finite(model, [Batch((ids, torch.tensor([6, 4]), ids, torch.full((2, 6), 7)), 5, 12)])
+    assert str(first) == "the loss"
 
 
-def test_sixteen_bits_break_where_fp32_does_not() -> None:
+def test_fp16_overflows_where_fp32_is_finite() -> None:
     model = model_of().half()
-    with torch.no_grad():  # 70,000 is past fp16
+    with torch.no_grad():  # 70,000 is beyond fp16
         model.get_parameter("encoder.layers.1.ffn.fc1.bias").fill_(35000.0)
         model.get_parameter("encoder.layers.1.ffn.fc2.weight").fill_(1.0)
     assert str(first_non_finite(model, [batch_of()])) == "the output of encoder.layers.1.ffn.fc2"
@@ -113,28 +113,28 @@ def test_only_drops_at_one_scale_count() -> None:
         return drops.count(StepStats(0.0, 0.0, 1.0, scale, applied))
 
     scales = [2.0**k for k in range(10, -6, -1)]
-    assert not any(add(scale) for scale in scales), "a falling scale may still help"
+    assert not any(add(scale) for scale in scales), "a smaller scale may still help"
     assert [add(scales[-1]) for _ in range(LIMIT - 1)] == [False] * (LIMIT - 2) + [True]
     assert not add(scales[-1], applied=True)
     assert not any(add(1.0) for _ in range(LIMIT - 1)) and add(1.0)
 
 
-def test_words(tmp_path: Path) -> None:
+def test_advice(tmp_path: Path) -> None:
     run = tiny_run.recipe_of(tmp_path)
     narrow = RankReport("fp16", "the output of X", 6e4)
     wide = replace(narrow, fp32="the input of Y")
-    assert "16 bits are too narrow" in _sentences(narrow, run)[0]
-    assert _sentences(narrow, run)[1].startswith("Try parallel.precision=bf16 or fp32")
-    where, advice = _sentences(wide, run)
-    assert "first the input of Y" in where and "optimizer.lr (now 0.0005)" in advice
-    assert "each micro-batch of the last update is finite" in _sentences(RankReport("bf16"), run)[0]
-    assert "no memory left" in _sentences(RankReport("bf16", room=False), run)[0]
+    assert "fp16 is too narrow" in _advice(narrow, run)[0]
+    assert _advice(narrow, run)[1].startswith("Try parallel.precision=bf16 or fp32")
+    where, advice = _advice(wide, run)
+    assert "first in the input of Y" in where and "optimizer.lr (now 0.0005)" in advice
+    assert "each micro-batch of the last update is finite" in _advice(RankReport("bf16"), run)[0]
+    assert "not enough memory left" in _advice(RankReport("bf16", enough_memory=False), run)[0]
 
 
-@pytest.mark.parametrize("crowded", ["gather_model", "take_over"])
-def test_no_memory_to_look(crowded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process gets a whole model where one has no room for it, so each knows by itself; later one may be alone."""
-    recipe, asked = tiny_run.recipe_of(tmp_path), []
+@pytest.mark.parametrize("failing", ["gather_model", "copy_weights"])
+def test_too_little_memory_for_the_check(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gather_model` fails on all processes at once, so they need not communicate; `copy_weights` may fail on one."""
+    recipe, sent = tiny_run.recipe_of(tmp_path), []
 
     def full(*_: object) -> Transformer:
         raise torch.OutOfMemoryError
@@ -143,16 +143,17 @@ def test_no_memory_to_look(crowded: str, tmp_path: Path, monkeypatch: pytest.Mon
         first = True
 
         def gather_bytes(self, data: bytes) -> list[bytes]:
-            asked.append(data)
+            sent.append(data)
             return [data]
 
     module = new_model(recipe.model, 40, 40, 1).bfloat16()
     engine: Any = SimpleNamespace(module=module, gather_model=lambda: module, scaler_state=lambda: None)
-    if crowded == "take_over":
-        monkeypatch.setattr(nonfinite, crowded, full)
+    if failing == "copy_weights":
+        monkeypatch.setattr(nonfinite, failing, full)
     else:
         engine.gather_model = full
     ranks: Any = Ranks()
-    said = str(diverged(recipe, engine, ranks, [], 1.0, 1.0, explain))
-    assert "so the run ends.\n  There was no memory left" in said and "No checkpoint was written yet" in said
-    assert len(asked) == (crowded == "take_over")
+    message = str(diverged(recipe, engine, ranks, [], 1.0, 1.0, explain))
+    assert "so the run ends.\n  There was not enough memory left" in message
+    assert "No checkpoint was written yet" in message
+    assert len(sent) == (failing == "copy_weights")

@@ -46,8 +46,8 @@ def real_of(data: Batch) -> dict[str, Tensor]:
     return {"encoder": torch.arange(6) < data.tensors[1][:, None], "decoder": data.tensors[3] != PAD}
 
 
-def caught(model: Transformer, data: Batch) -> dict[str, list[Any]]:
-    """What every module took (`NAME in`) and gave (`NAME`) in one forward pass."""
+def inputs_and_outputs(model: Transformer, data: Batch) -> dict[str, list[Any]]:
+    """The input (`NAME in`) and output (`NAME`) of every module in one forward pass."""
     seen: dict[str, list[Any]] = {}
     with ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -68,8 +68,8 @@ def normed(parts: list[Tensor], norm: Any, whole: Tensor) -> list[Tensor]:
 
 
 def reference_dependency(model: Transformer, data: Batch, side: str, block: str) -> list[list[float]]:
-    """β of Post-LN, Pre-LN and Admin stacks by their definition, a sub-layer at a time."""
-    seen, real = caught(model, data), real_of(data)[side]
+    """β of Post-LN, Pre-LN and Admin stacks by definition, one sub-layer after the other."""
+    seen, real = inputs_and_outputs(model, data), real_of(data)[side]
     x, rows = seen[f"{side}.input"][0], []
     parts = [x]
 
@@ -132,7 +132,7 @@ def test_gradients_of_outputs_and_matrices(block: str) -> None:
     model, data = model_of(block), batch()
     found = gradients(model, data)
     assert all(p.grad is None for p in model.parameters())
-    seen = caught(model, data)
+    seen = inputs_and_outputs(model, data)
     inside = {"post_ln": "rule.norms.0", "fixup": "cross_attn in"}.get(block, "rule.norms.1 in")
     where = {"encoder.layers.0.ffn": seen["encoder.layers.0"][0], "decoder.layers.1.ffn": seen["decoder.layers.1"][0],
              "decoder.layers.0.self_attn": seen[f"decoder.layers.0.{inside}"][0]}
@@ -149,10 +149,10 @@ def test_gradients_of_outputs_and_matrices(block: str) -> None:
     assert found.last_ffn == found.matrices["decoder.layers.1.ffn.fc2"]
 
 
-def test_five_places_of_a_decoder_layer() -> None:
+def test_five_points_of_a_decoder_layer() -> None:
     model, data = model_of("post_ln"), batch()
     found = gradients(model, data).places
-    seen = caught(model, data)
+    seen = inputs_and_outputs(model, data)
     places = [seen[f"decoder.layers.1.rule.norms.{point}"][0] for point in ("0 in", "0", "1 in", "1", "2 in")]
     expected = torch.autograd.grad(seen[""][0].loss / data.tokens, places)
     assert found["decoder.layers.1"] == pytest.approx([float(each.norm()) for each in expected], rel=1e-4)
@@ -161,7 +161,7 @@ def test_five_places_of_a_decoder_layer() -> None:
 
 
 @every_block
-def test_every_point_is_seen_once_and_hooks_go(block: str) -> None:
+def test_every_point_is_observed_once_and_hooks_are_removed(block: str) -> None:
     model, data = model_of(block), batch()
 
     def hooks() -> int:
@@ -188,7 +188,7 @@ def test_half_precision_zeros() -> None:
     assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters())
 
 
-def test_fp16_fails_where_no_scale_will_do() -> None:
+def test_fp16_fails_if_no_loss_scale_works() -> None:
     demo = Path(__file__).parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml"
     recipe = load_recipe(demo, ["loss_scale.floor=0.25"])
     subject = Subject(recipe, model_of("post_ln", noise=0.2), batch(), (40, 40), None)
@@ -200,10 +200,10 @@ def test_fp16_fails_where_no_scale_will_do() -> None:
         assert half.finite or half.scale == other.recipe.loss_scale.floor
         return fp16_fault(other, half)
 
-    assert fault(256.0) is None and fault(1e7) is None  # an overflow that the scaler gets over
+    assert fault(256.0) is None and fault(1e7) is None  # the overflow ends at a smaller scale
     assert fault(1e7, floor=1e7) == "gradients overflow in fp16 at every loss scale down to 1e+07"
-    said = fault(2.0**-22)
-    assert said and re.fullmatch(r"\d+ % of a layer's gradients are lost to fp16 at loss scale 2.38419e-07", said)
+    reason = fault(2.0**-22)
+    assert reason and re.fullmatch(r"\d+ % of a layer's gradients are lost to fp16 at loss scale 2.38419e-07", reason)
     many = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"accumulation": 1024}),
                                      "loss_scale": recipe.loss_scale.model_copy(update={"floor": 9e6})})
     fits = working_scale(replace(subject, recipe=many), half_zeros(subject.model, subject.batch, 1e7))
@@ -225,7 +225,7 @@ def test_change_and_fit_by_hand() -> None:
     assert growth.logarithmic.r2 == pytest.approx(1.0) and growth.linear.r2 < 0.95
 
 
-def test_noise_is_added_and_taken_back() -> None:
+def test_noise_is_added_and_removed() -> None:
     model = model_of("pre_ln", width=32)
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
     with perturbed(model, 0.5, seed=1):
@@ -237,7 +237,7 @@ def test_noise_is_added_and_taken_back() -> None:
     assert float(moved_by["decoder.layers.1.ffn.fc1.weight"].std()) == pytest.approx(0.5 * math.sqrt(2 / 48), rel=0.1)
 
 
-def test_noise_change_is_the_last_layers() -> None:
+def test_noise_change_of_a_stack_is_that_of_its_last_layer() -> None:
     model, data = model_of("post_ln"), batch()
     assert noise_change(model, data, size=0.0) == {"encoder": [0.0], "decoder": [0.0]}
     whole, layers = (noise_change(model, data, wanted, 0.05) for wanted in (False, True))
@@ -252,7 +252,7 @@ def test_noise_change_is_the_last_layers() -> None:
 @pytest.mark.parametrize("block", ["post_ln", "rezero", "dlcl"])
 def test_ranges_and_similarity(block: str) -> None:
     model, data = model_of(block), batch()
-    found, seen, real = ranges(model, data), caught(model, data), real_of(data)
+    found, seen, real = ranges(model, data), inputs_and_outputs(model, data), real_of(data)
     outputs = {side: [x[-1] if isinstance(x, tuple) else x for x in (seen[f"{side}.layers.{i}"][0] for i in (0, 1))]
                for side in SIDES}
     for side in SIDES:
@@ -272,14 +272,14 @@ def test_ranges_and_similarity(block: str) -> None:
         assert [square[0][1], square[1][0], square[0][0]] == pytest.approx([cosine, cosine, 1.0], abs=1e-5)
 
 
-def test_the_residual_sum_counts_against_fp16s_end() -> None:
-    """No module puts out ω · x + F(x), and at 100L-100L it is ten times larger than anything that one does."""
+def test_the_residual_sum_counts_as_an_activation() -> None:
+    """ω · x + F(x) is no module's output, and at 100L-100L ten times larger than any module's output."""
     model, data = model_of("admin"), batch()
     with torch.no_grad():
         for omega in (p for name, p in model.named_parameters() if name.endswith("omegas.0")):
             omega.fill_(50.0)
     found = ranges(model, data)["encoder.layers.1"]
-    below = caught(model, data)["encoder.layers.0"][0]
+    below = inputs_and_outputs(model, data)["encoder.layers.0"][0]
     assert found["where"] == "rule.norms.0 (input)" and found["largest"] > 40 * float(below.detach().abs().max())
 
 

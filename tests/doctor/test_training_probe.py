@@ -58,9 +58,9 @@ def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", ["post_ln", "b2t", "pre_ln", "admin_closed_form", "rezero", "dlcl_post"])
 def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
-    """Branches and residual sums by plain hooks; gradients by `gradients`, which looks from elsewhere."""
+    """Branches and residual sums against plain hooks, gradients against `gradients`."""
     model, recipe = model_of(block), recipe_of(tmp_path)
-    with torch.no_grad():  # not what all start from: a = 0 lets no gradient through
+    with torch.no_grad():  # the initial a = 0 would stop all gradients
         for name, parameter in model.named_parameters():
             if name.endswith("rule.a"):
                 parameter.fill_(0.5)
@@ -89,12 +89,12 @@ def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
             if side == "decoder" and block in ("post_ln", "b2t", "admin_closed_form", "dlcl_post"):
                 five = [found[f"{layer}.{part}/{kind}_gradient"] for part in parts for kind in ("branch", "norm")][:5]
                 assert five == pytest.approx(places[layer], rel=1e-4), layer
-    if not BLOCKS[block].layer_norms:  # d loss / d F = a · d loss / d x, and the layer's x is behind its last branch
+    if not BLOCKS[block].layer_norms:  # d loss / d F = a · d loss / d x, and the layer's output follows its last branch
         assert found["decoder.layers.1.ffn/branch_gradient"] == pytest.approx(
             0.5 * found["decoder.layers.1/gradient_norm"], rel=1e-5)
 
 
-def test_it_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_probe_changes_no_weights(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     weights = []
     for every in (0, 1):
@@ -109,9 +109,9 @@ def test_it_leaves_no_trace(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_processes_add_up_and_missing_layers_count_nothing(tmp_path: Path) -> None:
+def test_sums_of_processes_are_combined_and_missing_layers_are_zero(tmp_path: Path) -> None:
     recipe, model = recipe_of(tmp_path), model_of("b2t", layers=(1, 1))
-    probe = TrainingProbe(model.get_submodule("encoder"), recipe.model, 1)  # holds no module of canonical name
+    probe = TrainingProbe(model.get_submodule("encoder"), recipe.model, 1)  # names no layer that the probe knows
     with probe.watching(True):
         model(*batch().tensors)
     assert set(probe.read(1.0, lambda sums: [2 * each for each in sums]).values()) == {0.0}
