@@ -134,7 +134,8 @@ def _split(words: list[str]) -> None:
     args = parser.parse_args(words)
     from deepnmt.data.split import split_tsv
 
-    print(split_tsv(args.tsv, args.folder, tuple(args.columns), tuple(args.langs), args.valid, args.test))
+    counts = split_tsv(args.tsv, args.folder, tuple(args.columns), tuple(args.langs), args.valid, args.test)
+    print("pairs: " + ", ".join(f"{name} {count:,}" for name, count in counts.items()))
 
 
 def _prepare(words: list[str]) -> None:
