@@ -1,11 +1,13 @@
-"""`python -m deepnmt COMMAND`, and `python .../deepnmt/__main__.py COMMAND`, which is this copy wherever it is started:
--m would look for one in the current folder first."""
+"""`python -m deepnmt COMMAND`, and `python .../deepnmt/__main__.py COMMAND`.
+
+The second form always runs this copy of deepnmt; `-m` would look for one in the current folder first.
+"""
 
 import sys
 from pathlib import Path
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of the package's own folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # instead of the package's own folder
 
 from deepnmt.cli import entry
 

@@ -1,6 +1,6 @@
-"""What all pictures look like, and those of a run: ω against depth and its learning curve.
+"""The common style of all pictures, and the pictures of a run: ω against depth, and the learning curve.
 
-Matplotlib is imported when a picture is made, so that nothing else waits for it.
+Matplotlib is imported only when a picture is plotted, because the import takes a second.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
     from deepnmt.model.admin import AdminProfile
 
-# Okabe and Ito's palette: told apart in every form of colour blindness. Dashes and markers tell lines apart in grey.
+# Okabe and Ito's palette, which people with any form of colour blindness can distinguish. In a grey print, dashes and
+# markers distinguish the lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", "-.", ":")
 MARKERS = "os^Dv*Px"
 GREY = "#666666"
-WIDTH, HEIGHT = 6.25, 3.4  # inches of a picture and of one panel; shown 600 pixels wide, a point is 4/3 of a pixel
+WIDTH, HEIGHT = 6.25, 3.4  # inches, of a picture and of one panel; shown 600 pixels wide, a point is 4/3 of a pixel
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": "small"}
-_RESOLUTION = 160  # dots an inch: 1,000 pixels, for sharp text on screens of today
+_RESOLUTION = 160  # dots an inch: 1,000 pixels, for sharp text on today's screens
 _TITLE = 11  # points
-_MARKS = 8  # on a line with more points than `marker` marks
+_FEW_POINTS = 40  # a line with more points has only about `_MARKERS_OF_MANY` markers
+_MARKERS_OF_MANY = 8
 
 
 def plot_admin_profile(profile: AdminProfile, path: str | Path) -> None:
-    """ω against the sub-layer's number in its stack, with the growth published for a d 512, 100L-100L model."""
+    """Plots ω against the sub-layer's number in its stack, and the growth published for 100L-100L of width 512."""
     figure, [axes] = panels(["Admin's initial shortcut weight ω of every sub-layer"],
                             "sub-layer k, counted from the bottom of its stack", "ω, a factor")
     stacks = {"encoder": profile.encoder, "decoder": profile.decoder}
@@ -48,27 +50,27 @@ def plot_admin_profile(profile: AdminProfile, path: str | Path) -> None:
 
 
 def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, run: str) -> None:
-    """Loss, validation BLEU where there is any, and the learning rate against updates, one below the other.
+    """Plots loss, validation BLEU (if there is any) and learning rate against updates, in panels below each other.
 
     Args:
-        records: those of a run's `log.jsonl`; types other than "train" and "valid" are passed over.
+        records: those of a run's `log.jsonl`; types other than "train" and "valid" are ignored.
         path: the PNG to write.
-        run: its name, for the title.
+        run: the run's name, for the title.
     """
     def points(kind: str, key: str) -> list[tuple[int, float]]:
-        """(update, value) of the records that hold a finite value; logs write NaN and infinity as text."""
+        """(update, value) of the records with a finite value; logs hold NaN and infinity as text."""
         values = [(int(r["update"]), float(r[key])) for r in records if r["type"] == kind and r.get(key) is not None]
         return [(update, value) for update, value in values if math.isfinite(value)]
 
-    # label of the axis: the lines' names and points
+    # label of the y axis to the lines, by name
     lines = {
         "loss, nats per target token": {"training": points("train", "loss"), "validation": points("valid", "loss")},
         "validation BLEU": {"": points("valid", "bleu")},
         "learning rate": {"": points("train", "learning_rate")},
     }
-    lines = {label: named for number, (label, named) in enumerate(lines.items()) if not number or any(named.values())}
-    named = [label.partition(",")[0] for label in lines]
-    title = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
+    lines = {label: group for number, (label, group) in enumerate(lines.items()) if not number or any(group.values())}
+    quantities = [label.partition(",")[0] for label in lines]
+    title = " and ".join(filter(None, (", ".join(quantities[:-1]), quantities[-1])))
     figure, column = panels([""] * len(lines), "update", list(lines), f"Run {run}: {title} over its updates",
                             heights=[2.6, 1.5, 1.2][: len(lines)], share=False)
     for axes, group in zip(column, lines.values(), strict=True):
@@ -86,27 +88,33 @@ def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, 
 
 
 def style(number: int, points: int = 0) -> dict[str, Any]:
-    """Colour, dashes and marker of the line of this number, from 0; `points`: how many it has, all of them marked
-    where they are few, so that one alone is seen at all."""
-    look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)]}
+    """Matplotlib's settings for the colour, dashes and markers of a line.
+
+    Args:
+        number: of the line in its axes, from 0.
+        points: how many points it has; with few, each has a marker, so that a single point is visible. 0: no markers.
+    """
+    settings: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)]}
     if points:
-        apart = max(1, points // _MARKS) if points > 40 else 1
-        look |= {"marker": MARKERS[number % len(MARKERS)], "markersize": 3.5 if points <= 40 else 4.5,
-                 "markevery": (number % apart, apart)}
-    return look
+        step = max(1, points // _MARKERS_OF_MANY) if points > _FEW_POINTS else 1
+        settings |= {"marker": MARKERS[number % len(MARKERS)], "markersize": 3.5 if points <= _FEW_POINTS else 4.5,
+                     "markevery": (number % step, step)}
+    return settings
 
 
 def panels(
     titles: Sequence[str], xlabel: str, ylabel: str | Sequence[str], title: str = "", *, share: bool = True,
     columns: int = 1, heights: Sequence[float] | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """Axes for each of `titles`, row by row, and a title over all.
+    """A figure with axes for each of `titles`, row by row.
 
     Args:
-        ylabel: one for all, or one for each.
-        share: the y axis.
-        columns: axes side by side.
-        heights: of the rows, in inches; all the same where there are none.
+        xlabel: for the lowest axes of each column.
+        ylabel: one for all axes, or one for each.
+        title: of the figure.
+        share: whether all axes share the y axis.
+        columns: number of axes side by side.
+        heights: of the rows, in inches; by default all are equal.
     """
     from matplotlib.figure import Figure
 
@@ -119,19 +127,19 @@ def panels(
     for axes in grid[len(titles):]:
         axes.set_visible(False)
     labels = [ylabel] * len(titles) if isinstance(ylabel, str) else ylabel
-    together = ylabel if isinstance(ylabel, str) and rows > 1 else ""
-    for number, (axes, own, label) in enumerate(zip(grid, titles, labels, strict=False)):
-        last = number + columns >= len(titles)  # of its column
-        dress(axes, xlabel if last else "", "" if together or number % columns else label)
-        axes.set_title(own, loc="left", fontsize="medium" if columns == 1 else "small")
-    if together:
-        figure.supylabel(together, fontsize="medium")
+    common_label = ylabel if isinstance(ylabel, str) and rows > 1 else ""
+    for number, (axes, panel_title, label) in enumerate(zip(grid, titles, labels, strict=False)):
+        lowest = number + columns >= len(titles)  # of its column
+        style_axes(axes, xlabel if lowest else "", "" if common_label or number % columns else label)
+        axes.set_title(panel_title, loc="left", fontsize="medium" if columns == 1 else "small")
+    if common_label:
+        figure.supylabel(common_label, fontsize="medium")
     figure.suptitle(fill(title, 74), x=0.01, ha="left", fontsize=_TITLE)
     return figure, grid[: len(titles)]
 
 
-def dress(axes: Axes, xlabel: str, ylabel: str) -> None:
-    """What all pictures look like."""
+def style_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
+    """Applies the common style: labels, grid, no frame at the top and right, whole numbers on the x axis."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -144,5 +152,6 @@ def dress(axes: Axes, xlabel: str, ylabel: str) -> None:
 
 
 def save(figure: Figure, path: str | Path) -> None:
+    """Writes a figure as PNG; its folder is made if it does not exist."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_RESOLUTION, format="png")

@@ -202,12 +202,12 @@ def test_a_run_that_another_process_trains(
         pass
     with run_lock(run, here):
         assert not writing.exists()
-    with user_error("what the first said"), run_lock(run, Told(1, 2, 1, 2, here.device)):
+    with user_error("error of the first rank"), run_lock(run, SecondRank(1, 2, 1, 2, here.device)):
         pass
 
 
 def test_a_run_that_another_process_is_leaving(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Told to stop, it saves first; who starts the run again meanwhile waits for that."""
+    """A process that is being stopped saves first; a new start waits until it has ended."""
     pid = holder_of(tmp_path, seconds=0.3)
     with run_lock(tmp_path, Ranks.alone()):
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
@@ -252,12 +252,12 @@ def test_a_run_whose_checkpoint_cannot_be_put_back(tmp_path: Path, monkeypatch: 
         pass
 
 
-class Told(Ranks):
-    """Another process than the first."""
+class SecondRank(Ranks):
+    """A rank whose first rank raises an error."""
 
-    def raise_everywhere(self, act: Callable[[], Result]) -> Result:
-        act()  # makes nothing here
-        raise UserError("what the first said")
+    def raise_everywhere(self, check: Callable[[], Result]) -> Result:
+        check()  # makes no folder on this rank
+        raise UserError("error of the first rank")
 
 
 def test_run_folder_that_is_a_file(prepared: Path, refused: Refused, tmp_path: Path) -> None:

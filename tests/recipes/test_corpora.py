@@ -1,7 +1,7 @@
-"""What preparing and planning real text takes, and Admin's profile of it: time, memory, padding, the published curve.
+"""Real text: time, memory and padding of preparing and planning it, and Admin's profile against the published curve.
 
-Each measurement in a process of its own, since the peak of a process's memory is of its whole life. Time is that of the
-processor, the processes that encode included, so that other work on the machine does not count.
+Each measurement runs in a new process, because peak memory is recorded for the whole life of a process. Time is CPU
+time, including the processes that encode, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORPORA = Path(os.environ.get("DEEPNMT_CORPORA", "/nonexistent"))
 MIB = 2**20
 WORKERS = 2
-SAMPLE = 20_000  # sentences for a vocabulary: the default of 2 million is where memory would end to grow with the text
+SAMPLE = 20_000  # sentences for a vocabulary; with the default of 2 million, memory would grow with these texts
 MULTI30K = {name: {side: str(CORPORA / "multi30k" / f"{stem}.{tag}.gz") for side, tag in (("src", "de"), ("trg", "en"))}
             for name, stem in (("train", "train"), ("valid", "val"))}
 TATOEBA = {"tsv": str(CORPORA / "tatoeba" / "deu-eng.2018-05.tsv.gz"), "columns": [2, 1]}
@@ -37,25 +37,25 @@ deep = pytest.mark.skipif(os.environ.get("DEEPNMT_DEEP") != "1", reason="minutes
 
 
 def measured(job: str, *arguments: object) -> dict[str, Any]:
-    """Calls a function of this file in a process of its own."""
+    """Calls a function of this file in a new process, and returns its result."""
     done = subprocess.run([sys.executable, __file__, job, *map(str, arguments)], capture_output=True, text=True,
                           check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def used() -> dict[str, float]:
-    """Seconds of the processor, and peak bytes: of this process, and of all (each worker's as the largest's)."""
+    """CPU seconds, and peak memory in bytes: of this process, and of all (counting each worker as the largest one)."""
     mine, others = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    own = 1024 * int(status.partition("VmHWM:")[2].split()[0])  # ru_maxrss counts the process that started this one
+    own = 1024 * int(status.partition("VmHWM:")[2].split()[0])  # ru_maxrss includes the process that started this one
     return {"seconds": mine.ru_utime + mine.ru_stime + others.ru_utime + others.ru_stime,
             "own": own, "all": own + WORKERS * 1024 * others.ru_maxrss}
 
 
 def tree(folder: str, name: str, train: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's settings: `train` prepared into a folder of its own."""
+    """A recipe's settings, to prepare the training text `train` into `folder/name`."""
     return {"run": f"{folder}/run", "train": {"updates": 1}, "vocab": {"size": 8000, "max_sentences": SAMPLE},
             "data": {"folder": f"{folder}/{name}", "src_lang": "de", "trg_lang": "en", "workers": WORKERS,
                      "train": train, "valid": MULTI30K["valid"]}}
@@ -66,11 +66,11 @@ def prepare_both(folder: str) -> dict[str, Any]:
     from deepnmt.config import check_recipe
     from deepnmt.data.prepare import prepare
 
-    found: dict[str, Any] = {"before": used()}
+    measurements: dict[str, Any] = {"before": used()}
     for name, train in (("multi30k", MULTI30K["train"]), ("tatoeba", TATOEBA)):
         prepare(check_recipe(tree(folder, name, train), name))
-        found[name] = used()
-    return found
+        measurements[name] = used()
+    return measurements
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +81,18 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 @corpora
 def test_tatoeba_is_prepared_within_a_minute_and_a_gibibyte(both: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = both
+    folder, measurements = both
     manifest = json.loads((folder / "tatoeba" / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["splits"]["train"]["read"] == 169_813
-    assert found["tatoeba"]["seconds"] - found["multi30k"]["seconds"] < 60
-    assert found["tatoeba"]["all"] < 1024 * MIB
+    assert measurements["tatoeba"]["seconds"] - measurements["multi30k"]["seconds"] < 60
+    assert measurements["tatoeba"]["all"] < 1024 * MIB
 
 
 @corpora
 def test_memory_hardly_grows_with_the_text(both: tuple[Path, dict[str, Any]]) -> None:
-    """Six times the pairs; of each the hashes are kept, to find duplicates, about 120 bytes."""
-    _, found = both
-    assert found["tatoeba"]["own"] < found["multi30k"]["own"] + 32 * MIB
+    """With six times as many pairs; each needs a hash to detect duplicates, and other small numbers."""
+    _, measurements = both
+    assert measurements["tatoeba"]["own"] < measurements["multi30k"]["own"] + 32 * MIB
 
 
 @corpora
@@ -107,24 +107,24 @@ def test_at_most_a_tenth_of_a_batch_is_padding(both: tuple[Path, dict[str, Any]]
 
 
 def plan(pairs: str) -> dict[str, Any]:
-    """Lengths like those of text, and the plan of an epoch of them."""
+    """Plans an epoch of sentences with lengths like those of text."""
     from deepnmt.data.batching import plan_epoch
 
-    draw = np.random.default_rng(1)
-    src = np.clip(draw.gamma(3.0, 9.0, int(pairs)), 1, 250).astype(np.int32)
-    trg = np.clip(src * draw.normal(1.0, 0.15, int(pairs)), 1, 250).astype(np.int32)
+    generator = np.random.default_rng(1)
+    src = np.clip(generator.gamma(3.0, 9.0, int(pairs)), 1, 250).astype(np.int32)
+    trg = np.clip(src * generator.normal(1.0, 0.15, int(pairs)), 1, 250).astype(np.int32)
     before = used()
-    found = plan_epoch(src, trg, 4096, 1, 0)
-    return {"waste": found.waste, "seconds": used()["seconds"] - before["seconds"], "own": used()["own"]}
+    epoch = plan_epoch(src, trg, 4096, 1, 0)
+    return {"waste": epoch.waste, "seconds": used()["seconds"] - before["seconds"], "own": used()["own"]}
 
 
 @long
 def test_five_million_pairs_are_planned_within_ten_seconds_and_two_gibibytes() -> None:
-    found = measured("plan", 5_000_000)
-    assert found["seconds"] < 10 and found["own"] < 2048 * MIB and found["waste"] < 0.05
+    result = measured("plan", 5_000_000)
+    assert result["seconds"] < 10 and result["own"] < 2048 * MIB and result["waste"] < 0.05
 
 
-# A published profile of a d 512 model of 100L-100L on WMT: depth to omega of the encoder, and of the decoder.
+# A published profile of a 100L-100L model of width 512 on WMT: number of the sub-layer in its stack, to ω.
 PUBLISHED = {"encoder": {1: 1.0, 2: 1.319, 3: 1.455, 4: 1.512, 5: 1.643, 6: 1.696, 100: 6.162, 200: 8.836},
              "decoder": {1: 1.0, 2: 1.343, 3: 1.480, 4: 1.610, 5: 1.686, 6: 1.816, 150: 7.963, 300: 11.250}}
 
@@ -133,7 +133,7 @@ PUBLISHED = {"encoder": {1: 1.0, 2: 1.319, 3: 1.455, 4: 1.512, 5: 1.643, 6: 1.69
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("encoder", "decoder"), [pytest.param(3, 2, marks=long), pytest.param(100, 100, marks=deep)])
 def test_the_profile_follows_the_published_curve(encoder: int, decoder: int, tmp_path: Path) -> None:
-    """At width 512, within 10 %. The lowest sub-layers do not know how many are above them."""
+    """At width 512, within 10 %. ω of a sub-layer does not depend on the layers above it."""
     from deepnmt.config import check_recipe
     from deepnmt.data.prepare import prepare
     from deepnmt.model.admin import AdminProfile
@@ -147,9 +147,9 @@ def test_the_profile_follows_the_published_curve(encoder: int, decoder: int, tmp
     prepare(recipe)
     with processes(1) as ranks:
         omega = AdminProfile.load(profile(recipe, ranks), recipe.model)
-    for side, found in (("encoder", omega.encoder), ("decoder", omega.decoder)):
-        points = {depth: value for depth, value in PUBLISHED[side].items() if depth <= len(found)}
-        assert len(points) >= 6 and {depth: found[depth - 1] for depth in points} == pytest.approx(points, rel=0.10)
+    for side, values in (("encoder", omega.encoder), ("decoder", omega.decoder)):
+        points = {depth: value for depth, value in PUBLISHED[side].items() if depth <= len(values)}
+        assert len(points) >= 6 and {depth: values[depth - 1] for depth in points} == pytest.approx(points, rel=0.10)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The recipes of the papers: their batches, what their heads say, and the command lines that stand there."""
+"""The recipes of the papers: their batches, and the comments and command lines at their head."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def head_of(name: str) -> list[str]:
 
 
 def commands(name: str) -> list[str]:
-    """The indented lines of the head, joined where they end in a backslash."""
+    """The indented lines of the head; lines that end in a backslash are joined to the next."""
     lines = [line.removeprefix("#   ") for line in head_of(name) if line.startswith("#   ")]
     return "\n".join(lines).replace("\\\n", " ").splitlines()
 
 
-def test_these_are_all() -> None:
+def test_every_recipe_of_a_paper_is_listed() -> None:
     folders = ("iwslt14_de_en", "wmt14_en_de", "wmt14_en_fr")
     assert {f"{p.parent.name}/{p.stem}" for f in folders for p in (ROOT / "recipes" / f).glob("*.yaml")} == set(PAPERS)
 
 
 @every_paper
-def test_the_figures_are_the_papers(name: str) -> None:
+def test_settings_are_the_papers(name: str) -> None:
     recipe = load_recipe(file_of(name))
     tokens, length, rate, warmup, optimizer, beam = PAPERS[name]
     [stated] = [re.fullmatch(r"# Batch: (\d+) GPUs? x (\d+) x (\d+) tokens = (\d+) an update, as in .*", line)
@@ -66,7 +66,7 @@ def test_the_figures_are_the_papers(name: str) -> None:
 
 
 @every_paper
-def test_the_head_says_what_is_reproduced_and_how(name: str) -> None:
+def test_the_head_explains_what_is_reproduced_and_how(name: str) -> None:
     head = "\n".join(head_of(name))
     assert re.search(r"Table \d|Figure \d|No row of a table", head)
     assert "no command below was run" in head
@@ -77,7 +77,7 @@ def test_the_head_says_what_is_reproduced_and_how(name: str) -> None:
 
 
 @every_paper
-def test_the_commands_name_what_is_there(name: str) -> None:
+def test_files_named_in_the_commands_exist(name: str) -> None:
     recipe = load_recipe(file_of(name))
     text = "\n".join(commands(name))
     tools, recipes = re.findall(r"tools/\w+\.py", text), re.findall(r"recipes/\S+?\.yaml", text)
@@ -89,8 +89,8 @@ def test_the_commands_name_what_is_there(name: str) -> None:
 
 
 @every_paper
-def test_the_settings_to_change_are_settings(name: str) -> None:
-    """Lines of the head that hold settings alone, and those in brackets or in the line of other blocks."""
+def test_the_overrides_in_the_head_are_valid(name: str) -> None:
+    """In lines with overrides only, in brackets and in the line about other blocks."""
     lines = [line for line in commands(name) if re.match(r"[a-z]+\.[a-z_.]+=", line)]
     prose = " ".join(line for line in head_of(name) if line.startswith(("# (", "# Other blocks")))
     lines.append(" ".join(re.findall(r"[a-z]+\.[a-z_.]+=[\w./-]+", prose)).rstrip("."))
@@ -99,7 +99,7 @@ def test_the_settings_to_change_are_settings(name: str) -> None:
         assert load_recipe(file_of(name), shlex.split(line)) != load_recipe(file_of(name))
 
 
-def test_the_depths_of_a_task_share_their_data() -> None:
+def test_recipes_of_a_task_share_their_data() -> None:
     for task in ("wmt14_en_de", "wmt14_en_fr"):
         trees = [yaml.safe_load(file_of(name).read_text(encoding="utf-8")) for name in PAPERS if name.startswith(task)]
         assert all((tree["data"], tree["vocab"]) == (trees[0]["data"], trees[0]["vocab"]) for tree in trees)

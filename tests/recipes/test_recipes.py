@@ -1,4 +1,4 @@
-"""The recipes that come with deepnmt: read, built and described; the demo's shows every setting; deep shapes train."""
+"""The shipped recipes load and have comments; the demo's contains every setting; deep models train."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "recipes" / "demo" / "admin_18l-18l.yaml"
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 DEPTHS = [(60, 12), (50, 50), (100, 100)]
-CLOSED_AT_FIRST = ("rezero", "rezero_post_ln", "fixup")  # no gradient reaches their encoder before the second update
+NO_FIRST_GRADIENT = ("rezero", "rezero_post_ln", "fixup")  # no gradient reaches their encoder before the second update
 VOCAB = 40
 
 every_recipe = pytest.mark.parametrize("file", RECIPES, ids=lambda file: str(file.relative_to(ROOT / "recipes")))
@@ -48,22 +48,22 @@ def test_recipe_is_read_and_built(file: Path) -> None:
     model = new_model(recipe.model, VOCAB, VOCAB, recipe.seed)
     assert len(model.encoder.layers) == load_recipe(file).model.encoder.layers
     assert len(model.decoder.layers) == load_recipe(file).model.decoder.layers
-    named = Path(file.stem.split("_")[-1])  # ..._60l-12l.yaml says how deep it is
-    assert str(named) == f"{recipe.model.encoder.layers}l-{recipe.model.decoder.layers}l"
+    depth = file.stem.split("_")[-1]  # file names end with the depth, as in ..._60l-12l.yaml
+    assert depth == f"{recipe.model.encoder.layers}l-{recipe.model.decoder.layers}l"
 
 
 @every_recipe
 def test_recipe_passes_the_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("train", [str(file), "--dry-run", f"data.folder={tmp_path}/none"]) == 0
-    said = capsys.readouterr().out
-    figures = dict(re.findall(r"^# (.+?)  +(.+)$", said, flags=re.MULTILINE))
+    output = capsys.readouterr().out
+    figures = dict(re.findall(r"^# (.+?)  +(.+)$", output, flags=re.MULTILINE))
     assert int(figures["parameters"].replace(",", "")) > 100_000
     assert figures["updates per epoch"] == "not prepared yet" and "MiB" in figures["memory per process"]
-    assert Recipe.model_validate(yaml.safe_load(said.partition("\n#")[0])).run == load_recipe(file).run
+    assert Recipe.model_validate(yaml.safe_load(output.partition("\n#")[0])).run == load_recipe(file).run
 
 
 @every_recipe
-def test_recipe_says_at_its_head_what_it_is(file: Path) -> None:
+def test_recipe_begins_with_a_comment_that_names_its_variables(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert text.startswith("# ")
     for name in set(re.findall(r"\$\{(\w+)\}", text)):
@@ -77,7 +77,7 @@ def test_every_line_has_a_comment(file: Path) -> None:
 
 
 def settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and the default of every setting; of a corpus, and of the named tests, the group's name."""
+    """The dotted name and the default of every setting; a corpus and the named tests count as one setting each."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Corpus:
@@ -111,31 +111,31 @@ def micro_batch(vocab: int = VOCAB, sentences: int = 2, length: int = 6) -> Batc
 
 
 def one_update(block: str, encoder: int, decoder: int, width: int) -> None:
-    """An update of a model with a few words, on the local engine."""
+    """One update of a model of this shape on a few words, on the local engine."""
     shape = {"width": width, "heads": max(2, width // 64), "ffn": 4 * width,
              "encoder": {"block": block, "layers": encoder}, "decoder": {"block": block, "layers": decoder}}
     update_once(recipe_with(model=shape, train={"updates": 1, "clip": 1.0}), VOCAB, micro_batch())
 
 
 def update_once(recipe: Recipe, vocab: int, batch: Batch) -> None:
-    """Builds the model as a run would, Admin profiled, and makes an update on the local engine."""
+    """Builds the model as a run does, profiling Admin, and makes an update on the local engine."""
     model, tokens = recipe.model, batch.tokens
     omega = measure(model, vocab, vocab, recipe.seed, [batch]).omega if model.encoder.block == "admin" else None
     module = new_model(model, vocab, vocab, recipe.seed, recipe.train.label_smoothing, omega)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters() if ".0." in name}
     engine = LocalEngine(module, recipe, torch.device("cpu"))
-    for _ in range(2 if model.decoder.block in CLOSED_AT_FIRST else 1):
+    for _ in range(2 if model.decoder.block in NO_FIRST_GRADIENT else 1):
         stats = engine.train_step([batch], tokens, 1e-5)  # at 1e-3 one update throws fixup 50L-50L off at width 512
         assert stats.applied and math.isfinite(stats.loss) and 0 < stats.grad_norm < math.inf
     if model.encoder.block != "b2t_no_ln":  # which grows with depth at this width: docs/reference/blocks.md
         assert 0.5 < stats.nll / tokens / math.log(vocab) < 10  # in nats a token, of the order of guessing
-    moved = [name for name, parameter in module.named_parameters()
-             if name in before and not torch.equal(parameter, before[name])]
-    assert any(name.startswith("encoder.layers.0.") for name in moved)  # the gradient reaches the lowest layers
-    assert any(name.startswith("decoder.layers.0.") for name in moved)
+    changed = [name for name, parameter in module.named_parameters()
+               if name in before and not torch.equal(parameter, before[name])]
+    assert any(name.startswith("encoder.layers.0.") for name in changed)  # the gradient reaches the lowest layers
+    assert any(name.startswith("decoder.layers.0.") for name in changed)
 
 
-# The five blocks at every depth, the others at the first; each takes seconds.
+# These five blocks at every depth, the others only at the first; each case takes seconds.
 FIVE = ("post_ln", "pre_ln", "admin", "b2t", "deepnorm")
 DEEP = [(block, *depth) for block in get_args(Block) for depth in (DEPTHS if block in FIVE else DEPTHS[:1])]
 
