@@ -75,7 +75,7 @@ class BpeDropout(Sampler):
         """Merges neighbours, best score first and leftmost among equals, but not at the turns in `skipped`.
 
         Returns:
-            The pieces, and how many merges had their turn on the way to them, made or left out.
+            The ids, and the number of turns: merges that were made or skipped.
         """
         ends = list(range(1, len(word) + 1))  # where the piece that starts at i ends; 0 if no piece starts there
         starts = list(range(-1, len(word)))  # where the piece that ends at i starts

@@ -1,4 +1,4 @@
-"""A new block is one class and one word: nothing else in deepnmt knows its name. The class is the guide's own."""
+"""A new block is one class and one name; the rest of deepnmt needs no change. The class is the one in the guide."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "add_a_block.md"
 
 
 def block_of_the_page() -> type[Block]:
-    """The class that docs/guide/add_a_block.md shows."""
+    """The class in docs/guide/add_a_block.md."""
     code, = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     names: dict[str, object] = {"__name__": "guide"}
     exec(compile(code, str(PAGE), "exec"), names)
@@ -24,7 +24,7 @@ def block_of_the_page() -> type[Block]:
     return block
 
 
-def test_a_block_of_ones_own_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_in_the_guide_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     block = block_of_the_page()
     monkeypatch.setitem(BLOCKS, "own", block)
     recipe, ranks = tiny_engines.recipe_of("local"), Ranks.alone()
