@@ -11,20 +11,21 @@ from torch import nn
 from deepnmt import config
 
 # Tensors of each weight's shape that every layout writes to checkpoints and reads from them. To add one, such as an
-# average of the weights: add its name here and in `moment_names`, its value before the first update in
-# `initial_moment`, and update it in a `register_step_post_hook` of the optimizer that `build_optimizer` returns, which
-# keeps it in `state[p]`.
+# average of the weights: add its name here and in `moment_names`, the setting that switches it on to `MOMENT_SETTINGS`,
+# its value before the first update to `initial_moment`, and update it in a `register_step_post_hook` of the optimizer
+# that `build_optimizer` returns, which keeps it in `state[p]` (absent until the hook puts it there).
 Moment = Literal["exp_avg", "exp_avg_sq", "momentum_buffer"]
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], settings: config.Optimizer, fused: bool = False
+    parameters: Iterable[nn.Parameter], recipe: config.Recipe, fused: bool = False
 ) -> torch.optim.Optimizer:
     """PyTorch's optimizer for the recipe: Adam, AdamW, RAdam (also with decoupled weight decay: radamw) or SGD.
 
     Args:
         fused: update in one kernel, which saves several passes over weights and moments. RAdam has no such kernel.
     """
+    settings = recipe.optimizer
     groups = parameter_groups(parameters, settings)
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused or None)
@@ -71,10 +72,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     return norm
 
 
-def moment_names(settings: config.Optimizer) -> tuple[Moment, ...]:
+def moment_names(recipe: config.Recipe) -> tuple[Moment, ...]:
     """The tensors that the optimizer keeps for each parameter, by their names in PyTorch and in checkpoints."""
-    if settings.name == "sgd":
-        return ("momentum_buffer",) if settings.momentum else ()
+    if recipe.optimizer.name == "sgd":
+        return ("momentum_buffer",) if recipe.optimizer.momentum else ()
     return ("exp_avg", "exp_avg_sq")
 
 

@@ -117,7 +117,7 @@ class DeepSpeedEngine:
     ) -> None:
         self.build, self.recipe, self.device, self.local = build, recipe, device, local
         self.zero, self.clip = layout.stage, recipe.train.clip
-        self.moments = moment_names(recipe.optimizer)
+        self.moments = moment_names(recipe)
         self.scaler: LossScaler | None = None
         self._half: HalfPrecisionCopy[Any] | None = None
         self._applied = 0
@@ -140,7 +140,7 @@ class DeepSpeedEngine:
         if self.zero == 0:  # deepnmt clips, and computes in 16 bits, by itself (`HalfPrecisionCopy`)
             config = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
             config["gradient_clipping"] = 0.0
-        optimizer = build_optimizer(module.parameters(), self.recipe.optimizer, fused=True)
+        optimizer = build_optimizer(module.parameters(), self.recipe, fused=True)
         with contextlib.redirect_stdout(io.StringIO()):
             self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
         if layout.precision == "fp16":

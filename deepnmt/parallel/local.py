@@ -23,8 +23,8 @@ class LocalEngine:
         self.data_rank, self.data_world = 0, 1
         self.parameters = sum(p.numel() for p in module.parameters())
         self.clip = recipe.train.clip
-        self.optimizer = build_optimizer(self.module.parameters(), recipe.optimizer)
-        self.moments = moment_names(recipe.optimizer)
+        self.optimizer = build_optimizer(self.module.parameters(), recipe)
+        self.moments = moment_names(recipe)
         self.counts = recipe.optimizer.name != "sgd"  # whether the optimizer counts its steps
         self._applied = 0
 

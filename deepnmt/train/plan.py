@@ -59,7 +59,7 @@ def memory_estimate(
     world, stage = layout.data_ranks, layout.stage
     size = 4 if layout.precision == "fp32" else 2
     share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
-    kept_by_optimizer = 4 * len(moment_names(recipe.optimizer)) + 4 * (stage > 0 or size == 2)
+    kept_by_optimizer = 4 * len(moment_names(recipe)) + 4 * (stage > 0 or size == 2)
     tokens, model = recipe.batch.tokens, recipe.model
     device = "cuda" if torch.cuda.is_available() else "cpu"
     each = _KEPT_ON_CPU_IN_16_BITS if device == "cpu" and size == 2 else _KEPT

@@ -113,7 +113,7 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
     begun, state = load_recipe(checkpoint / "recipe.yaml"), load_state(checkpoint)
     changes = changed_settings(begun, recipe)
     fixed = list(_FIXED)
-    if moment_names(begun.optimizer) != moment_names(recipe.optimizer):
+    if moment_names(begun) != moment_names(recipe):
         fixed += MOMENT_SETTINGS
     if state.loss_scale is not None:  # the initial one would have no effect
         fixed.append("loss_scale.initial_power")

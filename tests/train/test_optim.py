@@ -11,7 +11,7 @@ import torch
 from tiny_engines import batch_of
 
 from deepnmt.batch import Batch
-from deepnmt.config import Optimizer, Recipe, Schedule, check_recipe
+from deepnmt.config import Recipe, Schedule, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
 from deepnmt.optim import (
@@ -147,10 +147,10 @@ def test_a_raised_floor_lifts_the_scale_that_was_stored() -> None:
 
 @pytest.mark.parametrize("name", get_args(Name))
 def test_fused_updates_are_the_plain_ones(name: Name) -> None:
-    settings = Optimizer(name=name, lr=1e-2, weight_decay=0.1, decay_norms_and_biases=True,
-                         momentum=0.9 if name == "sgd" else 0.0)
+    recipe = recipe_of({"name": name, "lr": 1e-2, "weight_decay": 0.1, "decay_norms_and_biases": True,
+                        "momentum": 0.9 if name == "sgd" else 0.0})
     parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2)]
-    plain, fused = (build_optimizer([p], settings, fused) for p, fused in zip(parameters, (False, True)))
+    plain, fused = (build_optimizer([p], recipe, fused) for p, fused in zip(parameters, (False, True)))
     for step in range(10):
         for parameter, optimizer in zip(parameters, (plain, fused)):
             parameter.grad = torch.sin(torch.arange(50.0) + step)
@@ -259,7 +259,7 @@ def test_what_is_stored_is_what_pytorch_keeps(settings: dict[str, object], kept:
         assert state.moments.keys() == {f"{state.name}.{moment}" for moment in kept}
         assert all(torch.equal(state.moments[f"{state.name}.{moment}"], held[moment]) for moment in kept)
     assert fresh == [set(kept)] * len(fresh)
-    assert list(moment_names(recipe_of(settings).optimizer)) == kept
+    assert list(moment_names(recipe_of(settings))) == kept
 
 
 def test_clipping_by_the_norm_of_all_gradients() -> None:
