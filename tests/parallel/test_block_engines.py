@@ -1,6 +1,5 @@
-"""The blocks with parameters and streams of their own compute under ZeRO-3, in fp16 and in a pipeline what they compute
-under the plain engine.
-"""
+"""Blocks with their own parameters or streams compute the same under ZeRO-3, in fp16 and in a pipeline as under the
+local engine."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from deepnmt.parallel.settings import layout_of
 
 PAIRS = [("admin_closed_form", "fixup"), ("rezero_post_ln", "t_fixup"), ("looks_linear", "rezero"),
          ("b2t_no_ln", "looks_linear")]
-HISTORY = [("dlcl", "dlcl_post")]  # no pipeline takes them
+HISTORY = [("dlcl", "dlcl_post")]  # not possible in a pipeline
 MICRO_BATCHES = 2
 
 
@@ -55,7 +54,7 @@ def trial(folder: str, layout: str) -> None:
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> tuple[torch.Tensor, dict[str, float]]:
-    """[pairs, updates, 2], and what the probe of training read at the first pair's fourth update."""
+    """Losses and norms [pairs, updates, 2], and the training probe's figures of the first pair's fourth update."""
     folder = tmp_path_factory.mktemp("local")
     warm.run(1, "test_block_engines:trial", folder, "local")
     probed = json.loads((folder / "local_probe.json").read_text())

@@ -1,7 +1,7 @@
 """Faults of DeepSpeed that deepnmt works around, each shown on the real DeepSpeed.
 
-A canary that fails says that DeepSpeed has changed: then the code it names can become simpler, or must change. All were
-seen on 0.19.8. Each runs in a process of its own on one weight w, loss w · x, plain SGD: the gradient is x.
+A canary that fails means that DeepSpeed has changed: then the code it names can become simpler, or must change. All
+faults occur in 0.19.8. Each canary runs in its own process, on one weight w, loss w · x, plain SGD: the gradient is x.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Config = dict[str, Any]
 
 
 class Weight(torch.nn.Module):
-    """w · x, for a single w that starts at 1."""
+    """Computes w · x with a single weight w, initially 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ MADE: list[Any] = []  # the engines of this process, closed at its end
 
 
 def engine_of(config: Config, decay: float = 0.0, optimizer: str = "SGD") -> Any:
-    """DeepSpeed's engine over one weight, rate 1/8; a configuration says only what its canary is about."""
+    """DeepSpeed's engine over one weight, rate 1/8; `config` has only the keys that matter to the canary."""
     import deepspeed
 
     module = Weight()
@@ -54,7 +54,7 @@ def fp16(power: int = 4, window: int = 1000, **more: Any) -> Config:
 
 
 def moves(engine: Any, inputs: list[float]) -> list[float]:
-    """How far the fp32 weight moves down, divided by the rate, in one update for each input: the gradient used."""
+    """The gradient used in one update for each input: the decrease of the fp32 weight divided by the rate."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     def weight() -> float:
@@ -70,11 +70,11 @@ def moves(engine: Any, inputs: list[float]) -> list[float]:
     return trace
 
 
-# -- the canaries: the docstring says what holds no longer once one fails, and what to revisit then --------------------
+# -- the canaries: each docstring describes a DeepSpeed that would make it fail, and what to change then ---------------
 
 
 def clips_where_not_told() -> None:
-    """Gradient_clipping absent no longer clips at 1.0: ds_config.py need not ask for it, ds_configs/README.md."""
+    """Gradient_clipping absent no longer clips at 1.0: settings.py need not require it; ds_configs/README.md."""
     silent, told = moves(engine_of(zero(1, gradient_clipping=None)), [4.0]), moves(engine_of(zero(1)), [4.0])
     assert math.isclose(silent[0], 1.0, rel_tol=1e-3) and told == [4.0]
 
@@ -90,12 +90,12 @@ def accumulation_is_averaged() -> None:
 
 
 def accumulates_in_16_bits() -> None:
-    """Bf16 gradients are no longer summed in bf16 by default: data_types.grad_accum_dtype in ds_config.py."""
+    """Bf16 gradients are no longer summed in bf16 by default: data_types.grad_accum_dtype in settings.py."""
     sums = {}
     for kind in (None, "fp32"):
         engine = engine_of(zero(1, bf16={"enabled": True}, gradient_accumulation_steps=2,
                                 communication_data_type="fp32", data_types={"grad_accum_dtype": kind}))
-        for x in (512.0, 2.0):  # halved by the average: 256 + 1 has no bf16
+        for x in (512.0, 2.0):  # halved by the average: bf16 cannot represent 256 + 1
             engine.backward(engine(x))
             engine.step()
         sums[kind] = float(engine.get_global_grad_norm())
@@ -103,19 +103,20 @@ def accumulates_in_16_bits() -> None:
 
 
 def communicates_in_16_bits() -> None:
-    """Bf16 gradients are no longer reduced in bf16 by default: communication_data_type in ds_config.py."""
+    """Bf16 gradients are no longer reduced in bf16 by default: communication_data_type in settings.py."""
     means = {}
     for kind in (None, "fp32"):
         config = zero(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}, communication_data_type=kind)
         engine = engine_of(config)
-        engine.backward(engine(1.0 if torch.distributed.get_rank() else 256.0))  # 128.5 in the mean, which is no bf16
+        # the mean is 128.5, which bf16 cannot represent
+        engine.backward(engine(1.0 if torch.distributed.get_rank() else 256.0))
         engine.step()
         means[kind] = float(engine.get_global_grad_norm())
     assert means == {None: 128.0, "fp32": 128.5}, means
 
 
 def radam_is_refused() -> None:
-    """RAdam is now taken under ZeRO: zero_allow_untested_optimizer need not be written (ds_config.py)."""
+    """RAdam is now taken under ZeRO: zero_allow_untested_optimizer need not be written (settings.py)."""
     with pytest.raises(AssertionError, match="untested ZeRO Optimizer"):
         engine_of(zero(1, zero_allow_untested_optimizer=None), optimizer="RAdam")
 
@@ -128,7 +129,7 @@ def nan_reaches_the_weights() -> None:
 
 
 def clipping_needs_every_gradient() -> None:
-    """Clipping without ZeRO now stands that there is no gradient: ZeroEngine may leave it to DeepSpeed."""
+    """Clipping without ZeRO now accepts missing gradients: ZeroEngine may leave it to DeepSpeed."""
     engine = engine_of(zero(0, gradient_clipping=1.0))
     engine.backward(engine(4.0))
     engine.module.w.grad = None  # what ZeroEngine does to drop an update
@@ -159,18 +160,18 @@ def floor_is_a_whole_number() -> None:
 
 
 def no_zero_divides_an_unscaled_loss() -> None:
-    """Fp16 without ZeRO now scales its loss: HalfPrecisionCopy, which goes around it, can be looked at again."""
+    """Fp16 without ZeRO now scales its loss: HalfPrecisionCopy, which avoids it, may become unnecessary."""
     assert moves(engine_of({**zero(0), **fp16()}), [1.0]) == [0.0625]
 
 
 def no_zero_steps_at_initialize() -> None:
-    """16 bits without ZeRO take no step at initialize any more: HalfPrecisionCopy can be looked at again."""
+    """16 bits without ZeRO take no step at initialize any more: HalfPrecisionCopy may become unnecessary."""
     engine = engine_of(zero(0, bf16={"enabled": True}), decay=0.5)
     assert float(engine.optimizer.fp32_groups[0][0]) == 1 - 0.125 * 0.5  # weight decay, before any update
 
 
 def no_zero_cannot_sum_in_fp32() -> None:
-    """16 bits without ZeRO can sum gradients in fp32 now: HalfPrecisionCopy can be looked at again."""
+    """16 bits without ZeRO can sum gradients in fp32 now: HalfPrecisionCopy may become unnecessary."""
     with pytest.raises(NotImplementedError, match="unsupported mix"):
         engine_of(zero(0, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
 
@@ -204,7 +205,7 @@ def later_groups_have_no_moments() -> None:
 
 
 def no_zero_gives_no_state() -> None:
-    """The per-parameter calls answer without ZeRO now: one way in and out in deepspeed.py is enough."""
+    """The per-parameter calls now work without ZeRO: deepspeed.py needs only one way to read and write."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     assert safe_get_full_fp32_param(engine_of(zero(0)).module.w) is None
@@ -223,7 +224,7 @@ def masters_do_not_reach_the_model() -> None:
 
 
 def uneven_shares_cannot_be_set() -> None:
-    """Safe_set_full_fp32_param now stands sizes that the processes do not divide: ZeroEngine._share can go."""
+    """Safe_set_full_fp32_param now accepts sizes that the processes do not divide: ZeroEngine._share can go."""
     from deepspeed.utils import safe_set_full_fp32_param
 
     engine = engine_of(zero(3))
@@ -268,8 +269,8 @@ def show(module: str, name: str) -> None:
                 engine.destroy()
 
 
-def sings(canary: Callable[[], None], world: int, warm: Warm) -> None:
-    """Runs a canary on `world` processes; a failure says what to revisit."""
+def run_canary(canary: Callable[[], None], world: int, warm: Warm) -> None:
+    """Runs a canary on `world` processes; a failure names the code to revisit."""
     try:
         warm.run(world, "test_canaries:show", canary.__module__, canary.__name__)
     except AssertionError as error:
@@ -278,4 +279,4 @@ def sings(canary: Callable[[], None], world: int, warm: Warm) -> None:
 
 @pytest.mark.parametrize("canary", CANARIES, ids=lambda canary: canary.__name__)
 def test_fault_is_still_there(canary: Callable[[], None], warm: Warm) -> None:
-    sings(canary, 2 if canary in (uneven_shares_cannot_be_set, communicates_in_16_bits) else 1, warm)
+    run_canary(canary, 2 if canary in (uneven_shares_cannot_be_set, communicates_in_16_bits) else 1, warm)

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON against the recipe: what is filled in, and what is refused in a sentence."""
+"""The DeepSpeed JSON and the recipe: which values are filled in, and which are rejected with a message."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.mark.parametrize("precision", get_args(Precision))
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_ones_take_what_the_recipe_says(path: Path, precision: Precision) -> None:
-    """In the words of the JSON files that version 0.1 had for each precision, in pipelines, too."""
+def test_shipped_files_fit_every_recipe(path: Path, precision: Precision) -> None:
+    """With the JSON files that version 0.1 had for each precision, and in pipelines."""
     for stages in (0, *([2] if path.stem in ("zero0", "zero1") else [])):
         layout = layout_of(recipe_of(path, precision, stages, initial_power=5, window=7), 3 * max(stages, 1))
         tree = layout.config or {}
@@ -55,13 +55,13 @@ def test_shipped_ones_take_what_the_recipe_says(path: Path, precision: Precision
         assert "auto" not in json.dumps(tree)
 
 
-def test_a_json_of_one_precision_goes_with_it(write: Write) -> None:
+def test_a_json_for_one_precision(write: Write) -> None:
     for sections in ({"bf16": {"enabled": True}}, {"bf16": {"enabled": True}, "fp16": {"enabled": False}}):
         config = layout_of(recipe_of(write("zero1", **sections), "bf16"), 1).config or {}
         assert config["bf16"] == {"enabled": True} and not config.get("fp16", {}).get("enabled")
 
 
-def test_values_equal_to_the_recipe_s_may_stand(write: Write) -> None:
+def test_values_equal_to_the_recipes_are_accepted(write: Write) -> None:
     path = write("zero1", "fp16", initial_scale_power=5, loss_scale_window=7, hysteresis=1, loss_scale=0)
     assert layout_of(recipe_of(path, "fp16", initial_power=5, window=7), 1).precision == "fp16"
 
@@ -98,7 +98,7 @@ def refused(path: Path, precision: str, stages: int = 0) -> str:
     ({"pipeline": {"no_such_key": 1}}, "fp32", 2, "pipeline.no_such_key is given, but has no effect here"),
     ({"pipeline": 8}, "fp32", 2, "pipeline is 8, must be an object"),
 ])
-def test_a_json_that_contradicts_the_recipe_or_would_change_nothing(
+def test_a_json_that_contradicts_the_recipe_or_has_no_effect(
     write: Write, keys: dict[str, Any], precision: str, stages: int, said: str
 ) -> None:
     assert said in refused(write("zero1", **keys), precision, stages)
@@ -113,7 +113,7 @@ def test_a_json_that_contradicts_the_recipe_or_would_change_nothing(
     ({"min_loss_scale": 1}, "fp16.min_loss_scale is given, but the recipe's loss_scale.floor owns it"),
     ({"enabled": "yes"}, 'fp16.enabled must be written, true, false or "auto"'),
 ])
-def test_a_second_loss_scale_is_refused(write: Write, keys: dict[str, Any], said: str) -> None:
+def test_a_second_loss_scale_is_rejected(write: Write, keys: dict[str, Any], said: str) -> None:
     assert said in refused(write("zero1", "fp16", **keys), "fp16")
 
 
@@ -123,13 +123,13 @@ def test_a_second_loss_scale_is_refused(write: Write, keys: dict[str, Any], said
     ({"floor": 0}, "loss_scale.floor: is 0"),
     ({"floor": 16.0, "initial_power": 3}, "floor (16) must not be above 2^initial_power (8)"),
 ])
-def test_loss_scales_that_cannot_be(settings: dict[str, float], said: str) -> None:
+def test_impossible_loss_scales(settings: dict[str, float], said: str) -> None:
     with pytest.raises(UserError) as caught:
         recipe_of(**settings)
     assert said in str(caught.value)
 
 
-def test_a_deepspeed_that_was_not_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_deepspeed_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.8")
     assert untested_deepspeed() is None
     monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON that only DeepSpeed itself can judge: what it refuses is a sentence, what deepnmt ships it takes."""
+"""DeepSpeed itself checks the JSON: its faults become a message, and it accepts all files that deepnmt ships."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from warm import Warm
 from deepnmt.errors import UserError
 from deepnmt.parallel.settings import check_with_deepspeed, layout_of
 
-# section, its keys, and what is said; each goes into ZeRO-1 in fp16
+# section, its keys, and the message; each with ZeRO-1 in fp16
 TYPOS: list[tuple[str, dict[str, Any], str]] = [
     ("zero_optimization", {"overlap_com": True}, "zero_optimization.overlap_com: Extra inputs are not permitted"),
     ("zero_optimization", {"reduce_bucket_size": "x"}, "zero_optimization.reduce_bucket_size: Input should be"),
@@ -35,5 +35,5 @@ def trial() -> None:
         assert said.count("\n") == 1 and "Traceback" not in said
 
 
-def test_what_deepspeed_refuses_is_a_sentence(warm: Warm) -> None:
+def test_deepspeeds_faults_become_a_message(warm: Warm) -> None:
     warm.run(1, "test_ds_refusals:trial")

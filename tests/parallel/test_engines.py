@@ -1,8 +1,7 @@
-"""Every ZeRO stage computes what the plain engine computes, on 1, 2 and 4 processes, with and without recomputation,
-in all five blocks, and takes its state back.
+"""Every ZeRO stage computes the same as the local engine, on 1, 2 and 4 processes, with and without recomputation, for
+all five blocks, and can be restored from its state.
 
-After one update from rest Adam's first moment is (1 - β1) times the clipped gradient, so gradients are compared through
-the ordinary export.
+After a first update Adam's first moment is (1 - β1) times the clipped gradient, so the exported moments are compared.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 
 UPDATES, MICRO_BATCHES = 20, 4
-SAVED, RESUMED = 2, 6  # updates done where the state is taken out, and where the engine that took it in has ended
+SAVED, RESUMED = 2, 6  # the update after which the state is saved, and the last update of the engine restored from it
 BLOCKS = [("admin", "b2t"), ("post_ln", "pre_ln"), ("deepnorm", "admin")]
 
 
 class Trial(NamedTuple):
-    """What a layout is compared in. `blocks`: which of BLOCKS; `recompute`: layers of a group, in the layout alone."""
+    """A case to compare. `blocks`: which of BLOCKS; `recompute`: layers in a group, not used by the local engine."""
 
     dropout: float
     blocks: int
@@ -43,8 +42,8 @@ class Trial(NamedTuple):
         return f"{self.dropout}-{self.blocks}"
 
 
-# Each row of LAYOUTS takes one turn (half of it on four processes), the next row the next; all three where DEEPNMT_LONG
-# is set. Tables are tied.
+# Each row of LAYOUTS runs the trials of one turn (half of them on four processes), the next row those of the next turn;
+# all three turns if DEEPNMT_LONG is set. Tables are tied.
 TURNS = [
     [Trial(0.0, 0, 1), Trial(0.2, 1, 0)],
     [Trial(0.0, 1, 0), Trial(0.2, 2, 2)],
@@ -84,7 +83,8 @@ def build(layout: str, ranks: Ranks, trial: Trial = TURNS[2][1]) -> Engine:
 
 
 def compute(folder: str, layout: str, trials: str) -> None:
-    """Runs on each rank, in each trial: all updates; a fresh engine takes the state of an early one up."""
+    """Runs on each rank, for each trial: makes all updates, then repeats the later ones in a fresh engine restored from
+    an early state."""
     with processes(threads=1, group=True) as ranks:
         for trial in (Trial(*values) for values in json.loads(trials)):
             engine = build(layout, ranks, trial)
@@ -120,7 +120,7 @@ def control(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
 # processes, layout, tolerance of gradients, of losses and norms. fp32 layouts differ from the control by the order of
 # sums alone; bf16 rounds every weight and activation to 8 bits, fp16 to 11, and either may turn a unit of a ReLU on or
 # off, which moved a gradient by up to 6 %.
-# Two processes each, and one and four somewhere; every number of processes in each layout, and in 16 bits, where
+# Two processes for each layout, one and four for some; every number of processes for each layout, and in 16 bits, if
 # DEEPNMT_LONG is set.
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 LAYOUTS = [(w, f"zero{s}_fp32", 1e-5, 1e-5) for s in (0, 1, 2, 3) for w in (1, 2, 4)
@@ -145,11 +145,11 @@ def test_layout_equals_local_engine(
 @pytest.mark.parametrize("world", [1, 2, 4] if LONG else [2])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"] if LONG else ["fp16"])
 def test_16_bits_of_all_stages_are_those_of_zero1(precision: str, world: int, tmp_path: Path, warm: Warm) -> None:
-    """Gradients far nearer than any is to fp32, for all round the same numbers; clipping rounds otherwise.
+    """Their gradients are much closer to each other than to fp32, since all round the same values; clipping does not.
 
-    A last bit of the clipping's factor moves an fp32 weight by one unit, that now and then its 16-bit copy by one, and
-    from there on the gradients part: ZeRO-1 against itself with half of its weights moved by one unit of fp32 differed
-    by up to 5.4e-4 in a loss and 1.6e-2 in a norm.
+    The last bit of the clipping factor changes an fp32 weight by one unit in the last place, and now and then its
+    16-bit copy, after which the gradients differ more: ZeRO-1 differed from itself, with half of its weights moved by
+    one such unit, by up to 5.4e-4 in a loss and 1.6e-2 in a norm.
     """
     trials = ALL if LONG else TURNS[1][1:]
     for stage in (1, 0, 2, 3) if LONG else (1, 0):
@@ -162,7 +162,7 @@ def agree(
     folder: Path, control: Path, trials: list[Trial], of_gradients: float, of_losses: float,
     of_norms: float | None = None,
 ) -> None:
-    """Whether what `compute` left in `folder` is what it left in `control`, and a restored engine went on exactly."""
+    """Compares what `compute` wrote into `folder` and `control`, and checks that the restored engine was exact."""
     for trial in trials:
         start, gradient = (load_file(folder / f"{what}-{trial.name}") for what in ("start", "gradient"))
         for name, weight in load_file(control / f"start-{trial.name}").items():
@@ -183,7 +183,7 @@ def poisoned(layouts: str) -> None:
     """Runs on each rank: a NaN in one gradient of one process."""
     with processes(threads=1, group=True) as ranks:
         for layout in json.loads(layouts):
-            print(layout, flush=True)  # for where it fails
+            print(layout, flush=True)  # shown if it fails
             engine = build(layout, ranks)
             steps(engine, ranks, 0, 1)
             poison(engine, "encoder.layers.1.ffn.fc1.bias", batches(1), here=ranks.first)
@@ -191,8 +191,7 @@ def poisoned(layouts: str) -> None:
             engine.close()
 
 
-# Two processes, which all layouts share: every stage, offload and float type; all of them together where DEEPNMT_LONG
-# is set.
+# Two processes, shared by all layouts: every stage, offload and precision; every combination if DEEPNMT_LONG is set.
 POISONED = ["zero0_fp32", "zero0_fp16", "zero1_fp32", "zero1_bf16", "zero2_fp16", "zero3_fp32", "zero3_offload_bf16"]
 if LONG:
     POISONED = [f"{path.stem}_{bits}" for path in sorted((ROOT / "ds_configs").glob("*.json"))

@@ -1,7 +1,7 @@
 """Every process of a finished run ends with exit code 0, in every layout: no abort at exit, no hang.
 
-Once in some layouts; where DEEPNMT_LONG is set twenty times in all of them, the first time as programs started anew,
-then as forked ones, which end in the same way (see warm.py).
+Once in some layouts; if DEEPNMT_LONG is set, twenty times in all of them, the first time as fresh programs, then as
+forked ones, which end in the same way (see warm.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoding happens on a whole copy under ZeRO-3 and in pipelines: weights, loss, BLEU are those of other layouts."""
+"""Under ZeRO-3 and in pipelines decoding uses a gathered model: weights, loss and BLEU equal those of other layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deepnmt.train.validate import validate
 
 
 def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -> None:
-    """Runs on each rank: the gathered weights against the exported ones, and what a validation makes of them."""
+    """Runs on each rank: compares the gathered weights with the exported ones, and validates with them."""
     with processes(threads=1, group=True) as ranks:
         settings = load_recipe(recipe, [*options(layout, int(stages)),
                                         "train.valid_sentences=0", "batch.tokens=64"])
@@ -56,7 +56,7 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
 
 
 def check_texts(settings: Recipe, ranks: Ranks) -> None:
-    """Training texts may be on some machines alone: what one process finds amiss there keeps all from training."""
+    """Training texts may be on some machines only: a fault that one process finds in them stops all."""
     here = patch("deepnmt.data.prepared.on_this_machine", lambda corpus: ranks.rank == ranks.world - 1)
     others = patch("deepnmt.data.prepared.input_files", lambda corpus: [])
     with here, others, user_error("made from other texts"):
@@ -64,7 +64,7 @@ def check_texts(settings: Recipe, ranks: Ranks) -> None:
 
 
 def check_room(engine: Engine, ranks: Ranks) -> None:
-    """Where one process has no room for the whole model, all of them say so, and none waits."""
+    """If one process has no memory for the whole model, all raise an error and none waits."""
     asked = []
 
     def full(*arguments: Any) -> None:
@@ -80,7 +80,7 @@ def check_room(engine: Engine, ranks: Ranks) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
-    """Of a run long enough for a BLEU above 0."""
+    """The checkpoint of a run long enough for a BLEU above 0."""
     run = tmp_path_factory.mktemp("gather") / "run"
     warm.train(1, prepared / "recipe.yaml", f"run={run}", "train.updates=80", "train.validate_every=1000",
                "train.save_every=80", "train.valid_bleu=false", "batch.tokens=512")
@@ -91,7 +91,7 @@ def checkpoint(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: W
 def validated(
     layout: tuple[int, str, int], checkpoint: Path, prepared: Path, folder: Path, warm: Warm
 ) -> tuple[float, float, int]:
-    """Loss and BLEU of the validation text in a layout, and the bytes of a weight of the model that decodes."""
+    """Loss and BLEU of the validation text in a layout, and the bytes of one weight of the gathered model."""
     world, name, stages = layout
     output = folder / f"{name}-{stages}.json"
     warm.run(world, "test_gather:trial", prepared / "recipe.yaml", checkpoint, name, stages, output)
@@ -111,7 +111,7 @@ def validated(
     ((1, "zero1_bf16", 1), (1, "zero1_bf16", 0), 1e-6, 0.0),
     ((2, "zero1_bf16", 2), (2, "zero1_bf16", 0), 1e-4, 0.0),
 ])
-def test_validation_is_that_of_other_layouts(
+def test_validation_equals_that_of_other_layouts(
     layout: tuple[int, str, int], control: tuple[int, str, int], of_loss: float, of_bleu: float, checkpoint: Path,
     prepared: Path, tmp_path: Path, warm: Warm
 ) -> None:

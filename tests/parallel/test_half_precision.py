@@ -1,4 +1,4 @@
-"""A copy in 16 bits computes, the fp32 weights take the gradients."""
+"""`HalfPrecisionCopy`: the copy in 16 bits computes, the fp32 weights get the gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepnmt.parallel.deepspeed import HalfPrecisionCopy, MasterWeights
 
 
 class Twice(nn.Module):
-    """x times a weight, and times it again."""
+    """Multiplies by the same weight twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ def test_gradients_of_16_bits_are_summed_in_fp32(dtype: torch.dtype) -> None:
     weights = Twice()
     rounded = HalfPrecisionCopy(weights, dtype)
     assert rounded.module.scale.dtype == dtype and rounded.module.table.dtype == torch.float32
-    for x in (1024.0, 0.5):  # 2048 + 1 has no bf16, nor fp16
+    for x in (1024.0, 0.5):  # neither bf16 nor fp16 can represent 2048 + 1
         rounded.module(torch.tensor([x, 0.0], dtype=dtype)).backward()
         assert rounded.module.scale.grad is None
     assert weights.scale.grad is not None and weights.scale.grad.tolist() == [2049.0, 0.0]

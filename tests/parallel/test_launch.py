@@ -1,4 +1,4 @@
-"""Where a process runs."""
+"""Starting the processes of a run: devices, ports, errors and ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
-def test_a_process_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_gpu(monkeypatch)
     with user_error("9 processes were started on this machine, but 1 GPU can be seen"):
         with processes():
@@ -44,8 +44,8 @@ def test_ds_accelerator_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rank_that_waits(voice: int) -> None:
-    """A forked process that takes its place among several, as far as it can without the others, and stays."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run in this process may have left a handler
+    """Runs in a forked process: starts as one rank of several, as far as possible without the others, then waits."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run in the parent process may have set a handler
     with suppress(UserError), processes():  # it has no GPU
         pass
     os.write(voice, b"there")
@@ -54,7 +54,7 @@ def rank_that_waits(voice: int) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_rank_ends_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher is killed with SIGKILL; its rank, which does nothing but wait, is gone soon after."""
+    """The launcher is killed with SIGKILL; its waiting rank ends soon after."""
     without_a_gpu(monkeypatch)
     answers, voice = os.pipe()
     launcher = os.fork()
@@ -74,7 +74,7 @@ def test_a_rank_ends_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_LOCALID"])
-def test_a_mistake_that_all_processes_make_is_said_once(
+def test_an_error_on_all_processes_is_reported_once(
         variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     said = []
@@ -90,7 +90,7 @@ def test_a_mistake_that_all_processes_make_is_said_once(
     assert capsys.readouterr().err == sentence
 
 
-def test_the_first_process_without_a_gpu_says_so(
+def test_the_first_process_without_a_gpu_reports_it(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -109,8 +109,8 @@ def test_the_first_process_without_a_gpu_says_so(
     assert said[0].startswith("deepnmt: 3 processes were started") and said[1] == ""
 
 
-def test_deepspeeds_warnings_stay_back_and_its_errors_do_not() -> None:
-    """DeepSpeed sets its logger's level when it is imported, which is after the libraries were told to be quiet."""
+def test_deepspeeds_warnings_are_hidden_and_its_errors_shown() -> None:
+    """Although DeepSpeed sets its logger's level on import, which is after `quiet_libraries`."""
     script = ("from deepnmt.parallel.host import quiet_libraries\nquiet_libraries()\n"
               "import deepspeed.utils.logging as found\n"
               "found.logger.warning('of no use')\nfound.logger.error('of use')\n")
@@ -120,7 +120,8 @@ def test_deepspeeds_warnings_stay_back_and_its_errors_do_not() -> None:
 
 @pytest.mark.parametrize("how", ["--master-port=0", "--standalone"])
 def test_processes_meet_under_torchrun(how: str, tmp_path: Path) -> None:
-    """The first attempt fails after all have met; torchrun starts another, which finds none of its keys."""
+    """The first attempt fails after all have met; torchrun restarts it, and the new attempt sees none of the old keys.
+    """
     script = tmp_path / "script.py"
     script.write_text("""
 import os
@@ -141,8 +142,8 @@ with processes(1) as ranks:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory in use")
-def test_freed_memory_is_kept_until_it_is_asked_back() -> None:
-    """In a process of its own: what is told to malloc holds to the end."""
+def test_freed_memory_is_kept_until_given_back() -> None:
+    """In a separate process, since settings of malloc last until the end."""
     script = """
 import torch
 from deepnmt.parallel import host

@@ -1,4 +1,4 @@
-"""The loss scale through real engines in fp16: fairseq's trace, whole updates at every growth, a floor that holds."""
+"""The loss scale in real fp16 engines: fairseq's trace, full updates at every growth, a floor that is kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepnmt.parallel.launch import processes
 from deepnmt.ranks import Ranks
 
 INITIAL, WINDOW, FLOOR, BETA = 4.0, 3, 0.03125, 0.9
-# clean updates past two growths, an overflow just before a third, a fall to the floor and below it, and up again
+# clean updates past two growths, an overflow just before a third, overflows down to the floor and on, then growth
 OVERFLOWS = [*map(bool, (0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1)), *[True] * 14, *[False] * 7, True, False, False]
 
 
@@ -38,7 +38,7 @@ def gradients(
 ) -> tuple[list[float], list[torch.Tensor]]:
     """The scale of every update, and the gradient that each applied one used, from Adam's first moment in this process.
 
-    An update takes two micro-batches. An overflow begins on the first process, which holds the encoder's layers.
+    An update has two micro-batches. An overflow starts on the first process, which holds the encoder's layers.
     """
     scale = {"initial_power": int(math.log2(INITIAL)), "window": window, "floor": FLOOR}
     engine: Any = build(recipe_of(layout, max(stages, 1), stages, scale), ranks)
@@ -77,7 +77,7 @@ def trial(layout: str, stages: str) -> None:
 
 ROWS = [("zero0_fp16", 0), ("zero1_fp16", 0), ("zero3_fp16", 0), ("zero1_fp16", 2)]
 if os.environ.get("DEEPNMT_LONG"):
-    ROWS += [("zero2_fp16", 0), ("zero0_fp16", 2)]  # DeepSpeed has one class for ZeRO-1 and 2
+    ROWS += [("zero2_fp16", 0), ("zero0_fp16", 2)]  # DeepSpeed uses one class for ZeRO-1 and 2
 
 
 @pytest.mark.parametrize(("layout", "stages"), ROWS)
@@ -96,5 +96,5 @@ def refused() -> None:
                 build(recipe_of(layout), ranks)
 
 
-def test_fp16_is_refused_where_there_is_none(warm: Warm) -> None:
+def test_fp16_is_rejected_on_a_device_without_it(warm: Warm) -> None:
     warm.run(1, "test_loss_scale:refused")

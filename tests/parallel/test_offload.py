@@ -12,7 +12,8 @@ from deepnmt.ranks import Ranks
 
 
 def trial(precision: str) -> None:
-    """Runs on each rank: without clipping the same bits. The norm is summed in another order, so clipping differs."""
+    """Runs on each rank. Equal bit for bit without clipping; the norm is summed in another order, so clipping differs.
+    """
     with processes(threads=1, group=True) as ranks:
         for clip, tolerance in ((0.0, 0.0), (0.5, 1e-5 if precision == "fp32" else 2e-3)):
             plain, offloaded = (updates(f"{layout}_{precision}", clip, ranks) for layout in ("zero3", "zero3_offload"))

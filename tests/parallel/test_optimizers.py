@@ -1,4 +1,4 @@
-"""SGD, decoupled decay, decay that spares norms and biases: ZeRO does what the plain engine does, and goes on so."""
+"""SGD, decoupled decay, decay without norms and biases: ZeRO equals the local engine, after a resume too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
 
 
 def micro_batches(update: int) -> list[Batch]:
-    """Two of unequal lengths."""
+    """Two micro-batches of unequal lengths."""
     made = []
     for number in range(2):
         draw = torch.Generator().manual_seed(10 * update + number)
@@ -88,7 +88,8 @@ def control(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
 
 
 def without_keys(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Which numbers to compare: a key's bias changes no softmax, its gradient is rounding, and Adam enlarges that."""
+    """The values to compare, without the keys' bias: it does not change the softmax, so its gradient is rounding error,
+    which Adam amplifies."""
     kept = torch.ones(len(tensor), dtype=torch.bool)
     if name.endswith("qkv.bias"):
         kept[len(tensor) // 3 : 2 * len(tensor) // 3] = False

@@ -1,4 +1,4 @@
-"""The pipeline's cuts: as good as the best of all, and refusals that carry the numbers."""
+"""The pipeline's partition: as good as the best of all; impossible ones are rejected with the numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slowest(units: tuple[Unit, ...], bounds: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize(("encoder", "decoder", "stages"), [(3, 3, 2), (6, 2, 3), (2, 5, 4), (5, 5, 1), (1, 2, 3)])
-def test_no_cuts_are_better(encoder: int, decoder: int, stages: int) -> None:
+def test_no_partition_is_better(encoder: int, decoder: int, stages: int) -> None:
     units = cost_units(model(encoder, decoder), 50, 50)
     found = partition(units, stages)
     everything = [(0, *cuts, len(units)) for cuts in combinations(range(1, len(units)), stages - 1)]
@@ -39,10 +39,10 @@ def test_no_cuts_are_better(encoder: int, decoder: int, stages: int) -> None:
     assert slowest(units, found.bounds) <= best * (1.05 if border in found.bounds else 1.0) + 1e-9
 
 
-def test_near_equal_cuts_fall_between_encoder_and_decoder() -> None:
-    units = tuple(Unit(name, 1, 1.0) for name in unit_names(model(4, 4)))  # 5 units on each side of the border, and 1
+def test_of_near_equals_one_with_a_boundary_between_encoder_and_decoder_is_chosen() -> None:
+    units = tuple(Unit(name, 1, 1.0) for name in unit_names(model(4, 4)))  # 5 units on each side of the boundary, and 1
     assert partition(units, 2).bounds == (0, 5, 11)
-    heavy = (*units[:-1], Unit("output", 1, 6.0))  # now the border would leave 2 / 3 of the work to one stage
+    heavy = (*units[:-1], Unit("output", 1, 6.0))  # a boundary there would now give one stage 2 / 3 of the work
     assert partition(heavy, 2).bounds[1] > 5
 
 
@@ -65,8 +65,8 @@ BOUNDS = [(0, 9), (0, 4, 9), (0, 6, 9), (0, 1, 5, 8, 9)]
     *((block, "all", [(0, 1, 5, 8, 9)]) for block in NAMES), *(("pre_ln", tied, BOUNDS) for tied in TABLES)
 ])
 def test_parameters_are_those_of_the_stages(block: Block, tied: str, cuts: list[tuple[int, ...]]) -> None:
-    """A table that two units of a stage read is there once; the rule's own parameters, and what stands on a stack,
-    are counted."""
+    """A table that two units of a stage share counts once; a block's own parameters and a stack's final norm are
+    included."""
     shape = Model.model_validate({
         "width": 8, "heads": 2, "ffn": 12, "tied": tied, "max_length": 4,
         "encoder": {"layers": 3, "block": block, "input_gain": True}, "decoder": {"layers": 3, "block": block},
@@ -87,7 +87,7 @@ def test_bubble() -> None:
     for count in (1, 2, 8):
         assert even.bubble(count) == pytest.approx(3 / (count + 3))
     uneven = Partition(tuple(Unit(str(i), 1, 1.0) for i in range(4)), (0, 3, 4))
-    assert uneven.bubble(10**9) == pytest.approx(1 - 4 / (2 * 3))  # stage 1 works a third of stage 0's time
+    assert uneven.bubble(10**9) == pytest.approx(1 - 4 / (2 * 3))  # stage 1 has a third of stage 0's work
 
 
 def test_table_names_every_stage() -> None:
@@ -105,7 +105,7 @@ def test_table_names_every_stage() -> None:
     ("zero1_fp32", 2, 1, ["pipeline_stages is 2", "1 process cannot"]),
     ("zero1_fp32", 8, 8, ["pipeline_stages is 8, but the model has 4 layers (2 encoder, 2 decoder)", "4 or less"]),
 ])
-def test_impossible_layouts_are_refused(layout: str, stages: int, world: int, words: list[str]) -> None:
+def test_impossible_layouts_are_rejected(layout: str, stages: int, world: int, words: list[str]) -> None:
     recipe = with_settings(recipe_of(layout), {"parallel.pipeline_stages": stages})
     with pytest.raises(UserError) as caught:
         layout_of(recipe, world)

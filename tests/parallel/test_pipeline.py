@@ -1,8 +1,8 @@
-"""A pipeline computes what the plain engine computes: gradients, losses and norms, over stages, accumulation, data
-parallel ranks, blocks, tyings, cuts, clipping and recomputation.
+"""A pipeline computes the same as the local engine: gradients, losses and norms, for all numbers of stages, of
+micro-batches and of data-parallel ranks, all blocks, tyings and partitions, with clipping and recomputation.
 
-After one update from rest Adam's first moment is (1 - β1) times the gradient, so gradients are compared through the
-ordinary export. Many layouts share one set of processes, since starting one takes seconds.
+After a first update Adam's first moment is (1 - β1) times the gradient, so the exported moments are compared. Many
+layouts share one set of processes, since starting one takes seconds.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ BLOCKS = [("post_ln", "pre_ln"), ("admin", "b2t"), ("pre_ln", "deepnorm"), ("b2t
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to be compared; `blocks`: which of BLOCKS; `cuts`: bounds of the stages, where not the partitioner's
-    (units: 0 source, 1 to 3 encoder, 4 target, 5 to 7 decoder, 8 output)."""
+    """A layout to compare; `blocks`: which of BLOCKS; `bounds`: of the stages, if not the partitioner's (units: 0
+    source, 1 to 3 encoder, 4 target, 5 to 7 decoder, 8 output)."""
 
     stages: int
     accumulation: int
@@ -48,7 +48,7 @@ class Case:
     tied: str = "all"
     recompute: int = 0
     updates: int = 4
-    cuts: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()
     clip: float = 0.0
 
 
@@ -71,7 +71,8 @@ def batches(update: int, count: int) -> list[Batch]:
 
 
 def update(engine: Engine, number: int, count: int, ranks: Ranks, rate: float) -> list[float]:
-    """One update of `count` micro-batches over all data-parallel ranks; loss a token, plain loss a token, norm."""
+    """Makes one update of `count` micro-batches over all data-parallel ranks; returns loss and plain loss a token, and
+    the norm."""
     plan = batches(number, count)
     tokens = sum(batch.tokens for batch in plan)
     stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
@@ -85,7 +86,7 @@ def gradients(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def measured(engine: Engine, ranks: Ranks, count: int, updates: int) -> dict[str, Any]:
-    """Weights at rest, figures and gradients of a first update, figures of more, losses of a few validation batches."""
+    """Initial weights, figures and gradients of a first update, figures of more, losses of a few validation batches."""
     start = {s.name: s.weight.clone() for s in engine.export_state()}
     first = update(engine, 0, count, ranks, 1e-3)
     gradient = gradients(engine)
@@ -96,8 +97,8 @@ def measured(engine: Engine, ranks: Ranks, count: int, updates: int) -> dict[str
 
 
 def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Whether both start alike, the largest relative differences of a gradient, a figure and a validation loss, and the
-    smallest norm."""
+    """Whether the initial weights are equal; the largest relative differences of a gradient, a figure and a validation
+    loss; and the smallest norm."""
     far = {name: float((ours["gradient"][name] - g).norm() / g.norm()) for name, g in theirs["gradient"].items()}
     pairs = [(torch.tensor(ours[key]), torch.tensor(theirs[key])) for key in ("figures", "valid")]
     return {
@@ -111,18 +112,18 @@ def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 def pipeline(case: Case, ranks: Ranks) -> Engine:
     made = recipe(case, case.accumulation)
-    if not case.cuts:
+    if not case.bounds:
         return start_engine(made, layout_of(made, ranks.world), (VOCAB, VOCAB), ranks)
     from deepnmt.parallel.pipeline.engine import PipelineEngine
 
-    cuts = Partition(cost_units(made.model, VOCAB, VOCAB), tuple(case.cuts))
-    engine = PipelineEngine(made, (VOCAB, VOCAB), cuts, layout_of(made, ranks.world), ranks)
+    partition = Partition(cost_units(made.model, VOCAB, VOCAB), tuple(case.bounds))
+    engine = PipelineEngine(made, (VOCAB, VOCAB), partition, layout_of(made, ranks.world), ranks)
     engine.fill(Initialiser(made.model, VOCAB, VOCAB, made.seed))
     return engine
 
 
 def controls(world: str, cases: str, folder: str) -> None:
-    """Runs on one process: what each case is held to, in fp32 the plain engine's, in 16 bits that of ZeRO-1 in them."""
+    """Runs on one process: the reference of each case, in fp32 the local engine, in 16 bits ZeRO-1."""
     with processes(threads=1, group=True) as ranks:
         found = []
         for case in (Case(**values) for values in json.loads(cases)):
@@ -156,10 +157,10 @@ def trial(cases: str, folder: str) -> None:
 
 ZERO0 = "zero0_fp32"
 
-# By processes. Stages 1, 2, 3, 4 × accumulation 1, 2, 8 × data-parallel ranks 1, 2, see the test of it; with all blocks
-# on both sides, all tyings, recomputation, ZeRO 0 and 1, dropout off and on and 20 updates in every number of stages;
-# embeddings and output on stages of their own; and gradients clipped, whose norms are ten times CLIP and more. Where
-# DEEPNMT_LONG is set, each row once more with dropout where it had none, and without where it had some.
+# By number of processes. Stages 1, 2, 3, 4 × accumulation 1, 2, 8 × data-parallel ranks 1, 2 (`test_grid_is_complete`);
+# for every number of stages all blocks on both sides, all tyings, recomputation, ZeRO 0 and 1, dropout off and on, and
+# 20 updates; embeddings and output as separate stages; and clipping of norms that are at least ten times CLIP. If
+# DEEPNMT_LONG is set, each row also runs with dropout on where it was off, and off where it was on.
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 CLIP = 0.05
 GRID = {
@@ -168,11 +169,11 @@ GRID = {
         Case(2, 1, 0),
         Case(2, 2, 1, updates=20),
         Case(2, 8, 2),
-        Case(2, 2, 3, tied="decoder", cuts=(0, 8, 9)),
+        Case(2, 2, 3, tied="decoder", bounds=(0, 8, 9)),
         Case(2, 2, 4, tied="none"),
         Case(2, 2, 1, ZERO0, clip=CLIP),
-        Case(2, 2, 2, recompute=1, cuts=(0, 1, 9)),
-        Case(2, 2, 3, dropout=0.0, cuts=(0, 5, 9), clip=CLIP),
+        Case(2, 2, 2, recompute=1, bounds=(0, 1, 9)),
+        Case(2, 2, 3, dropout=0.0, bounds=(0, 5, 9), clip=CLIP),
         Case(1, 1, 2),
         Case(1, 2, 3, ZERO0),
         Case(1, 8, 0, dropout=0.0),
@@ -180,7 +181,7 @@ GRID = {
     3: [
         Case(3, 1, 2, dropout=0.0),
         Case(3, 2, 3, updates=20),
-        Case(3, 8, 4, cuts=(0, 4, 5, 9)),
+        Case(3, 8, 4, bounds=(0, 4, 5, 9)),
         Case(3, 2, 0, ZERO0, recompute=2),
     ],
     4: [
@@ -190,21 +191,21 @@ GRID = {
         Case(4, 8, 1, tied="decoder", recompute=2),
         Case(2, 1, 2, clip=CLIP),
         Case(2, 2, 0, ZERO0, updates=20, clip=CLIP),
-        Case(2, 8, 4, cuts=(0, 8, 9)),
+        Case(2, 8, 4, bounds=(0, 8, 9)),
         Case(4, 2, 1, ZERO0),
     ],
     6: [
         Case(3, 1, 1),
         Case(3, 2, 4, dropout=0.0, recompute=1),
         Case(3, 8, 2, tied="decoder"),
-        Case(6, 2, 1, cuts=(0, 1, 4, 5, 7, 8, 9)),
+        Case(6, 2, 1, bounds=(0, 1, 4, 5, 7, 8, 9)),
     ],
     8: [Case(4, 1, 2, recompute=1), Case(4, 2, 3, tied="none"), Case(4, 8, 4, ZERO0)],
 }
 
 
-def test_grid_is_whole() -> None:
-    """Every combination has a row, and everything else stands in every number of stages."""
+def test_grid_is_complete() -> None:
+    """Every combination has a row, and everything else occurs with every number of stages."""
     cases = [(world // case.stages, case) for world, row in GRID.items() for case in row if case.stages <= 4]
     assert {(case.stages, case.accumulation, data) for data, case in cases} == set(
         product((1, 2, 3, 4), (1, 2, 8), (1, 2))
@@ -217,17 +218,17 @@ def test_grid_is_whole() -> None:
         assert {block for case in mine for block in BLOCKS[case.blocks]} == {block for pair in BLOCKS for block in pair}
     clipped = {(case.stages, data, case.config) for data, case in cases if case.clip}
     assert clipped == set(product((2,), (1, 2), (ZERO0, Case(1, 1).config)))
-    assert {case.cuts for _, case in cases} > {(0, 1, 9), (0, 5, 9), (0, 8, 9), (0, 4, 5, 9)}
+    assert {case.bounds for _, case in cases} > {(0, 1, 9), (0, 5, 9), (0, 8, 9), (0, 4, 5, 9)}
 
 
-# 16 bits against ZeRO-1 in the same 16 bits, by processes: only sums of rounded numbers differ. A tied table whose
-# copies are not summed differs by 0.74. More where DEEPNMT_LONG is set: every accumulation, and every other dropout.
+# 16 bits compared with ZeRO-1 in the same precision, by number of processes: only the order of sums differs. A tied
+# table whose copies are not summed differs by 0.74. If DEEPNMT_LONG is set: every accumulation, and dropout reversed.
 BF16, FP16 = "zero1_bf16", "zero1_fp16"
 ZERO0_BF16, ZERO0_FP16 = "zero0_bf16", "zero0_fp16"
 ROUNDED = {
     2: [
         Case(2, 2, 1, BF16),
-        Case(2, 2, 4, BF16, recompute=2, cuts=(0, 8, 9)),
+        Case(2, 2, 4, BF16, recompute=2, bounds=(0, 8, 9)),
         Case(2, 2, 2, FP16, clip=CLIP),
         Case(1, 2, 3, FP16),
         Case(2, 2, 0, ZERO0_BF16, recompute=1),
@@ -239,7 +240,7 @@ if LONG:
     ROUNDED[2] += [Case(2, 2, 3, ZERO0_FP16, clip=CLIP), Case(1, 2, 4, ZERO0_BF16), Case(2, 1, 3, BF16, dropout=0.0)]
     ROUNDED[2] += [Case(2, 8, 0, BF16, clip=CLIP), Case(2, 1, 4, FP16), Case(2, 8, 1, FP16, dropout=0.0)]
     ROUNDED[2] += [Case(2, 1, 2, ZERO0_BF16, dropout=0.0), Case(2, 8, 0, ZERO0_FP16)]
-    ROUNDED[2] += [Case(2, 2, 1, FP16, cuts=(0, 8, 9))]
+    ROUNDED[2] += [Case(2, 2, 1, FP16, bounds=(0, 8, 9))]
     ROUNDED[3] = [Case(3, 3, 4, BF16), Case(3, 3, 0, FP16), Case(3, 1, 1, FP16, dropout=0.0), Case(3, 8, 2, BF16)]
     ROUNDED[4] += [Case(2, 2, 3, FP16), Case(4, 4, 2, BF16, tied="decoder"), Case(4, 4, 1, FP16, clip=CLIP)]
     ROUNDED[4] += [Case(2, 2, 1, ZERO0_FP16), Case(4, 4, 3, ZERO0_BF16), Case(2, 1, 4, BF16), Case(2, 8, 0, FP16)]
@@ -248,14 +249,14 @@ if LONG:
     ROUNDED[8] = [Case(4, 4, 4, FP16, recompute=1), Case(4, 1, 0, BF16), Case(4, 8, 2, ZERO0_BF16)]
 
 
-# six and eight processes where DEEPNMT_LONG is set
+# six and eight processes if DEEPNMT_LONG is set
 WORLDS = [world for world in sorted(GRID) if world <= 4 or LONG]
 
 
 @pytest.mark.parametrize("turned", [False, True] if LONG else [False])
 @pytest.mark.parametrize("world", WORLDS)
-def test_pipeline_equals_the_plain_engine(world: int, turned: bool, tmp_path: Path, warm: Warm) -> None:
-    """`turned`: dropout on where the row says 0, and off where it says more."""
+def test_pipeline_equals_the_local_engine(world: int, turned: bool, tmp_path: Path, warm: Warm) -> None:
+    """`turned`: dropout on where the row has it off, and off where the row has it on."""
     cases = GRID[world] + ROUNDED.get(world, [])
     if turned:
         cases = [replace(case, dropout=0.0 if case.dropout else 0.2) for case in cases]
@@ -263,7 +264,7 @@ def test_pipeline_equals_the_plain_engine(world: int, turned: bool, tmp_path: Pa
     for case in found[: len(GRID[world])]:
         check(case, 1e-5, 1e-5)
     for case in found[len(GRID[world]) :]:
-        check(case, 1e-2, 2e-2)  # four updates; Adam takes the sign even of gradients that are rounding alone
+        check(case, 1e-2, 2e-2)  # four updates; Adam amplifies even gradients that are only rounding error
 
 
 def results(world: int, cases: list[Case], folder: Path, warm: Warm) -> list[dict[str, Any]]:
@@ -286,7 +287,7 @@ def poisoned(configs: str) -> None:
     """Runs on each rank: a NaN in one gradient of one stage."""
     with processes(threads=1, group=True) as ranks:
         for config in json.loads(configs):
-            print(config, flush=True)  # for where it fails
+            print(config, flush=True)  # shown if it fails
             engine = pipeline(Case(2, 2, 1, config=config), ranks)
             update(engine, 0, 2, ranks, 1e-2)
             poison(engine, "decoder.layers.2.ffn.fc1.bias", batches(1, 2), here=True)
@@ -294,13 +295,13 @@ def poisoned(configs: str) -> None:
             engine.close()
 
 
-def test_non_finite_gradient_of_one_stage_reaches_none(warm: Warm) -> None:
+def test_non_finite_gradient_of_one_stage_changes_no_weights(warm: Warm) -> None:
     configs = [f"zero{stage}_{bits}" for stage, bits in product((0, 1), ("fp32", "bf16", "fp16"))]
     warm.run(2, "test_pipeline:poisoned", json.dumps(configs))
 
 
 def timed_pass() -> None:
-    """Runs where DeepSpeed is imported already: the clock is read when the device has done what it was given."""
+    """Runs in a process that has imported DeepSpeed: the device is synchronised before the clock is read."""
     from deepnmt.parallel.pipeline import engine as of_pipelines
 
     events: list[str] = []

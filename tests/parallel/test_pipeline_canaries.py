@@ -1,7 +1,8 @@
 """Faults of DeepSpeed's pipeline engine that deepnmt works around, each shown on the real DeepSpeed.
 
-As in test_canaries.py: a canary that fails says that DeepSpeed has changed, and its docstring what to revisit. All were
-seen on 0.19.8. The models are single numbers, the optimizer plain SGD. Canaries of as many processes share them.
+As in test_canaries.py: a canary that fails means that DeepSpeed has changed; its docstring names the code to revisit.
+All faults occur in 0.19.8. Models are single weights, the optimizer is plain SGD. Canaries with the same number of
+processes share them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RATE = 0.125
 
 
 class Number(nn.Module):
-    """weight · x, for a single weight that starts at 1."""
+    """Computes weight · x with a single weight, initially 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class Number(nn.Module):
 def pipeline_of(
     layers: list[Any], config: Config, loss: Callable[..., Tensor] | None = None, stages: int = 0, dynamic: bool = True
 ) -> Any:
-    """DeepSpeed's pipeline engine, as many stages as processes if not told, the layers shared evenly."""
+    """DeepSpeed's pipeline engine, by default with as many stages as processes; the layers are divided evenly."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
@@ -49,14 +50,15 @@ def pipeline_of(
 
 
 def step(engine: Any, *micro_batches: float) -> None:
-    """An update on micro-batches (one, 1, if none is given) of a number x each, which is input and label."""
+    """Makes an update on micro-batches of one number each, which is input and label; by default one micro-batch of 1.
+    """
     dtype = next(engine.module.parameters()).dtype
     values = [torch.full((1,), x, dtype=dtype) for x in micro_batches or (1.0,)]
     engine.train_batch(iter([(value, value) for value in values]))
 
 
 def used(p: nn.Parameter) -> float:
-    """The gradient that moved a weight from 1."""
+    """The gradient that the update of a weight from 1 used."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     kept = safe_get_full_fp32_param(p)
@@ -111,7 +113,7 @@ def nan_reaches_the_weights() -> None:
 
 
 def no_zero_is_wrong_in_16_bits() -> None:
-    """Pipelines without ZeRO scale the loss of fp16, or sum in fp32, now: HalfPrecisionCopy can be looked at again."""
+    """Pipelines without ZeRO scale the loss of fp16, or sum in fp32, now: HalfPrecisionCopy may become unnecessary."""
     layer = Number()
     step(pipeline_of([layer], {**zero(0), **fp16(power=4)}))
     assert used(layer.weight) == 1 / 16
@@ -129,7 +131,7 @@ def replicas_alone_have_no_norm() -> None:
 
 
 def local_rank_is_asked_for() -> None:
-    """PipelineModule stands a missing LOCAL_RANK: StageModule need not set it."""
+    """PipelineModule accepts a missing LOCAL_RANK: StageModule need not set it."""
     kept = os.environ.pop("LOCAL_RANK")
     with pytest.raises(TypeError):
         pipeline_of([Number()], zero(1))
@@ -147,7 +149,7 @@ def every_float_sent_needs_a_gradient() -> None:
 
 
 def floats_are_walked_back_one_by_one() -> None:
-    """All outputs of a stage are walked back at once: memory and target states need not be one tensor (stage.py)."""
+    """Backward runs once for all outputs of a stage: memory and target states need not be one tensor (stage.py)."""
     walks = []
 
     class Two(Number):
@@ -165,7 +167,7 @@ def floats_are_walked_back_one_by_one() -> None:
 
 
 def receive_buffers_keep_their_type() -> None:
-    """A receive buffer is made anew for another type: the message of stage.py may be in any order."""
+    """A receive buffer is reallocated for another type: the message of stage.py may be in any order."""
     engine = pipeline_of([Number()], zero(1))
     engine._allocate_or_extend_buffers(0, [4], torch.float32)
     assert engine._allocate_or_extend_buffers(0, [2], torch.int64).dtype == torch.float32
@@ -194,7 +196,7 @@ def zero_2_is_asserted_against() -> None:
 
 
 def one_length_without_dynamic_shape() -> None:
-    """Micro-batches of several lengths pass without dynamic_shape: StageModule need not ask for it."""
+    """Micro-batches of several lengths work without dynamic_shape: StageModule need not set it."""
     seen = []
 
     class Last(Number):
@@ -209,7 +211,7 @@ def one_length_without_dynamic_shape() -> None:
     assert seen == ([2, 2, 2, 1] if torch.distributed.get_rank() else []), seen
 
 
-# By processes. The last one leaves an engine behind that is not whole.
+# By number of processes. The last one leaves a broken engine behind.
 CANARIES = {
     1: (outer_loss_loses_gradients, nan_reaches_the_weights, every_float_sent_needs_a_gradient,
         receive_buffers_keep_their_type, zero_2_is_asserted_against, no_zero_is_wrong_in_16_bits,
@@ -220,7 +222,7 @@ CANARIES = {
 
 
 def show(world: str) -> None:
-    """Runs on each rank; tells of all that have changed."""
+    """Runs on each rank; reports all canaries that failed."""
     from deepnmt.parallel.launch import processes
 
     changed = []

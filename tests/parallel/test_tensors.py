@@ -1,4 +1,4 @@
-"""A model put onto a device in another float type: what the device gets to see of it."""
+"""Casting a model onto a device: which tensors the device receives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepnmt.parallel.deepspeed import cast_onto
 
 
 class Moves(TorchDispatchMode):
-    """Notes the type and size of every tensor that goes from the CPU to the meta device."""
+    """Records the type and size of every tensor that is copied from the CPU to the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def moved(put: Callable[[nn.Module], object]) -> list[tuple[torch.dtype, int]]:
     return sorted(moves.seen, key=lambda move: move[1])
 
 
-def test_a_device_holds_no_weight_in_a_wider_type() -> None:
+def test_the_device_never_holds_weights_of_a_wider_type() -> None:
     half = torch.bfloat16
     found = moved(lambda model: cast_onto(model, half, torch.device("meta")))
     assert found == [(half, 5), (torch.float32, 7), (half, 15)]

@@ -1,4 +1,4 @@
-"""A job and its answer: what `run_workers` gives back, and what it raises where a process fails."""
+"""`run_workers`: the answer it returns, and what it raises if a process fails."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def run(work: Work, monkeypatch: pytest.MonkeyPatch) -> Any:
     return workers.run_workers("nowhere", {"a": 3}, 2, 1)
 
 
-def test_the_answer_is_that_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_is_that_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(lambda job, ranks: [job["a"], ranks.rank], monkeypatch) == [3, 0]
 
 
-def test_a_users_mistake_is_told_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_error_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(job: dict[str, Any], ranks: Ranks) -> None:
         raise UserError(f"no fp16 on {ranks.rank}; name bf16")
 
@@ -70,7 +70,7 @@ def test_a_users_mistake_is_told_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("second", [ArithmeticError, None])
-def test_a_mistake_in_one_process_counts_above_what_follows_from_it(
+def test_a_user_error_takes_precedence_over_failures_that_follow_from_it(
     second: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work(job: dict[str, Any], ranks: Ranks) -> None:
@@ -83,7 +83,7 @@ def test_a_mistake_in_one_process_counts_above_what_follows_from_it(
         run(work, monkeypatch)
 
 
-def test_any_other_failure_is_none_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_failure_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(job: dict[str, Any], ranks: Ranks) -> None:
         raise ArithmeticError
 
@@ -91,8 +91,8 @@ def test_any_other_failure_is_none_of_the_users(monkeypatch: pytest.MonkeyPatch)
         run(work, monkeypatch)
 
 
-def test_who_waits_for_a_process_that_failed_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that are left one ends by itself in time, one when it is told to, one only when it is killed."""
+def test_processes_that_wait_for_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the others one ends by itself in time, one on SIGTERM, one only when it is killed."""
     monkeypatch.setattr(workers, "_GRACE", 0.5)
     commands = ["trap '' TERM; for _ in $(seq 400); do sleep 0.05; done", "exec sleep 20", "sleep 0.1", "exit 2"]
     running = [subprocess.Popen(["sh", "-c", command]) for command in commands]
@@ -105,6 +105,6 @@ def test_who_waits_for_a_process_that_failed_is_ended(monkeypatch: pytest.Monkey
     assert time.monotonic() - started < 15
 
 
-def test_nobody_is_hurried_while_none_failed() -> None:
+def test_no_process_is_ended_while_none_failed() -> None:
     running = [subprocess.Popen(["sh", "-c", f"sleep {seconds}"]) for seconds in (0, 0.2)]
     assert workers._wait_for_all(running) == [0, 0]
