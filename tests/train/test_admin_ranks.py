@@ -1,4 +1,4 @@
-"""The profile of real data is the same on one process and on several, and every process starts from the same ω."""
+"""The profile of real data does not depend on the number of processes, and every process starts from the same ω."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def recipe_of(file: str, run: str, *overrides: str) -> Recipe:
 
 
 def job(file: str, run: str) -> None:
-    """Runs on each rank: the job, then what a training process would start from."""
+    """Runs on each rank: the profile job, then the ω that a training process would start from."""
     with processes(threads=1) as ranks:
         settings = recipe_of(file, run)
         profile(settings, ranks)

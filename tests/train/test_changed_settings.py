@@ -1,4 +1,4 @@
-"""A setting changed between two starts takes effect, in the weights themselves, or is refused by name."""
+"""A setting changed between two starts takes effect, as the weights show, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
     trained(warm, 2, recipe, run, FP16, "train.clip=0", "train.updates=3")
     assert scale_at(run, 3) == {"scale": 64.0, "clean": 3}
 
-    # a while in fp32: the scale is kept for later; that the text has grown does not matter to what was prepared
+    # a while in fp32: the loss scale is kept for later; a longer text does not matter once the data is prepared
     grown = []
     for side in ("en", "de"):
         grown.append(tmp_path / f"train.{side}")
@@ -58,7 +58,8 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
 
 
 def check_update(run: Path, update: int, rate: float, clip: float) -> None:
-    """The gradient that Adam took up has the norm `clip`, and the weights moved by `rate` times Adam's direction."""
+    """Checks that the gradient that Adam used has the norm `clip`, and that the weights changed by `rate` times Adam's
+    direction."""
     before, after = (tensors(run, number, "moments") for number in (update - 1, update))
     used = {key: (after[key] - BETA1 * before[key]) / (1 - BETA1) for key in after if key.endswith(".exp_avg")}
     norm = torch.stack([gradient.double().norm() for gradient in used.values()]).norm()

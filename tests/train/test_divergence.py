@@ -1,6 +1,6 @@
-"""A run whose gradients stay non-finite ends with a diagnosis; its last checkpoint goes on as if nothing had been.
+"""A run whose gradients stay non-finite ends with a diagnosis; one can resume from its last checkpoint.
 
-In a layout of each kind; in more of them where DEEPNMT_LONG is set.
+In one layout of each kind; if DEEPNMT_LONG is set, in more of them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NAMED_TOO: list[Row] = [(2, "zero3_fp32", 0)]
 
 
 @pytest.mark.parametrize(("world", "layout", "stages"), [*BLOWN, *(BLOWN_TOO if LONG else [])])
-def test_run_that_blew_up(world: int, layout: str, stages: int, prepared: Path, tmp_path: Path, warm: Warm) -> None:
+def test_run_that_diverged(world: int, layout: str, stages: int, prepared: Path, tmp_path: Path, warm: Warm) -> None:
     recipe, run, whole = prepared / "recipe.yaml", tmp_path / "run", tmp_path / "whole"
     kind = "fp32" if layout == "local" else layout.rpartition("_")[2]
     common = (*options(layout, stages), "train.valid_bleu=false")
     warm.run(world, "warm:train", recipe, f"run={run}", *common, "train.updates=6")
-    # one update at this rate throws every weight out of range
+    # one update at this rate makes every weight overflow
     warm.train(world, recipe, f"run={run}", *common, "optimizer.lr=1.0e+38", "train.save_every=100")
     codes = warm.wait()
     said, status = warm.said(), json.loads((run / "STATUS.json").read_text())
@@ -73,7 +73,7 @@ def test_every_layout_names_the_layer(
 
 @pytest.fixture(scope="module")
 def blown(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
-    """A run whose checkpoint is whole, but holds a matrix so large that its product overflows."""
+    """A run whose checkpoint is undamaged, but has a matrix so large that its product overflows."""
     run = tmp_path_factory.mktemp("blown") / "run"
     warm.run(1, "warm:train", prepared / "recipe.yaml", f"run={run}", "train.updates=6", "train.valid_bleu=false")
     checkpoint = run / "checkpoints" / "update-00000006"

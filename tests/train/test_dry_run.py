@@ -31,14 +31,14 @@ def test_parameters_are_counted_without_building_all_layers(block: Block, tied: 
 
 
 def test_a_pipelines_stages_are_those_of_training(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain python prints what as many processes as stages would train with."""
+    """A single process prints the figures for as many processes as stages."""
     monkeypatch.delenv("RANK", raising=False)
     recipe = load_recipe(prepared / "recipe.yaml", [
         "parallel.ds_config=ds_configs/zero1.json", "parallel.pipeline_stages=3", "batch.accumulation=4"
     ])
     data = PreparedData.open(recipe.data.folder)
     train, size = data.split("train"), data.vocabs()[0].size
-    ratio = float(train.src_lengths.mean() / train.trg_lengths.mean())  # what the training run balances for
+    ratio = float(train.src_lengths.mean() / train.trg_lengths.mean())  # the ratio that training balances for
     table, other = (partition_of(recipe, size, size, r).table(4) for r in (ratio, 1.0))
     assert table != other
     said = describe(recipe)
@@ -51,7 +51,7 @@ def test_a_pipelines_stages_are_those_of_training(prepared: Path, monkeypatch: p
 
 
 def figures(text: str) -> dict[str, str]:
-    """The lines below the recipe, by their names."""
+    """The lines below the recipe, by name."""
     return dict(re.findall(r"^# (.+?)  +(.+)$", text, flags=re.MULTILINE))
 
 
@@ -92,7 +92,7 @@ def test_what_a_layout_shares(layout: str, weights: float, gradients: float, opt
 def test_activations_are_what_autograd_keeps(
     change: dict[str, object], precision: str, prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # the model is on the CPU, and so must the figures be
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # as the model is on the CPU
     overrides = [f"model.{name}={value}" for name, value in {"width": 64, "ffn": 128, **change}.items()]
     recipe = load_recipe(prepared / "recipe.yaml", [*overrides, *options(f"zero1_{precision}")])
     model = new_model(recipe.model, 64, 64, 1, 0.1).to(torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -100,7 +100,7 @@ def test_activations_are_what_autograd_keeps(
     held = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)  # so that no other takes its place in memory
+        held.append(tensor)  # so that its memory is not reused
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
         return tensor
 

@@ -1,6 +1,6 @@
 """How a run ends by itself, and which checkpoints it keeps: early stopping, epochs, the best by loss or by BLEU.
 
-In this process, with the plain engine; the figures of the validations are made up, one after the other.
+Runs in this process with the local engine; the results of validations are given by the test.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Run = Callable[..., Path]
 
 @pytest.fixture
 def run(prepared: Path, tmp_path: Path, threads: None, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Trains into a folder with `(loss, BLEU)` of the validations to come, and overrides; returns the folder."""
+    """Trains into a folder, with the `(loss, BLEU)` that validations shall give, and overrides; returns the folder."""
     def start(found: list[tuple[float, float]], *overrides: str) -> Path:
         coming = iter(found)
 
@@ -56,18 +56,18 @@ def ended(run: Path) -> int:
 
 
 def kept(run: Path) -> list[int]:
-    """The updates of the checkpoints that are there."""
+    """The updates of the checkpoints that are kept."""
     return [int(path.name.removeprefix("update-")) for path in sorted((run / "checkpoints").iterdir())]
 
 
 def test_patience_ends_the_run_and_the_best_is_kept(run: Run) -> None:
     folder = run([(5.0, 1.0), (4.0, 2.0), (4.5, 3.0), (4.2, 4.0)], "train.patience=2")
-    assert ended(folder) == 4 and kept(folder) == [2, 4]  # the best, saved when it was met, and the last
+    assert ended(folder) == 4 and kept(folder) == [2, 4]  # the best, saved after its validation, and the last
     state = load_state(folder / "checkpoints" / "update-00000004")
     assert state.best == {"value": 4.0, "update": 2, "waited": 2}
-    run([], "train.patience=2")  # the same command again: it has ended
+    run([], "train.patience=2")  # the same command again: the run has ended already
     assert ended(folder) == 4
-    run([(3.0, 5.0), (3.5, 6.0)], "train.patience=3", "train.updates=6")  # a better one, and patience begins anew
+    run([(3.0, 5.0), (3.5, 6.0)], "train.patience=3", "train.updates=6")  # a better one resets the patience
     assert ended(folder) == 6 and kept(folder) == [5, 6]
 
 
@@ -78,7 +78,7 @@ def test_the_best_by_bleu_is_the_highest(run: Run) -> None:
     assert load_state(folder / "checkpoints" / "update-00000004").best == {"value": -30.0, "update": 2, "waited": 2}
 
 
-def test_epochs_end_the_run_and_the_time_left_knows(run: Run, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_end_the_run_and_the_eta(run: Run, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=2048"])
     sizes = Stream(open_prepared(recipe).split("train"), 2048, recipe.seed)
     updates = math.ceil((sizes.epoch_size(0) + sizes.epoch_size(1)) / 2)

@@ -1,8 +1,8 @@
 """kill -9 at random moments, in the middle of updates, validations and saves: nothing is lost but time.
 
-One run is killed again and again until it ends, in each layout; every loss, every validation and the last weights are
-those of a run that was left alone, to the last bit. Three moments in each layout; seven where DEEPNMT_LONG is set.
-Then at every step of a save, by the plain engine, and in the other layouts where DEEPNMT_LONG is set.
+One run is killed again and again until it ends, in each layout; every loss, every validation and the final weights
+equal, bit for bit, those of an uninterrupted run. Three moments in each layout; seven if DEEPNMT_LONG is set. Then it
+is killed at every step of a save, with the local engine; if DEEPNMT_LONG is set, in the other layouts too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Of the log, as far as it is whole."""
+    """The complete records of the log."""
     file, found = run / "log.jsonl", []
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
@@ -69,7 +69,7 @@ def moment(run: Path, goal: int, kind: str, before: set[Path]) -> bool:
 def strike(warm: Warm, world: int, run: Path, goal: int, kind: str, draw: random.Random, *words: str) -> None:
     """Starts the run and kills one of its processes, or all, at a moment of that kind."""
     before = saves(run)
-    goal = max(goal, last_update(run) + 1)  # what the last attempt did not reach
+    goal = max(goal, last_update(run) + 1)  # beyond the last attempt
     pids = warm.train(world, *words)
     for _ in waiting(180, f"a {kind} at update {goal}"):
         if moment(run, goal, kind, before):
@@ -103,7 +103,7 @@ def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, w
     assert not saves(broken), "what a killed save left is swept away"
 
 
-# Steps of a save; the first ones leave checkpoints, which later ones need.
+# Steps of a save; the first ones leave checkpoints that later ones need.
 FIRST = ("renamed", "parent synced")
 STEPS = (*FIRST, *(point for point in FAIL_POINTS if point not in FIRST))
 
@@ -115,9 +115,9 @@ def train_to(step: str, *arguments: str) -> int:
 
 
 def make_way(checkpoints: Path, step: str) -> None:
-    """Spoils checkpoints so that the next save comes to a step that is not in every save."""
+    """Damages checkpoints so that the next save has a step that not every save has."""
     newest = list_checkpoints(checkpoints)[-1:]
-    if step == "predecessor moved":  # the newest is damaged, done again and replaced
+    if step == "predecessor moved":  # the newest is damaged, computed again and replaced
         newest[0].joinpath("state.json").write_bytes(b"{")
     if step == "set aside":  # a later one is damaged and in the way
         later = shutil.copytree(newest[0], checkpoints / f"update-{update_of(newest[0]) + 9:08d}")
@@ -145,7 +145,7 @@ def test_killed_at_every_step_of_a_save(layout: str, prepared: Path, tmp_path: P
 
 
 def compare(whole: Path, broken: Path, updates: int = UPDATES) -> None:
-    """Everything a run computes."""
+    """Compares everything that two runs computed."""
     for kind, keys in (("train", ("update", "loss", "gradient_norm", "learning_rate", "target_tokens")),
                        ("valid", ("update", "loss", "bleu", "best"))):
         ours, theirs = ([[r[key] for key in keys] for r in records(run, kind)] for run in (broken, whole))

@@ -1,6 +1,6 @@
-"""One run through `deepnmt train` that changes its layout at every start is the run that never did.
+"""A run of `deepnmt train` that changes its layout at every start equals one that never does.
 
-In fp16; in fp32, too, where DEEPNMT_LONG is set.
+In fp16; if DEEPNMT_LONG is set, in fp32 too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepnmt.parallel.engine import Engine
 from deepnmt.ranks import Ranks
 from deepnmt.train.updates import UpdateHook
 
-# processes, layout, pipeline stages; accumulation makes up for it, so that every update has four micro-batches
+# processes, layout, pipeline stages; accumulation is chosen so that every update has four micro-batches
 Start = tuple[int, str, int]
 STARTS: list[Start] = [(1, "local", 0), (2, "zero1_{}", 0), (4, "zero3_{}", 0), (2, "zero1_{}", 2),
                        (2, "zero2_{}", 0), (4, "zero1_{}", 2), (1, "zero0_{}", 0)]
@@ -40,7 +40,7 @@ def records(run: Path, kind: str) -> list[dict[str, float]]:
 
 
 def overflowing(*arguments: str) -> int:
-    """`deepnmt train` on each rank, but that a layer's output on the first is infinite once, after OVERFLOW updates."""
+    """`deepnmt train` on each rank, but on rank 0 a layer's output is infinite once, after OVERFLOW updates."""
     from deepnmt.cli import main
     from deepnmt.doctor import training_probe
 

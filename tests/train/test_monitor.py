@@ -1,4 +1,4 @@
-"""What a run says: every figure of a record on screen, in the JSON-lines log and in TensorBoard, and the time left."""
+"""`Monitor`: every figure appears on screen, in the JSON-lines log and in TensorBoard; the ETA; and files it writes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_each_figure_is_on_screen_in_the_log_and_in_tensorboard(
     assert {tag: values[20] for tag, values in board.items()} == pytest.approx(expected)
 
 
-def test_the_time_left_is_never_above_what_the_run_may_take(tmp_path: Path) -> None:
+def test_the_eta_is_never_above_the_time_limit(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path, True, update=0, updates=10**9)
     monitor.train(1, RECORD, 10**9 - 1, at_most=7.0)
     monitor.close()
     assert read_log(tmp_path / "log.jsonl")[0]["seconds_left"] == 7.0
 
 
-def test_only_the_first_process_talks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monitor = Monitor(tmp_path / "run", False, update=0, updates=10)
     monitor.train(1, RECORD, 9)
     monitor.valid(1, {"loss": 4.5, "perplexity": 60.0, "best": True})
@@ -57,7 +57,7 @@ def test_only_the_first_process_talks(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 
 
-def test_a_kill_while_a_file_is_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_a_file_is_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "recipe.yaml"
     write_text(file, "run: ä\n")
     assert file.read_text(encoding="utf-8") == "run: ä\n" and list(tmp_path.iterdir()) == [file]
@@ -65,7 +65,7 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(tmp_path: Path, mo
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", die)  # all that is left to do once the text is written
+    monkeypatch.setattr(os, "replace", die)  # the last step, after the text is written
     with pytest.raises(KeyboardInterrupt):
         write_text(file, "run")
     assert file.read_text(encoding="utf-8") == "run: ä\n"
@@ -73,9 +73,9 @@ def test_a_kill_while_a_file_is_written_leaves_the_one_before(tmp_path: Path, mo
 
 @pytest.mark.parametrize(("before", "after"), [
     ("", ""), ('{"a": 1}\n', '{"a": 1}\n'), ('{"a": 1}\n{"b": ', '{"a": 1}\n'), ('{"b"', ""),
-    ('{"a": 1}\n{"b": "ä"}', '{"a": 1}\n{"b": "ä"}\n'),  # whole: someone's editor left out the last end
+    ('{"a": 1}\n{"b": "ä"}', '{"a": 1}\n{"b": "ä"}\n'),  # complete: an editor left out the last line end
 ])
-def test_half_a_line_goes_and_a_whole_one_stays(before: str, after: str, tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_dropped(before: str, after: str, tmp_path: Path) -> None:
     file = tmp_path / "runs.jsonl"
     file.write_text(before, encoding="utf-8")
     drop_partial_line(file)
@@ -84,7 +84,7 @@ def test_half_a_line_goes_and_a_whole_one_stays(before: str, after: str, tmp_pat
         drop_partial_line(file / "x")
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_its_option(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_with_its_option(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")
     with pytest.raises(UserError, match=r"^run folder .*mine/x cannot be written: Not a directory; set run to a fold"):

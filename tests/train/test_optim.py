@@ -1,4 +1,4 @@
-"""Schedules by hand, and the loss scale against fairseq's rule written out."""
+"""Schedules computed by hand, the loss scale compared with fairseq's rule, optimizers, clipping."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_learning_rate(schedule: Schedule, rates: dict[int, float]) -> None:
 
 
 def test_a_step_is_close_to_the_schedule_of_t_fixup() -> None:
-    """Its published code: peak · sqrt(P / (P + k)) after k updates. docs/reference/blocks.md: 0 to 41 % above it."""
+    """Its published code has peak · sqrt(P / (P + k)) after k updates. docs/reference/blocks.md: 0 to 41 % above it."""
     schedule, period = Schedule(name="step", warmup=0, step_update=4000, step_factor=1.0), 4000
     ratios = [learning_rate(1.0, schedule, done + 1, 10**6) / (period / (period + done)) ** 0.5
               for done in (0, 1000, 3998, 3999, 8000, 200_000)]
@@ -58,7 +58,7 @@ def test_a_step_is_close_to_the_schedule_of_t_fixup() -> None:
 
 
 @pytest.mark.parametrize(("passes", "rate"), [(0.0, 1.0), (6.99, 1.0), (7.0, 0.1), (28.0, 0.05)])
-def test_a_step_at_an_epoch_goes_by_the_text(passes: float, rate: float) -> None:
+def test_a_step_at_an_epoch_depends_on_the_epoch_alone(passes: float, rate: float) -> None:
     schedule = Schedule(name="step", warmup=0, step_epoch=8)
     for update in (1, 5000):  # however many updates the passes took
         assert learning_rate(1.0, schedule, update, 10, passes) == pytest.approx(rate, abs=1e-12)
@@ -80,12 +80,12 @@ def test_the_step_at_an_epoch_is_that_at_its_first_update() -> None:
     ({"name": "step", "step_update": 4000}, r"step_update \(4000\) must be above warmup \(4000\)"),
     ({"name": "step", "step_epoch": 1}, "schedule.step_epoch: is 1, must be greater than or equal to 2"),
 ])
-def test_a_step_that_says_too_little_or_too_much(settings: dict[str, object], said: str) -> None:
+def test_a_step_with_too_few_or_too_many_settings(settings: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         recipe_of({}, settings)
 
 
-def test_momentum_is_of_sgd() -> None:
+def test_momentum_is_for_sgd_only() -> None:
     with pytest.raises(UserError, match=r"optimizer: momentum \(0.9\) needs name: sgd, but name is adam"):
         recipe_of({"momentum": 0.9})
 
@@ -159,7 +159,7 @@ def test_fused_updates_are_the_plain_ones(name: Name) -> None:
     torch.testing.assert_close(parameters[0], parameters[1], rtol=0, atol=1e-6)
 
 
-def test_a_warm_up_that_the_run_cuts_off_is_told() -> None:
+def test_a_warm_up_longer_than_the_run_causes_a_warning() -> None:
     assert warmup_note(recipe_of({"lr": 0.4}, {"warmup": 10})) is None
     assert warmup_note(recipe_of({"lr": 0.4}, {"warmup": 40})) == (
         "schedule.warmup (40) ends after train.updates (10): the rate rises to 0.1 and "
@@ -187,7 +187,7 @@ def micro_batch(number: int) -> Batch:
 
 
 @pytest.mark.parametrize("name", get_args(Name))
-def test_decay_can_spare_norms_and_biases(name: Name) -> None:
+def test_decay_can_leave_out_norms_and_biases(name: Name) -> None:
     """On zero gradients only the decay moves a parameter, and only where it applies."""
     for everything in (True, False):
         engine = engine_of({"name": name, "lr": 0.5, "weight_decay": 0.1, "decay_norms_and_biases": everything})
@@ -196,7 +196,7 @@ def test_decay_can_spare_norms_and_biases(name: Name) -> None:
             for key, parameter in engine.module.named_parameters():
                 parameter.copy_(before[key])
                 parameter.grad = torch.zeros_like(parameter)
-        for _ in range(8):  # RAdam's first five updates have another rule
+        for _ in range(8):  # RAdam's first five updates have another formula
             engine.optimizer.step()
         moved = {key for key, parameter in engine.module.named_parameters() if not torch.equal(parameter, before[key])}
         vectors = {key for key, tensor in before.items() if tensor.dim() == 1}
@@ -224,7 +224,7 @@ def test_sgd_is_the_sum_of_gradients() -> None:
     velocity = {key: torch.zeros_like(w) for key, w in weights.items()}
     engine, saved = engine_of(settings), dict[str, torch.Tensor]()
     for update in range(4):
-        if update == 2:  # into another engine and on
+        if update == 2:  # continue in another engine
             states = list(engine.export_state())
             saved = {k: v for state in states for k, v in state.moments.items()}
             engine = engine_of(settings)
@@ -282,7 +282,7 @@ def test_clipping_by_the_norm_of_all_gradients() -> None:
 
 
 def test_the_norm_is_exact_where_pytorchs_is_not() -> None:
-    """A canary: when PyTorch's own norm on a CPU is exact, it can be taken again."""
+    """A canary: once PyTorch's own norm on a CPU is exact, deepnmt can use it."""
     parameter = torch.nn.Parameter(torch.zeros(8000, 512))
     parameter.grad = torch.randn(8000, 512, generator=torch.Generator().manual_seed(1))
     exact = float(parameter.grad.double().norm())

@@ -1,4 +1,4 @@
-"""Optimizers and schedules in the training job: SGD and a stepped rate go on to the last bit; what may not change."""
+"""Optimizers and schedules in the training job: SGD and a stepped rate resume bit for bit; what must not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(prepared: Path, run: Path, *settings: str) -> int:
                           *settings])
 
 
-def test_sgd_with_a_step_goes_on_to_the_last_bit(prepared: Path, tmp_path: Path) -> None:
+def test_sgd_with_a_step_resumes_bit_for_bit(prepared: Path, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     settings = (*SGD, *STEP, "batch.tokens=1536", "batch.accumulation=2")  # some updates an epoch
     assert train(prepared, whole, *settings) == 0
@@ -34,7 +34,7 @@ def test_sgd_with_a_step_goes_on_to_the_last_bit(prepared: Path, tmp_path: Path)
     assert ours and all(name.endswith(".momentum_buffer") for name in ours)
     rates, again = ([record["learning_rate"] for record in records(run, "train")] for run in (whole, broken))
     assert rates == again
-    assert rates[:2] == [0.25, 0.5] and rates[2] == 0.5  # the text is seen once in more than three updates
+    assert rates[:2] == [0.25, 0.5] and rates[2] == 0.5  # an epoch has more than three updates
     stepped = [rate for rate in rates if rate < 0.25]
     assert rates[-1] < 0.05 and stepped == sorted(stepped, reverse=True) and len(set(rates[2:])) > 2
 
@@ -45,7 +45,7 @@ def test_sgd_without_momentum_has_nothing_to_store(prepared: Path, tmp_path: Pat
     assert tensors(tmp_path / "run", 6, "moments") == {}
 
 
-def test_another_optimizers_moments_are_refused(
+def test_another_optimizers_moments_are_rejected(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"

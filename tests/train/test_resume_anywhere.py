@@ -1,7 +1,7 @@
-"""A run saved under any layout goes on under any other, as if it had never changed.
+"""A run saved under any layout resumes under any other as if the layout had never changed.
 
-Every layout takes up its own state and that of the layout before it in the table, so that each state is taken up twice;
-where DEEPNMT_LONG is set, that of all ten, and for 20 updates in place of 8.
+Every layout resumes from its own state and from that of the layout before it in the table; if DEEPNMT_LONG is set, from
+those of all ten, and for 20 updates instead of 8.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MICRO_BATCHES, SAVED, MORE = 4, 6, (20 if LONG else 8)
 
 
 def sources_of(target: str) -> list[str]:
-    """Whose states a layout takes up."""
+    """The layouts from whose states a layout resumes."""
     names = list(LAYOUTS)
     return names if LONG else [names[names.index(target) - 1], target]
 
@@ -58,7 +58,7 @@ def losses(engine: Engine, ranks: Ranks, first: int, last: int) -> list[float]:
 
 
 def save(folder: str, name: str) -> None:
-    """Runs on each rank: some updates, saved; then, without a break, the ones that the others are compared with."""
+    """Runs on each rank: makes some updates and saves; then makes the uninterrupted updates to compare with."""
     with processes(threads=1, group=True) as ranks:
         engine = engine_of(name, ranks)
         losses(engine, ranks, 0, SAVED)
@@ -73,7 +73,7 @@ def save(folder: str, name: str) -> None:
 
 
 def resume(folder: str, name: str) -> None:
-    """Runs on each rank: goes on from one state after the other, each time with an engine of its own."""
+    """Runs on each rank: resumes from one state after the other, each time in a fresh engine."""
     found = {}
     with processes(threads=1, group=True) as ranks:
         for source in sources_of(name):
@@ -97,9 +97,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_goes_on_from_every_layout(target: str, folder: Path, warm: Warm) -> None:
+def test_resumes_from_every_layout(target: str, folder: Path, warm: Warm) -> None:
     for name in ("local", *sources_of(target)):
-        if not (folder / f"{name}.json").exists():  # each is saved once, by the first test that wants it
+        if not (folder / f"{name}.json").exists():  # each is saved once, by the first test that needs it
             warm.run(LAYOUTS[name][0], "test_resume_anywhere:save", folder, name)
     warm.run(LAYOUTS[target][0], "test_resume_anywhere:resume", folder, target)
     whole = json.loads((folder / "local.json").read_text())["losses"]

@@ -1,4 +1,4 @@
-"""The same eight micro-batches make the same update, however processes and accumulation share them."""
+"""The same eight micro-batches give the same update, however they are divided into processes and accumulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second task: a decoder-only language model on the toy task; nothing of deepnmt is changed for it."""
+"""A second task, a decoder-only language model on the toy task, needs no change in deepnmt."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def trained(run: str, layout: str, updates: str) -> int:
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, "local"), (2, "zero1_fp32")])
-def test_a_language_model_trains_and_goes_on(world: int, layout: str, tmp_path: Path, warm: Warm) -> None:
+def test_a_language_model_trains_and_resumes(world: int, layout: str, tmp_path: Path, warm: Warm) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for run, updates in ((whole, UPDATES), (broken, UPDATES // 2), (broken, UPDATES)):
         warm.run(world, "test_second_task:trained", run, layout, updates)

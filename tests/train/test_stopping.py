@@ -1,4 +1,4 @@
-"""A run told to stop loses nothing that was due; one that cannot write its last checkpoint does not say it ended."""
+"""A stopped run makes up for what was due; one that cannot write its last checkpoint does not report success."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UPDATES = 7
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """A run listens to signals; puts back who did before."""
+    """Restores the signal handlers, which a run replaces."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -36,7 +36,7 @@ def handlers() -> Iterator[None]:
 
 
 def attempt(prepared: Path, run: Path, stop_in: int = 0, *overrides: str) -> int:
-    """One process, logging every 3 updates and validating every 2; told to stop in update `stop_in`."""
+    """Trains on one process, logging every 3 updates and validating every 2; stopped in update `stop_in`."""
     recipe = load_recipe(prepared / "recipe.yaml", [
         f"run={run}", f"train.updates={UPDATES}", "train.log_every=3", "train.validate_every=2", "train.save_every=100",
         "train.keep_best=0", "train.valid_bleu=false", *overrides])
@@ -60,13 +60,13 @@ def test_a_validation_that_was_due_is_made_up_for(prepared: Path, tmp_path: Path
     assert attempt(prepared, whole) == FINISHED
     assert attempt(prepared, broken, stop_in=4) == PREEMPTED
     assert [update for update, in said(broken, "valid", "update")] == [2]
-    # again in the last update: the run has not ended before its last validation
+    # stopped again in the last update: the run has not ended before its last validation
     assert attempt(prepared, broken, stop_in=UPDATES) == PREEMPTED
     assert [update for update, in said(broken, "valid", "update")] == [2, 4, 6]
     assert attempt(prepared, broken) == FINISHED
     valid, train = ("update", "loss", "best"), ("update", "loss", "gradient_norm", "perplexity", "target_tokens")
     assert said(broken, "valid", *valid) == said(whole, "valid", *valid) and len(said(whole, "valid", *valid)) == 4
-    # a progress line speaks of all updates since the last one, whatever came between
+    # a progress line covers all updates since the last one, across the stop
     assert said(broken, "train", *train) == said(whole, "train", *train) and len(said(whole, "train", *train)) == 3
     states = [json.loads((run / f"checkpoints/update-{UPDATES:08d}/state.json").read_text()) for run in (broken, whole)]
     assert states[0]["best"] == states[1]["best"]
@@ -74,7 +74,7 @@ def test_a_validation_that_was_due_is_made_up_for(prepared: Path, tmp_path: Path
 
 
 def test_killed_while_the_only_checkpoint_is_replaced(prepared: Path, tmp_path: Path) -> None:
-    """A checkpoint that is to know of a late validation takes the place of the one without it."""
+    """A checkpoint with a late validation replaces the one without it."""
     run, only = tmp_path / "run", ("train.keep_last=1", "average_last=1")
     assert attempt(prepared, run, 2, *only) == PREEMPTED
     pid = os.fork()
@@ -94,7 +94,7 @@ def test_killed_while_the_only_checkpoint_is_replaced(prepared: Path, tmp_path: 
 
 
 def test_a_patience_that_ends_in_a_late_validation(prepared: Path, tmp_path: Path) -> None:
-    """At a rate of nothing the second validation is no better than the first."""
+    """At a rate near 0 the second validation is no better than the first."""
     settings = ("optimizer.lr=1.0e-12", "train.patience=1")
     assert attempt(prepared, tmp_path / "run", 4, *settings) == PREEMPTED
     assert attempt(prepared, tmp_path / "run", 0, *settings) == FINISHED
@@ -102,7 +102,7 @@ def test_a_patience_that_ends_in_a_late_validation(prepared: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("stop_in", [0, 3])
-def test_no_room_for_the_last_checkpoint(prepared: Path, tmp_path: Path, stop_in: int) -> None:
+def test_no_space_for_the_last_checkpoint(prepared: Path, tmp_path: Path, stop_in: int) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointWriteError, match=r"cannot be written: .*the same command then resumes from"):
         attempt(prepared, tmp_path, stop_in, "train.save_every=2")
@@ -111,7 +111,7 @@ def test_no_room_for_the_last_checkpoint(prepared: Path, tmp_path: Path, stop_in
     assert "finished" not in events and "resumes from here" not in events
 
 
-def test_all_processes_fail_with_the_last_checkpoint_and_one_says_so(
+def test_all_processes_fail_with_the_last_checkpoint_and_one_reports_it(
         prepared: Path, tmp_path: Path, warm: Warm) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     warm.train(2, prepared / "recipe.yaml", f"run={tmp_path}", "train.updates=2", "train.valid_bleu=false",

@@ -1,4 +1,4 @@
-"""The training job: stopped or resumed, it goes on to the last bit; what it leaves; what it refuses."""
+"""The training job: a resumed run equals an uninterrupted one bit for bit; its output; what it rejects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Train = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def train(warm: Warm) -> Train:
-    """Trains a recipe on some processes, which must end with a code; returns what they said."""
+    """Trains a recipe on some processes, which must end with `code`; returns their output."""
 
     def run(recipe: Path, processes: int, *overrides: str, code: int = 0) -> str:
         warm.train(processes, recipe, *overrides)
@@ -36,15 +36,15 @@ def train(warm: Warm) -> Train:
 
 
 @pytest.mark.parametrize(("processes", "layout"), [(1, "null"), (2, "ds_configs/zero1.json")])
-def test_stopped_run_goes_on_to_the_last_bit(
+def test_stopped_run_resumes_bit_for_bit(
     prepared: Path, tmp_path: Path, processes: int, layout: str, train: Train
 ) -> None:
     recipe, whole, broken = prepared / "recipe.yaml", tmp_path / "whole", tmp_path / "broken"
     options = (f"parallel.ds_config={layout}",)
     train(recipe, processes, f"run={whole}", *options)
-    # ends after 6 updates (a checkpoint) as far as the loop is concerned, then goes on under the full recipe
+    # ends after 6 updates (with a checkpoint), then resumes with the full recipe
     train(recipe, processes, f"run={broken}", "train.updates=6", *options)
-    (broken / "admin_profile.json").unlink()  # the checkpoint holds what training goes on from
+    (broken / "admin_profile.json").unlink()  # resuming needs only the checkpoint
     assert "train.updates: 6 -> 12" in train(recipe, processes, f"run={broken}", *options)
     assert losses(whole) == losses(broken) and len(losses(whole)) == 12
     ours, theirs = (tensors(run, 12, "weights") for run in (broken, whole))
@@ -53,7 +53,7 @@ def test_stopped_run_goes_on_to_the_last_bit(
     assert list((whole / "tensorboard").glob("events*"))
 
 
-def test_sigterm_saves_and_says_so(prepared: Path, tmp_path: Path, warm: Warm) -> None:
+def test_sigterm_saves_and_reports_it(prepared: Path, tmp_path: Path, warm: Warm) -> None:
     run = tmp_path / "run"
     [pid] = warm.train(1, prepared / "recipe.yaml", f"run={run}", "train.updates=5000")
     log = run / "log.jsonl"
@@ -68,7 +68,7 @@ def test_sigterm_saves_and_says_so(prepared: Path, tmp_path: Path, warm: Warm) -
 
 
 def flip(file: Path, place: int) -> None:
-    """One bit of a byte."""
+    """Flips one bit of a byte."""
     data = bytearray(file.read_bytes())
     data[place] ^= 1
     file.write_bytes(data)
@@ -83,11 +83,11 @@ def test_a_damaged_checkpoint_is_skipped(prepared: Path, trained: Path, tmp_path
     assert "weights.safetensors" in said and f"resuming from {whole}\n" in said
 
 
-def test_the_status_is_as_new_as_the_progress_line_and_an_untried_deepspeed_is_told_once(
+def test_the_status_is_as_new_as_the_progress_line_and_an_untested_deepspeed_is_reported_once(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = []
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # the group's port is not for what later tests start
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # later tests must not use this group's port
     monkeypatch.setattr(Monitor, "train", lambda monitor, update, *_: found.append(
         (update, json.loads((monitor.folder / "STATUS.json").read_text()))))
     monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
@@ -100,7 +100,7 @@ def test_the_status_is_as_new_as_the_progress_line_and_an_untried_deepspeed_is_t
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_data_with_a_flipped_bit_is_refused(prepared: Path, tmp_path: Path, processes: int, train: Train) -> None:
+def test_data_with_a_flipped_bit_is_rejected(prepared: Path, tmp_path: Path, processes: int, train: Train) -> None:
     shutil.copytree(prepared / "data", tmp_path / "data")
     flip(tmp_path / "data" / "valid.trg.tokens", 0)
     said = train(prepared / "recipe.yaml", processes, f"run={tmp_path / 'run'}", f"data.folder={tmp_path / 'data'}",
@@ -114,7 +114,7 @@ def test_data_with_a_flipped_bit_is_refused(prepared: Path, tmp_path: Path, proc
     ("seed=8", "seed: 7 -> 8"),
     ("batch.tokens=512", "batch.tokens: 256 -> 512"),
 ])
-def test_resume_refuses_what_would_be_another_run(
+def test_resume_rejects_settings_of_another_run(
     prepared: Path, trained: Path, override: str, said: str, refused: Refused
 ) -> None:
     assert said in refused("train", prepared / "recipe.yaml", f"run={trained}", override)

@@ -1,4 +1,4 @@
-"""The validation loss: every sentence once, however many processes share them, many micro-batches a call."""
+"""Validation: every sentence counts once for any number of processes; many micro-batches a call; BLEU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepnmt.train import validate
 
 
 class Adding:
-    """An engine for which the loss is the sum of the target ids and the plain loss that of the source ids."""
+    """An engine whose loss is the sum of the target ids and whose plain loss is the sum of the source ids."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.data_rank, self.data_world = rank, world
@@ -36,7 +36,7 @@ class Adding:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validate, "BATCHES_PER_CALL", 3)
-    recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=61"])  # 13 micro-batches: a last round is padded
+    recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=61"])  # 13 micro-batches: the last round is padded
     split = open_prepared(recipe).split("valid")
     engines: list[Any] = [Adding(rank, world) for rank in range(world)]
     sums = [validate._losses(recipe, split, engine, played(rank, world))
@@ -50,7 +50,7 @@ def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypat
 
 
 def test_bleu_is_that_of_the_target_language(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chinese is scored by characters, here as where translations are evaluated."""
+    """Chinese is scored by characters, as in `deepnmt evaluate`."""
     data = open_prepared(load_recipe(prepared / "recipe.yaml"))
     said = [[Hypothesis("\u4f60\u597d", 0, 0, 2, True)]]
     monkeypatch.setattr(validate, "translate_shards", lambda *_, **__: iter(said))
@@ -60,7 +60,7 @@ def test_bleu_is_that_of_the_target_language(prepared: Path, monkeypatch: pytest
         assert f"|tok:{tokens}|" in validate._bleu(recipe, data, data.split("valid"), model, Ranks.alone())[1]
 
 
-def test_what_is_cut_is_not_said_at_every_validation(
+def test_truncated_lines_cause_no_warning_in_validation(
         prepared: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", ["train.valid_sentences=2"])
     data = open_prepared(recipe)
