@@ -131,7 +131,7 @@ def choose_checkpoints(
 
 
 def last_consecutive(checkpoints: Path, count: int) -> list[Path]:
-    """The last `count` checkpoints that were saved one after the other, oldest first; fewer if others between are gone.
+    """The last `count` checkpoints, oldest first; fewer if one between them was deleted.
 
     A run keeps its last `train.keep_last` and the best. One that is older than its last `train.keep_last` was kept for
     its validation, and others after it may have been deleted. Raises `UserError` for a damaged checkpoint.

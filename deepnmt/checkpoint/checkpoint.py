@@ -247,10 +247,10 @@ def prune(folder: Path, keep_last: int, keep_best: int, scores: Mapping[int, flo
     """
     paths = list_checkpoints(folder)
     kept = {*paths[-keep_last:], *sorted_by_score(paths, scores)[:keep_best]}
-    gone = [path for path in paths if path not in kept]
-    for path in gone:
+    deleted = [path for path in paths if path not in kept]
+    for path in deleted:
         folders.delete(path)
-    return gone
+    return deleted
 
 
 def find_checkpoint(folder: Path, which: Which = "auto") -> Path:

@@ -155,7 +155,7 @@ def open_output(target: Path | None) -> Iterator[TextIO]:
         UserError: the file cannot be created, or the disk is full.
     """
     if target is None:
-        out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="\n")  # whatever the locale says
+        out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="\n")  # in any locale
         try:
             yield out
         finally:

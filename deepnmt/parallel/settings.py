@@ -29,7 +29,7 @@ TESTED_DEEPSPEED = ("0.19.8",)  # versions that passed the canary tests
 # Keys whose silent default would change the result, and why.
 _REQUIRED = {
     "gradient_clipping": "DeepSpeed clips at 1.0 where it is absent",
-    "zero_allow_untested_optimizer": "RAdam is refused without it",
+    "zero_allow_untested_optimizer": "DeepSpeed rejects RAdam without it",
     "communication_data_type": "DeepSpeed would reduce gradients in 16 bits",
     "data_types.grad_accum_dtype": "DeepSpeed would accumulate gradients in 16 bits",
     "zero_optimization.stage": "it decides the layout",

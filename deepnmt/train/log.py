@@ -66,7 +66,7 @@ class Monitor:
             print_status(f"update {update}/{self.updates} {text} ETA {clock(left)}")
         else:
             self._bar.n = update
-            self._bar.set_description_str(f"ETA {clock(left)} {text}")  # a narrow terminal cuts the end
+            self._bar.set_description_str(f"ETA {clock(left)} {text}")  # ETA first: a narrow terminal hides the end
 
     def valid(self, update: int, record: dict[str, Any]) -> None:
         """Logs the figures of a validation and prints them on a line."""

@@ -247,9 +247,9 @@ def test_a_folder_that_cannot_be_recovered_is_an_error(tmp_path: Path, monkeypat
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "rename", refused)
-    said = (rf"{left} is update-00000010, displaced by a killed process, and .*: Read-only file system; "
-            "give write permission")
-    with pytest.raises(CheckpointWriteError, match=said):
+    message = (rf"{left} is update-00000010, displaced by a killed process, and .*: Read-only file system; "
+               "give write permission")
+    with pytest.raises(CheckpointWriteError, match=message):
         folders.recover_after_kill(tmp_path, "update-*")
     assert left.is_dir()
 

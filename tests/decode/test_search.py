@@ -83,7 +83,7 @@ def first_come(
 ) -> tuple[list[tuple[float, list[int], bool]], int]:
     """Beam search by its definition, in plain Python: hypotheses, best first, and the number of steps.
 
-    It is done when patience·K hypotheses have ended among the K best; without patience it goes on to the limit.
+    It is done when patience·K hypotheses have ended among the K best; without patience it continues to the limit.
     """
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     finished, count, length = [], 0.0, 0

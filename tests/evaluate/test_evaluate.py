@@ -282,7 +282,7 @@ def test_every_command_that_uses_the_average_warns_if_it_is_outdated(
     with user_error("b2t"):  # which cannot be folded
         fold_run(recipe)
     assert len(caplog.messages) == 3
-    assert all(said.startswith(f"{folder} was averaged") and str(newest) in said for said in caplog.messages)
+    assert all(message.startswith(f"{folder} was averaged") and str(newest) in message for message in caplog.messages)
 
 
 def test_existing_translations_are_scored_and_compared(recipe: config.Recipe, tmp_path: Path) -> None:

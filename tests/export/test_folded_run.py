@@ -39,10 +39,10 @@ def test_a_trained_run_folds_into_the_same_translations(decoder: str, prepared: 
                                                                                               after.model))
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-5)
 
-    said = []
+    outputs = []
     for checkpoint in (source, tmp_path / "folded"):
         out = tmp_path / f"{checkpoint.name}.de"
         assert main("translate", [str(run), "--checkpoint", str(checkpoint), "--output", str(out), "--input",
                                   str(prepared / "text" / "test.en"), "translate.beam=4"]) == 0
-        said.append(out.read_text(encoding="utf-8"))
-    assert said[0] == said[1] and len(set(said[0].splitlines())) > 1
+        outputs.append(out.read_text(encoding="utf-8"))
+    assert outputs[0] == outputs[1] and len(set(outputs[0].splitlines())) > 1

@@ -216,8 +216,8 @@ def test_the_folder_is_a_checkpoint_like_the_others(tmp_path: Path, capsys: pyte
     assert main("fold", [str(tmp_path / "run"), "model.width=16"]) == 2
     assert "model.width=16 has no effect here because a trained model is folded as it is" in capsys.readouterr().err
     assert main("fold", [str(tmp_path / "run")]) == 0
-    said = capsys.readouterr().out
-    assert "encoder (admin) and decoder (deepnorm) as post_ln; logits of random sentences differ by at most" in said
+    output = capsys.readouterr().out
+    assert "encoder (admin) and decoder (deepnorm) as post_ln; logits of random sentences differ by at most" in output
     target = tmp_path / "run" / "folded"
     verify(target)
     before, after = load_model(source), load_model(target)

@@ -73,10 +73,10 @@ def moves(engine: Any, inputs: list[float]) -> list[float]:
 # -- the canaries: each docstring describes a DeepSpeed that would make it fail, and what to change then ---------------
 
 
-def clips_where_not_told() -> None:
+def clips_by_default() -> None:
     """Gradient_clipping absent no longer clips at 1.0: settings.py need not require it; ds_configs/README.md."""
-    silent, told = moves(engine_of(zero(1, gradient_clipping=None)), [4.0]), moves(engine_of(zero(1)), [4.0])
-    assert math.isclose(silent[0], 1.0, rel_tol=1e-3) and told == [4.0]
+    default, explicit = moves(engine_of(zero(1, gradient_clipping=None)), [4.0]), moves(engine_of(zero(1)), [4.0])
+    assert math.isclose(default[0], 1.0, rel_tol=1e-3) and explicit == [4.0]
 
 
 def accumulation_is_averaged() -> None:
@@ -115,7 +115,7 @@ def communicates_in_16_bits() -> None:
     assert means == {None: 128.0, "fp32": 128.5}, means
 
 
-def radam_is_refused() -> None:
+def radam_is_rejected() -> None:
     """RAdam is now taken under ZeRO: zero_allow_untested_optimizer need not be written (settings.py)."""
     with pytest.raises(AssertionError, match="untested ZeRO Optimizer"):
         engine_of(zero(1, zero_allow_untested_optimizer=None), optimizer="RAdam")
@@ -240,7 +240,7 @@ def shared_memory_kernel_has_its_name() -> None:
     assert get_accelerator().create_op_builder("ShareMemCommBuilder").NAME == "deepspeed_shm_comm"
 
 
-def offload_wants_its_own_adam() -> None:
+def offload_requires_deepspeeds_adam() -> None:
     """Offload takes PyTorch's Adam by default: zero_force_ds_cpu_optimizer in the ds_configs can go."""
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     with pytest.raises(Exception, match="zero_force_ds_cpu_optimizer"):
@@ -248,12 +248,12 @@ def offload_wants_its_own_adam() -> None:
 
 
 CANARIES = (
-    clips_where_not_told, accumulation_is_averaged, accumulates_in_16_bits, communicates_in_16_bits, radam_is_refused,
+    clips_by_default, accumulation_is_averaged, accumulates_in_16_bits, communicates_in_16_bits, radam_is_rejected,
     nan_reaches_the_weights, clipping_needs_every_gradient, growth_halves_the_update, floor_ends_the_run,
     floor_is_a_whole_number, no_zero_divides_an_unscaled_loss, no_zero_steps_at_initialize, no_zero_cannot_sum_in_fp32,
     moments_come_with_the_first_step, later_groups_have_no_moments, no_zero_gives_no_state,
     masters_do_not_reach_the_model, uneven_shares_cannot_be_set, shared_memory_kernel_has_its_name,
-    offload_wants_its_own_adam,
+    offload_requires_deepspeeds_adam,
 )
 
 

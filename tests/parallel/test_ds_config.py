@@ -73,7 +73,7 @@ def refused(path: Path, precision: str, stages: int = 0) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("keys", "precision", "stages", "said"), [
+@pytest.mark.parametrize(("keys", "precision", "stages", "message"), [
     ({"bf16": {"enabled": True}}, "fp32", 0, "bf16.enabled is true, but the recipe's parallel.precision is fp32; write "
                                              '"auto", or set parallel.precision=bf16'),
     ({"bf16": {"enabled": False}}, "bf16", 0, "or set parallel.precision=fp32"),
@@ -99,12 +99,12 @@ def refused(path: Path, precision: str, stages: int = 0) -> str:
     ({"pipeline": 8}, "fp32", 2, "pipeline is 8, must be an object"),
 ])
 def test_a_json_that_contradicts_the_recipe_or_has_no_effect(
-    write: Write, keys: dict[str, Any], precision: str, stages: int, said: str
+    write: Write, keys: dict[str, Any], precision: str, stages: int, message: str
 ) -> None:
-    assert said in refused(write("zero1", **keys), precision, stages)
+    assert message in refused(write("zero1", **keys), precision, stages)
 
 
-@pytest.mark.parametrize(("keys", "said"), [
+@pytest.mark.parametrize(("keys", "message"), [
     ({"initial_scale_power": 10000}, "fp16.initial_scale_power is 10000, but the recipe's loss_scale.initial_power "
                                      'makes it 13; write "auto"'),
     ({"loss_scale_window": 0.5}, "fp16.loss_scale_window is 0.5, but the recipe's loss_scale.window makes it 256"),
@@ -113,20 +113,20 @@ def test_a_json_that_contradicts_the_recipe_or_has_no_effect(
     ({"min_loss_scale": 1}, "fp16.min_loss_scale is given, but the recipe's loss_scale.floor owns it"),
     ({"enabled": "yes"}, 'fp16.enabled must be written, true, false or "auto"'),
 ])
-def test_a_second_loss_scale_is_rejected(write: Write, keys: dict[str, Any], said: str) -> None:
-    assert said in refused(write("zero1", "fp16", **keys), "fp16")
+def test_a_second_loss_scale_is_rejected(write: Write, keys: dict[str, Any], message: str) -> None:
+    assert message in refused(write("zero1", "fp16", **keys), "fp16")
 
 
-@pytest.mark.parametrize(("settings", "said"), [
+@pytest.mark.parametrize(("settings", "message"), [
     ({"initial_power": 33}, "loss_scale.initial_power: is 33, must be less than or equal to 32"),
     ({"window": 0}, "loss_scale.window: is 0"),
     ({"floor": 0}, "loss_scale.floor: is 0"),
     ({"floor": 16.0, "initial_power": 3}, "floor (16) must not be above 2^initial_power (8)"),
 ])
-def test_impossible_loss_scales(settings: dict[str, float], said: str) -> None:
+def test_impossible_loss_scales(settings: dict[str, float], message: str) -> None:
     with pytest.raises(UserError) as caught:
         recipe_of(**settings)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_an_untested_deepspeed_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,9 @@ def trial() -> None:
         try:
             check_with_deepspeed(layout)
         except UserError as error:
-            said = str(error)
-        assert "zero1.json is rejected by DeepSpeed:\n  " in said and expected in said, said
-        assert said.count("\n") == 1 and "Traceback" not in said
+            message = str(error)
+        assert "zero1.json is rejected by DeepSpeed:\n  " in message and expected in message, message
+        assert message.count("\n") == 1 and "Traceback" not in message
 
 
 def test_deepspeeds_faults_become_a_message(warm: Warm) -> None:

@@ -175,7 +175,7 @@ def agree(
         for column, tolerance in enumerate((of_losses, of_norms or of_losses)):
             torch.testing.assert_close(torch.tensor(ours["trace"])[:, column], torch.tensor(theirs["trace"])[:, column],
                                        rtol=tolerance, atol=0)
-        assert ours["again"] == ours["trace"][SAVED:RESUMED], "a restored engine must go on to the last bit"
+        assert ours["again"] == ours["trace"][SAVED:RESUMED], "a restored engine must continue bit for bit"
         assert ours["same"]
 
 

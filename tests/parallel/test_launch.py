@@ -77,12 +77,12 @@ def test_a_rank_ends_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_on_all_processes_is_reported_once(
         variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    said = []
+    outputs = []
     for number in ("0", "1"):
         monkeypatch.setenv(variable, number)
         assert main("train", ["none.yaml"]) == 2
-        said.append(capsys.readouterr().err)
-    assert said[0].startswith("deepnmt: there is no recipe none.yaml") and said[1] == ""
+        outputs.append(capsys.readouterr().err)
+    assert outputs[0].startswith("deepnmt: there is no recipe none.yaml") and outputs[1] == ""
     assert main("train", ["none.yaml", "--dryrun"]) == 2 and capsys.readouterr().err == ""
     monkeypatch.delenv(variable)
     assert main("train", ["none.yaml", "--dryrun"]) == 2
@@ -100,13 +100,13 @@ def test_the_first_process_without_a_gpu_reports_it(
             return 0
 
     monkeypatch.setitem(COMMANDS, "train", start)
-    said = []
+    outputs = []
     for number in ("1", "2"):
         for name, value in (("RANK", number), ("WORLD_SIZE", "3"), ("LOCAL_RANK", number), ("LOCAL_WORLD_SIZE", "3")):
             monkeypatch.setenv(name, value)
         assert main("train", []) == 2
-        said.append(capsys.readouterr().err)
-    assert said[0].startswith("deepnmt: 3 processes were started") and said[1] == ""
+        outputs.append(capsys.readouterr().err)
+    assert outputs[0].startswith("deepnmt: 3 processes were started") and outputs[1] == ""
 
 
 def test_deepspeeds_warnings_are_hidden_and_its_errors_shown() -> None:

@@ -189,7 +189,7 @@ def clips_by_the_first_stage() -> None:
 
 
 def zero_2_is_asserted_against() -> None:
-    """ZeRO-2 and 3 take pipelines: layout_of and docs/guide/which_layout.md refuse them."""
+    """ZeRO-2 and 3 take pipelines: layout_of and docs/guide/which_layout.md reject them."""
     for stage in (2, 3):
         with pytest.raises(AssertionError, match="incompatible with pipeline"):
             pipeline_of([Number()], zero(stage))

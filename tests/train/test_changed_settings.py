@@ -38,11 +38,11 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
     trained(warm, 1, recipe, run, "parallel.ds_config=null", "train.clip=0", "train.updates=4",
             f"data.train={{src: {grown[0]}, trg: {grown[1]}}}")
     assert scale_at(run, 4) == {"scale": 64.0, "clean": 3}
-    said = next(record["message"] for record in records(run, "event") if "resuming from" in record["message"])
+    message = next(record["message"] for record in records(run, "event") if "resuming from" in record["message"])
     for words in ("now parallel.ds_config: ds_configs/zero1.json -> None", "now parallel.precision: fp16 -> fp32",
                   "now train.updates: 3 -> 4",
                   "now processes: 2 -> 1", "now micro-batches of an update: 2 -> 1"):
-        assert words in said, said
+        assert words in message, message
 
     warm.train(1, recipe, f"run={run}", *COMMON, "train.updates=6", "loss_scale.initial_power=4")
     assert warm.wait() == [2] and "loss_scale.initial_power: 3 -> 4" in warm.said()

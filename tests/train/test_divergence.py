@@ -35,15 +35,15 @@ def test_run_that_diverged(world: int, layout: str, stages: int, prepared: Path,
     # one update at this rate makes every weight overflow
     warm.train(world, recipe, f"run={run}", *common, "optimizer.lr=1.0e+38", "train.save_every=100")
     codes = warm.wait()
-    said, status = warm.said(), json.loads((run / "STATUS.json").read_text())
-    assert codes == [2] * world and "Traceback" not in said and said.count("deepnmt: ") == 1, said
+    output, status = warm.said(), json.loads((run / "STATUS.json").read_text())
+    assert codes == [2] * world and "Traceback" not in output and output.count("deepnmt: ") == 1, output
     assert status["status"] == "failed" and status["update"] == 7 and status["error"].startswith("Diverged: 25 updates")
-    assert f"First non-finite in {kind}: the " in said and "optimizer.lr (now 1e+38)" in said
-    assert ("its floor" in said) == (kind == "fp16")
+    assert f"First non-finite in {kind}: the " in output and "optimizer.lr (now 1e+38)" in output
+    assert ("its floor" in output) == (kind == "fp16")
     checkpoint = run / "checkpoints" / "update-00000006"
-    assert str(checkpoint) in said
+    assert str(checkpoint) in output
     verify(checkpoint)
-    dropped = said.count("skipped update 8: its gradient is not finite")
+    dropped = output.count("skipped update 8: its gradient is not finite")
     assert dropped == 25 if kind != "fp16" else dropped > 25
     for folder in (run, whole):
         warm.run(world, "warm:train", recipe, f"run={folder}", *common)
@@ -63,11 +63,11 @@ def test_every_layout_names_the_layer(
     before = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
     warm.train(world, prepared / "recipe.yaml", f"run={run}", *options(layout, stages))
     codes = warm.wait()
-    said, status = warm.said(), json.loads((run / "STATUS.json").read_text())
-    assert codes == [2] * world and "Traceback" not in said, said
-    assert f"First non-finite in fp32: the output of {BROKEN}; the tensor before it reached" in said
+    output, status = warm.said(), json.loads((run / "STATUS.json").read_text())
+    assert codes == [2] * world and "Traceback" not in output, output
+    assert f"First non-finite in fp32: the output of {BROKEN}; the tensor before it reached" in output
     assert status["status"] == "failed" and BROKEN in status["error"]
-    assert said.count("skipped update 7: its gradient is not finite") == 25
+    assert output.count("skipped update 7: its gradient is not finite") == 25
     assert {file.name: file.read_bytes() for file in checkpoint.iterdir()} == before
 
 

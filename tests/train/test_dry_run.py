@@ -41,10 +41,10 @@ def test_a_pipelines_stages_are_those_of_training(prepared: Path, monkeypatch: p
     ratio = float(train.src_lengths.mean() / train.trg_lengths.mean())  # the ratio that training balances for
     table, other = (partition_of(recipe, size, size, r).table(4) for r in (ratio, 1.0))
     assert table != other
-    said = describe(recipe)
-    assert "pipeline of 3 stages on 3 process(es)" in said
-    assert said.endswith("\n".join(f"# {line}" for line in table.splitlines()))
-    assert "expected bubble with 4 micro-batches" in said
+    output = describe(recipe)
+    assert "pipeline of 3 stages on 3 process(es)" in output
+    assert output.endswith("\n".join(f"# {line}" for line in table.splitlines()))
+    assert "expected bubble with 4 micro-batches" in output
     held = [int(row.split()[-3].replace(",", "")) for row in table.splitlines()[1:-1]]
     estimate = memory_estimate(recipe, layout_of(recipe, 3), 0, size, partition_of(recipe, size, size, ratio))
     assert len(held) == 3 and estimate["weights"] == 4 * max(held)

@@ -82,11 +82,11 @@ def test_epochs_end_the_run_and_the_eta(run: Run, prepared: Path, monkeypatch: p
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=2048"])
     sizes = Stream(open_prepared(recipe).split("train"), 2048, recipe.seed)
     updates = math.ceil((sizes.epoch_size(0) + sizes.epoch_size(1)) / 2)
-    told: list[tuple[int, float]] = []
-    monkeypatch.setattr(Monitor, "train", lambda *arguments: told.append(arguments[3:]))
+    reported: list[tuple[int, float]] = []
+    monkeypatch.setattr(Monitor, "train", lambda *arguments: reported.append(arguments[3:]))
     folder = run([(4.0, 1.0)], "batch.tokens=2048", "batch.accumulation=2", "train.epochs=2", "train.updates=1000",
                  "train.validate_every=1000", "train.max_seconds=1000")
     assert ended(folder) == updates > 2
-    assert [to_go for to_go, _ in told] == list(reversed(range(updates)))
-    seconds = [at_most for _, at_most in told]
+    assert [to_go for to_go, _ in reported] == list(reversed(range(updates)))
+    seconds = [at_most for _, at_most in reported]
     assert seconds == sorted(seconds, reverse=True) and 900 < seconds[-1] < seconds[0] < 1000

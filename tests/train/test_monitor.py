@@ -28,10 +28,10 @@ def test_each_figure_is_on_screen_in_the_log_and_in_tensorboard(
     monkeypatch.undo()
     monitor.valid(20, {"loss": 4.5, "perplexity": 60.0, "bleu": 12.5, "signature": "tok:13a", "best": True})
     monitor.close()
-    said = capsys.readouterr().err
-    assert said.splitlines()[0] == ("update 20/120 epoch 3 loss 4.250 ppl 51.00 lr 2.50e-04 gnorm 1.75 scale 4096 "
-                                    "1234 tok/s skipped 2 ETA 6:40")
-    assert "validation at update 20: loss 4.5000 ppl 60.00 BLEU 12.5 (best so far)" in said
+    output = capsys.readouterr().err
+    assert output.splitlines()[0] == ("update 20/120 epoch 3 loss 4.250 ppl 51.00 lr 2.50e-04 gnorm 1.75 scale 4096 "
+                                      "1234 tok/s skipped 2 ETA 6:40")
+    assert "validation at update 20: loss 4.5000 ppl 60.00 BLEU 12.5 (best so far)" in output
     trained, validated = read_log(tmp_path / "log.jsonl")
     assert trained == {"type": "train", "update": 20, **RECORD, "seconds_left": 400.0}  # 100 updates of 4 s
     assert validated["bleu"] == 12.5 and validated["signature"] == "tok:13a"

@@ -73,15 +73,15 @@ def test_the_step_at_an_epoch_is_that_at_its_first_update() -> None:
         assert learning_rate(2.0, by_epoch, update, 999, passes) == pytest.approx(2 * rate, rel=1e-12)
 
 
-@pytest.mark.parametrize(("settings", "said"), [
+@pytest.mark.parametrize(("settings", "message"), [
     ({"name": "step"}, "schedule: name: step needs either step_epoch or step_update; 0 of them are given"),
     ({"name": "step", "step_epoch": 3, "step_update": 5000}, "needs either .* 2 of them are given"),
     ({"name": "constant", "step_epoch": 3}, "need name: step, but name is constant; remove them"),
     ({"name": "step", "step_update": 4000}, r"step_update \(4000\) must be above warmup \(4000\)"),
     ({"name": "step", "step_epoch": 1}, "schedule.step_epoch: is 1, must be greater than or equal to 2"),
 ])
-def test_a_step_with_too_few_or_too_many_settings(settings: dict[str, object], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_step_with_too_few_or_too_many_settings(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         recipe_of({}, settings)
 
 

@@ -51,6 +51,6 @@ def test_another_optimizers_moments_are_rejected(
     run = tmp_path / "run"
     assert train(prepared, run, "train.updates=3", "train.valid_bleu=false") == 0
     assert train(prepared, run, *SGD) == 2
-    said = capsys.readouterr().err
-    assert "a run begun with other settings:\n  optimizer.momentum: 0.0 -> 0.9\n  optimizer.name: adam -> sgd" in said
+    output = capsys.readouterr().err
+    assert "a run begun with other settings:\n  optimizer.momentum: 0.0 -> 0.9\n  optimizer.name: adam -> sgd" in output
     assert train(prepared, run, "optimizer.name=radam", "train.updates=6", "train.valid_bleu=false") == 0

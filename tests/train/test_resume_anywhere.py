@@ -110,4 +110,4 @@ def test_resumes_from_every_layout(target: str, folder: Path, warm: Warm) -> Non
         assert went["exact"] and went["step"] == SAVED, f"{source} to {target}: the state did not arrive whole"
         assert went["losses"] == pytest.approx(whole, abs=1e-4), f"{source} to {target}"
     own = json.loads((folder / f"{target}.json").read_text())["losses"]
-    assert found[target]["losses"] == own, "into its own layout it goes on to the last bit"
+    assert found[target]["losses"] == own, "in its own layout it resumes bit for bit"

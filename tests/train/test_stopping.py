@@ -51,7 +51,7 @@ def attempt(prepared: Path, run: Path, stop_in: int = 0, *overrides: str) -> int
         return train(recipe, ranks, watch=lambda *_: around)
 
 
-def said(run: Path, kind: str, *keys: str) -> list[list[Any]]:
+def log(run: Path, kind: str, *keys: str) -> list[list[Any]]:
     return [[record[key] for key in keys] for record in read_log(run / "log.jsonl") if record["type"] == kind]
 
 
@@ -59,15 +59,15 @@ def test_a_validation_that_was_due_is_made_up_for(prepared: Path, tmp_path: Path
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert attempt(prepared, whole) == FINISHED
     assert attempt(prepared, broken, stop_in=4) == PREEMPTED
-    assert [update for update, in said(broken, "valid", "update")] == [2]
+    assert [update for update, in log(broken, "valid", "update")] == [2]
     # stopped again in the last update: the run has not ended before its last validation
     assert attempt(prepared, broken, stop_in=UPDATES) == PREEMPTED
-    assert [update for update, in said(broken, "valid", "update")] == [2, 4, 6]
+    assert [update for update, in log(broken, "valid", "update")] == [2, 4, 6]
     assert attempt(prepared, broken) == FINISHED
     valid, train = ("update", "loss", "best"), ("update", "loss", "gradient_norm", "perplexity", "target_tokens")
-    assert said(broken, "valid", *valid) == said(whole, "valid", *valid) and len(said(whole, "valid", *valid)) == 4
+    assert log(broken, "valid", *valid) == log(whole, "valid", *valid) and len(log(whole, "valid", *valid)) == 4
     # a progress line covers all updates since the last one, across the stop
-    assert said(broken, "train", *train) == said(whole, "train", *train) and len(said(whole, "train", *train)) == 3
+    assert log(broken, "train", *train) == log(whole, "train", *train) and len(log(whole, "train", *train)) == 3
     states = [json.loads((run / f"checkpoints/update-{UPDATES:08d}/state.json").read_text()) for run in (broken, whole)]
     assert states[0]["best"] == states[1]["best"]
     assert states[0]["extra"]["validations"] == states[1]["extra"]["validations"]
@@ -88,7 +88,7 @@ def test_killed_while_the_only_checkpoint_is_replaced(prepared: Path, tmp_path: 
     (left,) = list_checkpoints(run / "checkpoints")
     assert left.name.startswith(".before-update-00000002-") and find_checkpoint(run) == left
     assert attempt(prepared, run, 3, *only) == PREEMPTED
-    begun = [words.split()[0] for words, in said(run, "event", "message") if words.startswith(("training", "resuming"))]
+    begun = [words.split()[0] for words, in log(run, "event", "message") if words.startswith(("training", "resuming"))]
     assert begun == ["training", "resuming", "resuming"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["update-00000003"]
 
@@ -98,7 +98,7 @@ def test_a_patience_that_ends_in_a_late_validation(prepared: Path, tmp_path: Pat
     settings = ("optimizer.lr=1.0e-12", "train.patience=1")
     assert attempt(prepared, tmp_path / "run", 4, *settings) == PREEMPTED
     assert attempt(prepared, tmp_path / "run", 0, *settings) == FINISHED
-    assert said(tmp_path / "run", "valid", "update") == [[2], [4]]
+    assert log(tmp_path / "run", "valid", "update") == [[2], [4]]
 
 
 @pytest.mark.parametrize("stop_in", [0, 3])
@@ -106,7 +106,7 @@ def test_no_space_for_the_last_checkpoint(prepared: Path, tmp_path: Path, stop_i
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointWriteError, match=r"cannot be written: .*the same command then resumes from"):
         attempt(prepared, tmp_path, stop_in, "train.save_every=2")
-    events = " ".join(message for message, in said(tmp_path, "event", "message"))
+    events = " ".join(message for message, in log(tmp_path, "event", "message"))
     assert "checkpoint not written, training continues" in events
     assert "finished" not in events and "resumes from here" not in events
 

@@ -79,8 +79,8 @@ def test_a_damaged_checkpoint_is_skipped(prepared: Path, trained: Path, tmp_path
     *_, whole, newest = sorted((run / "checkpoints").glob("update-*"))
     file = newest / "weights.safetensors"
     flip(file, file.stat().st_size // 2)
-    said = train(recipe, 1, f"run={run}")
-    assert "weights.safetensors" in said and f"resuming from {whole}\n" in said
+    message = train(recipe, 1, f"run={run}")
+    assert "weights.safetensors" in message and f"resuming from {whole}\n" in message
 
 
 def test_the_status_is_as_new_as_the_progress_line_and_an_untested_deepspeed_is_reported_once(
@@ -103,26 +103,26 @@ def test_the_status_is_as_new_as_the_progress_line_and_an_untested_deepspeed_is_
 def test_data_with_a_flipped_bit_is_rejected(prepared: Path, tmp_path: Path, processes: int, train: Train) -> None:
     shutil.copytree(prepared / "data", tmp_path / "data")
     flip(tmp_path / "data" / "valid.trg.tokens", 0)
-    said = train(prepared / "recipe.yaml", processes, f"run={tmp_path / 'run'}", f"data.folder={tmp_path / 'data'}",
+    message = train(prepared / "recipe.yaml", processes, f"run={tmp_path / 'run'}", f"data.folder={tmp_path / 'data'}",
                  "parallel.ds_config=ds_configs/zero1.json", code=2)
-    assert said.count("valid.trg.tokens differs from its manifest") == 1, said
+    assert message.count("valid.trg.tokens differs from its manifest") == 1, message
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("override", "said"), [
+@pytest.mark.parametrize(("override", "message"), [
     ("model.width=32", "model.width: 16 -> 32"),
     ("seed=8", "seed: 7 -> 8"),
     ("batch.tokens=512", "batch.tokens: 256 -> 512"),
 ])
 def test_resume_rejects_settings_of_another_run(
-    prepared: Path, trained: Path, override: str, said: str, refused: Refused
+    prepared: Path, trained: Path, override: str, message: str, refused: Refused
 ) -> None:
-    assert said in refused("train", prepared / "recipe.yaml", f"run={trained}", override)
+    assert message in refused("train", prepared / "recipe.yaml", f"run={trained}", override)
 
 
 def test_two_processes_need_a_layout(prepared: Path, tmp_path: Path, train: Train) -> None:
-    said = train(prepared / "recipe.yaml", 2, f"run={tmp_path}", "parallel.ds_config=null", code=2)
-    assert said.count("parallel.ds_config is null") == 1
+    message = train(prepared / "recipe.yaml", 2, f"run={tmp_path}", "parallel.ds_config=null", code=2)
+    assert message.count("parallel.ds_config is null") == 1
 
 
 @pytest.fixture(scope="module")

@@ -52,8 +52,8 @@ def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypat
 def test_bleu_is_that_of_the_target_language(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chinese is scored by characters, as in `deepnmt evaluate`."""
     data = open_prepared(load_recipe(prepared / "recipe.yaml"))
-    said = [[Hypothesis("\u4f60\u597d", 0, 0, 2, True)]]
-    monkeypatch.setattr(validate, "translate_shards", lambda *_, **__: iter(said))
+    hypotheses = [[Hypothesis("\u4f60\u597d", 0, 0, 2, True)]]
+    monkeypatch.setattr(validate, "translate_shards", lambda *_, **__: iter(hypotheses))
     model: Any = None
     for lang, tokens in (("zh", "zh"), ("de", "13a")):
         recipe = load_recipe(prepared / "recipe.yaml", [f"data.trg_lang={lang}", "train.valid_sentences=1"])
