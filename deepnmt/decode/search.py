@@ -139,7 +139,7 @@ def _grow_hypotheses(
             parents = None if parents is None else parents[stay]
         else:
             sums[done] = -torch.inf
-        # After the first token all hypotheses of a sentence are still equal.
+        # After the first step all rows of a sentence in the stepper are still equal.
         if parents is not None and length > 1 and not torch.equal(parents, order.expand_as(parents)):
             stepper.reorder((torch.arange(len(parents), device=device)[:, None] * len(order) + parents).flatten())
         last = tokens[:, :, length - 1].flatten()
