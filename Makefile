@@ -1,4 +1,4 @@
-# Each target does all of its own set-up. PYTHON may be any Python of version 3.10 or newer.
+# Every target installs what it needs first. PYTHON may be any Python of version 3.10 or newer.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,9 +10,9 @@ install: $(STAMP)
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "deepnmt needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1); say make PYTHON=/path/to/python3"; exit 2; }
+	  { echo "deepnmt needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1); run make PYTHON=/path/to/python3"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing deepnmt and what it needs into $(VENV) (once, a few minutes)"
+	@echo "installing deepnmt and its dependencies into $(VENV) (once, a few minutes)"
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt setuptools wheel numpy torch
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
@@ -33,11 +33,11 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-# The site of docs/, in build/docs. A warning, such as of a link that leads nowhere, is an error.
+# Builds the site of docs/ in build/docs. Warnings are errors, for example about broken links.
 docs: $(STAMP)
 	@$(BIN)/python -m sphinx -q -E -W --keep-going docs build/docs
 
-# Asks every website that a page links to; needs a network.
+# Checks every external link; needs a network.
 linkcheck: $(STAMP)
 	@$(BIN)/python -m sphinx -q -E -b linkcheck docs build/linkcheck
 

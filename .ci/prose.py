@@ -1,4 +1,4 @@
-"""Are the pages easy to read? `python .ci/prose.py [PAGE ...]`; without pages, all that a reader is given.
+"""Checks that pages are easy to read: `python .ci/prose.py [PAGE ...]`; without arguments, all pages for readers.
 
 Each fault is printed as file:line. Lines have at most 100 columns, in code 120; single long words do not count, nor do
 rows of tables, which cannot be broken. Tables have at most six columns. Over all sentences together the median has at
@@ -36,7 +36,7 @@ class Sentence(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """What a reader is given."""
+    """The pages for readers."""
     named = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
     folders = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("ds_configs/*.md")]
     return [file for file in (*named, *sorted(folders)) if file.is_file()]
@@ -87,7 +87,7 @@ def sentences(file: Path) -> Iterator[Sentence]:
 
 
 def cells(row: str) -> int:
-    """Columns of a table's row; a bar in code or behind a backslash separates nothing."""
+    """Columns of a table's row; a bar in code or after a backslash is no separator."""
     return len(re.sub(r"`[^`]*`|\\\|", "", row).strip().strip("|").split("|"))
 
 

@@ -1,10 +1,10 @@
-"""Whether one commit computes what another did: python .ci/same_as_before.py OLD_CHECKOUT [NEW_CHECKOUT]
+"""Checks that two commits compute the same: python .ci/same_as_before.py OLD_CHECKOUT [NEW_CHECKOUT]
 
-Both checkouts get the same commands, one thread a process, on this machine at the same time. They are used through the
-command line alone, so that everything inside may have moved. What they leave behind is compared to the bit: texts,
-token arrays, vocabularies, losses, gradient norms, parameter names, weights, moments, averages, scores, translations
-and the figures of a dry run. Times, versions and hashes of files that hold them are not compared, nor are recipes,
-whose settings may have become more. A row says `equal` or the first difference; the exit code is 1 if there is any.
+Both checkouts run the same commands at the same time on this machine, with one thread per process. Only the command
+line is used, so the code inside may have changed. The results must be equal bit for bit: texts, token arrays,
+vocabularies, losses, gradient norms, parameter names, weights, moments, averages, scores, translations and the figures
+of a dry run. Times, versions and hashes of files that contain them are not compared, nor are recipes, which may have
+new settings. Each row is `equal` or the first difference; the exit code is 1 if there is any.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ parallel: {{threads: 1}}
 translate: {{beam: 4, nbest: 2, max_extra: 5}}
 average_last: 2
 """
-# JSON keys that are times, versions, or hashes and sizes of what holds them
+# JSON keys of times, versions, and of hashes and sizes of files that contain them
 UNCOMPARED_KEYS = re.compile(r".*(second|time|version|sha256|fingerprint|hash).*|deepnmt|grammar|files")
-UNCOMPARED_FILES = {".yaml", ".png", ".html", ".log"}  # recipes and pictures: only that they are there
+UNCOMPARED_FILES = {".yaml", ".png", ".html", ".log"}  # recipes and pictures: only their existence is checked
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command of deepnmt: how many processes run it, and its words, where {folder} is the side's own."""
+    """A command of deepnmt: its number of processes and its words, in which {folder} stands for the side's folder."""
 
     processes: int
     words: str
@@ -78,7 +78,7 @@ class Side:
     python: str
 
     def run(self, step: Step) -> str:
-        """What the command prints. Raises `RuntimeError` with the end of what it said where it fails."""
+        """The output of the command. Raises `RuntimeError` with the end of its messages if it fails."""
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         env |= {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         with socket.socket() as free:
@@ -93,12 +93,12 @@ class Side:
                             "LOCAL_WORLD_SIZE": str(step.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 ranks.append(subprocess.Popen(command, cwd=self.checkout, env=env, text=True,
                                               stdout=subprocess.PIPE, stderr=errors))
-            said = [rank.communicate()[0] for rank in ranks]
+            outputs = [rank.communicate()[0] for rank in ranks]
             codes = [rank.returncode for rank in ranks]
             if any(codes):
                 errors.seek(0)
                 raise RuntimeError(f"{' '.join(command[2:4])}: exit codes {codes}: {errors.read()[-600:].strip()}")
-        return said[0]
+        return outputs[0]
 
 
 def layout_cases() -> Iterator[tuple[str, list[Step]]]:
@@ -121,7 +121,7 @@ def layout_cases() -> Iterator[tuple[str, list[Step]]]:
             yield case, steps
 
 
-# Every block once, and with each of them settings that the layouts leave as they are.
+# Every block once, each with settings that the layouts do not vary.
 BLOCKS = {
     "post_ln": "optimizer.name=sgd optimizer.momentum=0.9 optimizer.lr=0.1 optimizer.betas=[0.9,0.98]",
     "pre_ln": "optimizer.name=adamw optimizer.weight_decay=0.1 optimizer.decay_norms_and_biases=false",
@@ -149,7 +149,7 @@ def block_cases() -> Iterator[tuple[str, list[Step]]]:
 
 
 def translations(run: str, processes: int) -> list[Step]:
-    """Of the test text: each hypothesis with its score, and the table of a test set's scores."""
+    """Steps that translate the test text, each hypothesis with its score, and evaluate the test set."""
     return [Step(processes, f"translate {run} --input {{folder}}/text/test.en --output {run}/out.jsonl --form jsonl"),
             Step(processes, f"evaluate {run} translate.nbest=1 --output {run}/scores.json")]
 
@@ -168,14 +168,14 @@ def all_cases() -> Iterator[tuple[str, list[Step]]]:
 
 
 def run_case(side: Side, steps: list[Step]) -> list[str]:
-    """What each command printed, without the side's folder and the times."""
-    said = []
+    """The output of each command, without the side's folder and times."""
+    outputs = []
     for step in steps:
         output = side.run(step).replace(str(side.folder), "FOLDER")
         if "--dry-run" in step.words:  # the resolved recipe above its figures may have more settings
             output = "\n".join(line for line in output.splitlines() if line.startswith("#"))
-        said.append(output)
-    return said
+        outputs.append(output)
+    return outputs
 
 
 def first_difference(old: Path, new: Path, seen: set[str]) -> str | None:

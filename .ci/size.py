@@ -1,6 +1,6 @@
-"""How large the project is, in Python tokens without comments and docstrings: no reshaping of lines changes that.
+"""Prints the size of the project in Python tokens, without comments and docstrings; it does not depend on line breaks.
 
-    python .ci/size.py            the two totals; exit code 1 where one is above its aim
+    python .ci/size.py            the two totals; exit code 1 if one is above its limit
     python .ci/size.py FOLDER     each file of a folder, largest last
 """
 
@@ -13,7 +13,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-AIMS = {("deepnmt", "studies"): 105_000, ("tests",): 142_700}
+LIMITS = {("deepnmt", "studies"): 105_000, ("tests",): 142_700}
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -38,10 +38,10 @@ def main(folders: list[str]) -> int:
         for size, file in sorted((count(file), file) for folder in folders for file in Path(folder).rglob("*.py")):
             print(f"{size:7,}  {file}")
         return 0
-    totals = {rooms: sum(count(file) for room in rooms for file in (ROOT / room).rglob("*.py")) for rooms in AIMS}
+    totals = {rooms: sum(count(file) for room in rooms for file in (ROOT / room).rglob("*.py")) for rooms in LIMITS}
     for rooms, total in totals.items():
-        print(f"{' and '.join(rooms)}: {total:,} tokens; the aim is {AIMS[rooms]:,}")
-    return int(any(total > AIMS[rooms] for rooms, total in totals.items()))
+        print(f"{' and '.join(rooms)}: {total:,} tokens; the limit is {LIMITS[rooms]:,}")
+    return int(any(total > LIMITS[rooms] for rooms, total in totals.items()))
 
 
 if __name__ == "__main__":

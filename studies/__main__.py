@@ -1,4 +1,4 @@
-"""`python -m studies NAME ...`: what proves deepnmt's claims, each study a command. No torch until one runs."""
+"""`python -m studies NAME ...`: the measurements behind the documentation. PyTorch is imported only when one runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ recipe_parser = partial(arguments.recipe_parser, program=PROGRAM)
 
 
 Option = tuple[str, str, type, object, str]  # name, metavar, type, default (a list: several values), help
-BLOCKS: Option = ("--blocks", "BLOCK", str, [], "words, or ENCODER/DECODER (default: all blocks)")
-SECONDS: Option = ("--seconds", "N", float, float("inf"), "begin no run after so many")
-THREADS: Option = ("--threads", "N", int, 1, "of each process (default 1)")
-RANDOM_BATCHES: tuple[Option, ...] = (("--tokens", "N", int, 512, "of a micro-batch, a side (default 512)"),
-                                      ("--vocab", "V", int, 8000, "default 8000"), THREADS)
+BLOCKS: Option = ("--blocks", "BLOCK", str, [], "blocks, or ENCODER/DECODER pairs (default: all blocks)")
+SECONDS: Option = ("--seconds", "N", float, float("inf"), "start no run after N seconds")
+THREADS: Option = ("--threads", "N", int, 1, "threads of each process (default 1)")
+RANDOM_BATCHES: tuple[Option, ...] = (("--tokens", "N", int, 512, "tokens per micro-batch and side (default 512)"),
+                                      ("--vocab", "V", int, 8000, "vocabulary size (default 8000)"), THREADS)
 
 
 def add_options(parser: argparse.ArgumentParser, *options: Option) -> None:
@@ -36,21 +36,21 @@ def add_options(parser: argparse.ArgumentParser, *options: Option) -> None:
 
 
 def use_threads(count: int) -> None:
-    """Torch computes with so many from here on."""
+    """Sets the number of PyTorch's threads."""
     import torch
 
     torch.set_num_threads(count)
 
 
 def compare(words: list[str]) -> None:
-    """Draw the learning curves of several runs in one picture."""
+    """Plot the learning curves of several runs in one picture."""
     parser = plain_parser(
-        "compare", "Draws the training losses of several runs and prints them as a table.",
+        "compare", "Plots the training losses of several runs and prints them as a table.",
         "python -m studies compare runs/post_ln runs/admin --output runs/blocks.png",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     add_options(parser, ("--output", "FILE", Path, "runs/comparison.png", "the picture"),
-                ("--title", "TITLE", str, "Training loss", "over the picture"))
+                ("--title", "TITLE", str, "Training loss", "title of the picture"))
     args = parser.parse_args(words)
     from studies.compare import compare_runs
 
@@ -62,29 +62,30 @@ def verdict_grid(words: list[str]) -> None:
     parser = plain_parser(
         "verdict-grid",
         "run      trains small models over blocks, depths, rates and warm-ups, and appends a line of JSON for each to\n"
-        "         RUNS; run it again and it trains what is missing\n"
+        "         RUNS; run it again to train the missing ones\n"
         "measure  adds the features that old lines lack, without training\n"
-        "fit      fits the verdict rule on these runs, tests it on runs held out, and writes rule, table and picture\n"
+        "fit      fits the verdict rule on these runs, tests it on held-out runs, and writes rule, table and picture\n"
         "judge    reports the accuracy of a finished rule on runs it was not fitted on",
         "python -m studies verdict-grid run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
         "  python -m studies verdict-grid fit runs/verdict/runs.jsonl\n"
         "  python -m studies verdict-grid judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
     )
     parser.add_argument("action", choices=["run", "measure", "fit", "judge"])
-    parser.add_argument("runs", type=Path, metavar="RUNS", help="the file of runs, a line of JSON each")
-    add_options(parser, BLOCKS, ("--rates", "R", float, [], "peak rates (default 1e-3 3e-3 1e-2 3e-2)"),
+    parser.add_argument("runs", type=Path, metavar="RUNS", help="file of runs, one line of JSON each")
+    add_options(parser, BLOCKS, ("--rates", "R", float, [], "peak learning rates (default 1e-3 3e-3 1e-2 3e-2)"),
                 ("--depths", "N", int, [], "layers of each stack (default 6 12 18 36)"),
-                ("--sentences", "N", int, [8], "of a batch (default 8)"), ("--seeds", "N", int, [1], "default 1"),
+                ("--sentences", "N", int, [8], "sentences per batch (default 8)"),
+                ("--seeds", "N", int, [1], "default 1"),
                 THREADS, SECONDS, ("--rule", "FILE", Path, None, "judge: a rule other than deepnmt's own"))
     parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32"],
                         help="default fp32")
     parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], metavar="INIT",
-                        help=f"of {', '.join(get_args(Init))} (default auto)")
+                        help=f"initialisations: {', '.join(get_args(Init))} (default auto)")
     parser.add_argument("--mark", choices=["source", "context"], default="source",
-                        help="fit: what counts as learned: reads the source (default), or at least its own output")
-    parser.add_argument("--ship", action="store_true", help="fit: make the rule the one that comes with deepnmt")
+                        help="fit: a run counts as learned if it uses the source (default), or at least its own output")
+    parser.add_argument("--ship", action="store_true", help="fit: replace deepnmt's own rule")
     args = parser.parse_args(words)
-    actions = {"mark": "fit", "ship": "fit", "rule": "judge"}  # of an option; "run" of all others
+    actions = {"mark": "fit", "ship": "fit", "rule": "judge"}  # by option; all others belong to "run"
     for name, value in vars(args).items():
         action = actions.get(name, "run")
         if name not in ("action", "runs") and action != args.action and value != parser.get_default(name):
@@ -93,17 +94,17 @@ def verdict_grid(words: list[str]) -> None:
     for name in ("depths", "sentences", "rates"):
         for value in getattr(args, name):
             if not 0 < value < float("inf"):
-                raise UserError(f"--{name} has {value}, but all must be above 0 and finite")
+                raise UserError(f"--{name} has {value}, but all values must be above 0 and finite")
     if min(args.seeds) < 0:
-        raise UserError(f"--seeds has {min(args.seeds)}, but all must be 0 or more")
-    from studies.verdict_grid import Settings, fit_grid, grid, judge_runs, measure_anew, run_grid
+        raise UserError(f"--seeds has {min(args.seeds)}, but all values must be 0 or more")
+    from studies.verdict_grid import Settings, fit_grid, grid, judge_runs, measure_again, run_grid
 
     if args.action == "fit":
         print(fit_grid(args.runs, args.ship, args.mark))
     elif args.action == "judge":
         print(judge_runs(args.runs, args.rule))
     elif args.action == "measure":
-        print(f"{measure_anew(args.runs)} runs measured again")
+        print(f"{measure_again(args.runs)} runs measured again")
     else:
         use_threads(args.threads)
         points = grid(args.blocks, args.depths, args.rates, args.sentences, args.seeds, args.precisions, args.inits)
@@ -112,7 +113,7 @@ def verdict_grid(words: list[str]) -> None:
 
 
 def reproduce(words: list[str]) -> None:
-    """Repeat one of the papers' analyses in small."""
+    """Repeat one of the papers' analyses at a small size."""
     parser = plain_parser(
         "reproduce",
         "corollaries: output change under noise, 1 to 100 layers (Admin, corollaries 1 and 2).\n"
@@ -122,9 +123,10 @@ def reproduce(words: list[str]) -> None:
     )
     parser.add_argument("name", choices=["corollaries", "vanishing", "last_ffn"])
     add_options(parser, ("--output", "FOLDER", Path, "runs/reproduce", "default: %(default)s"),
-                ("--width", "D", int, 64, "a multiple of 4 (default 64)"),
-                ("--sentences", "N", int, 16, "of 20 tokens (default 16)"),
-                ("--trials", "N", int, 5, "seeds (default 5)"), ("--deepest", "N", int, 100, "layers (default 100)"),
+                ("--width", "D", int, 64, "model width, a multiple of 4 (default 64)"),
+                ("--sentences", "N", int, 16, "sentences of 20 tokens (default 16)"),
+                ("--trials", "N", int, 5, "number of seeds (default 5)"),
+                ("--deepest", "N", int, 100, "most layers (default 100)"),
                 THREADS)
     args = parser.parse_args(words)
     positive(args, "width", "sentences", "trials", "deepest", "threads")
@@ -136,23 +138,23 @@ def reproduce(words: list[str]) -> None:
 
 
 def compare_blocks(words: list[str]) -> None:
-    """Train every residual system with one recipe and compare them."""
+    """Train every residual block with one recipe and compare them."""
     parser = recipe_parser(
         "compare-blocks",
         "Trains a recipe with each block at several depths, from scratch, and once without sources.\n\n"
-        "Reads the prepared data. Writes runs.jsonl (a line a run; run it again and it trains what is missing), a\n"
-        "table of what each learned, blocks.md, and a picture, blocks.png, into OUTPUT.",
+        "Reads the prepared data. Writes into OUTPUT: runs.jsonl (a line for each run; run it again to train the\n"
+        "missing ones), a table of the outcomes, blocks.md, and a picture, blocks.png.",
         "python -m studies compare-blocks recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
         " --processes 2",
     )
     parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], metavar="INIT",
-                        help="initialisations, auto xavier xavier_separate depth_scaled; what comes to the same for a"
-                        " block is run once (default auto)")
+                        help="initialisations: auto xavier xavier_separate depth_scaled; a block runs once for those"
+                        " that mean the same for it (default auto)")
     add_options(parser, ("--output", "FOLDER", Path, "runs/blocks", "default: %(default)s"),
-                (*BLOCKS[:4], "words, or ENCODER/DECODER (default: all, post_ln/pre_ln and pre_ln/post_ln)"),
+                (*BLOCKS[:4], "blocks, or ENCODER/DECODER pairs (default: all, post_ln/pre_ln and pre_ln/post_ln)"),
                 ("--depths", "N", int, [18, 36], "layers of each stack (default 18 36)"),
                 ("--warmups", "N", int, [], "updates of warm-up (default: the recipe's)"),
-                ("--processes", "N", int, 1, "runs at a time (default 1)"), SECONDS)
+                ("--processes", "N", int, 1, "simultaneous runs (default 1)"), SECONDS)
     args, recipe = parse(parser, words)
     positive(args, "processes")
     options = {f"model.{side}.{name}": option for side in ("encoder", "decoder")
@@ -161,24 +163,24 @@ def compare_blocks(words: list[str]) -> None:
         if name in given(args) and (name in options or args.warmups):
             raise UserError(f"{name} has no effect here because the study sets it for every run; remove it and use "
                             f"{option}")
-    from studies.blocks import list_systems, study
+    from studies.blocks import list_variants, study
 
-    systems = list_systems(recipe, args.blocks, args.depths, args.warmups, args.inits)
-    print(study(recipe, args.output, systems, args.processes, args.seconds))
+    variants = list_variants(recipe, args.blocks, args.depths, args.warmups, args.inits)
+    print(study(recipe, args.output, variants, args.processes, args.seconds))
 
 
 def benchmark(words: list[str]) -> None:
-    """Time training and translation against a plain loop."""
+    """Time training and translation against a plain PyTorch loop."""
     parser = recipe_parser(
         "benchmark",
-        "Target tokens/s of the training loop against a plain loop over torch.nn.Transformer of the same shape on the\n"
+        "Target tokens/s of training against a plain PyTorch loop over torch.nn.Transformer of the same shape on the\n"
         "same batches; sentences/s of translation with and without the cache.",
         "python -m studies benchmark recipes/multi30k/de-en_4l-4l.yaml batch.tokens=2048"
         " --translate runs/multi30k_de-en",
     )
-    add_options(parser, ("--updates", "N", int, 20, "timed updates a round (default 20)"),
-                ("--rounds", "N", int, 3, "rounds (default 3)"),
-                ("--translate", "RUN", Path, None, "a trained run whose first test set is translated"),
+    add_options(parser, ("--updates", "N", int, 20, "timed updates per round (default 20)"),
+                ("--rounds", "N", int, 3, "default 3"),
+                ("--translate", "RUN", Path, None, "also time translating the first test set of this run"),
                 ("--output", "FILE", Path, "runs/benchmark.json", "JSON file"))
     args, recipe = parse(parser, words)
     positive(args, "updates", "rounds")
@@ -192,14 +194,15 @@ def layouts(words: list[str]) -> None:
     parser = recipe_parser(
         "layouts",
         "Takes the same updates, on random batches of the recipe's shape, in each layout. A layout is local,\n"
-        "CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES, CONFIG a file of ds_configs/ and a precision, such as\n"
-        "zero3_bf16; pipeline_ before it makes every process a stage.",
+        "CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES. CONFIG is a file of ds_configs/ and a precision, such as\n"
+        "zero3_bf16; with pipeline_ before it, every process is a pipeline stage.",
         "python -m studies layouts recipes/demo/admin_18l-18l.yaml --layouts local zero3_fp32:2"
         " pipeline_zero1_fp32:2",
     )
     parser.add_argument("--layouts", nargs="+", required=True, metavar="LAYOUT")
     add_options(parser, ("--output", "FILE", Path, None, "JSON file"), ("--updates", "N", int, 3, "default 3"),
-                ("--micro-batches", "M", int, 4, "of an update, over all processes (default 4)"), *RANDOM_BATCHES)
+                ("--micro-batches", "M", int, 4, "micro-batches per update, over all processes (default 4)"),
+                *RANDOM_BATCHES)
     args, recipe = parse(parser, words)
     positive(args, "updates", "micro_batches", "tokens", "vocab", "threads")
     from studies.benchmarks.layouts import compare_layouts, parse_layout
@@ -209,18 +212,18 @@ def layouts(words: list[str]) -> None:
 
 
 def pipeline_idle(words: list[str]) -> None:
-    """Measure a pipeline's idle time as micro-batches grow."""
+    """Measure a pipeline's idle time for growing numbers of micro-batches."""
     parser = recipe_parser(
         "pipeline-idle",
-        "Runs a pipeline, one process a stage, with more and more micro-batches an update, and compares the time its\n"
-        "stages wait with (stages - 1) / (micro-batches + stages - 1). Writes idle.json and idle.png.",
+        "Runs a pipeline, one process for each stage, with growing numbers of micro-batches per update, and compares\n"
+        "the idle time of its stages with (stages - 1) / (micro-batches + stages - 1). Writes idle.json and idle.png.",
         "python -m studies pipeline-idle recipes/demo/admin_18l-18l.yaml --stages 2 --counts 1 2 4 8 16",
     )
     add_options(parser, ("--config", "NAME", str, "pipeline_zero1_fp32",
                          "file of ds_configs/ and precision (default: %(default)s)"),
                 ("--stages", "P", int, 2, "default 2"),
-                ("--counts", "M", int, [1, 2, 4, 8, 16], "micro-batches an update (default 1 2 4 8 16)"),
-                ("--output", "FOLDER", Path, "runs/idle", "of idle.json and idle.png (default %(default)s)"),
+                ("--counts", "M", int, [1, 2, 4, 8, 16], "micro-batches per update (default 1 2 4 8 16)"),
+                ("--output", "FOLDER", Path, "runs/idle", "default: %(default)s"),
                 *RANDOM_BATCHES)
     args, recipe = parse(parser, words)
     positive(args, "stages", "counts", "tokens", "vocab", "threads")
@@ -239,7 +242,7 @@ STUDIES: dict[str, Command] = {
     "pipeline-idle": pipeline_idle,
 }
 OVERVIEW = overview_of(PROGRAM, {"Studies behind the documentation": STUDIES},
-                       "Exit codes: 0 done; 2 a mistake, which a message explains; 130 Ctrl-C.")
+                       "Exit codes: 0 done; 2 a mistake, explained in a message; 130 Ctrl-C.")
 
 
 def main(command: str | None = None, arguments: Sequence[str] | None = None) -> int:

@@ -1,17 +1,16 @@
 """Which blocks learn at depth: many runs of one recipe on real text, one table, one picture.
 
-Every run is one line of `runs.jsonl`; those that are there already are not done again, so a study that was stopped goes
-on with the same command, and blocks may be added. What a model learned is read off its validation loss. Beside it
-stand three marks, in nats a target token: that of an even guess, log V; that of a model which knows how often each
-token is and nothing else; and that of a model of the same recipe which never saw a source. Whether it uses its sources
-is asked of the model itself: the validation is done again with every sentence beside the source of another one of like
-length (shuffled sources), and the loss must rise. The outcome of a run:
+Every run is one line of `runs.jsonl`. Existing runs are not repeated, so the same command resumes a stopped study, or
+adds blocks to it. The outcome follows from the validation loss, which is compared with three baselines in nats a target
+token: guessing evenly among the tokens, log V; the tokens' frequencies; and a model of the same recipe trained without
+sources. To test whether a model uses its sources, it is validated again with shuffled sources: every sentence gets the
+source of another one of similar length, and the loss must rise. The outcome of a run:
 
-    diverged     updates that were not finite ended it, or it is worse than an even guess among the tokens
+    diverged     non-finite updates ended it, or it is worse than an even guess among the tokens
     stuck        no better than the tokens' frequencies, within 0.1 nats
-    target only  better, but no better than `pre_ln` of the same depth and recipe that was shown no sources, or not
+    target only  better, but no better than `pre_ln` of the same depth and recipe trained without sources, or not
                  worse by 0.1 nats with shuffled sources
-    learned      better than the one, and worse by more with the other
+    learned      better than that baseline, and worse by more than 0.1 nats with shuffled sources
 
 `B` sentences, `S` source length, `V` target vocabulary.
 """
@@ -54,17 +53,17 @@ from deepnmt.train.updates import updates
 from studies.plots import Panel, plot_study
 from studies.runs import Record, Stacks, append_runs, block_pair, read_runs
 
-HYBRIDS = ("post_ln/pre_ln", "pre_ln/post_ln")  # of the Admin paper's Table 1, and the other way round
-REFERENCE = "pre_ln"  # what is trained without sources
-INTERVAL = 10  # updates whose mean loss is one point of a curve
-MARGIN = 0.1  # nats that tell: below the tokens' frequencies, and above the own loss with shuffled sources
-_CHUNK = 1000  # sentences read at once
+HYBRIDS = ("post_ln/pre_ln", "pre_ln/post_ln")  # the first is in the Admin paper's Table 1
+REFERENCE = "pre_ln"  # the block that is trained without sources
+INTERVAL = 10  # updates per point of a curve: their mean loss
+MARGIN = 0.1  # nats; smaller differences to frequencies and shuffled sources do not count
+_CHUNK = 1000  # sentences read at a time
 
 
 @dataclass(frozen=True)
-class System(Stacks):
-    """What runs of a study differ in: the blocks, the layers of each stack, the updates of warm-up; `source`: whether
-    sources are shown, or one that is empty in place of each; `init`: of both stacks, as in a recipe."""
+class Variant(Stacks):
+    """The settings in which runs of a study differ: the blocks, the layers of each stack and the updates of warm-up;
+    `source`: whether the model sees the sources, or an empty one for each sentence; `init`: of both stacks."""
 
     warmup: int
     source: bool = True
@@ -72,33 +71,33 @@ class System(Stacks):
 
     @property
     def word(self) -> str:
-        """The blocks, and whether sources are shown."""
+        """The blocks, and whether the model sees the sources."""
         return self.blocks if self.source else f"{self.blocks}, no source"
 
     @property
     def name(self) -> str:
-        """The word, and the initialisation where it is not auto."""
+        """The word, and the initialisation if it is not auto."""
         return self.word if self.init == "auto" else f"{self.word}, {self.init}"
 
     @property
     def initialisation(self) -> str:
-        """What `init` comes to with these blocks: `xavier`, `depth_scaled`, or two with a / between them."""
+        """The meaning of `init` for these blocks: `xavier`, `depth_scaled`, or two joined by a slash."""
         return "/".join(dict.fromkeys(self.initialisations(self.init)))
 
-    def plain(self) -> System:
-        """The same run with init: auto, where that is what it comes to; else this one."""
+    def canonical(self) -> Variant:
+        """The same run with init: auto, if that means the same for these blocks; otherwise this one."""
         auto = replace(self, init="auto")
         return auto if auto.initialisation == self.initialisation else self
 
     def recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe with this system's blocks, initialisation, depth and warm-up.
+        """The recipe with this variant's blocks, initialisation, depth and warm-up.
 
         Raises:
-            UserError: they do not go with it, or it is for several processes.
+            UserError: the settings do not fit together, or the recipe is for several processes.
         """
         if recipe.parallel.ds_config is not None:
-            raise UserError(f"parallel.ds_config is {recipe.parallel.ds_config}, but runs of a study are trained by "
-                            "the plain engine, each on one process; set parallel.ds_config=null")
+            raise UserError(f"parallel.ds_config is {recipe.parallel.ds_config}, but each run of a study trains "
+                            "on one process without DeepSpeed; set parallel.ds_config=null")
         tree = recipe.model_dump()
         for side in ("encoder", "decoder"):
             tree["model"][side] |= {"block": getattr(self, side), "layers": self.layers, "init": self.init}
@@ -106,78 +105,80 @@ class System(Stacks):
         return check_recipe(tree, f"the recipe with {self.name}, {self.layers} layers, schedule.warmup {self.warmup}")
 
 
-def list_systems(
+def list_variants(
     recipe: Recipe, blocks: Sequence[str] | None = None, depths: Sequence[int] = (18, 36),
     warmups: Sequence[int] | None = None, inits: Sequence[Init] = ("auto",),
-) -> list[System]:
-    """The systems of a study, shallow ones first; every depth and warm-up has a run without sources, too.
+) -> list[Variant]:
+    """The variants of a study, shallow ones first; every depth and warm-up also has a run without sources.
 
     Args:
-        blocks: words, or two with a / between them for encoder and decoder (None: all, and `HYBRIDS`).
+        blocks: blocks, or encoder/decoder pairs such as `post_ln/pre_ln` (None: all blocks and `HYBRIDS`).
         depths: layers of each stack.
         warmups: updates of warm-up (None: the recipe's).
-        inits: initialisations of both stacks; those that come to the same for a system are listed once.
+        inits: initialisations of both stacks; those with the same meaning for a variant are listed once.
 
     Raises:
-        UserError: a block that does not exist, an impossible recipe, or one for several processes, with an
-            initialisation or with an earlier end of its own.
+        UserError: an unknown block, an impossible recipe, or one that uses several processes, sets the initialisation
+            or ends before `train.updates`.
     """
     for side, stack in (("encoder", recipe.model.encoder), ("decoder", recipe.model.decoder)):
         if stack.init != "auto":
-            raise UserError(f"model.{side}.init is {stack.init}, but a study sets it for every run; leave it at "
-                            f"auto and say --inits {stack.init}")
+            raise UserError(f"model.{side}.init is {stack.init}, but the study sets it for every run; set it to "
+                            f"auto and use --inits {stack.init}")
     for name in STOP_CONDITIONS.keys() - {"updates"}:
         never = type(recipe.train).model_fields[name].default
         if (value := getattr(recipe.train, name)) != never:
-            raise UserError(f"train.{name} is {value}, but every run of a study goes to its last update, "
+            raise UserError(f"train.{name} is {value}, but every run of a study trains for all "
                             f"train.updates; set train.{name}={'null' if never is None else never}")
     pairs = [block_pair(word) for word in blocks or (*BLOCKS, *HYBRIDS)]
     listed = []
     for layers in depths:
         for warmup in warmups or [recipe.schedule.warmup]:
-            listed.append(System(REFERENCE, REFERENCE, layers, warmup, source=False))
-            listed += dict.fromkeys(System(encoder, decoder, layers, warmup, init=init).plain()
+            listed.append(Variant(REFERENCE, REFERENCE, layers, warmup, source=False))
+            listed += dict.fromkeys(Variant(encoder, decoder, layers, warmup, init=init).canonical()
                                     for init in inits for encoder, decoder in pairs)
-    for system in listed:
-        system.recipe(recipe)
+    for variant in listed:
+        variant.recipe(recipe)
     return listed
 
 
 def study(
-    recipe: Recipe, output: Path, systems: Sequence[System], count: int, max_seconds: float = math.inf
+    recipe: Recipe, output: Path, variants: Sequence[Variant], count: int, max_seconds: float = math.inf
 ) -> str:
-    """Does the runs that `output` lacks and writes `runs.jsonl`, `blocks.md` and `blocks.png` there; returns the table.
+    """Trains the runs that are missing in `output`; writes `runs.jsonl`, `blocks.md` and `blocks.png` there and returns
+    the table.
 
     Args:
-        systems: of `list_systems`.
-        count: processes, each on a run of its own with the recipe's threads.
-        max_seconds: no run is begun after so many.
+        variants: of `list_variants`.
+        count: simultaneous runs, each in one process with the recipe's threads.
+        max_seconds: no run starts after this time.
 
     Raises:
-        UserError: no prepared data, or a folder that cannot be written or holds a `runs.jsonl` of something else.
+        UserError: the prepared data are missing, or the folder cannot be written or has a `runs.jsonl` of another kind.
     """
     settings = shared_settings(recipe, open_prepared(recipe))
     make_run_folder(output, "--output")
     file = output / "runs.jsonl"
 
     def done() -> list[Record | None]:
-        """The run of each system with these settings, None where it was not done."""
+        """The run of each variant with these settings, None if it is missing."""
         runs = [run for run in read_study(file) if _completed(run["settings"]) == _completed(settings)]
-        return [next((run for run in runs if run["system"] == asdict(system)), None) for system in systems]
+        return [next((run for run in runs if run["system"] == asdict(variant)), None) for variant in variants]
 
-    left = [system for system, run in zip(systems, done(), strict=True) if run is None]
+    left = [variant for variant, run in zip(variants, done(), strict=True) if run is None]
     records = _results(left, recipe, count, time.monotonic() + max_seconds)
     for number, [record] in enumerate(append_runs(file, ([record] for record in records)), 1):
-        system = System(**record["system"])
-        print_status(f"{number} of {len(left)}: {system.name} {system.layers}L-{system.layers}L: "
+        variant = Variant(**record["system"])
+        print_status(f"{number} of {len(left)}: {variant.name} {variant.layers}L-{variant.layers}L: "
               f"{_text(record['valid'])} ({record['seconds']:.0f} s)")
-    found = [run for run in done() if run is not None]
-    missing = len(systems) - len(found)
-    text = table(found) + (f"\n\n{missing} runs are missing; the same command goes on." if missing else "")
+    finished = [run for run in done() if run is not None]
+    missing = len(variants) - len(finished)
+    left_over = f"\n\n{missing} runs are missing; run the same command again to train them." if missing else ""
+    text = table(finished) + left_over
     (output / "blocks.md").write_text(text + "\n", encoding="utf-8")
-    if not found:
+    if not finished:
         return text
-    plot_study(panels(found), output / "blocks.png",
+    plot_study(panels(finished), output / "blocks.png",
                f"Training loss by residual block, {recipe.train.updates:,} updates of one recipe")
     return f"{text}\n{output / 'blocks.png'}"
 
@@ -186,45 +187,45 @@ def read_study(file: Path) -> list[Record]:
     """The runs of a study's file, see `read_runs`."""
 
     def update(run: Record) -> None:
-        """Older lines name no initialisation, which was auto, and tell which parameters no decay was on."""
+        """Older lines have no initialisation (it was auto), and list decay settings even without decay."""
         run["system"].setdefault("init", "auto")
         if not run["settings"]["optimizer"]["weight_decay"]:
             run["settings"]["optimizer"].pop("decay_norms_and_biases", None)
 
     keys = {"system", "settings", "parameters", "losses", "ended", "valid", "exchanged", "frequencies", "even"}
-    return read_runs(file, "a block study", keys, update, None, "mend it, or give another folder",
+    return read_runs(file, "a block study", keys, update, None, "repair it, or set --output to another folder",
                      "set --output to a new folder, or one of compare-blocks")
 
 
 def shared_settings(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
-    """What all runs of a study share, as it stands in each of their lines; runs of other settings are other runs."""
+    """The settings that all runs of a study share, as written into each line; a run with others is another run."""
     tree = recipe.model_dump()
     for side in ("encoder", "decoder"):
         tree["model"][side] = {"init": tree["model"][side]["init"]}
     tree["schedule"].pop("warmup")
     if not recipe.optimizer.weight_decay:
-        tree["optimizer"].pop("decay_norms_and_biases")  # of nothing
+        tree["optimizer"].pop("decay_norms_and_biases")  # no effect without decay
     tree["train"] = {key: tree["train"][key] for key in ("updates", "label_smoothing", "clip")}
     kept = {key: tree[key] for key in ("seed", "batch", "model", "admin", "optimizer", "schedule", "train")}
     return {**kept, "data": data.fingerprint}
 
 
 def _completed(settings: dict[str, Any]) -> dict[str, Any]:
-    """With the defaults of those that a line lacks, because it is older than they are."""
+    """The settings with defaults for those that are newer than the line."""
     defaults = {name: field.default.model_dump() for name, field in Recipe.model_fields.items()
                 if isinstance(field.default, Section)}
     return {name: {**defaults.get(name, {}), **value} if isinstance(value, dict) else value
             for name, value in settings.items()}
 
 
-def _results(systems: Sequence[System], recipe: Recipe, count: int, deadline: float) -> Iterator[Record]:
-    """The systems' records as they come, from so many processes at a time; none is begun after the deadline."""
-    begun = iter(systems)
+def _results(variants: Sequence[Variant], recipe: Recipe, count: int, deadline: float) -> Iterator[Record]:
+    """The variants' records as they finish, from `count` processes at a time; none starts after the deadline."""
+    begun = iter(variants)
     if count == 1:
-        for system in begun:
+        for variant in begun:
             if time.monotonic() > deadline:
                 return
-            yield _run(system, recipe)
+            yield _run(variant, recipe)
         return
     others = set(active_children())
     with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
@@ -232,58 +233,59 @@ def _results(systems: Sequence[System], recipe: Recipe, count: int, deadline: fl
         try:
             while True:
                 if time.monotonic() <= deadline:
-                    running |= {submit(pool, _run, system, recipe) for system in islice(begun, count - len(running))}
+                    running |= {submit(pool, _run, variant, recipe) for variant in islice(begun, count - len(running))}
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
-        except BaseException:  # Ctrl-C too: runs take hours, and none is waited for
+        except BaseException:  # Ctrl-C, too; runs take hours, so they are stopped
             for process in set(active_children()) - others:
                 process.terminate()
             raise
 
 
-def _run(system: System, recipe: Recipe) -> Record:
+def _run(variant: Variant, recipe: Recipe) -> Record:
     with processes(recipe.parallel.threads or 1) as ranks:
-        return run_system(system, recipe, ranks)
+        return run_variant(variant, recipe, ranks)
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def run_system(system: System, recipe: Recipe, ranks: Ranks) -> Record:
-    """Trains one system from scratch to the recipe's last update and validates it; the run's line.
+def run_variant(variant: Variant, recipe: Recipe, ranks: Ranks) -> Record:
+    """Trains one variant from scratch to the recipe's last update and validates it; returns the run's line.
 
-    Of the line: `losses` are means of ten updates each, None where one is not finite (the last may be of fewer),
-    `valid` the validation loss, `exchanged` that with exchanged sources, `frequencies` and `even` the marks, all plain,
-    in nats a target token; `ended`: whether it came to its last update; `dropped`: updates whose gradient was not
-    finite.
+    In the line, all losses are plain, in nats a target token: `losses` are means of ten updates each (the last of what
+    is left), None if one is not finite; `valid` is the validation loss, `exchanged` that with shuffled sources,
+    `frequencies` and `even` are the baselines. `ended`: whether it reached the last update; `dropped`: number of
+    updates with a non-finite gradient.
 
     Raises:
-        UserError: no prepared data, a validation text of one sentence, or a recipe for several processes.
+        UserError: the prepared data are missing, the validation text has one sentence, or the recipe is for several
+            processes.
     """
-    made = system.recipe(recipe)
+    made = variant.recipe(recipe)
     data = open_prepared(made)
     valid = data.split("valid").truncated(made.model.max_length)
     if len(valid) < 2:
-        raise UserError(f"the validation text has {len(valid)} sentence(s), but sources are exchanged between two; "
-                        "give a longer one with data.valid")
+        raise UserError(f"the validation text has {len(valid)} sentence(s), but shuffling the sources needs two; "
+                        "set data.valid to a longer text")
     source, target = (vocab.size for vocab in data.vocabs())
     started = time.monotonic()
     engine = start_engine(made, Layout(), (source, target), ranks, profile_for(made, data, ranks))
-    stream = (Stream if system.source else _Sourceless)(data.split("train"), made.batch.tokens, made.seed)
+    stream = (Stream if variant.source else _Sourceless)(data.split("train"), made.batch.tokens, made.seed)
     state, losses = TrainState(), []
     for done in updates(engine, stream, made, state, ranks):
         losses.append(done.nll / done.update.tokens)
         if done.give_up or state.update == made.train.updates:
             break
     own, exchanged = (_number(validation_loss(engine, valid, made.batch.tokens, ranks, sources))
-                      for sources in (("own", "exchanged") if system.source else ("none", "exchanged")))
+                      for sources in (("own", "exchanged") if variant.source else ("none", "exchanged")))
     record = {
-        "system": asdict(system), "settings": shared_settings(recipe, data), "parameters": engine.parameters,
+        "system": asdict(variant), "settings": shared_settings(recipe, data), "parameters": engine.parameters,
         "losses": [_number(fmean(losses[start : start + INTERVAL])) for start in range(0, len(losses), INTERVAL)],
         "dropped": state.skipped, "ended": state.update == made.train.updates,
-        "valid": own, "exchanged": exchanged if system.source else None,
+        "valid": own, "exchanged": exchanged if variant.source else None,
         "frequencies": frequencies_loss(data.split("train"), valid, target), "even": math.log(target),
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -292,14 +294,14 @@ def run_system(system: System, recipe: Recipe, ranks: Ranks) -> Record:
 
 
 class _Sourceless(Stream):
-    """The same targets without their sources."""
+    """A stream of the same targets, with empty sources."""
 
     def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
         return without_source(super().batch(epoch, index, device))
 
 
 def _number(value: float) -> float | None:
-    """Four digits, or None for what JSON has no word for."""
+    """The value to four digits; None if it is not finite, which JSON cannot express."""
     return round(value, 4) if math.isfinite(value) else None
 
 
@@ -310,8 +312,8 @@ def validation_loss(
 
     Args:
         tokens: of a batch.
-        sources: "own"; "exchanged": each sentence has that of the one before it in order of length, the first that of
-            the last; "none": empty ones.
+        sources: "own"; "exchanged": shuffled, each sentence gets that of its predecessor in the order of length, the
+            first one that of the last; "none": empty ones.
     """
     plan = plan_eval(split.src_lengths, split.trg_lengths, tokens)
     before = np.roll(plan.order, 1)
@@ -326,14 +328,14 @@ def validation_loss(
 
 
 def without_source(batch: Batch) -> Batch:
-    """The same targets, beside sources of nothing but the end of the sentence, [B, 1]."""
+    """The batch with the same targets, and sources that consist of eos only, [B, 1]."""
     src, lengths, *target = batch.tensors
     return replace(batch, tensors=(src.new_full((len(src), 1), EOS), torch.ones_like(lengths), *target))
 
 
 def frequencies_loss(train: Split, valid: Split, vocab: int) -> float:
-    """Nats a target token of the validation text by the tokens' frequencies in the training text, each counted once
-    more so that none is 0."""
+    """Cross-entropy of the validation text under the tokens' frequencies in the training text, in nats a target token;
+    every count is raised by 1, so that none is 0."""
 
     def count(split: Split) -> np.ndarray[Any, np.dtype[np.float64]]:
         """How often each token is a target, eos included, [V]."""
@@ -343,15 +345,15 @@ def frequencies_loss(train: Split, valid: Split, vocab: int) -> float:
             counts += np.bincount(ids[ids != PAD], minlength=vocab)
         return counts
 
-    learned, told = 1.0 + count(train), count(valid)
-    return float(-(told * np.log(learned / learned.sum())).sum() / told.sum())
+    trained, tested = 1.0 + count(train), count(valid)
+    return float(-(tested * np.log(trained / trained.sum())).sum() / tested.sum())
 
 
-# -- what came of it ---------------------------------------------------------------------------------------------------
+# -- outcomes ----------------------------------------------------------------------------------------------------------
 
 
 def outcome(record: Record, target_only: float | None) -> str:
-    """What a run came to, see above; `target_only`: the loss of the run without sources, None where it is missing."""
+    """A run's outcome, see above; `target_only`: the loss of the run without sources, None if that is missing."""
     loss = record["valid"]
     if not record["ended"] or loss is None or loss > record["even"]:
         return "diverged"
@@ -364,7 +366,7 @@ def outcome(record: Record, target_only: float | None) -> str:
 
 
 class _Group(NamedTuple):
-    """The runs of one depth and warm-up, and what each came to, by name."""
+    """The runs of one depth and warm-up and their outcomes, by name."""
 
     title: str
     runs: dict[str, Record]
@@ -372,11 +374,11 @@ class _Group(NamedTuple):
 
 
 def _groups(records: Iterable[Record]) -> list[_Group]:
-    """The warm-up is told where there are several."""
+    """Groups of runs; the titles name the warm-up if there are several."""
     runs: dict[tuple[int, int], dict[str, Record]] = {}
     for record in records:
-        system = System(**record["system"])
-        runs.setdefault((system.layers, system.warmup), {})[system.name] = record
+        variant = Variant(**record["system"])
+        runs.setdefault((variant.layers, variant.warmup), {})[variant.name] = record
     several = len({warmup for _, warmup in runs}) > 1
     groups = []
     for (layers, warmup), group in runs.items():
@@ -388,21 +390,21 @@ def _groups(records: Iterable[Record]) -> list[_Group]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A Markdown table with a row for each system and four columns for each depth and warm-up, best first group first,
-    and what the words mean."""
+    """A Markdown table with a row for each variant and four columns for each depth and warm-up, sorted by the loss
+    in the first group, and an explanation of the outcomes."""
     groups = _groups(records)
-    systems = {name: System(**run["system"]) for group in groups for name, run in group.runs.items()}
+    variants = {name: Variant(**run["system"]) for group in groups for name, run in group.runs.items()}
 
     def losses(name: str) -> list[float]:
-        found = [group.runs[name]["valid"] if name in group.runs else None for group in groups]
-        return [math.inf if loss is None else loss for loss in found]
+        own = [group.runs[name]["valid"] if name in group.runs else None for group in groups]
+        return [math.inf if loss is None else loss for loss in own]
 
-    head = ["system", "initialisation"]
+    head = ["block", "initialisation"]
     for group in groups:
         head += [f"{group.title}: parameters", "validation", "shuffled", "outcome"]
     rows = [head]
-    for name in sorted(systems, key=losses):
-        row = [systems[name].word, systems[name].initialisation]
+    for name in sorted(variants, key=losses):
+        row = [variants[name].word, variants[name].initialisation]
         for group in groups:
             if name not in group.runs:
                 row += [""] * 4
@@ -414,7 +416,7 @@ def table(records: Sequence[Record]) -> str:
         rows.append(row)
     text = markdown_table(rows)
     if not records:
-        return f"{text}\n\nNo run was done yet."
+        return f"{text}\n\nNo run is finished yet."
     frequencies, even = records[0]["frequencies"], records[0]["even"]
     return (f"{text}\n\nPlain loss of the validation text after {records[0]['settings']['train']['updates']:,} updates,"
             f" nats a target token; shuffled: how much it rises with another sentence's source. An even guess "
@@ -430,11 +432,11 @@ def _text(loss: float | None) -> str:
 
 
 def panels(records: Sequence[Record]) -> list[Panel]:
-    """The curves of each depth, warm-up and initialisation asked for."""
+    """The curves, with a panel for each depth, warm-up and initialisation."""
     made = []
     for title, runs, outcomes in _groups(records):
         for init in dict.fromkeys(run["system"]["init"] for run in runs.values()):
-            chosen = {System(**run["system"]).word: (run, outcomes[name]) for name, run in runs.items()
+            chosen = {Variant(**run["system"]).word: (run, outcomes[name]) for name, run in runs.items()
                       if run["system"]["init"] == init}
             curves = {word: [(INTERVAL * number, loss) for number, loss in enumerate(run["losses"], 1)
                              if loss is not None] for word, (run, _) in chosen.items()}

@@ -1,4 +1,4 @@
-"""Several runs beside each other: their training losses in one picture and one table."""
+"""Compares the training losses of several runs in one picture and one table."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from studies.plots import plot_comparison
 
 
 def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
-    """Draws the training loss of every run against updates, and returns a table of it at about six updates.
+    """Plots the training loss of every run against updates, and returns a table of it at about six updates.
 
     Raises:
-        UserError: a folder without a log, without a line of training, or with a log of something else; runs without an
+        UserError: a folder has no log, no line of training in it, or a log of another kind; the runs have no logged
             update in common; the picture cannot be written.
     """
     unique = len({run.name for run in runs}) == len(runs)
     curves = {run.name if unique else str(run): _losses(run) for run in runs}
     shared = sorted(set.intersection(*(set(points) for points in curves.values())))
     if not shared:
-        raise UserError("the runs were never logged at the same update; train them with one train.log_every")
+        raise UserError("the runs have no logged update in common; train them with the same train.log_every")
     try:
         plot_comparison(curves, picture, title, "label-smoothed training loss, nats per target token")
     except OSError as error:
-        raise UserError(f"picture {picture} cannot be written: {error.strerror or error}; name another file") from None
+        raise UserError(f"picture {picture} cannot be written: {error.strerror or error}; "
+                        "set --output to another file") from None
     chosen = sorted({shared[round(i * (len(shared) - 1) / 5)] for i in range(6)})
     rows = [[name, *(f"{points[update]:.3f}" for update in chosen)] for name, points in curves.items()]
     return f"{table([['update', *map(str, chosen)], *rows])}\n{picture}"
@@ -33,15 +34,15 @@ def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
 def _losses(run: Path) -> dict[int, float]:
     log = run / "log.jsonl"
     if not log.is_file():
-        raise UserError(f"{run} holds no log.jsonl; give the folder of a run that was started")
+        raise UserError(f"{run} has no log.jsonl; give the folder of a run that was started")
     losses = {}
     for number, record in read_numbered_log(log):
         try:
             if record["type"] == "train":
                 losses[int(record["update"])] = float(record["loss"])
         except (KeyError, TypeError, ValueError, OverflowError):
-            raise UserError(f"{log}, line {number}, is not of a training's log, which has type and update, and loss "
-                            "where the type is train; give the folder of a run that deepnmt train wrote") from None
+            raise UserError(f"{log}, line {number}, is not from the log of a training, which has type and update, and "
+                            "loss if the type is train; give a run folder that deepnmt train wrote") from None
     if not losses:
         raise UserError(f"{log} has no line of training yet")
     return losses

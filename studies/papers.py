@@ -1,6 +1,6 @@
-"""The papers' analyses in small: measurements on models at their beginning, written as JSON and a picture.
+"""The papers' analyses at a small size: measurements on fresh models, written as JSON and a picture.
 
-All run on random tokens: what they look at, initial weights and one batch, needs no language.
+All use random tokens, because they examine initial weights on one batch only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _PRE_LN_PAPER = (2, 4, 6, 8, 10, 12, 14, 18, 24, 36)
 
 @dataclass(frozen=True)
 class Small:
-    """How small: width (4 heads, inner width twice it), sentences of 20 tokens in the batch, seeds, depth."""
+    """The size: model width (with 4 heads, and an FFN twice as wide), sentences of 20 tokens in the batch, number of
+    seeds, and most layers."""
 
     width: int = 64
     sentences: int = 16
@@ -42,8 +43,8 @@ class Small:
     def models(
         self, block: str, encoder: int, decoder: int, init: str = "auto"
     ) -> Iterator[tuple[Transformer, Batch]]:
-        """Of each seed a fresh model of one block, of so many layers, without dropout; and a batch of random symbols,
-        19 and eos on both sides."""
+        """For each seed a fresh model with one block, without dropout, and a batch of random tokens: 19 and eos per
+        sentence and side."""
         shape = Model.model_validate({
             "width": self.width, "heads": 4, "ffn": 2 * self.width, "dropout": 0.0, "max_length": 32,
             **{side: {"block": block, "layers": layers, "init": init}
@@ -54,28 +55,28 @@ class Small:
 
 
 def reproduce(name: str, folder: Path, small: Small) -> str:
-    """Does one experiment, writes `folder/NAME.json` and `.png`, and returns what it found in lines.
+    """Runs one experiment, writes `folder/NAME.json` and `.png`, and returns the results as lines of text.
 
     Raises:
-        UserError: no experiment of that name, a width that heads or positions do not divide, too few depths, or a
-            folder that cannot be written.
+        UserError: an unknown experiment, a width that is no multiple of the heads, too few layers, or a folder that
+            cannot be written.
     """
     if name not in EXPERIMENTS:
-        raise UserError(f"there is no experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
+        raise UserError(f"unknown experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
     if small.width % 4:
         raise UserError(f"--width is {small.width}, must be a multiple of 4, the number of heads, for example 64")
-    if small.deepest < LEAST_DEEP[name]:
-        raise UserError(f"--deepest is {small.deepest}, must be {LEAST_DEEP[name]} or more for {name}")
+    if small.deepest < MIN_LAYERS[name]:
+        raise UserError(f"--deepest is {small.deepest}, must be {MIN_LAYERS[name]} or more for {name}")
     make_run_folder(folder, "--output")
-    found, lines = EXPERIMENTS[name](small, folder / f"{name}.png")
-    write_json(folder / f"{name}.json", {"experiment": name, "settings": vars(small), **found})
+    results, lines = EXPERIMENTS[name](small, folder / f"{name}.png")
+    write_json(folder / f"{name}.json", {"experiment": name, "settings": vars(small), **results})
     return "\n".join([*lines, str(folder / f"{name}.png")])
 
 
 def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     """Output change of encoders of 1 to 100 layers under noise of 1 % (Admin, corollaries 1 and 2, figure 4 left).
 
-    The median over models of different seeds: in deep Post-LN models a few seeds lie far above the others.
+    Medians over seeds, because in deep Post-LN models a few seeds lie far above the others.
     """
     depths = [depth for depth in _DEPTHS if depth <= small.deepest]
     growths: dict[str, Growth] = {}
@@ -83,12 +84,12 @@ def corollaries(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]
     for block in ("post_ln", "pre_ln", "admin"):
         by_seed[block] = []
         for depth in depths:
-            found = [noise_change(*fresh, trials=1)["encoder"][0] for fresh in small.models(block, depth, 1)]
-            by_seed[block].append(found)
-            print_status(f"{block} {depth}L: {median(found):.3g} ({min(found):.3g} to {max(found):.3g})")
+            changes = [noise_change(*fresh, trials=1)["encoder"][0] for fresh in small.models(block, depth, 1)]
+            by_seed[block].append(changes)
+            print_status(f"{block} {depth}L: {median(changes):.3g} ({min(changes):.3g} to {max(changes):.3g})")
         growths[block] = Growth.of(depths, list(map(median, by_seed[block])))
     plot_growth({"encoders of N layers, noise of 1 % on every matrix": growths}, picture,
-                "How far the output moves under noise, against depth")
+                "Change of the output under noise, against depth")
     lines = [f"{block}: R² to N {growth.linear.r2:.3f}, to log N {growth.logarithmic.r2:.3f}; change "
              f"{growth.changes[0]:.2g} at {depths[0]}L, {growth.changes[-1]:.2g} at {depths[-1]}L"
              for block, growth in growths.items()]
@@ -114,32 +115,32 @@ def vanishing(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     plot_lines(panels, picture, title=f"Gradient of every layer's output before training, {layers}L-{layers}L",
                xlabel="layer", ylabel="gradient norm")
     ratios: dict[str, dict[str, float]] = {}
-    for name, found in norms.items():
-        tops = {side: [_tops(each, side, "ffn") for each in found] for side in SIDES}
+    for name, seeds in norms.items():
+        tops = {side: [_tops(each, side, "ffn") for each in seeds] for side in SIDES}
         ratios[name] = {side: median(each[0] / each[-1] for each in tops[side]) for side in SIDES}
     lines = [f"{name}: lowest over highest layer's gradient, encoder {ratio['encoder']:.3g}, decoder "
              f"{ratio['decoder']:.3g}" for name, ratio in ratios.items()]
-    lines.append("Post-LN decoder, what the gradient is multiplied by on the way down, geometric mean over layers:")
-    by_seed = [way_down(found) for found in norms["post_ln"]]
+    lines.append("Post-LN decoder, factors on the gradient on its way down, geometric means over layers:")
+    by_seed = [gradient_factors(each) for each in norms["post_ln"]]
     factors = {}
     for name in by_seed[0]:
         values = [each[name] for each in by_seed]
         factors[name] = median(values)
         lines.append(f"  {name} {factors[name]:.3f} ({min(values):.3f} to {max(values):.3f})")
-    return {"gradients": {name: list(map(asdict, found)) for name, found in norms.items()},
+    return {"gradients": {name: list(map(asdict, seeds)) for name, seeds in norms.items()},
             "lowest_over_highest": ratios, "factors": factors}, lines
 
 
-def way_down(found: Gradients) -> dict[str, float]:
-    """What the gradient is multiplied by on its way down a Post-LN decoder, geometric means over the layers.
+def gradient_factors(norms: Gradients) -> dict[str, float]:
+    """The factors on the gradient's norm on its way down a Post-LN decoder, geometric means over the layers.
 
-    First over whole sub-layers, from one's output to that of the one below (Admin, figure 3), then over the six steps
-    of a layer, three norms and three residual sums (B2T, figure 4, whose places (1) to (5) are the inner ones).
+    First those of whole sub-layers, from one output to the one below (Admin, figure 3), then those of the six steps of
+    a layer, three norms and three residual sums (B2T, figure 4, whose points (1) to (5) are the inner ones).
     """
-    tops = _tops(found, "decoder", "ffn")
-    # by layer, from its output down: the output, places (5) to (1), and the output of the layer below, if there is one
+    tops = _tops(norms, "decoder", "ffn")
+    # For each layer from the top down: its output, points (5) to (1), and the output of the layer below, if any.
     chains = [[tops[index], *reversed(inner), *tops[index - 1 : index]]
-              for index, inner in enumerate(found.places.values())]
+              for index, inner in enumerate(norms.places.values())]
     pairs = {
         "output of the FFN to that of cross-attention": (0, 2),
         "output of cross-attention to that of self-attention": (2, 4),
@@ -151,9 +152,9 @@ def way_down(found: Gradients) -> dict[str, float]:
             for name, (high, low) in pairs.items()}
 
 
-def _tops(found: Gradients, side: str, part: str) -> list[float]:
-    """Of the outputs of one kind of sub-layer, from the bottom."""
-    return [value for name, value in found.outputs.items() if name.startswith(f"{side}.") and name.endswith(part)]
+def _tops(norms: Gradients, side: str, part: str) -> list[float]:
+    """Gradient norms of the outputs of one kind of sub-layer, from the bottom."""
+    return [value for name, value in norms.outputs.items() if name.startswith(f"{side}.") and name.endswith(part)]
 
 
 def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
@@ -174,4 +175,4 @@ def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
 
 Experiment = Callable[[Small, Path], tuple[dict[str, Any], list[str]]]
 EXPERIMENTS: dict[str, Experiment] = {"corollaries": corollaries, "vanishing": vanishing, "last_ffn": last_ffn}
-LEAST_DEEP = {"corollaries": 3, "vanishing": 2, "last_ffn": 6}  # a line is fitted to three depths or more
+MIN_LAYERS = {"corollaries": 3, "vanishing": 2, "last_ffn": 6}  # a fit needs three depths

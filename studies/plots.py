@@ -1,4 +1,4 @@
-"""The pictures of studies."""
+"""The studies' pictures."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from deepnmt.config import Precision
 from deepnmt.plots import GREY, HEIGHT, LEGEND, panels, save, style
 
 _LABEL, _SMALL = 8.0, 6.5  # points
-_ROOM = 0.62  # of the curves' width, kept at their right for names
-_LINES_BELOW = 0.35  # nats below the lowest end
+_NAMES_WIDTH = 0.62  # of the curves' width: the space for names to their right
+_MARGIN_BELOW = 0.35  # nats below the lowest end of a curve
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves of points (update, loss) by name, the word that each came to, and losses to draw across."""
+    """Curves of points (update, loss) and their outcomes by name, and baselines to plot as horizontal lines."""
 
     title: str
     curves: Mapping[str, Sequence[tuple[int, float]]]
-    words: Mapping[str, str]
+    outcomes: Mapping[str, str]
     marks: Mapping[str, float]  # the highest first
 
 
 def plot_study(studies: Sequence[Panel], path: Path, title: str) -> None:
-    """Panels below each other, one loss axis for all; a name has the same colour and dashes everywhere.
+    """Panels below each other with a common loss axis; a name has the same colour and dashes in all of them.
 
-    The axis ends just above the highest mark: what lies above is cut, and the name of a curve that ends there stands at
-    the upper edge.
+    The axis ends just above the highest baseline. Curves are clipped there, and the name of a curve that ends higher is
+    at the upper edge.
     """
     most = max((len(study.curves) for study in studies), default=0)
     height = max(0.8 * HEIGHT, 1.6 + 1.35 * _LABEL / 72 * most)
@@ -45,7 +45,7 @@ def plot_study(studies: Sequence[Panel], path: Path, title: str) -> None:
     ends = [points[-1][1] for study in studies for points in study.curves.values() if points]
     marks = [mark for study in studies for mark in study.marks.values()]
     high = 1.03 * max(marks, default=10.0)
-    low = max(0.0, min([*ends, *marks, high]) - _LINES_BELOW)
+    low = max(0.0, min([*ends, *marks, high]) - _MARGIN_BELOW)
     for axes, study in zip(column, studies, strict=True):
         axes.set_ylim(low, high)
         _plot_panel(axes, study, styles, low, high, (high - low) * 1.35 * _LABEL / 72 / (height - 0.8))
@@ -55,7 +55,7 @@ def plot_study(studies: Sequence[Panel], path: Path, title: str) -> None:
 def _plot_panel(
     axes: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]], low: float, high: float, gap: float
 ) -> None:
-    """`gap`: nats between two names."""
+    """Plots one panel; `gap`: nats between two names."""
     last = max((points[-1][0] for points in panel.curves.values() if points), default=1)
     for mark in panel.marks.values():
         axes.plot([0, last], [mark, mark], color=GREY, linestyle=(0, (2, 2)), linewidth=1)
@@ -63,7 +63,7 @@ def _plot_panel(
         if points:
             axes.plot(*zip(*points, strict=True), **styles[name], linewidth=1.3)
     for number, (name, mark) in enumerate(panel.marks.items()):
-        side = "left" if number else "right"  # curves fall through the highest at the left
+        side = "left" if number else "right"  # at the left, curves cross the highest one
         axes.annotate(name, (0 if number else last, mark), (2, 3), textcoords="offset points", ha=side, color=GREY,
                       fontsize=_LABEL, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.8})
     ends = [min(points[-1][1], high) if points else high for points in panel.curves.values()]
@@ -74,19 +74,19 @@ def _plot_panel(
                   clip_on=False)
         axes.plot([last * 1.06, last * 1.15], [height, height], **styles[name], linewidth=1.3, clip_on=False)
         value = f"{points[-1][1]:.2f}" if points and points[-1][1] < 100 else "beyond"
-        axes.text(last * 1.17, height, f"{name}  {value}  {panel.words[name]}", fontsize=_LABEL, va="center")
-    axes.set_xlim(0, last * (1 + _ROOM))
+        axes.text(last * 1.17, height, f"{name}  {value}  {panel.outcomes[name]}", fontsize=_LABEL, va="center")
+    axes.set_xlim(0, last * (1 + _NAMES_WIDTH))
     axes.set_xticks([round(last * part / 6) for part in range(7)] if last >= 6 else [0, last])
     axes.grid(visible=False, axis="x")
 
 
 def spread(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Heights for names: as near to the values as can be with at least `gap` between two, in the same order, within
-    (low, high) where there is room.
+    """Heights for names: as near to the values as possible with at least `gap` between two, in the same order, within
+    (low, high) if they fit.
 
-    With the gaps taken out, the heights must only not fall: an isotonic regression.
+    Once the gaps are subtracted, the heights need only be non-decreasing, which is an isotonic regression.
     """
-    from sklearn.isotonic import IsotonicRegression  # of the extra `studies`; other pictures do without
+    from sklearn.isotonic import IsotonicRegression  # in the extra `studies`; other pictures do not need it
 
     order = np.argsort(values, kind="stable")
     steps = gap * np.arange(len(values))
@@ -97,7 +97,7 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def plot_idle_time(rows: Sequence[Mapping[str, Any]], stages: int, path: str | Path) -> None:
-    """Idle share of a pipeline's stages against the micro-batches of an update, beside the formula's.
+    """Idle share of a pipeline's stages against the micro-batches of an update, measured and by formula.
 
     Args:
         rows: with `micro_batches`, `idle` (a share for each stage), `mean`, `formula`, `expected`.
@@ -108,12 +108,12 @@ def plot_idle_time(rows: Sequence[Mapping[str, Any]], stages: int, path: str | P
                             "micro-batches per update, M", "idle share of the time, %")
     counts = [row["micro_batches"] for row in rows]
 
-    def plot(shares: Sequence[float], label: str, **look: Any) -> None:
-        axes.plot(counts, [100 * share for share in shares], label=label, **look)
+    def plot(shares: Sequence[float], label: str, **line: Any) -> None:
+        axes.plot(counts, [100 * share for share in shares], label=label, **line)
 
     plot([row["formula"] for row in rows], f"(P − 1) / (M + P − 1), P = {stages} equal stages", color=GREY,
          linestyle="--")
-    plot([row["expected"] for row in rows], "expected of these stages", color=GREY, linestyle=":")
+    plot([row["expected"] for row in rows], "expected for these stages", color=GREY, linestyle=":")
     for stage in range(stages):
         plot([row["idle"][stage] for row in rows], f"stage {stage}, measured",
              **{**style(stage + 1, len(rows)), "linestyle": "none"})
@@ -129,32 +129,32 @@ def plot_comparison(curves: Mapping[str, Mapping[int, float]], path: Path, title
     """Several runs in one picture.
 
     Args:
-        curves: values by update, by the run's name; those that are not finite are left out.
+        curves: values by run and update; values that are not finite are left out.
         path: the PNG to write.
-        title, ylabel: what is compared, and the name of the values with their unit.
+        title, ylabel: of the picture; `ylabel` names the values and their unit.
     """
     figure, [axes] = panels([title], "update", ylabel, heights=[HEIGHT + 0.2 * math.ceil(len(curves) / 2)])
     for number, (name, points) in enumerate(curves.items()):
         finite = {update: value for update, value in points.items() if math.isfinite(value)}
         values = list(finite.values())
         axes.plot(list(finite), values, **style(number, len(values)), linewidth=1.3,
-                  label=f"{name} ({values[-1]:.2f})" if finite else f"{name} (nothing finite)")
+                  label=f"{name} ({values[-1]:.2f})" if finite else f"{name} (no finite value)")
     axes.set_xlim(left=0)
     if curves:
         figure.legend(loc="outside lower center", ncols=2, title="run (last value)", title_fontsize="small", **LEGEND)
     save(figure, path)
 
 
-Kind = tuple[str, int, str]  # precision, sentences a batch, initialisation
-Cells = dict[tuple[str, int, float], list[float]]  # by block, layers and rate, what its runs ended at
+Kind = tuple[str, int, str]  # precision, sentences per batch, initialisation
+Cells = dict[tuple[str, int, float], list[float]]  # final losses by block, layers and rate
 
 
 def plot_grid(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The runs of a verdict's grid: a row of panels for each precision, batch size and initialisation, with warm-up at
-    the left and without at the right; in a panel a row for each block, a column for each depth and rate.
+    """The runs of a verdict grid: a row of panels for each precision, batch size and initialisation, with warm-up at
+    the left and without at the right; in a panel, a row for each block and a column for each depth and rate.
 
-    The colour is the final loss as a share of the mark that a run must come under: blue below, red and dotted above;
-    the mean over seeds.
+    The colour is the final loss, a mean over seeds, divided by the highest loss that counts as learned: blue below 1,
+    red with a dot above.
     """
     cells: dict[Kind, dict[bool, Cells]] = defaultdict(lambda: {True: defaultdict(list), False: defaultdict(list)})
     for record in records:
@@ -166,7 +166,7 @@ def plot_grid(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     names = sorted({name for sides in cells.values() for side in sides.values() for name, *_ in side})
     order = get_args(Precision)
     kinds = sorted(cells, key=lambda kind: (order.index(kind[0]), kind[2] != "auto", kind[1] != 8, *kind[1:]))
-    titles = [f"{_words(kind)}, {'warm-up' if warmup else 'no warm-up'}" for kind in kinds for warmup in (True, False)]
+    titles = [f"{_title(kind)}, {'warm-up' if warmup else 'no warm-up'}" for kind in kinds for warmup in (True, False)]
     title = (f"{len(records)} runs of the toy task by block, layers and peak learning rate: blue learned, red with a "
              "dot did not")
     figure, grid = panels(titles, "", "", title, columns=2, heights=[0.13 * len(names) + 0.95] * len(kinds))
@@ -187,7 +187,7 @@ def plot_grid(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     save(figure, path)
 
 
-def _words(kind: Kind) -> str:
+def _title(kind: Kind) -> str:
     precision, size, init = kind
     return ", ".join(filter(None, [precision, f"{size} sentences" if size else "",
                                    f"init: {init}" if init != "auto" else ""]))

@@ -1,4 +1,4 @@
-"""Files of runs, which studies write and go on with: a line of JSON for each run, appended when it is done."""
+"""Files of runs, from which studies resume: one line of JSON for each finished run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ Record = dict[str, Any]
 
 
 def block_pair(word: str) -> tuple[str, str]:
-    """Encoder and decoder block of a word: `admin`, or `post_ln/pre_ln`. Raises `UserError` for an unknown block."""
+    """Encoder and decoder block of `admin`, `post_ln/pre_ln` and so on. Raises `UserError` for an unknown block."""
     encoder, _, decoder = word.partition("/")
     for block in (encoder, decoder or encoder):
         if block not in BLOCKS:
-            raise UserError(f"there is no block {block!r}; known: {', '.join(BLOCKS)}; two with a / between them are "
-                            "encoder and decoder")
+            raise UserError(f"unknown block {block!r}; known: {', '.join(BLOCKS)}, and pairs ENCODER/DECODER")
     return encoder, decoder or encoder
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """What a run's model consists of: the blocks of encoder and decoder, and the layers of each."""
+    """The stacks of a run's model: the blocks of encoder and decoder, and the layers of each."""
 
     encoder: str
     decoder: str
@@ -40,27 +39,27 @@ class Stacks:
         return self.encoder if self.encoder == self.decoder else f"{self.encoder}/{self.decoder}"
 
     def initialisations(self, init: Any) -> list[str]:
-        """What `init` comes to in encoder and decoder: `xavier`, `xavier_separate` or `depth_scaled`."""
+        """The meaning of `init` in encoder and decoder: `xavier`, `xavier_separate` or `depth_scaled`."""
         return [initialisation(block, init) for block in (self.encoder, self.decoder)]
 
 
 def read_runs(
-    path: Path, study: str, keys: set[str], check: Callable[[Record], object], begins: str | None, unreadable: str,
+    path: Path, study: str, keys: set[str], check: Callable[[Record], object], line_start: str | None, unreadable: str,
     foreign: str,
 ) -> list[Record]:
-    """The runs of a file; half a line, which a kill left, is passed over.
+    """The runs of a file; skips the partial line that a kill may leave.
 
     Args:
-        study: whose runs they are, for messages.
-        keys: what every line has.
-        check: raises ValueError, TypeError, KeyError or AttributeError for a record that is of something else, and may
-            bring an older one up to date.
-        begins: how a line of this study begins, by which half a line at the end is known; None: whatever is no JSON is
-            passed over.
-        unreadable, foreign: what to do about a file that cannot be read, and about one of something else.
+        study: the kind of study, for messages.
+        keys: keys that every line must have.
+        check: raises ValueError, TypeError, KeyError or AttributeError for a record of another kind; may update older
+            records.
+        line_start: the start of this study's lines, to recognise a partial line at the end; None: skips all lines that
+            are not JSON.
+        unreadable, foreign: the way out, for messages about a file that cannot be read or is of another kind.
 
     Raises:
-        UserError: the file cannot be read, or has a line of something else.
+        UserError: the file cannot be read, or has a line of another kind.
     """
     if not path.exists():
         return []
@@ -68,13 +67,13 @@ def read_runs(
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path} cannot be read as lines of JSON: {reason}; {unreadable}") from None
+        raise UserError(f"{path} cannot be read as JSON lines: {reason}; {unreadable}") from None
     records = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except ValueError:
-            if begins is None or (number == len(lines) and line.startswith(begins[: len(line)])):
+            if line_start is None or (number == len(lines) and line.startswith(line_start[: len(line)])):
                 continue
             record = None
         try:
@@ -89,7 +88,7 @@ def read_runs(
 
 
 def append_runs(path: Path, done: Iterable[Sequence[Record]]) -> Iterator[Sequence[Record]]:
-    """Appends the runs as they come, several at a time, and passes them on."""
+    """Appends the runs to the file as they finish, several at a time, and yields them."""
     drop_partial_line(path)
     with path.open("a", encoding="utf-8") as file:
         for records in done:
@@ -99,5 +98,5 @@ def append_runs(path: Path, done: Iterable[Sequence[Record]]) -> Iterator[Sequen
 
 
 def json_lines(records: Iterable[Record]) -> str:
-    """The runs as such a file holds them."""
+    """The runs as lines of JSON."""
     return "".join(json.dumps(record) + "\n" for record in records)

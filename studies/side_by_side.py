@@ -1,9 +1,9 @@
 """Many small models of one shape trained side by side, each at its own learning rate.
 
-A small model's update is mostly the calls of its operations, hardly their arithmetic. With the parameters of K models
-stacked, one call serves all of them (`torch.func.vmap`), and nothing else changes: a model takes the steps that it
-would take alone, up to rounding (which a run at the edge of divergence may amplify). In 16 bits weights and moments are
-kept in fp32 and rounded for each pass, as DeepSpeed does it; in fp16 every model has its own loss scale.
+An update of a small model spends most of its time on calling operations, not on arithmetic. With the parameters of K
+models stacked, one call serves all of them (`torch.func.vmap`). Each model takes the same steps as alone, up to
+rounding (which a run close to divergence may amplify). In 16 bits weights and moments are kept in fp32 and rounded for
+each pass, as in DeepSpeed; in fp16 every model has its own loss scale.
 
 `K` models, `P` parameters of one, `B` sentences, `S` source length, `T` target length.
 """
@@ -27,8 +27,8 @@ from deepnmt.tokens import PAD
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _Scored(nn.Module):
-    """A model that gives its plain loss, summed over target tokens, by operations that vmap knows."""
+class _PlainLoss(nn.Module):
+    """Returns a model's plain loss, summed over target tokens, using only operations that vmap supports."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -49,9 +49,9 @@ class _Scales:
         self.clean = torch.zeros(count)  # updates without overflow since the scale last changed
 
     def unscale(self, gradient: Tensor) -> Tensor:
-        """Divides the gradients [K, P] in place by their scales; says which are finite [K], and sets the next scales.
+        """Divides the gradients [K, P] in place by their scales and sets the next scales; returns which are finite [K].
 
-        Models with a loss that is not finite have no gradient that is, and end at the floor.
+        A model whose loss is not finite has no finite gradient either, so its scale falls to the floor.
         """
         gradient /= self.scales[:, None]
         finite = gradient.isfinite().all(dim=1)
@@ -66,21 +66,21 @@ def train_side_by_side(
     models: Sequence[Transformer], batches: Iterable[Batch], rates: Iterable[Sequence[float]], settings: Optimizer,
     precision: Precision = "fp32", loss_scale: LossScale | None = None,
 ) -> Iterator[list[float]]:
-    """Trains K models without dropout by Adam; yields their losses, nats a target token, update by update.
+    """Trains K models without dropout by Adam; yields their losses in nats a target token, update by update.
 
-    The models given stay as they are. One whose loss is no longer finite goes on so, and the others do not notice; in
-    fp16 an update with an overflow is dropped and its model's loss scale halved.
+    The given models are not changed. A model whose loss is no longer finite does not affect the others. In fp16 an
+    update with an overflow is dropped and its model's loss scale halved.
 
     Args:
         batches: one for each update, the same for all models.
         rates: for each update the K learning rates.
-        settings: betas and eps count.
+        settings: only betas and eps are used.
         precision: of weights and activations in the forward and backward pass.
         loss_scale: of fp16 (default: as in a recipe without one).
     """
-    scored = _Scored(copy.deepcopy(models[0])).eval()
-    names = [name for name, _ in scored.named_parameters()]
-    shapes = [p.shape for p in scored.parameters()]
+    plain_loss = _PlainLoss(copy.deepcopy(models[0])).eval()
+    names = [name for name, _ in plain_loss.named_parameters()]
+    shapes = [p.shape for p in plain_loss.parameters()]
     flat = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models])
     flat.requires_grad_()  # [K, P]
     first, second = torch.zeros_like(flat), torch.zeros_like(flat)
@@ -89,13 +89,13 @@ def train_side_by_side(
     beta1, beta2 = settings.betas
 
     def loss_of(parameters: dict[str, Tensor], *tensors: Tensor) -> Tensor:
-        return functional_call(scored, parameters, tensors)
+        return functional_call(plain_loss, parameters, tensors)
 
     losses_of = vmap(loss_of, in_dims=(0, None, None, None, None))
     for batch, rate in zip(batches, rates, strict=False):
         pieces = flat.to(DTYPES[precision]).split([shape.numel() for shape in shapes], dim=1)
         stacked = {name: piece.unflatten(1, shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
-        with sdpa_kernel(SDPBackend.MATH):  # the fused attention would be run model by model
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention would run the models one by one
             losses = losses_of(stacked, *batch.tensors) / batch.tokens
         [gradient] = torch.autograd.grad((losses if scales is None else losses * scales.scales).sum(), flat)
         with torch.no_grad():

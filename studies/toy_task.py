@@ -1,9 +1,9 @@
-"""A translation task made of numbers, cheap enough to train hundreds of models on: a walk through a secret alphabet.
+"""A toy translation task, cheap enough to train hundreds of models on: random walks in a permuted alphabet.
 
-A source sentence is a random walk: each symbol is followed by one of `successors` others, drawn evenly. Its translation
-is the same sentence in another alphabet, a fixed permutation of the symbols. In nats a target symbol: a model that
-learned nothing but the symbols' frequencies loses log(symbols), one that reads its own output log(successors), and one
-that reads the source 0; of the end of the sentence all learn.
+A source sentence is a random walk: each symbol is followed by one of `successors` others with equal probability. Its
+translation is the same sentence with the symbols replaced by a fixed permutation. The loss in nats a target symbol is
+log(symbols) for a model that knows only the symbols' frequencies, log(successors) for one that uses its own output, and
+0 for one that uses the source. All of them learn where sentences end.
 
 `B` sentences, `S` source and `T` target length.
 """
@@ -26,7 +26,7 @@ _FIRST = PAD + 1  # the id of the first symbol
 
 @dataclass(frozen=True)
 class ToyTask:
-    """Symbols, successors of each, symbols of a sentence (shortest to longest), and the seed of all of it."""
+    """Number of symbols, successors of each, symbols in a sentence (shortest to longest), and the seed."""
 
     symbols: int = 12
     successors: int = 3
@@ -36,30 +36,30 @@ class ToyTask:
 
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
-        """The successors of each symbol, [symbols, successors], and what it is translated to, [symbols]."""
+        """The successors of each symbol, [symbols, successors], and its translation, [symbols]."""
         generator = torch.Generator().manual_seed(stable_hash(self.seed, "alphabet"))
         orders = [torch.randperm(self.symbols, generator=generator) for _ in range(self.symbols + 1)]
         return torch.stack(orders[:-1])[:, : self.successors], orders[-1]
 
     @property
     def vocabulary(self) -> int:
-        """Ids, the four special ones included."""
+        """Number of ids, including the four special ones."""
         return self.symbols + _FIRST
 
     @property
     def frequencies_only(self) -> float:
-        """Nats a target token of a model that knows how often each symbol is and when a sentence ends."""
+        """Nats a target token of a model that knows only the symbols' frequencies and when a sentence ends."""
         length = (self.shortest + self.longest) / 2
         return math.log(self.symbols) * length / (length + 1)
 
     @property
     def target_only(self) -> float:
-        """Nats a target token of a model that reads its own output, not the source; the first symbol is a guess."""
+        """Nats a target token of a model that uses its own output, not the source, and guesses the first symbol."""
         length = (self.shortest + self.longest) / 2
         return (math.log(self.symbols) + math.log(self.successors) * (length - 1)) / (length + 1)
 
     def batch(self, number: int, sentences: int) -> Batch:
-        """Batch `number`, a function of it and the seed: src [B, S], src_lengths [B], trg_in [B, T], trg_out [B, T]."""
+        """The batch with this number, always the same: src [B, S], src_lengths [B], trg_in and trg_out [B, T]."""
         following, alphabet = self._tables
         generator = torch.Generator().manual_seed(stable_hash(self.seed, "batch", number))
         lengths = torch.randint(self.shortest, self.longest + 1, (sentences,), generator=generator)
@@ -73,7 +73,7 @@ class ToyTask:
 
 
 def _closed(symbols: Tensor, lengths: Tensor) -> Tensor:
-    """Symbols [B, n] of these lengths [B] with eos behind them and pad behind that, [B, n + 1]."""
+    """Symbols [B, n] truncated to these lengths [B], followed by eos and padding, [B, n + 1]."""
     closed = torch.cat([symbols, torch.full((len(symbols), 1), PAD)], dim=1)
     positions = torch.arange(closed.size(1))
     closed = closed.masked_fill(positions > lengths[:, None], PAD)

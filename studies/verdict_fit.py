@@ -1,10 +1,10 @@
-"""A rule from runs: a logistic regression on features and their squares, the same with weights that depend on the
-learning rate, or a decision tree; judged on runs held out.
+"""Fits the verdict's rule on runs, and tests it on held-out runs. The rule is a logistic regression on features and
+their squares, the same with weights that depend on the learning rate, or a decision tree.
 
-Which of them, how much the weights are shrunk, and how deep the tree is, is decided on the training part alone, by the
-log loss over five folds of it. Since neighbouring points of a grid are alike, the same is also done with each block
-held out in turn; and since one split is a matter of luck, with other splits. Runs that differ in precision alone mostly
-end alike, so they always stand on the same side.
+Five-fold cross-validation on the training part, by log loss, chooses the form, the weight decay and the tree's depth.
+Neighbouring points of a grid are similar, so the rule is also tested with each block held out in turn; one split may be
+a lucky one, so also on other random splits. Runs that differ only in precision mostly end alike, so they are always in
+the same part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from studies.runs import Record
 
 _FOLDS = 5
 _NO_SQUARE = ("warmup", "bf16", "fp16")  # 0 or 1
-_FEWEST = 40  # runs that a rule is made of
+_MIN_RUNS = 40  # to fit a rule on
 
 Array = npt.NDArray[np.float64]
 Fitter = Callable[[Sequence[Record]], VerdictRule]
@@ -38,7 +38,7 @@ Fitter = Callable[[Sequence[Record]], VerdictRule]
 
 @dataclass(frozen=True)
 class Confusion:
-    """Runs by what they did (learned or not) and what was said of them."""
+    """Numbers of runs by outcome (learned or failed) and prediction (yes: to train)."""
 
     learned_yes: int
     learned_no: int
@@ -52,11 +52,11 @@ class Confusion:
 
     @property
     def accuracy(self) -> float:
-        """The share of right answers."""
+        """The share of right predictions."""
         return (self.learned_yes + self.failed_no) / self.total if self.total else float("nan")
 
     def table(self) -> str:
-        """Three lines."""
+        """The table as three lines of text."""
         rows = (("", "predicted to train", "predicted to fail"), ("learned", self.learned_yes, self.learned_no),
                 ("did not", self.failed_yes, self.failed_no))
         return "\n".join(f"{name:<14}{yes:>20}{no:>20}" for name, yes, no in rows)
@@ -64,13 +64,13 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A rule, how it was made, and how well it does.
+    """A fitted rule and its accuracy.
 
     Attributes:
-        recipe: the entry of `FITTERS` that was chosen.
-        held: on the runs held out.
-        unseen: its accuracy on each block when fitted without that block, where enough others are left.
-        splits: the accuracy on the part held out of each of the random splits, everything chosen anew for each.
+        recipe: the chosen entry of `FITTERS`.
+        held: the confusion table of the held-out runs.
+        unseen: the accuracy on each block of a rule fitted without that block, if enough other runs are left.
+        splits: the accuracy on the held-out part of each random split, of rules chosen and fitted for that split.
     """
 
     rule: VerdictRule
@@ -81,28 +81,28 @@ class Fitted:
 
 
 def confusion(rule: VerdictRule, records: Sequence[Record]) -> Confusion:
-    """What the rule says of these runs."""
-    answers = [(bool(record["learned"]), rule.probability(record["features"]) >= 0.5) for record in records]
-    return Confusion(*(answers.count((done, said)) for done in (True, False) for said in (True, False)))
+    """The rule's predictions for these runs."""
+    pairs = [(bool(record["learned"]), rule.probability(record["features"]) >= 0.5) for record in records]
+    return Confusion(*(pairs.count((learned, yes)) for learned in (True, False) for yes in (True, False)))
 
 
 def unpaired(record: Record) -> dict[str, Any]:
-    """The point of a run without its precision: runs that differ in that alone mostly end alike."""
+    """The point of a run without its precision."""
     return {name: value for name, value in record["point"].items() if name != "precision"}
 
 
 def _group_key(record: Record) -> str:
-    """What runs share that differ in precision alone."""
+    """A key that is equal for runs that differ only in precision."""
     return json.dumps(unpaired(record), sort_keys=True)
 
 
 def held_out(record: Record, share: float) -> bool:
-    """Whether a run is held out; a function of its point alone, precision apart."""
+    """Whether a run is held out, which depends only on its point without the precision."""
     return int.from_bytes(hashlib.sha256(_group_key(record).encode()).digest()[:4], "big") / 2**32 < share
 
 
 def _split(records: Sequence[Record], held: Sequence[bool]) -> tuple[list[Record], list[Record]]:
-    """The runs that a rule is fitted on, and those that are held out."""
+    """The runs to fit a rule on, and those held out."""
     parts: tuple[list[Record], list[Record]] = [], []
     for record, out in zip(records, held, strict=True):
         parts[out].append(record)
@@ -110,27 +110,27 @@ def _split(records: Sequence[Record], held: Sequence[bool]) -> tuple[list[Record
 
 
 def _too_alike(records: Sequence[Record]) -> bool:
-    """Whether they all ended alike."""
+    """Whether all runs learned, or none."""
     return len({bool(record["learned"]) for record in records}) < 2
 
 
 def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) -> Fitted:
-    """The rule of all runs but a `share` that is held out, and what it is worth, on `splits` other splits too.
+    """Fits a rule on all runs but a held-out `share`, and tests it on these and on `splits` other splits.
 
     Raises:
-        UserError: fewer than 40 runs, or all of them ended alike.
+        UserError: there are fewer than 40 runs, or all of them ended alike.
     """
     train, test = _split(records, [held_out(record, share) for record in records])
-    if len(records) < _FEWEST or _too_alike(train):
+    if len(records) < _MIN_RUNS or _too_alike(train):
         raise UserError(f"{len(records)} runs, of which {sum(bool(r['learned']) for r in records)} learned, are too "
-                        "few or too much alike for a rule; run more of the grid with python -m studies "
+                        "few or too similar for a rule; run more of the grid with python -m studies "
                         "verdict-grid run")
     recipe = choose(train)
     unseen = {}
     blocks = [f"{record['point']['encoder']}/{record['point']['decoder']}" for record in records]
     for block in sorted(set(blocks)):
         others, own = _split(records, [each == block for each in blocks])
-        if len(others) >= _FEWEST and not _too_alike(others):  # else there is no rule without it
+        if len(others) >= _MIN_RUNS and not _too_alike(others):  # otherwise no rule can be fitted without it
             unseen[block] = confusion(FITTERS[recipe](others), own).accuracy
     rule = FITTERS[recipe](train)
     return Fitted(rule, recipe, confusion(rule, test), unseen,
@@ -138,7 +138,7 @@ def fit_rule(records: Sequence[Record], share: float = 0.3, splits: int = 20) ->
 
 
 def _random_split_accuracy(records: Sequence[Record], share: float, seed: int) -> float:
-    """The accuracy on the part held out of a random split."""
+    """The accuracy on the held-out part of a random split."""
     keys = list(map(_group_key, records))
     points = list(dict.fromkeys(keys))
     order = torch.randperm(len(points), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -148,12 +148,12 @@ def _random_split_accuracy(records: Sequence[Record], share: float, seed: int) -
 
 
 def choose(train: Sequence[Record]) -> str:
-    """The entry of `FITTERS` with the least log loss over five folds."""
-    return min(FITTERS, key=lambda name: folded(train, FITTERS[name]))
+    """The entry of `FITTERS` with the lowest log loss over five folds."""
+    return min(FITTERS, key=lambda name: cross_validated_loss(train, FITTERS[name]))
 
 
-def folded(records: Sequence[Record], fitter: Fitter) -> float:
-    """Log loss in nats a run over five folds, each judged by a rule fitted on the other four."""
+def cross_validated_loss(records: Sequence[Record], fitter: Fitter) -> float:
+    """Log loss in nats per run over five folds, each predicted by a rule fitted on the other four."""
     total = 0.0
     keys = list(map(_group_key, records))
     folds = {key: number % _FOLDS for number, key in enumerate(dict.fromkeys(keys))}
@@ -167,7 +167,7 @@ def folded(records: Sequence[Record], fitter: Fitter) -> float:
 
 
 def _table(records: Sequence[Record], names: Sequence[str]) -> tuple[Array, Array, dict[str, list[float]]]:
-    """Features [runs, names] and labels [runs], float64; the least and the largest value of each feature."""
+    """Features [runs, names] and labels [runs], float64; the smallest and largest value of each feature."""
     x = np.array([[record["features"][name] for name in names] for record in records], dtype=np.float64)
     spans = {name: [float(column.min()), float(column.max())] for name, column in zip(names, x.T, strict=True)}
     return x, np.array([float(record["learned"]) for record in records]), spans
@@ -179,8 +179,8 @@ def fit_logistic(
     """Logistic regression on standardised features and their squares.
 
     Args:
-        decay: half of it times the squared weights is added to the log loss summed over the runs.
-        by_rate: also on the product of each feature with the log rate, so that what a number means may depend on it.
+        decay: the summed log loss is increased by decay / 2 times the squared norm of the weights.
+        by_rate: also uses the product of each feature with the log rate, so that its effect may depend on the rate.
     """
     x, y, spans = _table(records, names)
     standard = StandardScaler().fit(x)
@@ -192,7 +192,7 @@ def fit_logistic(
     if len(set(y)) > 1:
         model = LogisticRegression(C=1 / decay, solver="newton-cholesky", tol=1e-8).fit(columns, y)
         weights, bias = model.coef_[0], float(model.intercept_[0])
-    else:  # runs that all ended alike tell nothing about a feature
+    else:  # all runs ended alike, so no feature has an effect
         weights, bias = np.zeros(columns.shape[1]), math.log((y.sum() + 1) / (len(y) - y.sum() + 1))
     linear, squares, rates = np.zeros((3, len(names)))
     linear[:], squares[squared], rates[crossed] = np.split(weights, [len(names), len(names) + len(squared)])
@@ -202,9 +202,9 @@ def fit_logistic(
 
 
 def fit_tree(records: Sequence[Record], depth: int, names: Sequence[str] = tuple(FEATURES)) -> VerdictRule:
-    """A decision tree by Gini impurity, at most `depth` questions deep, at least five runs in a leaf."""
+    """A decision tree by Gini impurity, of at most `depth` levels, with at least five runs in a leaf."""
     x, y, spans = _table(records, names)
-    # of labels 0 and 1 the squared error is half the Gini impurity
+    # For labels 0 and 1 the squared error is half the Gini impurity.
     tree = DecisionTreeRegressor(max_depth=depth, min_samples_leaf=5, random_state=0).fit(x, y).tree_
 
     def node(at: int) -> dict[str, Any]:

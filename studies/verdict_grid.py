@@ -1,9 +1,9 @@
-"""The runs that the doctor's verdict is learned from: many small models, trained for a few hundred updates each.
+"""The runs that the doctor's verdict is fitted on: many small models, trained for a few hundred updates each.
 
 Every run is one line of a JSON-lines file: the point of the grid, the features measured before training
-(`doctor/verdict.py`), and what the loss did. Points are done in a shuffled order that is always the same, so a grid
-that was stopped is an even sample of the whole, and the same command goes on with what is missing. All runs are of Adam
-with a linear decay, without dropout or label smoothing, on the toy task.
+(`doctor/verdict.py`), and the losses. The points are trained in a fixed shuffled order, so a stopped grid is an even
+sample of the whole, and the same command trains the missing ones. All runs use the toy task and Adam with linear decay,
+without dropout or label smoothing.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ Mark = Literal["source", "context"]
 
 DEPTHS = (6, 12, 18, 36)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
-PROBE = 8  # sentences that models are measured on, whatever their runs' batches
+PROBE = 8  # sentences to measure features on, for all batch sizes
 OPTIMIZER, SCHEDULE = "adam", "linear"  # of all runs
-_AVERAGED = 20  # updates at the end whose mean loss decides
-_HELD_OUT = 0.3  # of the runs, which the rule is judged on
+_AVERAGED = 20  # last updates, whose mean loss is the final loss
+_HELD_OUT = 0.3  # share of the runs
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a grid share: model width, heads and inner width, updates, those of a warm-up, the task. Runs of
-    other settings do not count as done."""
+    """What all runs of a grid share: model width, heads, FFN width, updates, updates of a warm-up, and the task. Runs
+    with other settings do not count as finished."""
 
     width: int = 32
     heads: int = 4
@@ -68,15 +68,15 @@ class Settings:
 
     @classmethod
     def of(cls, record: Record) -> Settings:
-        """Those of a line."""
+        """The settings of a run's line."""
         return cls(**{**record["settings"], "task": ToyTask(**record["settings"]["task"])})
 
     @property
     def bars(self) -> dict[Mark, float]:
-        """The mean loss of the last 20 updates, nats a target token, under which a run counts as learned.
+        """The final loss in nats a target token below which a run counts as learned.
 
-        source: less than any model can reach that does not read the source; it translates. context: less than any can
-        reach that knows how often each symbol is and nothing else; it is not stuck, but may have lost the encoder.
+        source: lower than any model can reach without the source, so the model translates. context: lower than any
+        model can reach that knows only the symbols' frequencies, so it is not stuck, but may ignore the encoder.
         """
         return {"source": self.task.target_only, "context": self.task.frequencies_only}
 
@@ -95,17 +95,17 @@ class Point(Stacks):
 
     @classmethod
     def of(cls, record: Record) -> Point:
-        """That of a line."""
+        """The point of a run's line."""
         return cls(**record["point"])
 
     def as_dict(self) -> dict[str, Any]:
-        """For the lines of the file; fp32 and auto go without saying there."""
-        unsaid = {"precision": "fp32", "init": "auto"}
-        return {name: value for name, value in asdict(self).items() if unsaid.get(name) != value}
+        """The point as written into the file, where fp32 and auto are left out."""
+        defaults = {"precision": "fp32", "init": "auto"}
+        return {name: value for name, value in asdict(self).items() if defaults.get(name) != value}
 
     @property
     def initialisation(self) -> str:
-        """What `init` comes to in encoder and decoder, as in `xavier/depth_scaled`."""
+        """The meaning of `init` in encoder and decoder, as in `xavier/depth_scaled`."""
         return "/".join(self.initialisations(self.init))
 
     def recipe(self, settings: Settings) -> Recipe:
@@ -126,7 +126,7 @@ class Point(Stacks):
         }, "a point of the grid")
 
     def model(self, settings: Settings) -> Transformer:
-        """The model as training begins with it."""
+        """The fresh model."""
         size = settings.task.vocabulary
         return fresh_model(self.recipe(settings).model, size, size, self.seed, [settings.task.batch(0, self.sentences)])
 
@@ -138,10 +138,10 @@ def grid(
     blocks: Iterable[str] | None, depths: Iterable[int] | None, rates: Iterable[float] | None, sentences: Iterable[int],
     seeds: Iterable[int], precisions: Iterable[Precision] = ("fp32",), inits: Iterable[Init] = ("auto",),
 ) -> list[Point]:
-    """All points, shuffled. `blocks` are words as in `Point.blocks`; None: all blocks, `DEPTHS`, `RATES`.
+    """All points, shuffled. `blocks` have the form of `Point.blocks`. None means all blocks, `DEPTHS` or `RATES`.
 
     Raises:
-        UserError: a block that does not exist.
+        UserError: a block is unknown.
     """
     points = [Point(encoder, decoder, layers, rate, warmup, size, seed, precision, init)
               for encoder, decoder in map(block_pair, blocks or BLOCKS) for layers in depths or DEPTHS
@@ -152,22 +152,21 @@ def grid(
 
 
 def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds: float = math.inf) -> int:
-    """Does the points that `output` does not have yet, appending a line for each; returns how many are left.
+    """Trains the points that are missing in `output`, appending a line for each; returns how many are left.
 
-    Points that differ in rate and warm-up only are trained side by side. No more are begun once `max_seconds` have
-    passed.
+    Points that differ only in rate and warm-up are trained side by side. None starts after `max_seconds`.
 
     Raises:
-        UserError: an impossible point, or a file that cannot be written; nothing is begun then.
+        UserError: a point is impossible, or the file cannot be written; in both cases before any training.
     """
     done = {_key(record) for record in read_grid(output)}
-    wanted = [p for p in points if _key({"point": p.as_dict(), "settings": asdict(settings)}) not in done]
+    missing = [p for p in points if _key({"point": p.as_dict(), "settings": asdict(settings)}) not in done]
     groups: dict[Point, list[Point]] = {}
-    for point in wanted:
+    for point in missing:
         point.recipe(settings)
         groups.setdefault(replace(point, rate=0.0, warmup=False), []).append(point)
     make_parent_folder(output, "RUNS")
-    deadline, left = time.monotonic() + max_seconds, len(wanted)
+    deadline, left = time.monotonic() + max_seconds, len(missing)
 
     def results() -> Iterator[list[Record]]:
         for group in groups.values():
@@ -184,9 +183,10 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
 
 
 def run_points(points: list[Point], settings: Settings) -> list[Record]:
-    """The records of runs that differ in rate and warm-up only: features before training, then the updates.
+    """Measures and trains runs that differ only in rate and warm-up; returns their records.
 
-    Of the line: `losses` are means of ten updates each, `final` that of the last updates, 1e9 where not finite.
+    In a record `losses` are means of ten updates each, `final` is the mean of the last 20, and 1e9 stands for values
+    that are not finite.
     """
     started = time.monotonic()
     task, size = settings.task, points[0].sentences
@@ -199,8 +199,8 @@ def run_points(points: list[Point], settings: Settings) -> list[Record]:
         recipes[0].optimizer, points[0].precision, recipes[0].loss_scale), strict=True)
 
     def mean(losses: Sequence[float]) -> float:
-        found = sum(losses) / len(losses)
-        return found if math.isfinite(found) else 1e9
+        value = sum(losses) / len(losses)
+        return value if math.isfinite(value) else 1e9
 
     records = [{
         "point": point.as_dict(), "settings": asdict(settings), "features": values,
@@ -212,12 +212,12 @@ def run_points(points: list[Point], settings: Settings) -> list[Record]:
 
 
 def marked(record: Record, bar: float) -> Record:
-    """The record with another bar."""
+    """The record, judged by this bar."""
     return {**record, "bar": bar, "learned": record["final"] < bar}
 
 
 def measure_points(points: list[Point], settings: Settings) -> list[dict[str, float]]:
-    """The features of runs that differ in rate and warm-up only, measured in fp32 on a batch of `PROBE` sentences."""
+    """The features of runs that differ only in rate and warm-up, measured in fp32 on a batch of `PROBE` sentences."""
     model, batch = points[0].model(settings), settings.task.batch(0, PROBE)
     recipes = {point.rate: point.recipe(settings) for point in points}
     static = static_features(model, batch)
@@ -230,16 +230,16 @@ def measure_points(points: list[Point], settings: Settings) -> list[dict[str, fl
 
 
 def point_features(point: Point, settings: Settings) -> dict[str, float]:
-    """Those features that the point alone settles, without a model."""
+    """The features that depend on the point only, not on a model."""
     return {"rate": math.log10(point.rate), "warmup": float(point.warmup),
             "tokens": math.log10(settings.task.batch(0, point.sentences).tokens), **precision_features(point.precision)}
 
 
-def measure_anew(runs: Path) -> int:
-    """Measures again, in place, the runs that were made before a feature was thought of; returns how many.
+def measure_again(runs: Path) -> int:
+    """Measures the features that old runs lack and writes them into the file; returns the number of measured runs.
 
-    Their losses stay: what is measured comes before the training and does not change it. A feature that the point
-    alone settles is just written in.
+    The losses stay, because features are measured before training and do not change it. Features that depend on the
+    point only are filled in without measuring.
     """
     records = _some_runs(runs)
     make_parent_folder(runs, "RUNS")
@@ -270,9 +270,9 @@ def read_grid(path: Path) -> list[Record]:
 
 
 def _some_runs(runs: Path) -> list[Record]:
-    """`read_grid`, or `UserError` where there are none."""
+    """`read_grid`; raises `UserError` if there are no runs."""
     if not (records := read_grid(runs)):
-        raise UserError(f"{f'{runs} has 0 runs' if runs.exists() else f'there is no file {runs}'}; make runs with "
+        raise UserError(f"{f'{runs} has no runs' if runs.exists() else f'there is no file {runs}'}; make runs with "
                         f"python -m studies verdict-grid run {runs}")
     return records
 
@@ -285,15 +285,15 @@ def _key(record: Record) -> str:
 
 
 def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) -> str:
-    """Fits the rule on a file of runs; writes `verdict.json`, `verdict.md` and `verdict.png` beside it.
+    """Fits the rule on a file of runs; writes `verdict.json`, `verdict.md` and `verdict.png` next to it.
 
     Args:
-        ship: also put the rule where deepnmt looks for its own.
-        mark: what counts as learned, see `Settings.bars`.
-        splits: random ones, on which the fit is judged as well.
+        ship: also replaces deepnmt's own rule.
+        mark: when a run counts as learned, see `Settings.bars`.
+        splits: number of further random splits to test the fit on.
 
     Raises:
-        UserError: too few runs, a file of something else, or one beside which nothing can be written.
+        UserError: there are too few runs, the file is of another kind, or its folder cannot be written.
     """
     records = [marked(record, Settings().bars[mark]) for record in _some_runs(runs)]
     _require_features(records, FEATURES, runs)
@@ -310,7 +310,7 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         "accuracy_on_random_splits": {"mean": fmean(others), "least": min(others), "most": max(others)},
         "learned": sum(bool(record["learned"]) for record in records), "fit": fitted.recipe,
         "settings": records[0]["settings"], "mark": mark, "bar": records[0]["bar"], "optimizer": OPTIMIZER,
-        "inits": {blocks: sorted(found) for blocks, found in inits.items()}, "schedule": SCHEDULE,
+        "inits": {blocks: sorted(used) for blocks, used in inits.items()}, "schedule": SCHEDULE,
         "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "weight_decay": 0.0, "clip": 0.0,
         "label_smoothing": 0.0, "precisions": sorted({Point.of(record).precision for record in records}),
         "fitted_points": sorted({digest(record) for record in records if not held_out(record, _HELD_OUT)}),
@@ -320,9 +320,9 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
         rule.save(SHIPPED)
     plot_grid(records, runs.with_name("verdict.png"))
     text = "\n".join([
-        f"learned: final loss below {records[0]['bar']:.3f} ({mark}), {rule.facts['learned']} runs did",
+        f"learned: {rule.facts['learned']} runs, with a final loss below {records[0]['bar']:.3f} ({mark})",
         f"{fitted.recipe}, on {rule.facts['runs']} runs",
-        f"accuracy on {held.total} runs held out: {100 * held.accuracy:.1f} %", held.table(),
+        f"accuracy on {held.total} held-out runs: {100 * held.accuracy:.1f} %", held.table(),
         f"on {len(others)} other splits of the same size: {100 * fmean(others):.1f} % on average, "
         f"{100 * min(others):.1f} to {100 * max(others):.1f} %",
         "accuracy on the runs of a block that was left out of the fit:",
@@ -332,43 +332,41 @@ def fit_grid(runs: Path, ship: bool, mark: Mark = "source", splits: int = 20) ->
 
 
 def digest(record: Record) -> str:
-    """A short name of a run's point, precision apart, and settings, by which a rule knows what it was fitted on."""
+    """A short hash of a run's settings and its point without the precision; identifies the runs of a rule's fit."""
     return hashlib.sha256(_key({**record, "point": unpaired(record)}).encode()).hexdigest()[:12]
 
 
 def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
-    """What a finished rule (None: deepnmt's own) says of runs that it was not fitted on: a frozen rule's real test.
-
-    Runs that it was fitted on are left out and counted.
+    """Tests a finished rule (None: deepnmt's own) on runs that it was not fitted on; counts and leaves out the others.
 
     Returns:
         Lines: the accuracy, the confusion table, and the accuracy by batch size, depth, rate, precision,
         initialisation and blocks.
 
     Raises:
-        UserError: no runs, none but what the rule was fitted on, a file of something else, or no such rule.
+        UserError: there are no runs, or only those of the rule's fit; the file is of another kind; the rule is missing.
     """
     records = _some_runs(runs)
     rule = VerdictRule.load(rule_file or SHIPPED)
     fresh, lines = records, []
     if "fitted_points" not in rule.facts:
-        lines.append("the rule does not tell what it was fitted on; some of these runs may be among it")
+        lines.append("the rule does not record which runs it was fitted on; some of these may be among them")
     else:
         fitted = set(rule.facts["fitted_points"])
         fresh = [record for record in records if digest(record) not in fitted]
         if not fresh:
-            raise UserError(f"the rule was fitted on all {len(records)} runs of {runs}, which says nothing; make "
+            raise UserError(f"the rule was fitted on all {len(records)} runs of {runs}, so they cannot test it; make "
                             "others with python -m studies verdict-grid run, for example with --seeds 2")
         if left_out := len(records) - len(fresh):
             lines.append(f"left out: {left_out} runs that the rule was fitted on")
     _require_features(fresh, rule.names, runs)
     mark: Mark = rule.facts.get("mark", "source")
     fresh = [marked(record, Settings.of(record).bars[mark]) for record in fresh]
-    found = confusion(rule, fresh)
-    lines += [f"learned: {sum(bool(record['learned']) for record in fresh)} of {found.total} runs",
-              f"accuracy: {100 * found.accuracy:.1f} %", found.table()]
+    result = confusion(rule, fresh)
+    lines += [f"learned: {sum(bool(record['learned']) for record in fresh)} of {result.total} runs",
+              f"accuracy: {100 * result.accuracy:.1f} %", result.table()]
     kinds: dict[str, Callable[[Point], str]] = {
-        "sentences a batch": lambda point: str(point.sentences),
+        "sentences per batch": lambda point: str(point.sentences),
         "layers of each stack": lambda point: str(point.layers),
         "peak rate": lambda point: f"{point.rate:g}", "precision": lambda point: point.precision,
         "initialisation": lambda point: point.initialisation, "blocks": lambda point: point.blocks}
@@ -383,8 +381,8 @@ def judge_runs(runs: Path, rule_file: Path | None = None) -> str:
 
 
 def _require_features(records: Sequence[Record], names: Iterable[str], runs: Path) -> None:
-    """Raises `UserError` where a run was written before one of these features was measured."""
+    """Raises `UserError` if a run lacks one of these features."""
     lacking = {name for record in records for name in names if name not in record["features"]}
     if lacking:
-        raise UserError(f"{runs} has runs without {', '.join(sorted(lacking))}; add it, without training them again, "
-                        f"with python -m studies verdict-grid measure {runs}")
+        raise UserError(f"{runs} has runs without {', '.join(sorted(lacking))}; add what is missing, without "
+                        f"training again, with python -m studies verdict-grid measure {runs}")

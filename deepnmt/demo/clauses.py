@@ -1,8 +1,8 @@
-"""Phrases and clauses that speak both languages: one meaning, an English and a German word order.
+"""Phrases and clauses in both languages: one meaning with an English and a German word order.
 
-German puts the finite verb second in a main clause, first in a question and last in a subordinate clause, and what
-belongs to it (separable prefix, participle, infinitive) at the end. English puts do-support before a negation and a
-question. Words are in their final form here; only the first letter and the full stop of a sentence are missing.
+German puts the finite verb second in a main clause, first in a question and last in a subordinate clause; the parts
+that belong to it (separable prefix, participle, infinitive) are at the end. English uses do-support in negations and
+questions. The words have their final form; only the capital letter and the full stop of the sentence are added later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENGLISH_MODALS = {"future": "will", "can": "can", "must": "must", "should": "sh
 
 class Phrase(NamedTuple):
     """A noun phrase or pronoun. `de`: its four cases (pronouns have no genitive). `kind`: the determiner's role, or
-    `pronoun`. `noun`: what it speaks of, where it is no pronoun. `oblique`: English me, him, where it differs."""
+    `pronoun`. `noun`: the noun, if it is no pronoun. `oblique`: English me, him, if different."""
 
     en: str
     de: tuple[str, ...]
@@ -39,7 +39,7 @@ class Phrase(NamedTuple):
 
 
 def attach(preposition: str, phrase: str) -> str:
-    """A German preposition before a phrase, run together with the article where German does so (im, zur)."""
+    """A German preposition before a phrase, contracted with the article where German does so (im, zur)."""
     first, _, rest = phrase.partition(" ")
     short = _CONTRACTIONS.get((preposition, first))
     return f"{short} {rest}" if short else f"{preposition} {phrase}"
@@ -50,7 +50,7 @@ def _join(*parts: str) -> str:
 
 
 class Clause(ABC):
-    """What sentences are built of. `mode`: present, past, or a mode of `inflection.CONJUGATIONS`."""
+    """A clause of a sentence. `mode`: present, past, or a mode of `inflection.CONJUGATIONS`."""
 
     subject: Phrase
     mode: str
@@ -58,11 +58,11 @@ class Clause(ABC):
 
     @abstractmethod
     def _english(self, support: bool) -> Pair:
-        """The auxiliary, if there is one, and all that follows it."""
+        """The auxiliary, if any, and all words after it."""
 
     @abstractmethod
     def _german(self) -> tuple[str, str, str]:
-        """The finite verb, the middle of the clause, and what stands at its end."""
+        """The finite verb, the middle of the clause, and its end."""
 
     def pair(self) -> Pair:
         """The statement in both languages."""
@@ -76,12 +76,12 @@ class Clause(ABC):
         return _join(self.subject.en, auxiliary, rest)
 
     def english_question(self, word: str = "") -> str:
-        """The question, after its question word if any."""
+        """The question, with its question word if any."""
         auxiliary, rest = self._english(support=True)
         return _join(word, auxiliary, self.subject.en, rest)
 
     def german(self, front: str | None = None) -> str:
-        """The main clause: `front`, or else the subject, then the finite verb. An empty front puts the verb first."""
+        """The main clause: `front` (default: the subject), then the finite verb, which an empty front leaves first."""
         finite, middle, end = self._german()
         subject = self.subject.de[NOM]
         start = [subject, finite] if front is None else [front, finite, subject]
@@ -177,8 +177,8 @@ def noun_phrase(
     """A noun with its determiner, adjective and owner in every form.
 
     Args:
-        determiner: English and German, the German as `inflection.determiner_de` takes it. `a` becomes `an` by itself. A
-            number is given in its two words with kind `number`; kind `one` puts nur before the German.
+        determiner: English and German, the German as for `inflection.determiner_de`. `a` becomes `an` where needed.
+            A number is given as its two words with kind `number`; kind `one` puts nur before the German.
         of: the owner; it takes the English determiner's place (the man's old coat / der alte Mantel des Mannes).
     """
     before, inflected = determiner

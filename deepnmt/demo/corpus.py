@@ -1,4 +1,4 @@
-"""The demo's corpus: English-German sentence pairs, written by the project's own grammar."""
+"""The demo's corpus: English-German sentence pairs from the grammar in this folder."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _GRAMMAR = ("clauses.py", "grammar.py", "inflection.py", "lexicon.py", "lexicon.
 def make_corpus(
     folder: Path, pairs: int = 110_000, seed: int = 1, valid: int = 500, test: int = 1000
 ) -> dict[str, Any]:
-    """Writes train, valid and test texts (`train.en`, `train.de`, ...), one sentence a line.
+    """Writes train, valid and test texts (`train.en`, `train.de`, ...), one sentence per line.
 
-    No sentence of either language comes twice, within a text or across texts. The same arguments give the same bytes
-    on every machine and version of Python. A folder that holds this very corpus is left as it is; a corpus of other
-    settings is replaced at one stroke when the new one is complete.
+    No sentence of either language occurs twice, within a text or across texts. The same arguments give the same bytes
+    on every machine and version of Python. If the folder has this corpus already, it is left alone; a corpus of
+    other settings is replaced in one rename when the new one is complete.
 
     Args:
-        folder: made if need be.
-        pairs, valid, test: how many pairs of training, validation and test text.
+        folder: created if it is missing.
+        pairs, valid, test: numbers of pairs of training, validation and test text.
 
     Returns:
-        The stamp written beside the texts, `corpus.json`: settings, `counts` of pairs and `words` by text, and the
-        SHA-256 of each file.
+        The content of `corpus.json`, written next to the texts: settings, `counts` of pairs and `words` by text, and
+        the SHA-256 of each file.
 
     Raises:
-        UserError: a count is below 1, or the folder holds something else than a corpus.
+        UserError: a number is below 1, or the folder has other content than a corpus.
     """
     for name, count in (("pairs", pairs), ("valid", valid), ("test", test)):
         if count < 1:
-            raise UserError(f"the demo corpus cannot have {name} = {count}; give 1 or more")
-    # A corpus of an older grammar is not taken for today's.
+            raise UserError(f"{name} of the demo corpus is {count}, must be 1 or more")
+    # A corpus of an older grammar is written again.
     grammar = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in _GRAMMAR))
     settings = {"pairs": pairs, "seed": seed, "valid": valid, "test": test, "grammar": grammar.hexdigest()[:16]}
     try:
@@ -49,16 +49,16 @@ def make_corpus(
         if stamp["settings"] == settings and all(sha256(folder / name) == was for name, was in stamp["sha256"].items()):
             return stamp
     except (OSError, ValueError, KeyError):
-        pass  # none, or a damaged one
+        pass  # missing or damaged
     if folder.exists() and not (folder.is_dir() and ((folder / _STAMP).is_file() or not any(folder.iterdir()))):
-        raise UserError(f"{folder} holds something else than a demo corpus; give a new folder")
+        raise UserError(f"{folder} has other content than a demo corpus; choose a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         stamp = {"settings": settings, "counts": {"test": test, "valid": valid, "train": pairs}, "words": {},
                  "sha256": {}}
         stream = Grammar(seed).pairs()
-        for split, size in stamp["counts"].items():  # test first: it stays the same when the training text grows
+        for split, size in stamp["counts"].items():  # test first, so that `pairs` does not change it
             stamp["words"][split] = {}
             for lang, sentences in zip(("en", "de"), zip(*islice(stream, size))):
                 file = aside / f"{split}.{lang}"

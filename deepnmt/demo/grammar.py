@@ -1,9 +1,9 @@
 """A small grammar of English and German that writes sentence pairs for the demo.
 
-`Grammar(seed).pairs()` yields distinct pairs without end. Every choice is made on the meaning, before either language
-is spoken, and the English sentence always shows it: one source has one translation. What a learner has to find out:
-agreement in gender, case and number, verb-second and verb-final order, separable verbs, perfect and modals, kein and
-nicht, relative clauses, prepositions and their cases, pronouns that follow the gender of their noun, numbers in words.
+`Grammar(seed).pairs()` yields distinct pairs without end. Every choice concerns the meaning and shows in the English
+sentence, so that one source has one translation. A model has to learn: agreement in gender, case and number,
+verb-second and verb-final order, separable verbs, perfect and modals, kein and nicht, relative clauses, prepositions
+and their cases, pronouns that follow the gender of their noun, numbers in words.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Grammar(Phrases):
                 yield en, de
 
     def sentence(self) -> Pair:
-        """One pair of any kind; it may have come before."""
+        """One pair of any kind; pairs may repeat."""
         kinds: dict[Callable[[], Pair], int] = {
             self.statement: 30, self.fronted: 12, self.question: 6, self.asked: 9, self.coordinated: 5,
             self.subordinate: 14, self.that: 8, self.relative: 8, self.anaphor: 7, self.compared: 4, self.counted: 8,
@@ -88,7 +88,7 @@ class Grammar(Phrases):
                 return clause
 
     def bare(self, verb: Verb) -> Action:
-        """A clause of nothing but subject and verb."""
+        """A clause of subject and verb only."""
         return Action(self.subject(verb.subjects), verb, self.mode(verb, _ANY_MODE))
 
     def mode(self, verb: Verb, modes: dict[str, int]) -> str:
@@ -109,7 +109,7 @@ class Grammar(Phrases):
         return en, de
 
     def complete(self, clause: Action) -> None:
-        """Adds what the verb takes beside its subject."""
+        """Adds the verb's objects and adjuncts."""
         verb, subject, tags, case = clause.verb, clause.subject, clause.verb.objects, _CASES[clause.verb.case]
         match verb.kind:
             case "transitive":
@@ -118,7 +118,7 @@ class Grammar(Phrases):
                     clause.adjunct = self.companion("for", "für", "person", subject)
             case "ditransitive":
                 receiver = self.pronoun(but=subject) if self.chance(0.25) else self.phrase("person", KNOWN)
-                if receiver.en_object == "her":  # "send her jackets" would leave open whose they are
+                if receiver.en_object == "her":  # "send her jackets" would be ambiguous
                     thing = self.phrase(tags, KNOWN)
                 else:
                     thing = self.object(tags, subject, clause.negated)
@@ -148,7 +148,7 @@ class Grammar(Phrases):
         return State(subject, self.quality(subject), mode, self.chance(0.15))
 
     def quality(self, phrase: Phrase) -> Pair:
-        """An adjective that goes with a noun, or a person, and is not said of it already."""
+        """An adjective that suits the noun, or a person, and is not in the phrase already."""
         fitting = adjectives(phrase.noun or nouns("person")[0])
         adjective = self.pick([a for a in fitting if f" {a.en} " not in phrase.en])
         return adjective.en, adjective.de

@@ -1,4 +1,4 @@
-"""Word forms of English and German: what a grammar's tables say, as functions of a dictionary entry.
+"""Word forms of English and German, as functions of an entry of the lexicon.
 
 Cases are 0 nominative, 1 accusative, 2 dative, 3 genitive. Verb forms come in four slots: 0 I/ich, 1 you/du,
 2 he/er, 3 we and they/wir und sie. Plural nouns have the gender `p`.
@@ -42,7 +42,7 @@ _DECLENSIONS = _table("""
     mixed.p  en  en  en  en
     strong.p e   e   en  er
 """)
-# Verbs of their own, and for each English mode the German verb that carries it
+# Irregular verbs, and for each English mode the German auxiliary
 CONJUGATIONS = _table("""
     be.present   am     are     is     are
     be.past      was    were    was    were
@@ -75,7 +75,7 @@ def number_en(number: int) -> str:
 
 
 def number_de(number: int) -> str:
-    """A number from 0 to 9,999 in German words, counted, not before a noun: 101 is `hunderteins`."""
+    """A number from 0 to 9,999 in German words, in the form without a noun: 101 is `hunderteins`."""
     thousands, hundreds, below, ones = number // 1000, number // 100 % 10, number % 100, number % 10
 
     def times(digit: int, one: str) -> str:
@@ -90,7 +90,7 @@ def number_de(number: int) -> str:
 
 
 def article_en(next_word: str) -> str:
-    """`a` or `an`. The lexicon holds no word whose first letter and first sound differ."""
+    """`a` or `an`. The lexicon has no word for which the first letter misleads."""
     return "an" if next_word[0] in "aeiou" else "a"
 
 
@@ -166,6 +166,6 @@ def determiner_de(word: str, gender: str, case: int) -> str:
 
 def adjective_de(adjective: Adjective, word: str, gender: str, case: int) -> str:
     """The German adjective before its noun: weak after der and dieser, mixed after ein, strong without a determiner
-    (only plurals go without one here)."""
+    (only plurals have none here)."""
     kind = "weak" if word in ("der", "dies", "jed", "welch") else "mixed" if word else "strong"
     return (adjective.stem or adjective.de) + _DECLENSIONS[f"{kind}.{gender}"][case]

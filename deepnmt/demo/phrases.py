@@ -29,9 +29,9 @@ KNOWN = {"the": 9, "my": 4, "this": 2}
 
 
 class Phrases:
-    """Noun phrases, pronouns and adjuncts, and the choices they are made by.
+    """Chooses noun phrases, pronouns and adjuncts.
 
-    Choices are built on `Random.random` alone, which gives the same numbers in every version of Python.
+    All choices use `Random.random` only, which gives the same numbers in every version of Python.
     """
 
     def __init__(self, seed: int) -> None:
@@ -78,7 +78,7 @@ class Phrases:
         return en, de
 
     def quantity(self, most: int = 9999) -> int:
-        """A number to count things with, from 2; small ones come often. None ends in 01: grammars dispute its form."""
+        """A number of things, from 2, often a small one. None ends in 01, since grammars disagree on its form."""
         high = min(most, self.pick((12, 12, 12, 99, 99, 9999)))
         number = self.between(2, high)
         return number + 1 if number % 100 == 1 else number
@@ -92,7 +92,7 @@ class Phrases:
                 return pronoun
 
     def subject(self, tags: str, negated: bool = False) -> Phrase:
-        """A subject; persons come as pronouns or in company, too."""
+        """A subject; persons may also be pronouns or pairs."""
         if "person" in tags:
             if self.chance(0.3):
                 return self.pronoun()
@@ -103,19 +103,19 @@ class Phrases:
         return self.phrase(tags, _NEGATED_SUBJECT if negated else _SUBJECT)
 
     def object(self, tags: str, subject: Phrase, negated: bool = False) -> Phrase:
-        """An object; persons come as pronouns, too."""
+        """An object; persons may also be pronouns."""
         if "person" in tags and self.chance(0.2):
             return self.pronoun(but=subject)
         return self.phrase(tags, _NEGATED_OBJECT if negated else _OBJECT)
 
     def adjunct(self, choices: Sequence[Sequence[str]], case: int) -> Pair:
-        """A place or direction out of a table of the lexicon: English, German, tags of the noun."""
+        """A place or direction; `choices`: rows of the lexicon with English, German and tags of the noun."""
         en, de, tags = self.pick(choices)
         phrase = self.phrase(tags, _ADJUNCT)
         return f"{en} {phrase.en_object}", attach(de, phrase.de[case])
 
     def place(self) -> Pair:
-        """Where something is; now and then a numbered room."""
+        """A place where something is; sometimes a numbered room."""
         if self.chance(0.06):
             number = self.between(1, 999)
             return f"in room {forms.number_en(number)}", f"in Zimmer {forms.number_de(number)}"
@@ -128,7 +128,7 @@ class Phrases:
 
 
 def back_to(subject: Phrase) -> Phrase | None:
-    """The pronoun that takes a subject up again, or None where English or German would leave it open."""
+    """The pronoun that refers back to a subject, or None if it would be ambiguous in either language."""
     if subject.kind == "pronoun":
         return subject
     if subject.slot == 3:

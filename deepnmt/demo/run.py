@@ -1,5 +1,5 @@
-"""The demo, step by step: a corpus made here, vocabulary and arrays, Admin profile and training under `deepspeed`,
-averaging, translation of sentences never seen, scores. Each step reuses what an earlier attempt left."""
+"""The demo: writes a corpus, prepares it, profiles and trains an Admin model under `deepspeed`, averages checkpoints,
+translates and scores unseen sentences. Each step reuses the results of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from deepnmt.train.log import clock
 _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
 
 
-def walk(recipe: Recipe, pairs: int) -> int:
+def run_demo(recipe: Recipe, pairs: int) -> int:
     """Runs every step and returns the exit code.
 
     Args:
-        recipe: whose training text is two files in one folder, `train.en` and `train.de`, written here.
+        recipe: its training text must be two files in one folder, `train.en` and `train.de`; the demo writes them.
         pairs: of training text; validation and test text have a tenth of that, but at most 500 and 1,000.
 
     Raises:
-        UserError: another recipe; `pairs` below 10; or see the steps.
+        UserError: the recipe has another training text; `pairs` is below 10; or a step raises it.
     """
     started = time.monotonic()
     if [Path(file).name for file in (*recipe.data.train.src, *recipe.data.train.trg)] != ["train.en", "train.de"]:
-        raise UserError("the demo writes its own texts, train.en and train.de, but data.train names others; give "
+        raise UserError("the demo writes its own texts, train.en and train.de, but data.train names others; use "
                         "recipes/demo/admin_18l-18l.yaml or a copy of it")
     if pairs < 10:
         raise UserError(f"--pairs is {pairs}, must be 10 or more")
@@ -71,16 +71,16 @@ def walk(recipe: Recipe, pairs: int) -> int:
 
 
 def _train(recipe: Recipe) -> None:
-    """Starts `deepnmt train` under the launcher, on two processes, unless the run is finished.
+    """Runs `deepnmt train` under the launcher, on two processes, unless the run is finished.
 
     Raises:
-        UserError: it was finished with other settings, or training fails.
+        UserError: the run was finished with other settings, or training fails.
     """
     run = Path(recipe.run)
     status = json.loads((run / "STATUS.json").read_bytes()) if (run / "STATUS.json").is_file() else {}
     if status.get("status") == "finished" and status["update"] >= recipe.train.updates:
-        require_same(load_recipe(recipe.run), recipe)
-        print_status(f"      {recipe.run} was trained before; it is reused")
+        require_same_settings(load_recipe(recipe.run), recipe)
+        print_status(f"      {recipe.run} is trained already and reused")
         return
     run.mkdir(parents=True, exist_ok=True)
     (run / "demo.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
@@ -94,23 +94,23 @@ def _train(recipe: Recipe) -> None:
                         "checkpoint")
 
 
-def require_same(trained: Recipe, recipe: Recipe) -> None:
-    """Raises `UserError` where a finished run had other settings, but for those that change no model and no checkpoint,
-    or that later steps may change."""
+def require_same_settings(trained: Recipe, recipe: Recipe) -> None:
+    """Raises `UserError` if a finished run had other settings. Not compared: settings that do not affect the trained
+    model, or that later steps may change."""
     free = ("run:", "data.workers:", "average_last:", "translate.", "parallel.threads:", "parallel.recompute_layers:",
             "train.log_every:", "train.probe_every:")
     if changes := [change for change in changed_settings(trained, recipe) if not change.startswith(free)]:
         raise UserError(f"{recipe.run} is finished, but was trained with other settings:\n  " + "\n  ".join(changes)
-                        + "\nput them back, say make demo-clean to start over, or give another folder with run=FOLDER")
+                        + "\nrestore them, run make demo-clean to start over, or set another folder with run=FOLDER")
 
 
 def is_scored(recipe: Recipe, scores: Path) -> bool:
-    """Whether a file holds the scores of this average, made since the last checkpoint, by the recipe's search."""
+    """Whether the file has scores of the current average, with the recipe's search settings."""
     run = Path(recipe.run)
     newest = max(path.stat().st_mtime for path in list_checkpoints(run / "checkpoints"))
     if not scores.is_file() or scores.stat().st_mtime <= newest:
         return False
     made = json.loads(scores.read_text(encoding="utf-8"))
-    due = {"averaged_updates": load_state(run / "averaged").extra["averaged_updates"],
-           "translate": recipe.translate.model_dump()}
-    return set(made.get("sets", ())) == set(recipe.data.test) and {key: made.get(key) for key in due} == due
+    expected = {"averaged_updates": load_state(run / "averaged").extra["averaged_updates"],
+                "translate": recipe.translate.model_dump()}
+    return set(made.get("sets", ())) == set(recipe.data.test) and {key: made.get(key) for key in expected} == expected

@@ -1,7 +1,7 @@
-"""How fast one device trains: matrix products, the step rate of a model on random tokens, and updates on real text.
+"""Measures how fast one device trains: matrix products, updates of a model on random tokens, and updates on real text.
 
-`python -m deepnmt.gpu_report.measure JOB ANSWER` does one measurement in a process of its own: JOB is a JSON file that
-names it, with the arguments of the function of that name; ANSWER is the JSON file to write. `report.py` starts it.
+`python -m deepnmt.gpu_report.measure JOB ANSWER` runs one measurement in a separate process: JOB is a JSON file with
+the name of a function and its arguments, ANSWER the JSON file for its result. `report.py` starts it.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `V` vocabulary.
 """
@@ -34,21 +34,20 @@ from deepnmt.ranks import Ranks
 from deepnmt.tokens import BOS, EOS, PAD
 from deepnmt.train.trainer import train
 
-# Dense bf16 TFLOP/s, by a part of the device's name, from the maker's data sheets; the first match counts.
+# Dense bf16 TFLOP/s by a part of the device's name, from the manufacturer's data sheets; the first match counts.
 NOMINAL_TFLOPS = {"H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "A100": 312.0}
-OUT_OF_MEMORY = 3  # the exit code that asks for a smaller batch
-FEWEST_TOKENS = 2048  # of a micro-batch, a side; on fewer a rate says little
+OUT_OF_MEMORY = 3  # exit code; the report then tries a smaller batch
+MIN_TOKENS = 2048  # of a micro-batch, per side; with fewer the rate means little
 
 
 def model_flops(model: Model, vocab: int, sentences: int, source: float, target: float) -> float:
-    """Floating-point operations that training on B sentences of S source and T target tokens needs, forward and
-    backward.
+    """Floating-point operations of training on B sentences of S source and T target tokens, forward and backward.
 
-    A matrix product of m multiply-adds counts 2m forward and twice that backward. Multiply-adds, for inner width F:
-    an encoder layer 4D² + 2DF a source token; a decoder layer 6D² + 2DF a target token and 2D² (cross-attention's keys
-    and values) a source token; the output projection DV a target token. Attention scores and the weighted sum take
-    4·L·D operations a query that sees L keys (the causal ones T/2 on average) and 2.5 times that backward, where
-    fused kernels compute them again. Everything element-wise, padding and the optimizer count nothing.
+    A matrix product of m multiply-adds counts 2m forward and twice that backward. Multiply-adds, with F the width of
+    the FFN: an encoder layer has 4D² + 2DF per source token; a decoder layer 6D² + 2DF per target token and 2D²
+    (cross-attention's keys and values) per source token; the output projection DV per target token. Attention scores
+    and the weighted sum take 4·L·D operations per query over L keys (causal ones T/2 on average), and 2.5 times that
+    backward, because fused kernels recompute them. Element-wise operations, padding and the optimizer are left out.
     """
     d, f = model.width, model.ffn
     n, m = model.encoder.layers, model.decoder.layers
@@ -59,8 +58,8 @@ def model_flops(model: Model, vocab: int, sentences: int, source: float, target:
 
 
 def machine(large: int, tokens: int, width: int, inner: int, vocab: int) -> dict[str, Any]:
-    """What the machine is, and its bf16 matrix products in TFLOP/s: one of `large`³, and those of a layer and of the
-    output projection, whose inner dimension D is small."""
+    """The machine's description and the rates of bf16 matrix products in TFLOP/s: one of `large`³, and those of a layer
+    and of the output projection, whose inner dimension D is small."""
     with processes() as ranks:
         device = ranks.device
         shapes = {
@@ -82,15 +81,15 @@ def _facts(device: torch.device) -> dict[str, Any]:
              "torch": torch.__version__, "deepspeed": version("deepspeed"), "python": platform.python_version(),
              "nominal_tflops": None}
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        nominal = next((rate for part, rate in NOMINAL_TFLOPS.items() if part in found.name), None)
-        facts |= {"device": found.name, "memory_gib": found.total_memory / 2**30, "cuda": torch.version.cuda,
+        properties = torch.cuda.get_device_properties(device)
+        nominal = next((rate for part, rate in NOMINAL_TFLOPS.items() if part in properties.name), None)
+        facts |= {"device": properties.name, "memory_gib": properties.total_memory / 2**30, "cuda": torch.version.cuda,
                   "nominal_tflops": nominal}
     return facts
 
 
 def _product_tflops(rows: int, inner: int, columns: int, device: torch.device, seconds: float = 0.2) -> float:
-    """The median over five windows of TFLOP/s of a bf16 product [rows, inner] x [inner, columns]."""
+    """TFLOP/s of a bf16 product [rows, inner] x [inner, columns]: the median of five windows."""
     a = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
     b = torch.randn(inner, columns, device=device, dtype=torch.bfloat16)
     out = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
@@ -101,7 +100,7 @@ def _product_tflops(rows: int, inner: int, columns: int, device: torch.device, s
 
 
 def _seconds(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Mean seconds of `count` calls after one that is not timed."""
+    """Mean seconds of `count` calls, after one untimed call."""
     call()
     wait(device)
     started = time.perf_counter()
@@ -112,23 +111,23 @@ def _seconds(call: Callable[[], object], count: int, device: torch.device) -> fl
 
 
 def wait(device: torch.device) -> None:
-    """Returns when the device has done all it was given."""
+    """Waits until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: int, steps: int, until: float
          ) -> dict[str, Any]:
-    """Whole updates (forward, backward, optimizer) of a recipe's model by its engine, one micro-batch of random tokens
-    each.
+    """Times whole updates (forward, backward, optimizer) of a recipe's model by its engine, each of one micro-batch of
+    random tokens.
 
     Args:
-        recipe: its settings; of them model, optimizer, loss, clipping and layout count.
-        vocab: V, of a vocabulary for both sides.
-        tokens: of a micro-batch, a side.
-        length: of every sentence, a side, eos counted.
-        warm_up, steps: updates that are not timed, and those that are.
-        until: when to have ended, by this machine's `time.monotonic`; see `timed_updates` for what gives way.
+        recipe: its settings; only model, optimizer, loss, clipping and layout matter.
+        vocab: V, the size of the vocabulary of both sides.
+        tokens: of a micro-batch, per side.
+        length: of every sentence, per side, including eos.
+        warm_up, steps: numbers of untimed and of timed updates.
+        until: the deadline on this machine's `time.monotonic`; `timed_updates` does less work to meet it.
     """
     settings = check_recipe(recipe, "speed")
     with processes(settings.parallel.threads, group=True) as ranks:
@@ -167,16 +166,16 @@ def _peak_memory(device: torch.device) -> float | None:
 def timed_updates(
     update: Callable[[int, int], float], tokens: int, warm_up: int, steps: int, until: float
 ) -> tuple[int, list[float]]:
-    """Updates until there are enough of them, or the next one, as long as the last, would end after `until`.
+    """Runs updates until there are enough, or another one as long as the last would end after `until`.
 
-    Fewer than all are half of them warm-up. Where not even a second one has the time it is halved, once or more, so
-    that two have; but not to less than `FEWEST_TOKENS`, of which there is then one.
+    If time runs out early, the first half of the updates counts as warm-up. If there is no time for a second update,
+    the tokens are halved until two fit, or until they reach `MIN_TOKENS`: then one update counts.
 
     Args:
-        update: takes tokens and number of an update, and returns its seconds.
-        tokens: of an update, where there is time.
-        warm_up, steps: how many are wanted that are not timed, and that are.
-        until: by `time.monotonic`.
+        update: a function of an update's tokens and number that runs it and returns its seconds.
+        tokens: of an update, if there is enough time.
+        warm_up, steps: numbers of untimed and of timed updates, if there is enough time.
+        until: the deadline on `time.monotonic`.
 
     Returns:
         The tokens of the timed updates, and the seconds of each.
@@ -187,16 +186,16 @@ def timed_updates(
         left = until - time.monotonic()
         if seconds[-1] <= left:
             continue
-        if len(seconds) > 1 or tokens // 2 < FEWEST_TOKENS:
+        if len(seconds) > 1 or tokens // 2 < MIN_TOKENS:
             break
         expected = seconds.pop()
-        while 2 * expected > left and tokens // 2 >= FEWEST_TOKENS:
+        while 2 * expected > left and tokens // 2 >= MIN_TOKENS:
             tokens, expected = tokens // 2, expected / 2
     return tokens, seconds[min(warm_up, len(seconds) // 2):]
 
 
 def step_figures(model: Model, vocab: int, sentences: int, length: int, seconds: Sequence[float]) -> dict[str, Any]:
-    """Rates from the times of updates on B sentences of `length` tokens a side; the median update counts."""
+    """Rates of the median update, from the times of updates on B sentences of `length` tokens per side."""
     median = statistics.median(seconds)
     flops = model_flops(model, vocab, sentences, length, length)
     return {"seconds_per_step": median, "fastest": min(seconds), "slowest": max(seconds), "steps": len(seconds),
@@ -206,9 +205,9 @@ def step_figures(model: Model, vocab: int, sentences: int, length: int, seconds:
 
 
 def random_batch(sentences: int, length: int, vocab: int, seed: int, ranks: Ranks) -> Batch:
-    """B sentences of `length` random tokens a side, eos last, without padding."""
-    draw = torch.Generator().manual_seed(seed)
-    src, trg_out = torch.randint(PAD + 1, vocab, (2, sentences, length), generator=draw)
+    """B sentences of `length` random tokens per side, the last one eos, without padding."""
+    generator = torch.Generator().manual_seed(seed)
+    src, trg_out = torch.randint(PAD + 1, vocab, (2, sentences, length), generator=generator)
     src[:, -1] = trg_out[:, -1] = EOS
     trg_in = torch.cat([torch.full((sentences, 1), BOS), trg_out[:, :-1]], dim=1)
     lengths = torch.full((sentences,), length)
@@ -216,9 +215,9 @@ def random_batch(sentences: int, length: int, vocab: int, seed: int, ranks: Rank
 
 
 def updates(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Trains on real text in one layout: what that does to the loss, the loss scale and memory.
+    """Trains on real text in one layout; reports loss, loss scale, rate and memory.
 
-    Rates are the median interval's, the first left out, in which a device still settles. Model FLOPs
+    Rates are medians over the log's intervals, without the first, in which a device is still warming up. Model FLOPs
     (`model_flops`) are those of a pair of sentences of mean length.
     """
     settings = check_recipe(recipe, "gpu_layouts")
@@ -245,8 +244,8 @@ def updates(recipe: dict[str, Any]) -> dict[str, Any]:
             "peak_memory_gib": peak}
 
 
-def work(job: Path | str, answer: Path | str) -> int:
-    """Does the measurement that `job` names; the exit code is `OUT_OF_MEMORY` where the device has too little."""
+def run_job(job: Path | str, answer: Path | str) -> int:
+    """Runs the measurement that `job` names; the exit code is `OUT_OF_MEMORY` if the device has too little memory."""
     measurements: dict[str, Callable[..., dict[str, Any]]] = {"machine": machine, "step": step, "updates": updates}
     arguments = json.loads(Path(job).read_text(encoding="utf-8"))
     try:
@@ -259,4 +258,4 @@ def work(job: Path | str, answer: Path | str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(work(sys.argv[1], sys.argv[2]))
+    sys.exit(run_job(sys.argv[1], sys.argv[2]))

@@ -1,9 +1,9 @@
-"""One call, one report: what a machine's accelerator does with the recipes, within a budget of minutes.
+"""Measures how an accelerator runs the recipes, within a budget of minutes, and writes a report.
 
-Parts, each in processes of its own: the machine and its matrix products; updates of a 60L-12L model on random tokens in
-fp16 and bf16; Tatoeba German to English, trained by the clock, averaged, translated and scored, or 300 updates of it
-with a 60L-12L model in fp16, under ZeRO-1 and as a pipeline of one stage. A part that fails or for which too
-little time is left does not keep the others from running. Without a GPU `toy` tries all of it on a CPU.
+The parts run in separate processes: the machine and its matrix products; updates of a 60L-12L model on random tokens in
+fp16 and bf16; then German to English on Tatoeba. That is either a training of limited time with averaging, translation
+and scores, or 300 updates of a 60L-12L model in fp16, under ZeRO-1 and as a pipeline of one stage. If a part fails or
+has too little time, the others still run. `toy` runs all parts in a tiny size on a CPU.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from deepnmt.config import Recipe, dump_recipe, load_recipe
 from deepnmt.data.split import split_tsv
 from deepnmt.errors import UserError
 from deepnmt.files import markdown_table, read_log, write_json
-from deepnmt.gpu_report.measure import FEWEST_TOKENS, OUT_OF_MEMORY
+from deepnmt.gpu_report.measure import MIN_TOKENS, OUT_OF_MEMORY
 from deepnmt.parallel.workers import module_command
 from deepnmt.progress import print_status
 from deepnmt.train.trainer import FINISHED, PREEMPTED
 
 Subject = Literal["training", "layouts"]
 ToyCorpus = Callable[[Path], dict[str, int]]
-TAIL = 12  # lines of a failed part's log that the report repeats
-LEAVING = 5.0  # seconds from the last update of a step rate to the end of its process
+TAIL = 12  # lines of a failed part's log to put into the report
+SHUTDOWN = 5.0  # seconds from the last timed update to the end of its process
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is run. `deep` and `shallow` are overrides of the recipes, as on a command line, `updates` those of the deep
-    one where it trains on the text.
+    """The size of a report.
 
-    Seconds: `limits` of each part (of the training the least that is worth beginning); `later`, kept back for what
-    follows the training's end; `finish`, of them, for a training told to stop to save and end.
+    Attributes:
+        machine, step: arguments of the functions in `measure.py`.
+        deep, shallow: settings for the two recipes, as on a command line.
+        updates: further settings of the deep one for updates on text.
+        limits: seconds for each part (for the training: the fewest with which it is worth starting).
+        later: seconds reserved for the parts after the training.
+        finish: how many of these a stopped training may take to save and exit.
     """
 
     machine: dict[str, int]
@@ -80,7 +84,7 @@ TOY = Size(
 
 @dataclass
 class Part:
-    """A part of the report as it went; `note` says why it failed or was skipped."""
+    """The outcome of a part of the report; `note`: why it failed or was skipped."""
 
     name: str
     status: Literal["done", "failed", "skipped"] = "done"
@@ -90,7 +94,7 @@ class Part:
 
 
 class Skip(Exception):  # noqa: N818 (a decision, not an error)
-    """A part is not run; the message says why."""
+    """Raised to skip a part; the message is the reason."""
 
 
 def gpu_report(
@@ -102,36 +106,36 @@ def gpu_report(
     Args:
         output: a new or empty folder.
         recipes: the folder of `de-en_60l-12l.yaml` and `de-en_6l-6l.yaml`.
-        tsv: Tatoeba's pairs, English first. None: what `toy` writes, else nothing is trained.
-        minutes: of updates in the training; less if the budget ends before.
+        tsv: Tatoeba's pairs, English first. None: the corpus of `toy`; without that, nothing is trained.
+        minutes: of updates in the training; fewer if the budget ends earlier.
         budget: seconds for everything.
-        toy: writes a tiny corpus into a folder and returns its counts of pairs; all sizes are tiny then.
-        subject: what the text is used for: one training with its score, or some updates in each layout.
+        toy: a function that writes a tiny corpus into a folder and returns its numbers of pairs; makes all sizes tiny.
+        subject: what to do with the text: one training with a score, or some updates in each layout.
 
     Returns:
         1 if a part has failed, else 0.
 
     Raises:
-        UserError: the folder holds something; there is no such recipe or TSV; minutes or budget are not above 0.
+        UserError: the folder is not empty; a recipe or the TSV is missing; minutes or budget are not above 0.
     """
     if minutes <= 0 or budget <= 0:
-        raise UserError(f"minutes is {minutes:g} and budget {budget:g}; both must be above 0")
+        raise UserError(f"--minutes is {minutes:g} and --budget {budget:g}; both must be above 0")
     if tsv is not None and not tsv.is_file():
-        raise UserError(f"there is no file {tsv}; give Tatoeba's pairs as TSV, English first, plain or .gz")
+        raise UserError(f"there is no file {tsv}; set --tsv to Tatoeba's pairs as TSV, English first, plain or .gz")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UserError(f"{output} exists already; name a new folder with --output")
     report = Report(output.absolute(), recipes, tsv, minutes, budget, TOY if toy else FULL, toy, subject)
     output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no part is left running
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `stop_jobs` runs
     try:
         return report.run()
     finally:
-        report.end()
+        report.stop_jobs()
 
 
 @dataclass
 class Report:
-    """The parts in their order, and what each has found so far; see `gpu_report`."""
+    """Runs the parts in order and keeps their outcomes; see `gpu_report`."""
 
     output: Path
     recipes: Path
@@ -151,15 +155,15 @@ class Report:
 
         self.deep = {f"zero1_{precision}": deep(precision) for precision in ("fp16", "bf16")}
         self.layouts = {
-            layout: deep("fp16", *self.size.updates, *self._places(layout), f"parallel.pipeline_stages={stages}")
+            layout: deep("fp16", *self.size.updates, *self._path_settings(layout), f"parallel.pipeline_stages={stages}")
             for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1))
         }
         self.shallow = load_recipe(self.recipes / "de-en_6l-6l.yaml", [
-            *self.size.shallow, *self._places("run"), f"train.max_seconds={60.0 * self.minutes}"])
+            *self.size.shallow, *self._path_settings("run"), f"train.max_seconds={60.0 * self.minutes}"])
         self.started = time.monotonic()
 
-    def _places(self, run: str) -> list[str]:
-        """Overrides: where a run of this report has its folder and its texts."""
+    def _path_settings(self, run: str) -> list[str]:
+        """Settings for the folder and the texts of a run of this report."""
         text = self.output / "text"
         corpora = {name: json.dumps({"src": str(text / f"{name}.de"), "trg": str(text / f"{name}.en")})
                    for name in ("train", "valid", "test")}
@@ -168,10 +172,10 @@ class Report:
                 f"data.test={{test: {corpora['test']}}}"]
 
     def run(self) -> int:
-        """Runs every part; the report is written anew after each. Step rates come after the preparing, which would take
-        the cores that launch their kernels, and before a training, which is content with what time is left."""
+        """Runs every part, and writes the report after each. Updates are timed after `prepare` has ended, because both
+        need the CPU cores, and before the training, which can use whatever time is left."""
         self._part("corpus", self._corpus)
-        preparing = self._start_preparing()  # on the CPU, beside what keeps the GPU busy
+        preparing = self._start_preparing()  # on the CPU, while the GPU computes matrix products
         self._part("machine", lambda: self._measure("machine", self.size.machine, "machine"))
         self._part("prepare", lambda: self._prepared(preparing))
         if self.subject == "training":
@@ -191,13 +195,13 @@ class Report:
         for layout in self.deep:
             self._part(f"60L-12L {layout}", partial(self._step, layout))
 
-    def end(self) -> None:
-        """Leaves no process behind."""
+    def stop_jobs(self) -> None:
+        """Kills the processes that are still running."""
         for job in self.jobs:
             job.stop(0)
 
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Seconds left of the budget."""
         return self.budget - (time.monotonic() - self.started)
 
     def _part(self, name: str, work: Callable[[], dict[str, Any]], needs: str | None = None) -> None:
@@ -208,11 +212,11 @@ class Report:
             if precision in ("fp16", "bf16") and precision not in machine.get("precisions", [precision]):
                 raise Skip(f"this machine's {machine['device']} does not compute in {precision}")
             if needs is not None and self._named(needs).status != "done":
-                raise Skip(f"it needs {needs}, which was {self._named(needs).status}")
+                raise Skip(f"needs the part {needs}, but that was {self._named(needs).status}")
             part.figures = work()
         except Skip as reason:
             part.status, part.note = "skipped", str(reason)
-        except Exception as error:  # whatever it is, the other parts are worth having
+        except Exception as error:  # the other parts run whatever the error is
             part.status, part.note = "failed", f"{type(error).__name__}: {error}"
         part.seconds = time.monotonic() - started
         self.parts.append(part)
@@ -228,12 +232,12 @@ class Report:
     # -- the parts ---------------------------------------------------------------------------------------------------
 
     def _corpus(self) -> dict[str, Any]:
-        """The texts that the small recipe's data is made of."""
+        """Writes the texts for the recipes; returns their name and numbers of pairs."""
         text = self.output / "text"
         if self.tsv is not None:
             return {"name": "Tatoeba de-en", "pairs": split_tsv(self.tsv, text, (2, 1), ("de", "en"))}
         if self.toy is None:
-            raise Skip("no TSV of Tatoeba was given, so nothing is trained")
+            raise Skip("nothing is trained without --tsv, Tatoeba's pairs")
         return {"name": "demo grammar de-en", "pairs": self.toy(text)}
 
     def _start_preparing(self) -> Job | None:
@@ -246,37 +250,37 @@ class Report:
     def _prepared(self, job: Job | None) -> dict[str, Any]:
         if job is None:
             raise Skip("there is no corpus")
-        job.must_end(self._limit("prepare"))
+        job.wait_for_success(self._limit("prepare"))
         return {}
 
     def _step(self, layout: str) -> dict[str, Any]:
-        """A step rate; where memory runs out, with half the tokens, and where not one update ends in time, with the
-        fewest. A device that has time for some updates takes those, see `measure.timed_updates`."""
+        """Times updates: with half the tokens if memory runs out, with the fewest if not even one update ends in time.
+        For a device with time for some updates see `measure.timed_updates`."""
         arguments: dict[str, Any] = {"recipe": self.deep[layout].model_dump(), **self.size.step}
         while True:
             tokens = arguments["tokens"]
-            arguments["until"] = time.monotonic() + self._limit("step") - LEAVING
+            arguments["until"] = time.monotonic() + self._limit("step") - SHUTDOWN
             try:
                 return self._measure("step", arguments, f"step_{layout}_{tokens}")
             except (MemoryError, TooSlow) as reason:
-                arguments["tokens"] = FEWEST_TOKENS if isinstance(reason, TooSlow) else tokens // 2
-                if not FEWEST_TOKENS <= arguments["tokens"] < tokens:
+                arguments["tokens"] = MIN_TOKENS if isinstance(reason, TooSlow) else tokens // 2
+                if not MIN_TOKENS <= arguments["tokens"] < tokens:
                     raise
 
     def _measure(self, measure: str, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-        """What a function of `measure.py` answers to these arguments in a process of its own, both in files of JSON."""
+        """Runs a function of `measure.py` with these arguments in a separate process; returns its result."""
         limit = self._limit(measure)
         task, answer = self.output / f"{name}_job.json", self.output / f"{name}.json"
         write_json(task, {"measure": measure, **arguments})
-        self._job(name, ["deepnmt.gpu_report.measure", str(task), str(answer)]).must_end(limit)
+        self._job(name, ["deepnmt.gpu_report.measure", str(task), str(answer)]).wait_for_success(limit)
         return dict(json.loads(answer.read_text(encoding="utf-8")))
 
     def _train(self) -> dict[str, Any]:
-        """Training until `minutes` of updates are done or only the time of what follows is left: then it is told to
-        stop, and saves."""
+        """Trains for `minutes` of updates, or until only the time reserved for later parts is left; then stops the run,
+        which saves a checkpoint."""
         least, later = self.size.limits["train"], self.size.later
         if self.left() - later < least:
-            raise Skip(f"{self.left():.0f} s of the budget are left; training and what follows want "
+            raise Skip(f"{self.left():.0f} s of the budget are left, but the training and the parts after it need "
                        f"{least + later:.0f}")
         job = self._job("train", ["deepnmt", "train", str(self.output / "recipe.yaml")])
         code = job.end_within(self.left() - later, self.size.finish)
@@ -296,18 +300,18 @@ class Report:
         return scores
 
     def _command(self, name: str, command: str) -> dict[str, Any]:
-        """A command of deepnmt's on the trained run."""
-        self._job(name, ["deepnmt", command, self.shallow.run]).must_end(self._limit(name))
+        """Runs a deepnmt command on the trained run."""
+        self._job(name, ["deepnmt", command, self.shallow.run]).wait_for_success(self._limit(name))
         return {}
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def _limit(self, name: str) -> float:
-        """Seconds a part may take. Raises `Skip` where the budget has less than half of them."""
-        wanted = self.size.limits[name]
-        if self.left() < wanted / 2:
-            raise Skip(f"{max(0.0, self.left()):.0f} s of the budget are left, and it may want {wanted:.0f}")
-        return min(wanted, self.left())
+        """Seconds that a part may take. Raises `Skip` if less than half of its limit is left of the budget."""
+        limit = self.size.limits[name]
+        if self.left() < limit / 2:
+            raise Skip(f"{max(0.0, self.left()):.0f} s of the budget are left, but it may take {limit:.0f}")
+        return min(limit, self.left())
 
     def _job(self, name: str, module: list[str]) -> Job:
         job = Job(name, module, self.output / f"{name}.log")
@@ -316,11 +320,11 @@ class Report:
 
 
 class TooSlow(RuntimeError):  # noqa: N818 (of the device, not of the program)
-    """A part had to be stopped at its limit."""
+    """A part was stopped at its time limit."""
 
 
 class Job:
-    """A module as a program in a process of its own, all it says in a log file."""
+    """A module run as a program in a separate process, with its output in a log file."""
 
     def __init__(self, name: str, module: list[str], log: Path) -> None:
         self.name, self.log, self.started, self.late = name, log, time.monotonic(), False
@@ -328,7 +332,7 @@ class Job:
             self.process = subprocess.Popen(module_command(*module), stdout=stream, stderr=subprocess.STDOUT)
 
     def end_within(self, seconds: float, grace: float) -> int:
-        """The exit code; after `seconds` the process is told to stop, after `grace` more it is killed."""
+        """Waits for the exit code; after `seconds` terminates the process, after `grace` more seconds kills it."""
         try:
             return self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -336,7 +340,7 @@ class Job:
             return self.stop(grace)
 
     def stop(self, grace: float) -> int:
-        """Tells the process to stop and kills it after `grace` seconds, if it still runs; the exit code."""
+        """Terminates the process and, if it still runs after `grace` seconds, kills it; returns the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -345,9 +349,9 @@ class Job:
                 self.process.kill()
         return self.process.wait()
 
-    def must_end(self, seconds: float) -> None:
-        """Waits for a good end. Raises MemoryError where the device had too little, else RuntimeError, `TooSlow` where
-        the seconds were over."""
+    def wait_for_success(self, seconds: float) -> None:
+        """Waits for exit code 0. Raises MemoryError if the device had too little memory, `TooSlow` if the time ran out,
+        and RuntimeError for other failures."""
         code = self.end_within(seconds, 2.0)
         if code == OUT_OF_MEMORY:
             raise MemoryError(self.failure(code))
@@ -355,13 +359,13 @@ class Job:
             raise (TooSlow if self.late else RuntimeError)(self.failure(code))
 
     def failure(self, code: int) -> str:
-        """What is known of a bad end."""
+        """A failure in words, with the end of the log."""
         tail = "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
         return f"{self.name} ended with code {code} after {time.monotonic() - self.started:.0f} s; {self.log}:\n{tail}"
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """What a score must not be quoted without."""
+    """The settings to quote with a score."""
     model = recipe.model
     return {"encoder": f"{model.encoder.layers}L {model.encoder.block}",
             "decoder": f"{model.decoder.layers}L {model.decoder.block}", "width": model.width, "ffn": model.ffn,
@@ -376,7 +380,7 @@ _USE = ["model TFLOP/s", "MFU, nominal", "MFU, measured product", "peak GiB"]
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """The report as a page: what was found, then how each part went."""
+    """The report as a page: the figures, then the outcome of each part."""
     parts = content["parts"]
     figures = {name: part["figures"] for name, part in parts.items() if part["figures"]}
     lines = ["# Accelerator report" + (" (toy sizes: the figures mean nothing)" if content["toy"] else ""), ""]
@@ -411,7 +415,7 @@ def _steps(rates: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
              f"{rate['steps']})",
              f"{rate['source_tokens_per_second']:,.0f} + {rate['target_tokens_per_second']:,.0f}",
              *_use(rate, facts)] for rate in rates]
-    head = ["60L-12L", "parameters", "tokens a side", "ms an update (median, range; how many)",
+    head = ["60L-12L", "parameters", "tokens a side", "ms an update (median, range; number)",
             "source + target tokens/s", *_USE]
     length = rates[0]["length"]
     return ["## Updates", "", f"Random tokens, sentences of {length}, vocabulary {rates[0]['vocab']:,}; forward, "
@@ -419,7 +423,7 @@ def _steps(rates: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
 
 
 def _use(rate: dict[str, Any], facts: dict[str, Any]) -> list[str]:
-    """The columns `_USE`: of the device's arithmetic and of its memory."""
+    """The columns `_USE`: use of the device's arithmetic and of its memory."""
     peaks = (facts.get("nominal_tflops"), facts["matmul_tflops"]["large"] if facts else None)
     return [f"{rate['model_tflops']:.4g}", *(f"{rate['model_tflops'] / peak:.1%}" if peak else "-" for peak in peaks),
             f"{rate['peak_memory_gib']:.1f}" if rate["peak_memory_gib"] is not None else "-"]

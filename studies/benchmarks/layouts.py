@@ -1,8 +1,8 @@
-"""The same updates in several layouts, side by side: losses, gradient norms, memory, seconds; and a pipeline's idle
-time.
+"""Compares the same updates in several layouts (losses, gradient norms, memory, seconds), and measures a pipeline's
+idle time.
 
-Every layout runs in processes of its own, on random batches of a recipe's shape, which are the same everywhere. An
-Admin model is profiled first, on the batches of the first update, by all processes of the layout together.
+Every layout runs in new processes, on the same random batches of a recipe's shape. An Admin model is profiled first, on
+the batches of the first update, by all processes of the layout together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from studies.plots import plot_idle_time
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a model runs. `config`: a name in ds_configs/, or "local"; `stages` 0: no pipeline."""
+    """A layout. `config`: "local", or a file of ds_configs/ and a precision; `stages` 0: no pipeline."""
 
     config: str
     processes: int
@@ -50,40 +50,40 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """`local`, `zero3_fp32:2` (configuration : processes) or `pipeline_zero1_fp32:4/2` (: processes / stages).
+    """Parses `local`, `zero3_fp32:2` (configuration:processes) or `pipeline_zero1_fp32:4/2` (:processes/stages).
 
     Raises:
-        UserError: another form.
+        UserError: the text has another form.
     """
-    found = re.fullmatch(r"(\w+)(?::([1-9]\d*)(?:/([1-9]\d*))?)?", text)
-    if not found:
+    match = re.fullmatch(r"(\w+)(?::([1-9]\d*)(?:/([1-9]\d*))?)?", text)
+    if not match:
         raise UserError(
             f"layout {text!r} is not of the form local, CONFIG:PROCESSES or CONFIG:PROCESSES/STAGES, for example "
             "zero3_fp32:2 or pipeline_zero1_fp32:4/2"
         )
-    processes = int(found[2] or 1)
-    return Layout(found[1], processes, int(found[3] or (processes if found[1].startswith("pipeline") else 0)))
+    processes = int(match[2] or 1)
+    return Layout(match[1], processes, int(match[3] or (processes if match[1].startswith("pipeline") else 0)))
 
 
 def _with_layout(recipe: Recipe, layout: Layout, micro_batches: int, vocab: int) -> Recipe:
-    """The recipe in a layout, `micro_batches` an update over all its processes.
+    """The recipe in a layout, with `micro_batches` per update over all its processes.
 
     Raises:
-        UserError: the layout is impossible, the micro-batches cannot be shared evenly, or the vocabulary has no words.
+        UserError: the layout is impossible, the micro-batches cannot be shared evenly, or the vocabulary is too small.
     """
     if vocab <= PAD + 1:
-        raise UserError(f"--vocab is {vocab}, must be {PAD + 2} or more: the first {PAD + 1} entries are no words")
+        raise UserError(f"--vocab is {vocab}, must be {PAD + 2} or more: the first {PAD + 1} are special tokens")
     tree = recipe.model_dump()
-    tree["parallel"].pop("precision")  # of the layout's name
+    tree["parallel"].pop("precision")  # the layout's name has it
     tree["parallel"] |= {"ds_config": None if layout.config == "local" else f"ds_configs/{layout.config}.json",
                          "pipeline_stages": layout.stages}
-    chains = layout.processes // (layout.stages or 1)
-    if chains and micro_batches % chains:
+    data_world = layout.processes // (layout.stages or 1)
+    if data_world and micro_batches % data_world:
         raise UserError(
-            f"{micro_batches} micro-batches an update cannot be shared among the {chains} data-parallel processes "
-            f"of {layout.name}; give a multiple of {chains}"
+            f"--micro-batches is {micro_batches}, must be a multiple of {data_world}, the data-parallel ranks of "
+            f"{layout.name}"
         )
-    tree["batch"]["accumulation"] = max(1, micro_batches // max(1, chains))
+    tree["batch"]["accumulation"] = max(1, micro_batches // max(1, data_world))
     made = check_recipe(tree, layout.name)
     layout_of(made, layout.processes)
     return made
@@ -93,18 +93,18 @@ def compare_layouts(
     recipe: Recipe, layouts: list[Layout], updates: int, micro_batches: int, tokens: int, vocab: int, threads: int,
     output: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Takes the same updates in each layout, prints a table and, where `output` names a file, writes JSON into it.
+    """Takes the same updates in each layout, prints a table and writes JSON into `output`, if given.
 
     Args:
-        updates: how many.
-        micro_batches: of an update, over all processes.
-        tokens: of a micro-batch, a side.
-        vocab: V of a vocabulary for both sides.
+        updates: number of updates.
+        micro_batches: per update, over all processes.
+        tokens: of a micro-batch, per side.
+        vocab: V, the vocabulary size of both sides.
         threads: of each process.
 
     Raises:
-        UserError: an impossible layout, too small a vocabulary, or an `output` that cannot be written, said before the
-            first one runs; a float type that this machine does not compute with.
+        UserError: before the first layout runs, if one is impossible, the vocabulary is too small or `output` cannot be
+            written; later, if this machine does not support a precision.
     """
     recipes = [_with_layout(recipe, layout, micro_batches, vocab) for layout in layouts]
     if output is not None:
@@ -116,7 +116,7 @@ def compare_layouts(
                "vocab": vocab, "idle": False}
         rows.append({"layout": asdict(layout), "name": layout.name,
                      **run_workers(__name__, job, layout.processes, threads)})
-    head = ["layout", "loss of each update", "gradient norm", "peak GiB a process", "s an update", "largest ω"]
+    head = ["layout", "loss of each update", "gradient norm", "peak GiB per process", "s per update", "largest ω"]
     cells = [[row["name"], " ".join(f"{loss:.5f}" for loss in row["losses"]), f"{row['norms'][-1]:.6f}",
               " ".join(f"{peak:.2f}" for peak in row["peak_gib"]), f"{row['seconds']:.1f}",
               f"{max(row['omega'].values()):.5f}" if row["omega"] else "-"] for row in rows]
@@ -129,19 +129,19 @@ def compare_layouts(
 def measure_idle(
     recipe: Recipe, config: str, stages: int, counts: list[int], tokens: int, vocab: int, threads: int, folder: Path
 ) -> list[dict[str, Any]]:
-    """A pipeline's idle time against (P - 1) / (M + P - 1) as the micro-batches M of an update grow.
+    """Compares a pipeline's idle time with (P - 1) / (M + P - 1) for growing numbers M of micro-batches per update.
 
-    Idle is what a stage does not spend in forward and backward passes, of the time until the last of them has ended in
-    any stage (see `BusyClock`); the median of three updates.
+    A stage's idle time is the share of an update, up to the end of the last pass in any stage, that it does not spend
+    in forward and backward passes (see `BusyClock`); the median of three updates.
 
-    Prints a table; writes `idle.json` and `idle.png` into `folder`. Raises `UserError` for an impossible layout, or a
-    folder that cannot be written.
+    Prints a table; writes `idle.json` and `idle.png` into `folder`. Raises `UserError` if a layout is impossible or the
+    folder cannot be written.
     """
     layout = Layout(config, stages, stages)
     recipes = [_with_layout(recipe, layout, count, vocab) for count in counts]
     make_run_folder(folder, "--output")
     rows = []
-    print("micro-batches  idle, each stage    mean   formula   expected of these cuts")
+    print("micro-batches  idle, each stage    mean   formula   expected for these stages")
     for count, made in zip(counts, recipes, strict=True):
         job = {"recipe": made.model_dump(), "updates": 4, "micro_batches": count, "tokens": tokens, "vocab": vocab,
                "idle": True}
@@ -156,8 +156,8 @@ def measure_idle(
     return rows
 
 
-def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """The updates of one layout, in each of its processes."""
+def run_updates(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """Takes the updates of one layout, in each of its processes."""
     recipe = check_recipe(job["recipe"], "layouts")
     vocabs = (job["vocab"], job["vocab"])
     profile = measure_profile(recipe, vocabs, _batches(job, 0, ranks)[ranks.rank :: ranks.world], ranks)
@@ -175,7 +175,7 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         if busy:
             worked, ended = busy.take()
             share = 1 - worked / ranks.max([ended - started])[0]
-            idle = [*idle, share] if update > 1 else [share]  # the first counts only where there is no other
+            idle = [*idle, share] if update > 1 else [share]  # the first counts only if there is no other
         losses.append(ranks.sum([stats.loss])[0] / tokens)
         norms.append(stats.grad_norm)
     cuda = ranks.device.type == "cuda"
@@ -187,30 +187,30 @@ def work(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 
 def own_peak() -> float:
-    """The most memory this process has held, in bytes.
+    """The peak memory of this process in bytes.
 
-    `ru_maxrss` is the second choice: on Linux a process that another started begins with that one's peak.
+    `ru_maxrss` is the second choice, because on Linux it includes the peak of the parent process.
     """
     status = Path("/proc/self/status")
-    held = status.read_text().partition("VmHWM:")[2] if status.is_file() else ""
-    if not held:  # no Linux, or one whose kernel does not tell (gVisor)
+    peak = status.read_text().partition("VmHWM:")[2] if status.is_file() else ""
+    if not peak:  # not Linux, or a kernel without VmHWM (gVisor)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return 1024 * int(held.split()[0])
+    return 1024 * int(peak.split()[0])
 
 
 def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[Batch]:
-    """All micro-batches of an update, of five lengths in turn."""
+    """All micro-batches of an update, with five sentence lengths in turn."""
     lengths = [min(24, job["tokens"]) + n % 5 for n in range(job["micro_batches"])]
     return [random_batch(max(1, job["tokens"] // length), length, job["vocab"], 1000 * update + n, ranks)
             for n, length in enumerate(lengths)]
 
 
 class BusyClock:
-    """When a pipeline's stage computes: seconds in forward and backward passes, and the time at which the last ended.
+    """Times a pipeline's stage: seconds in forward and backward passes, and the end of the last pass.
 
-    The formula (P - 1) / (M + P - 1) speaks of these passes alone, from the beginning of the first to the end of the
-    last in any stage. What comes after, the sums of gradients among processes and the optimizer's step, which all
-    stages take together, is neither work nor waiting here.
+    The formula (P - 1) / (M + P - 1) describes these passes only, from the start of the first to the end of the last in
+    any stage. The gradient sums over processes and the optimizer's step after them count neither as work nor as idle
+    time.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -222,10 +222,10 @@ class BusyClock:
         self.last = time.perf_counter()
 
     def take(self) -> tuple[float, float]:
-        """The seconds that have come together since the last call, and when the last pass ended (perf_counter)."""
+        """The seconds since the last call of this method, and when the last pass ended (perf_counter)."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds, self.last
 
 
 if __name__ == "__main__":
-    answer_job(work)
+    answer_job(run_updates)

@@ -1,7 +1,7 @@
-"""Speed, measured: training tokens/s of each layout against a plain loop, translation with and without the cache.
+"""Measures speed: training against a plain PyTorch loop in each layout, and translation with and without the cache.
 
-Every figure comes from processes of its own. Layouts take turns, round after round, so that what else the machine does
-falls on all of them alike; the median of the rounds is given, with the range.
+Every measurement runs in new processes. The layouts take turns in each round, so that other load on the machine affects
+all of them alike; the result is the median of the rounds, with the range.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 
-# How the test set is translated: whether the cache is used, and what the recipe's `translate` settings are changed to.
+# Ways to translate the test set: whether the cache is used, and changes to the recipe's `translate` settings.
 TRANSLATIONS: dict[str, tuple[bool, dict[str, Any]]] = {
     "cached": (True, {}),
     "cached, patience 1": (True, {"patience": 1.0}),
@@ -45,20 +45,20 @@ TRANSLATIONS: dict[str, tuple[bool, dict[str, Any]]] = {
     "cached, patience 1, bf16": (True, {"patience": 1.0, "precision": "bf16"}),
     "no cache": (False, {}),
 }
-MICRO_BATCHES = 2  # at least, of every update, in every layout: two processes take one each, one process takes both
+MICRO_BATCHES = 2  # at least, in every update and layout: two processes take one each, one process takes both
 
 
 def placements(cores: int, gpus: int) -> list[tuple[int, int]]:
-    """Processes, and threads of each: one on all cores, and one a core; on a machine with GPUs one, and one a GPU."""
+    """(processes, threads of each): one with all cores, and one per core, or per GPU if there are any."""
     many = (gpus, max(1, cores // gpus)) if gpus else (cores, 1)
     return list(dict.fromkeys([(1, cores), many]))
 
 
-def _training_cases(places: list[tuple[int, int]]) -> dict[str, tuple[str, int, int]]:
-    """The plain loop and deepnmt in each of the `placements`: engine ("torch" for the plain loop, "local", or the name
-    of a DeepSpeed configuration), processes, and threads of each."""
+def _training_cases(placements: list[tuple[int, int]]) -> dict[str, tuple[str, int, int]]:
+    """By name: engine ("torch" for the plain PyTorch loop, "local", or a DeepSpeed configuration and precision),
+    processes, and threads of each."""
     cases = {}
-    for count, threads in places:
+    for count, threads in placements:
         where = f"{count} process{'es' if count > 1 else ''} x {threads} thread{'s' if threads > 1 else ''}"
         fp32 = ("local fp32", "local") if count == 1 else ("ZeRO-1 fp32", "zero1_fp32")
         for name, engine in (("torch.nn.Transformer fp32", "torch"), (f"deepnmt {fp32[0]}", fp32[1]),
@@ -71,13 +71,13 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
     """Times training (and, with a trained run, translation); prints a table and writes a JSON file.
 
     Args:
-        recipe: shape, batch.tokens and prepared data.
-        updates: timed ones in each round, after the same ones untimed.
-        translate_run: a run whose first test set is translated, by the settings of `recipe`.
+        recipe: for shape, batch.tokens and prepared data.
+        updates: timed updates in each round, after an untimed pass over the same batches.
+        translate_run: a run to translate its first test set with, by the settings of `recipe`.
         output: the JSON file.
 
     Raises:
-        UserError: no prepared data; no whole checkpoint in `translate_run`; `output` cannot be
+        UserError: the prepared data are missing; `translate_run` has no complete checkpoint; `output` cannot be
             written.
     """
     open_prepared(recipe)
@@ -111,13 +111,13 @@ def benchmark(recipe: Recipe, updates: int, rounds: int, translate_run: Path | N
         print(f"\n{title.replace('_', ' ')}")
         for name, rates in results.items():
             median = statistics.median(rates)
-            ratio = f"  {median / plain:5.2f} x the best plain loop" if plain else ""
+            ratio = f"  {median / plain:5.2f} x the best plain PyTorch loop" if plain else ""
             print(f"  {name:<52} {median:9,.1f}  ({min(rates):,.1f} to {max(rates):,.1f}){ratio}")
     write_json(output, {"machine": _machine(), "recipe": recipe.model_dump(), "updates": updates, **figures})
 
 
 def _rate(job: str, count: int, threads: int, **settings: Any) -> float:
-    """The rate of a job on `count` fresh processes."""
+    """The rate of a job on `count` new processes."""
     return float(run_workers("studies.benchmarks.training", {"job": job, **settings}, count, threads))
 
 
@@ -126,10 +126,10 @@ def _work(job: dict[str, Any], ranks: Ranks) -> float:
 
 
 def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
-    """Target tokens a second of the whole update loop, collating included.
+    """Target tokens per second of the whole update loop, collating included.
 
-    Every batch is met twice, and the second time counts: oneDNN compiles 16-bit products for each new shape, of which a
-    run meets few after its first epoch.
+    Every batch is used twice and timed the second time, because oneDNN compiles 16-bit products for each new shape, and
+    a run meets few new shapes after its first epoch.
     """
     tree = job["recipe"]
     own = job["engine"] not in ("torch", "local")
@@ -164,7 +164,7 @@ def _translate_rate(job: dict[str, Any], ranks: Ranks) -> float:
     data = PreparedData.open(loaded.recipe.data.folder)
     names = [name for name in data.splits if name.startswith("test.")]
     if not names:
-        raise UserError(f"{loaded.recipe.data.folder} has no test set to translate; name one in data.test")
+        raise UserError(f"{loaded.recipe.data.folder} has no test set to translate; set data.test and prepare again")
     lines = data.split(names[0]).src_text()
     stepper = CachedStepper if job["cache"] else RecomputingStepper
     settings = Translate.model_validate(job["settings"])
@@ -183,7 +183,7 @@ def _translate_rate(job: dict[str, Any], ranks: Ranks) -> float:
 
 
 class PlainLoop:
-    """What a good programmer writes in an hour: `torch.nn.Transformer`, Adam, DistributedDataParallel, fp32."""
+    """A plain PyTorch loop to compare with: `torch.nn.Transformer`, Adam, DistributedDataParallel, fp32."""
 
     def __init__(self, recipe: Recipe, vocab: int, ranks: Ranks) -> None:
         self.smoothing, self.ranks = recipe.train.label_smoothing, ranks
@@ -205,7 +205,7 @@ class PlainLoop:
 
 
 class PlainTransformer(nn.Module):
-    """`torch.nn.Transformer` between one tied embedding and its transpose."""
+    """`torch.nn.Transformer` with tied embeddings and output projection."""
 
     positions: torch.Tensor
 
@@ -218,7 +218,7 @@ class PlainTransformer(nn.Module):
         self.transformer = nn.Transformer(
             model.width, model.heads, model.encoder.layers, model.decoder.layers, model.ffn, model.dropout,
             batch_first=True, norm_first=model.encoder.block == "pre_ln")
-        # attention weights and the FFN's inside have rates of their own; PyTorch drops both as much as branch outputs
+        # deepnmt has separate dropout rates for attention weights and inside the FFN; PyTorch uses the branches' rate.
         for layer in (*self.transformer.encoder.layers, *self.transformer.decoder.layers):
             layer.dropout.p = model.activation_dropout
             for attention in (child for child in layer.children() if isinstance(child, nn.MultiheadAttention)):

@@ -28,7 +28,7 @@ LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.
         "demo": "deepnmt.demo.run.make_corpus"}
 # All that an example may want where there is no text, data or checkpoint.
 WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
-          "there is no folder", "there are 0;", "holds no whole one", "holds no log.jsonl", "no checkpoint in",
+          "there is no folder", "there are 0;", "holds no whole one", "has no log.jsonl", "no checkpoint in",
           "a.de cannot be read", "not here")
 
 

@@ -355,5 +355,5 @@ def test_comparing_timing_and_demo(prepared: Path, trained: Path, refused: Refus
     assert "data.train names others" in refused("demo", recipe, "data.train={tsv: x.tsv}")
     assert "--pairs is 5, must be 10 or more" in refused("demo", recipe, "--pairs", 5)
     mine = f"data.train={{src: {tmp_path}/train.en, trg: {tmp_path}/train.de}}"
-    assert f"{tmp_path} holds something else than a demo corpus" in refused("demo", recipe, mine)
+    assert f"{tmp_path} has other content than a demo corpus" in refused("demo", recipe, mine)
     assert contents(tmp_path) == {"file": b"mine"}

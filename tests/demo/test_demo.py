@@ -1,4 +1,4 @@
-"""The demo at a toy size: from a corpus made here to a score, under the real launcher; said again, it reuses all."""
+"""The demo at a toy size, under the real launcher, from corpus to score; a second call reuses everything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOY = ("vocab.size=200", "batch.tokens=256", "model.encoder.layers=1", "model.de
 
 
 def listed_in_readme() -> list[str]:
-    """What the table says a run leaves behind; "`a.json`, `.png`" means a.json and a.png."""
+    """The files of a run that README lists; "`a.json`, `.png`" means a.json and a.png."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = text.partition("| in `runs/demo/` |")[2].partition("\n\n")[0].splitlines()[2:]
     names: list[str] = []
@@ -30,7 +30,7 @@ def listed_in_readme() -> list[str]:
 
 
 def written(folder: Path) -> dict[str, int]:
-    """Every file, and when it was written."""
+    """Every file with the time it was written."""
     return {str(file.relative_to(folder)): file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
 
 
@@ -45,7 +45,7 @@ def test_demo_from_corpus_to_score_and_again(
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr
 
-    said, progress = demo()
+    output, progress = demo()
     assert all(f"[{number}/5]" in progress for number in range(1, 6))
     assert "on 2 process(es) from scratch" in progress
     assert {"recipe.yaml", "checkpoints/update-*/", "averaged/", "admin_profile.png", "STATUS.json"} <= set(
@@ -55,9 +55,9 @@ def test_demo_from_corpus_to_score_and_again(
     for metric in ("bleu", "chrf", "ter"):
         assert scores[metric] >= 0 and "|version:" in scores[f"{metric}_signature"]
     assert scores["averaged_updates"] == [4, 6] and scores["sentences"] == 20
-    assert f"BLEU {scores['bleu']:.1f}  ({scores['bleu_signature']})" in said
-    assert f"chrF {scores['chrf']:.1f}  ({scores['chrf_signature']})" in said
-    assert [said.count(f"  {who} ") for who in ("English", "deepnmt", "reference")] == [3, 3, 3]
+    assert f"BLEU {scores['bleu']:.1f}  ({scores['bleu_signature']})" in output
+    assert f"chrF {scores['chrf']:.1f}  ({scores['chrf_signature']})" in output
+    assert [output.count(f"  {who} ") for who in ("English", "deepnmt", "reference")] == [3, 3, 3]
 
     hypotheses = [word for name in "xy" for word in ("--hypotheses", f"{name}={tmp_path}/data/text/test.de")]
     assert main("evaluate", [str(run), *hypotheses]) == 0
@@ -65,14 +65,14 @@ def test_demo_from_corpus_to_score_and_again(
 
     before = written(tmp_path)
     again, progress = demo()
-    assert again == said
+    assert again == output
     assert f"{tmp_path}/data/prepared is up to date" in progress
-    assert f"{run} was trained before; it is reused" in progress and "update 1/6" not in progress
+    assert f"{run} is trained already and reused" in progress and "update 1/6" not in progress
     assert f"{run}/scores.json is up to date" in progress
     renewed = {name for name, when in written(tmp_path).items() if before.get(name) != when}
     assert all(name.startswith(("runs/demo/averaged/", "runs/demo/sample.")) for name in renewed), renewed
 
     monkeypatch.setenv("DEEPNMT_DEMO", str(tmp_path / "data"))
-    fault = refused("demo", *words, "model.encoder.layers=2", "optimizer.lr=9.0")
-    assert "[4/5]" not in fault
-    assert f"{run} is finished, but was trained with other settings:\n  model.encoder.layers: 1 -> 2\n" in fault
+    message = refused("demo", *words, "model.encoder.layers=2", "optimizer.lr=9.0")
+    assert "[4/5]" not in message
+    assert f"{run} is finished, but was trained with other settings:\n  model.encoder.layers: 1 -> 2\n" in message

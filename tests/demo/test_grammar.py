@@ -368,7 +368,7 @@ def test_a_complete_corpus_is_reused_and_a_damaged_one_made_again(tmp_path: Path
 
 def test_a_folder_of_other_things_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(UserError, match="holds something else than a demo corpus; give a new folder"):
+    with pytest.raises(UserError, match="has other content than a demo corpus; choose a new folder"):
         make_corpus(tmp_path, pairs=10, valid=1, test=1)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(UserError, match="valid = 0; give 1 or more"):

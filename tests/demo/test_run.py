@@ -1,4 +1,4 @@
-"""When the demo takes what it finds for its own."""
+"""When the demo reuses an existing run or scores, and how it starts training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import tiny_run
 
 from deepnmt import config
 from deepnmt.checkpoint.average import average_run
-from deepnmt.demo import run as walkthrough
-from deepnmt.demo.run import is_scored, require_same
+from deepnmt.demo import run as demo_run
+from deepnmt.demo.run import is_scored, require_same_settings
 from deepnmt.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,11 +46,11 @@ def test_a_finished_run_of_other_settings_is_not_reused(tmp_path: Path) -> None:
     trained = tiny_run.recipe_of(tmp_path / "run")
     free = {"run": "moved", "average_last": 2, "translate": config.Translate(beam=9),
             "parallel": trained.parallel.model_copy(update={"threads": 3})}
-    require_same(trained, trained.model_copy(update=free))
+    require_same_settings(trained, trained.model_copy(update=free))
     other = tiny_run.recipe_of(tmp_path / "run", model={"heads": 4})
     other = other.model_copy(update={**free, "seed": 2, "train": config.Train(updates=7)})
     with pytest.raises(UserError) as fault:
-        require_same(trained, other)
+        require_same_settings(trained, other)
     head, *changes, way_out = str(fault.value).splitlines()
     assert head == "moved is finished, but was trained with other settings:"
     assert changes == ["  model.heads: 2 -> 4", "  seed: 1 -> 2", "  train.updates: 10 -> 7"]
@@ -58,7 +58,7 @@ def test_a_finished_run_of_other_settings_is_not_reused(tmp_path: Path) -> None:
 
 
 def test_training_is_launched_from_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it lies, and whatever lies in the current folder."""
+    """Wherever the package is, and whatever is in the current folder."""
     calls: list[list[str]] = []
 
     def launched(command: list[str], **_: Any) -> SimpleNamespace:
@@ -68,7 +68,7 @@ def test_training_is_launched_from_this_package(tmp_path: Path, monkeypatch: pyt
     recipe = tiny_run.recipe_of(tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", launched)
-        walkthrough._train(recipe)
+        demo_run._train(recipe)
     main, *words = calls[0][-3:]
     assert main == str(ROOT / "deepnmt" / "__main__.py") and words == ["train", f"{tmp_path}/run/demo.yaml"]
     (tmp_path / "deepnmt").mkdir()

@@ -1,4 +1,4 @@
-"""The accelerator report at a toy size on a CPU, what it does without time or text, and training by the clock."""
+"""The accelerator report at a toy size on a CPU, with too little time or text, and training with a time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deepnmt.cli import main
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.gpu_report import measure
-from deepnmt.gpu_report.report import FULL, LEAVING, TOY, Job, Report, TooSlow, markdown
+from deepnmt.gpu_report.report import FULL, SHUTDOWN, TOY, Job, Report, TooSlow, markdown
 from deepnmt.parallel.deepspeed import _check_device
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
@@ -36,7 +36,7 @@ Reported = Callable[..., "tuple[dict[str, Any], str]"]
 
 @pytest.fixture
 def reported(tool: Tool, tmp_path: Path) -> Reported:
-    """Makes a report into `tmp_path/report` with words and an exit code; returns it and the page."""
+    """Writes a toy report into `tmp_path/report` and checks the exit code; returns the report and its page."""
 
     def run(*words: object, code: int = 0) -> tuple[dict[str, Any], str]:
         done = tool("gpu_report", "--toy", "--output", tmp_path / "report", *words, DS_ACCELERATOR="cpu")
@@ -47,9 +47,9 @@ def reported(tool: Tool, tmp_path: Path) -> Reported:
 
 
 def program(module: str, *words: str) -> None:
-    """Runs in a forked process: the module that a `Job` starts, on an accelerator that says itself what it lacks."""
+    """Runs a `Job`'s module in a forked process, with the accelerator's own list of precisions."""
     vars(get_accelerator()).pop("is_fp16_supported")  # see warm.py
-    torch.set_num_threads = lambda _: None  # one thread: a second takes four times the CPU time
+    torch.set_num_threads = lambda _: None  # two threads take four times the CPU time
     without_pictures()
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__")
@@ -59,7 +59,7 @@ def test_toy_report(
     tmp_path: Path, warm: Warm, threads: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Forked(Job):
-        """A job that has ended before it is waited for."""
+        """A job that ends before its constructor returns."""
 
         def __init__(self, name: str, module: list[str], log: Path) -> None:
             self.name, self.log, self.started, self.late = name, log, time.monotonic(), False
@@ -94,7 +94,7 @@ def test_toy_report(
     assert widths == [10] * ("fp16" in computes)
 
 
-def test_a_precision_that_the_accelerator_lacks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_that_the_accelerator_lacks_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for precision in ("fp16", "bf16"):
         monkeypatch.setattr(get_accelerator(), f"is_{precision}_supported", lambda: False)
     monkeypatch.setattr(measure, "_product_tflops", lambda *_: 1.0)
@@ -114,7 +114,7 @@ def test_a_precision_that_the_accelerator_lacks_is_left_out(tmp_path: Path, monk
 
 
 def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> None:
-    """Both take the same updates; the page has a line of each."""
+    """Both layouts take the same updates; the page has a line for each."""
     found = {}
     for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1)):
         recipe = load_recipe(prepared / "recipe.yaml", [
@@ -122,7 +122,7 @@ def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> N
             "train.validate_every=6", "train.save_every=6", "train.log_every=2", "train.valid_bleu=false"])
         job = {"measure": "updates", "recipe": recipe.model_dump()}
         (tmp_path / f"{layout}.job").write_text(json.dumps(job), encoding="utf-8")
-        warm.run(1, "deepnmt.gpu_report.measure:work", tmp_path / f"{layout}.job", tmp_path / layout / "answer.json")
+        warm.run(1, "deepnmt.gpu_report.measure:run_job", tmp_path / f"{layout}.job", tmp_path / layout / "answer.json")
         found[layout] = json.loads((tmp_path / layout / "answer.json").read_text(encoding="utf-8"))
     plain, staged = found.values()
     assert [update for update, _ in plain["losses"]] == [2, 4, 6] and plain["updates"] == 6
@@ -149,13 +149,13 @@ def test_toy_report_of_layouts(reported: Reported) -> None:
     assert "| zero1_fp16, 1 stage(s) | 6 |" in page
 
 
-def test_failed_and_skipped_parts_are_told(reported: Reported, tmp_path: Path) -> None:
+def test_failed_and_skipped_parts_are_reported(reported: Reported, tmp_path: Path) -> None:
     (tmp_path / "few.tsv").write_text("Go.\tGeh.\n", encoding="utf-8")
     report, page = reported("--tsv", tmp_path / "few.tsv", "--budget", "0.001", code=1)
     parts = report["parts"]
     assert parts["corpus"]["status"] == "failed" and "few.tsv has too few sentences" in parts["corpus"]["note"]
     assert parts["machine"]["status"] == "skipped" and "0 s of the budget are left" in parts["machine"]["note"]
-    assert parts["train"]["status"] == "skipped" and "needs prepare" in parts["train"]["note"]
+    assert parts["train"]["status"] == "skipped" and "needs the part prepare" in parts["train"]["note"]
     assert "| corpus | failed |" in page
     assert "exists already" in reported(code=2)[1]
 
@@ -165,28 +165,28 @@ def test_job_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
               tmp_path / "log")
     started = time.monotonic()
     with pytest.raises(TooSlow, match="sleeper ended with code -15"):
-        job.must_end(1.0)
+        job.wait_for_success(1.0)
     assert time.monotonic() - started < 20 and job.process.poll() == -15
     with pytest.raises(RuntimeError, match="No module named"):
-        Job("nothing", ["no_such_module"], tmp_path / "other").must_end(30.0)
+        Job("nothing", ["no_such_module"], tmp_path / "other").wait_for_success(30.0)
 
 
-def test_a_device_too_slow_for_one_update_gets_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, float]] = []
+def test_a_device_too_slow_for_one_update_gets_smaller_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[tuple[int, float]] = []
 
     def measure(self: Report, name: str, arguments: dict[str, Any], file: str) -> dict[str, Any]:
-        asked.append((arguments["tokens"], arguments["until"] - time.monotonic()))
+        requests.append((arguments["tokens"], arguments["until"] - time.monotonic()))
         raise TooSlow("stopped")
 
     monkeypatch.setattr(Report, "_measure", measure)
     report = Report(tmp_path, ROOT / "recipes" / "tatoeba", None, 8.0, 590.0, FULL, None, "training")
     with pytest.raises(TooSlow):
         report._step("zero1_fp16")
-    assert [tokens for tokens, _ in asked] == [32768, 2048]
-    assert all(0 < left <= FULL.limits["step"] - LEAVING for _, left in asked)
+    assert [tokens for tokens, _ in requests] == [32768, 2048]
+    assert all(0 < left <= FULL.limits["step"] - SHUTDOWN for _, left in requests)
 
 
-def test_training_ends_by_the_clock_and_stays_ended(prepared: Path, tmp_path: Path) -> None:
+def test_training_ends_at_its_time_limit(prepared: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def status(limit: str) -> tuple[str, int]:
@@ -196,7 +196,7 @@ def test_training_ends_by_the_clock_and_stays_ended(prepared: Path, tmp_path: Pa
         found = json.loads((run / "STATUS.json").read_text(encoding="utf-8"))
         return found["status"], found["update"]
 
-    assert status("1.0e-6") == ("finished", 2)  # what an update took is known when the next one is made
+    assert status("1.0e-6") == ("finished", 2)  # the time of an update is known at the next one
     assert [record["update"] for record in records(run, "valid")] == [2]
     assert (run / "checkpoints" / "update-00000002" / "manifest.json").exists()
     assert status("1.0e-6") == ("finished", 2)

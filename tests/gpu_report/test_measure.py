@@ -1,4 +1,4 @@
-"""The arithmetic behind model FLOPs utilisation, and the random batches it is measured with."""
+"""The arithmetic of model FLOPs utilisation, and the random batches it is measured on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepnmt.config import Model, Stack
-from deepnmt.gpu_report.measure import FEWEST_TOKENS, model_flops, random_batch, step_figures, timed_updates
+from deepnmt.gpu_report.measure import MIN_TOKENS, model_flops, random_batch, step_figures, timed_updates
 from deepnmt.ranks import Ranks
 
 
@@ -25,7 +25,7 @@ def test_flops_count_each_product_once() -> None:
     assert model_flops(model, 10, 7, 5, 3) == pytest.approx(7 * (6 * (encoder + decoder) + 3.5 * scores), rel=1e-12)
 
 
-def test_the_median_update_counts() -> None:
+def test_rates_are_those_of_the_median_update() -> None:
     model = Model(width=16, heads=2, ffn=32, encoder=Stack(layers=2), decoder=Stack(layers=1))
     figures = step_figures(model, 50, 4, 8, [0.5, 0.25, 4.0])
     assert figures["target_tokens_per_second"] == figures["source_tokens_per_second"] == 32 / 0.5
@@ -38,12 +38,12 @@ def test_the_median_update_counts() -> None:
     (1.0, 15.9, 32768, 11, 15.0),
     (1.0, 6.5, 32768, 3, 6.0),  # half of them warm-up
     (1.0, 2.0, 32768, 1, 2.0),
-    (1.0, 1.6, 8192, 1, 1.5),  # the first was too long for a second: two of a quarter
-    (1.0, 1.0, FEWEST_TOKENS, 1, 1.0625),  # no time at all: one of the fewest tokens
+    (1.0, 1.6, 8192, 1, 1.5),  # the first left too little time for a second: two of a quarter
+    (1.0, 1.0, MIN_TOKENS, 1, 1.0625),  # no time at all: one of `MIN_TOKENS`
 ])
 def test_updates_end_in_time(seconds: float, until: float, tokens: int, timed: int, ended: float,
                              monkeypatch: pytest.MonkeyPatch) -> None:
-    """An update takes time by its tokens; the clock shows their sum."""
+    """An update takes time in proportion to its tokens; the clock shows the sum."""
     taken: list[float] = []
 
     def update(size: int, number: int) -> float:

@@ -1,4 +1,4 @@
-"""The plain loop that deepnmt is timed against does the work that the recipe asks for, where it asks for it."""
+"""The plain PyTorch loop that deepnmt is compared with: dropout, device and placements."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def plain(**rates: float) -> PlainTransformer:
     ({"dropout": 0.0, "attention_dropout": 0.5}, True),
     ({"dropout": 0.0, "activation_dropout": 0.5}, True),
 ])
-def test_each_rate_drops_what_it_speaks_of(rates: dict[str, float], random: bool) -> None:
+def test_each_dropout_rate_has_an_effect(rates: dict[str, float], random: bool) -> None:
     model = plain(**rates).train()
     ids = torch.arange(4, 16).view(2, 6)
     one, two = (model(ids, torch.tensor([6, 6]), ids) for _ in range(2))
     assert torch.equal(one, two) is not random
 
 
-def test_dropout_is_of_branches_and_embeddings_alone() -> None:
+def test_dropout_applies_to_branches_and_embeddings_only() -> None:
     model = plain(dropout=0.3)
     attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     assert [attention.dropout for attention in attentions] == [0.0] * 3
@@ -44,22 +44,22 @@ def test_dropout_is_of_branches_and_embeddings_alone() -> None:
 
 
 def test_the_loop_computes_on_the_device_of_its_process(tmp_path: Path) -> None:
-    """A device that is not the CPU, with nothing in it: tensors of both in one operation would be an error."""
-    there = torch.device("meta")
-    loop = PlainLoop(tiny_run.recipe_of(tmp_path), 20, Ranks(0, 1, 0, 1, there))
-    ids = torch.arange(4, 16, device=there).view(2, 6)
-    assert loop.module(ids, torch.tensor([6, 5], device=there), ids).device == there
+    """On the device `meta`, an operation with a CPU tensor would be an error."""
+    device = torch.device("meta")
+    loop = PlainLoop(tiny_run.recipe_of(tmp_path), 20, Ranks(0, 1, 0, 1, device))
+    ids = torch.arange(4, 16, device=device).view(2, 6)
+    assert loop.module(ids, torch.tensor([6, 5], device=device), ids).device == device
 
 
-@pytest.mark.parametrize(("cores", "gpus", "found"), [
+@pytest.mark.parametrize(("cores", "gpus", "expected"), [
     (2, 0, [(1, 2), (2, 1)]), (1, 0, [(1, 1)]), (16, 2, [(1, 16), (2, 8)]), (16, 1, [(1, 16)]),
     (2, 8, [(1, 2), (8, 1)]),
 ])
-def test_one_process_and_as_many_as_have_a_place(cores: int, gpus: int, found: list[tuple[int, int]]) -> None:
-    assert placements(cores, gpus) == found
+def test_placements(cores: int, gpus: int, expected: list[tuple[int, int]]) -> None:
+    assert placements(cores, gpus) == expected
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_timed(
+def test_a_file_that_cannot_be_written_is_reported_before_any_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("studies.benchmarks.training.open_prepared", lambda recipe: None)

@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def write_log(run: Path, losses: dict[int, float]) -> None:
     run.mkdir()
     lines = [json.dumps({"type": "train", "update": u, "loss": v}) for u, v in losses.items()]
-    lines.append('{"type": "train", "upd')  # the half line of a kill
+    lines.append('{"type": "train", "upd')  # the partial line of a kill
     (run / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def test_compare_draws_and_tabulates(study: Tool, tmp_path: Path) -> None:
+def test_compare_plots_and_tabulates(study: Tool, tmp_path: Path) -> None:
     write_log(tmp_path / "one", {10: 6.0, 20: 5.0, 30: 4.5})
     write_log(tmp_path / "two", {10: 6.5, 20: 6.25})
     done = study("compare", tmp_path / "one", tmp_path / "two", "--output", tmp_path / "picture.png")
@@ -31,8 +31,8 @@ def test_compare_draws_and_tabulates(study: Tool, tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_names_what_is_missing(refused: Refused, tmp_path: Path) -> None:
-    assert "holds no log.jsonl" in refused("compare", tmp_path)
+def test_compare_without_a_log(refused: Refused, tmp_path: Path) -> None:
+    assert "has no log.jsonl" in refused("compare", tmp_path)
 
 
 @pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="nine programs in turn: DEEPNMT_LONG=1")
@@ -48,4 +48,4 @@ def test_benchmark_times_every_layout(prepared: Path, tmp_path: Path) -> None:
     assert any(name.startswith("torch.nn.Transformer") for name in rates)
     assert any("bf16" in name for name in rates) and any("local fp32" in name for name in rates)
     assert all(len(v) == 1 and v[0] > 0 for v in rates.values())
-    assert "x the best plain loop" in done.stdout
+    assert "x the best plain PyTorch loop" in done.stdout

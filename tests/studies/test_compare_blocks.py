@@ -1,4 +1,4 @@
-"""The study of residual systems at toy size: its runs, its marks, its table and picture, and going on with it."""
+"""The study of residual blocks at a toy size: its runs, baselines, table and picture, and resuming it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
 from studies.__main__ import main
 from studies.blocks import (
-    System,
+    Variant,
     _results,
     frequencies_loss,
-    list_systems,
+    list_variants,
     outcome,
     panels,
     read_study,
-    run_system,
+    run_variant,
     validation_loss,
 )
 from studies.plots import spread
@@ -56,7 +56,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def compare(prepared: Path, tmp_path: Path) -> Compare:
-    """The command, into `tmp_path`; returns the runs that it holds then."""
+    """Runs the command with output in `tmp_path`; returns the runs in its file."""
 
     def run(*words: str) -> list[dict[str, Any]]:
         assert main("compare-blocks", [str(prepared / "recipe.yaml"), ONE, "--output", str(tmp_path), *words]) == 0
@@ -65,28 +65,28 @@ def compare(prepared: Path, tmp_path: Path) -> Compare:
     return run
 
 
-def test_a_study_and_going_on_with_it(compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_is_resumed(compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train.updates=22", "--depths", "1", "2", "--blocks", "post_ln", "pre_ln/post_ln"]
     assert len(compare(*words, "--seconds", "0")) <= 1
-    assert "runs are missing; the same command goes on." in capsys.readouterr().out
+    assert "runs are missing; run the same command again to train them." in capsys.readouterr().out
     runs = compare(*words)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert [(r["system"]["encoder"], r["system"]["layers"], r["system"]["source"]) for r in runs] == [
         ("pre_ln", 1, False), ("post_ln", 1, True), ("pre_ln", 1, True),
         ("pre_ln", 2, False), ("post_ln", 2, True), ("pre_ln", 2, True)]
     assert all(len(r["losses"]) == 3 and r["ended"] and r["losses"][0] > r["losses"][-1] for r in runs)
     rows = [line.split(" | ") for line in (tmp_path / "blocks.md").read_text().splitlines() if line.startswith("| ")]
-    assert rows[0][:3] == ["| system", "initialisation", "1L-1L: parameters"] and rows[0][6] == "2L-2L: parameters"
+    assert rows[0][:3] == ["| block", "initialisation", "1L-1L: parameters"] and rows[0][6] == "2L-2L: parameters"
     assert len(rows) == 5 and {row[1] for row in rows[2:]} == {"xavier"}
     assert {row[0] for row in rows[2:]} == {"| post_ln", "| pre_ln/post_ln", "| pre_ln, no source"}
     assert [float(row[3]) for row in rows[2:]] == sorted(float(row[3]) for row in rows[2:])  # the best first
     assert (tmp_path / "blocks.png").stat().st_size > 20_000
-    assert compare(*words) == runs and capsys.readouterr().out == said  # nothing is left to do
+    assert compare(*words) == runs and capsys.readouterr().out == output  # nothing is left to do
 
 
 def test_other_settings_are_other_runs(compare: Compare, tmp_path: Path) -> None:
     words = ["--depths", "1", "--blocks", "post_ln"]
-    # two each of the first two; where the run folder is plays no part
+    # two runs for each number of updates, whatever the run folder
     for updates, run, count in ((2, "one", 2), (3, "one", 4), (3, "other", 4)):
         assert len(compare(f"train.updates={updates}", f"run={tmp_path}/{run}", *words)) == count
     runs = compare("train.updates=3", *words, "--warmups", "2", "0")
@@ -95,41 +95,41 @@ def test_other_settings_are_other_runs(compare: Compare, tmp_path: Path) -> None
 
 
 def test_initialisations(prepared: Path) -> None:
-    """What comes to the same is one run, an older line's included; an initialisation of the recipe's is refused."""
+    """Initialisations with the same meaning are one run, also with an older line; one in the recipe is rejected."""
     blocks = ["post_ln", "b2t", "b2t/post_ln"]
-    listed = list_systems(recipe_of(prepared), blocks, [4], inits=["auto", "xavier", "depth_scaled"])
-    assert [(system.name, system.initialisation) for system in listed] == [
+    listed = list_variants(recipe_of(prepared), blocks, [4], inits=["auto", "xavier", "depth_scaled"])
+    assert [(variant.name, variant.initialisation) for variant in listed] == [
         ("pre_ln, no source", "xavier"), ("post_ln", "xavier"), ("b2t", "depth_scaled"),
         ("b2t/post_ln", "depth_scaled/xavier"), ("b2t, xavier", "xavier"), ("b2t/post_ln, xavier", "xavier"),
         ("post_ln, depth_scaled", "depth_scaled"), ("b2t/post_ln, depth_scaled", "depth_scaled")]
-    whole = list_systems(recipe_of(prepared), ["post_ln", "deepnorm"], [4], inits=["xavier", "xavier_separate"])
-    assert [s.name for s in whole[1:]] == ["post_ln", "deepnorm", "post_ln, xavier_separate"]  # deepnorm has no other
-    assert [s.name for s in list_systems(recipe_of(prepared), blocks, [4], inits=["xavier"])] == [
+    whole = list_variants(recipe_of(prepared), ["post_ln", "deepnorm"], [4], inits=["xavier", "xavier_separate"])
+    assert [s.name for s in whole[1:]] == ["post_ln", "deepnorm", "post_ln, xavier_separate"]  # the same for deepnorm
+    assert [s.name for s in list_variants(recipe_of(prepared), blocks, [4], inits=["xavier"])] == [
         "pre_ln, no source", "post_ln", "b2t, xavier", "b2t/post_ln, xavier"]
     model = listed[-1].recipe(recipe_of(prepared)).model
     scaled, plain = (next(p.std().item() for n, p in new_model(model.model_copy(update={
         "decoder": model.decoder.model_copy(update={"init": init})}), 60, 60, 1).named_parameters()
         if n == "decoder.layers.0.ffn.fc1.weight") for init in (model.decoder.init, "xavier"))
     assert scaled == pytest.approx(plain / 2, rel=1e-5)  # 4^-1/2
-    with pytest.raises(UserError, match=r"^model.decoder.init is xavier, but a study sets it for every run; leave it"):
-        list_systems(recipe_of(prepared, "model.decoder.init=xavier"), blocks, [4])
+    with pytest.raises(UserError, match=r"^model.decoder.init is xavier, but the study sets it for every run; set it"):
+        list_variants(recipe_of(prepared, "model.decoder.init=xavier"), blocks, [4])
 
 
-def test_an_older_study_goes_on(compare: Compare, tmp_path: Path) -> None:
-    """Lines of before there was an initialisation count as auto, and stand beside new ones."""
+def test_an_older_study_is_resumed(compare: Compare, tmp_path: Path) -> None:
+    """Older lines without an initialisation count as auto, next to new ones."""
     words = ["train.updates=2", "--depths", "1", "--blocks", "post_ln"]
     old = compare(*words)
     for record in old:
         assert record["system"].pop("init") == "auto"
         record["settings"]["optimizer"]["decay_norms_and_biases"] = True
-        del record["settings"]["model"]["activation"]  # as if that setting had come later
+        del record["settings"]["model"]["activation"]  # as if the setting were newer
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
     runs = compare(*words, "--inits", "auto", "xavier", "depth_scaled")
     assert runs[:2] == old and [r["system"]["init"] for r in runs[2:]] == ["depth_scaled"]
     table = (tmp_path / "blocks.md").read_text()
     assert "| post_ln | xavier | " in table and "| post_ln | depth_scaled | " in table
-    panels_drawn = panels(read_study(tmp_path / "runs.jsonl"))
-    assert [(panel.title, list(panel.curves)) for panel in panels_drawn] == [
+    plotted = panels(read_study(tmp_path / "runs.jsonl"))
+    assert [(panel.title, list(panel.curves)) for panel in plotted] == [
         ("1L-1L", ["pre_ln, no source", "post_ln"]), ("1L-1L, init: depth_scaled", ["post_ln"])]
 
 
@@ -141,11 +141,11 @@ def test_two_processes(prepared: Path, tmp_path: Path, threads: None) -> None:
     assert alone == both and len(both) == 2
 
 
-def test_ctrl_c_ends_all_processes_without_a_word(
+def test_ctrl_c_ends_all_processes_silently(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A terminal sends it to all of them, in the midst of their start, too."""
-    monkeypatch.setattr("studies.blocks._run", signal.sigtimedwait)  # waits, for as long as no such signal comes
+    """A terminal sends the signal to all of them, even while they start."""
+    monkeypatch.setattr("studies.blocks._run", signal.sigtimedwait)  # waits for a signal that is never sent
     started, others = time.monotonic(), set(active_children())
     blocked: list[int] = []
 
@@ -170,18 +170,18 @@ def test_ctrl_c_ends_all_processes_without_a_word(
     assert capfd.readouterr().err == ""
 
 
-def test_a_run_is_the_training_jobs(prepared: Path, tmp_path: Path) -> None:
-    """The same losses as `deepnmt train`, the same validation, for Admin with its profile and two micro-batches."""
+def test_a_run_equals_a_training_run(prepared: Path, tmp_path: Path) -> None:
+    """The training and validation losses of `deepnmt train`, for Admin with its profile and two micro-batches."""
     overrides = [ONE, f"run={tmp_path}", "batch.accumulation=2", "train.updates=10", "train.valid_bleu=false"]
     assert train_command("train", [str(prepared / "recipe.yaml"), *overrides]) == 0
     plain = [math.log(r["perplexity"]) for r in records(tmp_path, "train")]
-    found = run_system(System("admin", "admin", 2, 4), recipe_of(prepared, *overrides), Ranks.alone())
+    found = run_variant(Variant("admin", "admin", 2, 4), recipe_of(prepared, *overrides), Ranks.alone())
     assert found["losses"] == pytest.approx([sum(plain) / 10], abs=2e-4) and found["dropped"] == 0
     valid = records(tmp_path, "valid")[-1]
     assert found["valid"] == pytest.approx(math.log(valid["perplexity"]), abs=2e-4)
 
 
-def test_the_mark_of_frequencies(prepared: Path) -> None:
+def test_the_baseline_of_frequencies(prepared: Path) -> None:
     data = PreparedData.open(prepared / "data")
     train, valid = data.split("train"), data.split("valid")
     size = data.vocabs()[1].size
@@ -191,10 +191,10 @@ def test_the_mark_of_frequencies(prepared: Path) -> None:
     assert frequencies_loss(train, valid, size) == pytest.approx(expected, abs=1e-9)
 
 
-def test_sources_are_exchanged_or_left_out(prepared: Path) -> None:
-    """Against the model called sentence by sentence."""
+def test_sources_are_shuffled_or_left_out(prepared: Path) -> None:
+    """Against the model on one sentence at a time."""
     recipe, valid = recipe_of(prepared), PreparedData.open(prepared / "data").split("valid")
-    model = System("post_ln", "post_ln", 1, 0).recipe(recipe).model
+    model = Variant("post_ln", "post_ln", 1, 0).recipe(recipe).model
     vocab = PreparedData.open(prepared / "data").vocabs()[1].size
     module = new_model(model, vocab, vocab, 3, 0.1)
     engine = LocalEngine(module, recipe, torch.device("cpu"))
@@ -218,7 +218,7 @@ def test_sources_are_exchanged_or_left_out(prepared: Path) -> None:
         assert validation_loss(engine, valid, 64, Ranks.alone(), kind) == pytest.approx(loss(source_of), abs=1e-5)
 
 
-def test_what_a_run_came_to() -> None:
+def test_outcome() -> None:
     run = {"ended": True, "valid": 3.0, "exchanged": 3.2, "even": 6.0, "frequencies": 5.0, "system": {"source": True}}
     assert outcome(run, 3.1) == "learned"
     assert outcome(run, 3.0) == "target only"
@@ -246,18 +246,18 @@ def test_names_are_spread() -> None:
     assert sorted(range(5), key=lambda i: places[i]) == [4, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ("--blocks post_nl", "there is no block 'post_nl'; known: post_ln, "),
+@pytest.mark.parametrize(("words", "output"), [
+    ("--blocks post_nl", "unknown block 'post_nl'; known: post_ln, "),
     ("--depths 0", "layers"),
     ("--processes 0", "--processes is 0"),
     *((words, f"{name} has no effect here because the study sets it for every run; remove it and use {option}\n")
       for words, name, option in (("model.encoder.block=b2t", "model.encoder.block", "--blocks"),
                                   ('model={"decoder":{"layers":3}}', "model.decoder.layers", "--depths"),
                                   ("schedule.warmup=3 --warmups 0", "schedule.warmup", "--warmups"))),
-    *((f"train.{name}={value}", f"train.{name} is {value}, but every run of a study goes to its last update, "
+    *((f"train.{name}={value}", f"train.{name} is {value}, but every run of a study trains for all "
        f"train.updates; set train.{name}={none}\n")
       for name, value, none in (("epochs", 3, "null"), ("max_seconds", 9.0, "null"), ("patience", 1, 0))),
 ])
-def test_mistakes(words: str, said: str, prepared: Path, tmp_path: Path, refused: Refused) -> None:
-    assert said in refused("compare-blocks", prepared / "recipe.yaml", ONE, "--output", tmp_path, *words.split())
+def test_mistakes(words: str, output: str, prepared: Path, tmp_path: Path, refused: Refused) -> None:
+    assert output in refused("compare-blocks", prepared / "recipe.yaml", ONE, "--output", tmp_path, *words.split())
     assert not (tmp_path / "runs.jsonl").exists()

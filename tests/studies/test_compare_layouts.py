@@ -1,4 +1,4 @@
-"""`compare_layouts` and `pipeline_idle` at toy size; the first in forked processes, the second in ones of its own."""
+"""`compare_layouts` in forked processes, and `pipeline_idle` in new ones, at a toy size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = ["--vocab", "50", "--tokens", "48", "--micro-batches", "2"]
 
 
 def worker(module: str, *files: str) -> None:
-    """Runs on each rank: the program that `run_workers` starts, with a job and where its answer goes."""
+    """Runs on each rank: the program that `run_workers` starts, with the files of a job and its answer."""
     os.environ["DEEPNMT_THREADS"], sys.argv = "1", [module, *files]
     runpy.run_module(module, run_name="__main__")
 
@@ -48,7 +48,7 @@ def test_layouts_take_the_same_updates_from_the_same_profile(
     assert len({row.split()[-1] for row in rows}) == 1
 
 
-def test_idle_time_is_measured_and_drawn(prepared: Path, tmp_path: Path, threads: None) -> None:
+def test_idle_time_is_measured_and_plotted(prepared: Path, tmp_path: Path, threads: None) -> None:
     words = [str(prepared / "recipe.yaml"), *SMALL[:4], "--counts", "2", "--output", str(tmp_path)]
     assert main("pipeline-idle", words) == 0
     [row] = json.loads((tmp_path / "idle.json").read_text())["rows"]

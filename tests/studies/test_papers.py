@@ -1,4 +1,4 @@
-"""The papers' figures, in small and as documented."""
+"""The papers' figures, at a small size and as documented."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import pytest
 
 from deepnmt.doctor.measures import Gradients
 from studies.__main__ import main
-from studies.papers import LEAST_DEEP, Small, reproduce, way_down
+from studies.papers import MIN_LAYERS, Small, gradient_factors, reproduce
 
 
 @pytest.mark.parametrize("name", ["corollaries", "vanishing", "last_ffn"])
 def test_papers_in_small(name: str, tmp_path: Path) -> None:
-    text = reproduce(name, tmp_path, Small(width=8, sentences=2, trials=2, deepest=LEAST_DEEP[name]))
-    found = json.loads((tmp_path / f"{name}.json").read_text())
+    text = reproduce(name, tmp_path, Small(width=8, sentences=2, trials=2, deepest=MIN_LAYERS[name]))
+    results = json.loads((tmp_path / f"{name}.json").read_text())
     assert (tmp_path / f"{name}.png").stat().st_size > 5000 and "post_ln" in text
     if name == "corollaries":
-        assert found["growth"]["pre_ln"]["depths"] == [1, 2, 3]
+        assert results["growth"]["pre_ln"]["depths"] == [1, 2, 3]
     elif name == "vanishing":
-        first = found["gradients"]["post_ln"][0]
-        assert len(first["places"]) == 2 and len(found["gradients"]["post_ln"]) == 2
-        factors = found["factors"]
+        first = results["gradients"]["post_ln"][0]
+        assert len(first["places"]) == 2 and len(results["gradients"]["post_ln"]) == 2
+        factors = results["factors"]
         steps = ["norm after the FFN", "FFN", "norm after cross-attention", "cross-attention",
                  "norm after self-attention", "self-attention"]
         assert list(factors)[3:] == steps
         outputs = {name: value for name, value in first["outputs"].items() if name.startswith("decoder.")}
-        seed = way_down(Gradients(0.0, outputs, {}, first["places"]))
-        for place, name in enumerate(list(factors)[:2]):  # a sub-layer's factor is its norm's times its sum's
+        seed = gradient_factors(Gradients(0.0, outputs, {}, first["places"]))
+        for place, name in enumerate(list(factors)[:2]):  # norm times residual sum gives the sub-layer
             assert seed[name] == pytest.approx(seed[steps[2 * place]] * seed[steps[2 * place + 1]])
         below, above = outputs["decoder.layers.0.ffn"], outputs["decoder.layers.1.self_attn"]
         assert seed["output of self-attention to that of the FFN below"] == pytest.approx(below / above)
         assert seed["self-attention"] == pytest.approx(below / first["places"]["decoder.layers.1"][0])
     else:
-        assert found["depths"] == [2, 4, 6] and found["norms"]["pre_ln"][0] > 0
-        assert math.isfinite(found["power"]["pre_ln"])
+        assert results["depths"] == [2, 4, 6] and results["norms"]["pre_ln"][0] > 0
+        assert math.isfinite(results["power"]["pre_ln"])
 
 
 @pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="two minutes of one core; DEEPNMT_LONG=1 runs it")
 def test_papers_as_documented(tmp_path: Path) -> None:
-    """The commands of docs/results/papers.md, and what the papers say comes of them."""
+    """The commands of docs/results/papers.md give the papers' results."""
     for words in ("corollaries --width 128 --sentences 4 --trials 9", "vanishing", "last_ffn"):
         assert main("reproduce", [*words.split(), "--output", str(tmp_path)]) == 0
     grown, vanished, last = (json.loads((tmp_path / f"{name}.json").read_text())

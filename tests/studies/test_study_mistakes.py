@@ -1,4 +1,4 @@
-"""Mistakes with what studies and comparisons read and write: one sentence, and nothing begun, written or lost."""
+"""Mistakes with the files that studies read and write: one sentence, and nothing started, written or lost."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ BLOCKS = ["train.updates=2", "parallel.threads=1", "--depths", "1", "--blocks", 
 
 
 @pytest.fixture(autouse=True)
-def _nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(block_study, "run_system")
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(block_study, "run_variant")
 
 
 @pytest.fixture
-def told(refused: Refused) -> Refused:
-    """`refused`, in one sentence."""
+def sentence(refused: Refused) -> Refused:
+    """`refused`, with a message of one sentence."""
 
     def run(*words: object) -> str:
-        said = refused(*words)
-        assert said.startswith("deepnmt: ") and said.count("\n") == 1
-        return said
+        message = refused(*words)
+        assert message.startswith("deepnmt: ") and message.count("\n") == 1
+        return message
 
     return run
 
 
 def run_of(**changes: Any) -> dict[str, Any]:
-    """A line of a study, of older ones, of no recipe's settings."""
+    """An older line of a study, with settings of no recipe."""
     run = {"system": {"layers": 1}, "settings": {"optimizer": {"weight_decay": 0}}, "parameters": 3, "losses": [2.5],
            "dropped": 0, "ended": True, "valid": 2.5, "exchanged": None, "frequencies": 3.0, "even": 4.0}
     return {**run, **changes}
@@ -42,37 +42,38 @@ def run_of(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("line", [GRID, "7", json.dumps(run_of(system="admin")), json.dumps(run_of(settings=[])),
                                   json.dumps(run_of(settings={"optimizer": {}})), "{}"])
-def test_runs_of_something_else_are_no_study(line: str, prepared: Path, tmp_path: Path, told: Refused) -> None:
-    text = f'{{"system": {{"enc\n{json.dumps(run_of())}\n{line}\n'  # the half line of a kill, a run, and the other
+def test_runs_of_another_kind_are_rejected(line: str, prepared: Path, tmp_path: Path, sentence: Refused) -> None:
+    text = f'{{"system": {{"enc\n{json.dumps(run_of())}\n{line}\n'  # the partial line of a kill, a run, and the other
     (tmp_path / "runs.jsonl").write_text(text)
-    said = told("compare-blocks", prepared / "recipe.yaml", *BLOCKS, "--output", tmp_path)
-    assert f"{tmp_path}/runs.jsonl, line 3, is not a run of a block study" in said and "set --output to a new" in said
+    message = sentence("compare-blocks", prepared / "recipe.yaml", *BLOCKS, "--output", tmp_path)
+    assert f"{tmp_path}/runs.jsonl, line 3, is not a run of a block study" in message
+    assert "set --output to a new" in message
     assert (tmp_path / "runs.jsonl").read_text() == text and len(list(tmp_path.iterdir())) == 1
 
 
-def test_runs_that_cannot_be_read(prepared: Path, tmp_path: Path, told: Refused) -> None:
+def test_runs_that_cannot_be_read(prepared: Path, tmp_path: Path, sentence: Refused) -> None:
     (tmp_path / "bytes").mkdir()
     (tmp_path / "bytes" / "runs.jsonl").write_bytes(b"\xff\n")
     (tmp_path / "folder" / "runs.jsonl").mkdir(parents=True)
     for name in ("bytes", "folder"):
-        said = told("compare-blocks", prepared / "recipe.yaml", *BLOCKS, "--output", tmp_path / name)
-        assert f"{tmp_path}/{name}/runs.jsonl cannot be read as lines of JSON: " in said
+        message = sentence("compare-blocks", prepared / "recipe.yaml", *BLOCKS, "--output", tmp_path / name)
+        assert f"{tmp_path}/{name}/runs.jsonl cannot be read as JSON lines: " in message
 
 
-def test_a_study_for_several_processes_writes_nothing(prepared: Path, tmp_path: Path, told: Refused) -> None:
+def test_a_study_for_several_processes_writes_nothing(prepared: Path, tmp_path: Path, sentence: Refused) -> None:
     output = tmp_path / "blocks"
     for words in ([prepared / "recipe.yaml", "parallel.ds_config=ds_configs/zero1.json", *BLOCKS],
                   [ROOT / "recipes" / "demo" / "admin_18l-18l.yaml"]):
-        said = told("compare-blocks", *words, "--output", output)
-        assert "parallel.ds_config is ds_configs/zero1.json, but runs of a study are trained by the plain" in said
+        message = sentence("compare-blocks", *words, "--output", output)
+        assert "parallel.ds_config is ds_configs/zero1.json, but each run of a study trains on one" in message
     assert not output.exists()
 
 
-def test_an_output_that_cannot_be_made_is_named_by_its_option(prepared: Path, tmp_path: Path, told: Refused) -> None:
+def test_a_message_names_the_option_of_the_output(prepared: Path, tmp_path: Path, sentence: Refused) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")
     for words in (["compare-blocks", prepared / "recipe.yaml", *BLOCKS], ["reproduce", "corollaries"]):
-        assert told(*words, "--output", mine) == (
+        assert sentence(*words, "--output", mine) == (
             f"deepnmt: folder {mine} cannot be written: File exists; set --output to a folder that can be\n")
     assert mine.read_text() == "mine"
 
@@ -80,12 +81,13 @@ def test_an_output_that_cannot_be_made_is_named_by_its_option(prepared: Path, tm
 @pytest.mark.parametrize("line", ['{"update": 1, "loss": 2.0}', "[1, 2]", '{"type": "train", "update": 1}',
                                   '{"type": "train", "update": null, "loss": 2.0}',
                                   '{"type": "train", "update": 1, "loss": "low"}'])
-def test_a_log_of_something_else_is_not_compared(line: str, tmp_path: Path, told: Refused) -> None:
+def test_a_log_of_another_kind_is_rejected(line: str, tmp_path: Path, sentence: Refused) -> None:
     sound = '{"type": "train", "update": 1, "loss": 2.0}\n'
     (tmp_path / "log.jsonl").write_text(f"{sound}{line}\n")
-    said = told("compare", tmp_path, "--output", tmp_path / "picture.png")
-    assert f"{tmp_path}/log.jsonl, line 2, is not of a training's log" in said and "give the folder of a run" in said
+    message = sentence("compare", tmp_path, "--output", tmp_path / "picture.png")
+    assert f"{tmp_path}/log.jsonl, line 2, is not from the log of a training" in message
+    assert "give a run folder" in message
     (tmp_path / "log.jsonl").write_bytes(sound.encode() + b"\xff")
-    said = told("compare", tmp_path, "--output", tmp_path / "picture.png")
-    assert f"{tmp_path}/log.jsonl cannot be read as lines of JSON" in said
+    message = sentence("compare", tmp_path, "--output", tmp_path / "picture.png")
+    assert f"{tmp_path}/log.jsonl cannot be read as JSON lines" in message
     assert not (tmp_path / "picture.png").exists()

@@ -1,4 +1,4 @@
-"""The 16-bit runs that the doctor's verdict is learned from go the way of DeepSpeed's engine."""
+"""The 16-bit runs that the doctor's verdict is fitted on train as DeepSpeed's engine does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from studies.verdict_grid import Point, Settings
 
 TASK, UPDATES, RATE = ToyTask(), 8, 3e-3
 BLOCKS = ["post_ln", "pre_ln", "rezero"]
-PRECISIONS: dict[Precision, float] = {"bf16": 5e-3, "fp16": 2e-3}  # how far losses may be from the engine's
+PRECISIONS: dict[Precision, float] = {"bf16": 5e-3, "fp16": 2e-3}  # tolerance of the losses
 
 
 def recipe(block: str, layout: str, power: int = 13) -> Recipe:
@@ -32,7 +32,7 @@ def recipe(block: str, layout: str, power: int = 13) -> Recipe:
 
 
 def runs(precision: str) -> list[tuple[Recipe, list[Batch]]]:
-    """Each block's; in fp16 the same batch over and over, too: its loss stands still while the scale falls."""
+    """A run for each block; in fp16 also one that repeats a batch, whose loss is constant while the scale falls."""
     batches = [TASK.batch(update, 8) for update in range(UPDATES)]
     found = [(recipe(block, f"zero1_{precision}"), batches) for block in BLOCKS]
     if precision == "fp16":
@@ -41,7 +41,7 @@ def runs(precision: str) -> list[tuple[Recipe, list[Batch]]]:
 
 
 def trial(folder: str, precision: str) -> None:
-    """Runs alone under DeepSpeed: the losses of each run."""
+    """Runs in one process under DeepSpeed: writes the losses of each run."""
     with processes(threads=1, group=True) as ranks:
         losses = []
         for made, batches in runs(precision):
