@@ -1,4 +1,4 @@
-"""Runs a function of a test module on N real processes that talk through gloo."""
+"""Runs a function of a test module on N real processes that communicate through gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CODE = "import sys; sys.path[:0] = sys.argv[1].split(':'); import importlib; m,
 
 
 def run_on_ranks(world: int, target: str, *arguments: str, timeout: float = 600) -> None:
-    """Starts `world` processes that call `module:function(*arguments)`; fails with their output unless all end in 0."""
+    """Runs `module:function(*arguments)` in `world` processes; fails with their output unless all exit with 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What tests of mistakes share beside their fixtures."""
+"""Helpers for tests of users' mistakes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from deepnmt.errors import UserError
 
 Tool = Callable[..., "subprocess.CompletedProcess[str]"]
-Refused = Callable[..., str]  # a command and its words; what the user reads
+Refused = Callable[..., str]  # (command, arguments) -> the message to the user
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -22,6 +22,6 @@ def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def user_error(said: str) -> pytest.RaisesExc[UserError]:
-    """Expects a user's mistake to be refused with a sentence in which the pattern is found."""
-    return pytest.raises(UserError, match=said)
+def user_error(pattern: str) -> pytest.RaisesExc[UserError]:
+    """Expects a `UserError` whose message matches the pattern."""
+    return pytest.raises(UserError, match=pattern)

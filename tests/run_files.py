@@ -1,4 +1,4 @@
-"""What a run left behind, as tests compare it."""
+"""Reads the files of a run, for tests that compare them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepnmt.files import read_log
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    """Of the log."""
+    """The records of one kind in the log."""
     return [record for record in read_log(run / "log.jsonl") if record["type"] == kind]
 
 
@@ -22,7 +22,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def tensors(run: Path, update: int, name: str) -> dict[str, Tensor]:
-    """Of a checkpoint: its `weights` or its `moments`."""
+    """The `weights` or the `moments` of a checkpoint."""
     return load_file(run / "checkpoints" / f"update-{update:08d}" / f"{name}.safetensors")
 
 

@@ -1,4 +1,4 @@
-"""Engines over a tiny model, and micro-batches for them, for tests that compare layouts."""
+"""Engines with a tiny model, and micro-batches for them, for tests that compare layouts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def parallel(layout: str, stages: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def options(layout: str, stages: int = 0) -> tuple[str, ...]:
-    """The same on the command line."""
+    """The settings of `parallel` as on the command line."""
     return tuple(f"parallel.{name}={'null' if value is None else value}"
                  for name, value in parallel(layout, stages).items())
 
 
 def recipe_with(**sections: Any) -> Recipe:
-    """A recipe over no files, with these sections."""
+    """A recipe without files, with these sections."""
     data = {"folder": "unused", "src_lang": "a", "trg_lang": "b", "train": {"tsv": "x"}, "valid": {"tsv": "x"}}
     return check_recipe({"run": "unused", "seed": 3, "data": data, "train": {"updates": 10}, **sections}, "test")
 
@@ -44,7 +44,7 @@ def recipe_with(**sections: Any) -> Recipe:
 def recipe_of(
     layout: str, accumulation: int = 1, stages: int = 0, loss_scale: dict[str, float] | None = None, **train: Any
 ) -> Recipe:
-    """`layout`: see `parallel`. The FFN's 25 are no multiple of 2 or 4 processes."""
+    """A recipe in a layout (see `parallel`). The FFN's width of 25 cannot be divided among 2 or 4 processes."""
     return recipe_with(
         batch={"accumulation": accumulation},
         model={"width": 16, "heads": 2, "ffn": 25, "dropout": 0.2,
@@ -57,14 +57,14 @@ def build(recipe: Recipe, ranks: Ranks) -> Engine:
 
 
 def batch_of(src: Tensor, lengths: Tensor, trg_in: Tensor, trg_out: Tensor, key: int = 0) -> Batch:
-    """A micro-batch of translation, its tokens counted."""
+    """A micro-batch of these tensors, with its number of tokens."""
     return Batch((src, lengths, trg_in, trg_out), key, int((trg_out != PAD).sum()))
 
 
 def micro_batch(seed: int, rows: int, source: int, target: int, key: int, words: int = 2) -> Batch:
-    """Random pairs of `source` and `target` tokens; of several the first ends after 3 tokens and `words`."""
-    draw = torch.Generator().manual_seed(seed)
-    src, trg = (torch.randint(4, VOCAB, (rows, length), generator=draw) for length in (source, target + 1))
+    """Random pairs of `source` and `target` tokens; with several rows, the first ends after 3 and `words` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    src, trg = (torch.randint(4, VOCAB, (rows, length), generator=generator) for length in (source, target + 1))
     lengths, trg_out = torch.full((rows,), source), trg[:, 1:].clone()
     if rows > 1:
         lengths[0], src[0, 3:], trg_out[0, words:] = 3, PAD, PAD
@@ -78,16 +78,17 @@ def batches(update: int, count: int) -> list[Batch]:
 
 
 def step(engine: Engine, plan: list[Batch], ranks: Ranks, rate: float = 1e-2) -> tuple[float, float, float, bool]:
-    """One update on `plan`, shared by the processes: loss a token, gradient norm, loss scale, whether applied."""
+    """One update on `plan`, shared among the processes: loss per token, gradient norm, scale, whether applied."""
     tokens = sum(batch.tokens for batch in plan)
     stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
     return ranks.sum([stats.loss / tokens])[0], stats.grad_norm, stats.loss_scale, stats.applied
 
 
 def poison(engine: Engine, victim: str, plan: list[Batch], here: bool) -> None:
-    """A NaN in the gradient of the victim in the process it is `here` must not reach any weight, and is reported.
+    """Checks that a NaN in the gradient of parameter `victim`, in the process with `here`, is reported and changes no
+    weight.
 
-    `plan`: of the processes together. One update was made before; after it the engine can go on.
+    `plan`: micro-batches of all processes. One update must have been made before; the engine can be used afterwards.
     """
     before = {s.name: (s.weight, s.kept["exp_avg"]) for s in engine.export_state()}
     scale = engine.scaler_state()

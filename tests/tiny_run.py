@@ -21,7 +21,7 @@ VOCABS = {"src.spm": VOCAB, "trg.spm": VOCAB}
 def recipe_of(
     run: Path, test: dict[str, config.Corpus] | None = None, model: Mapping[str, int | str] | None = None
 ) -> config.Recipe:
-    """One layer on each side; `model` changes settings of the model."""
+    """A recipe with one layer on each side; `model` changes settings of the model."""
     corpus = config.Corpus(src=["train.en"], trg=["train.de"])
     stack = {"layers": 1, "block": "b2t"}
     settings = {"width": 8, "heads": 2, "ffn": 16, "max_length": 300, "encoder": stack, "decoder": stack}
@@ -34,19 +34,19 @@ def recipe_of(
 
 
 def weights_of(recipe: config.Recipe, seed: int = 1) -> dict[str, torch.Tensor]:
-    """The initial weights of the recipe's model, under a seed."""
+    """The initial weights of the recipe's model with a seed."""
     return dict(new_model(recipe.model, 40, 40, seed).named_parameters())
 
 
 def state_of(update: int, **extra: object) -> TrainingState:
-    """A state with something in every field."""
+    """A state with a value in every field."""
     return TrainingState(update, 2, 17 * update, update - 1, {"scale": 0.03125, "clean": 5}, {"value": 2.5}, extra)
 
 
 def write(
     recipe: config.Recipe, update: int, seed: int | None = None, vocabs: Mapping[str, bytes] = VOCABS, **extra: object
 ) -> Path:
-    """Saves a checkpoint of the run whose every tensor is a function of `seed` (if not given, of `update`)."""
+    """Saves a checkpoint of the run whose tensors depend only on `seed` (default: `update`)."""
     weights = weights_of(recipe, update if seed is None else seed)
     moments = {f"{name}.{kind}": weight * factor for name, weight in weights.items()
                for kind, factor in (("exp_avg", 0.5), ("exp_avg_sq", 0.25))}

@@ -1,4 +1,4 @@
-"""deepnmt in Python does what the commands do, and leaves the process as it was."""
+"""The Python API does the same as the commands, and restores the state of the process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS = "checkpoints/update-00000006/weights.safetensors"
 
 @pytest.fixture(scope="module")
 def run(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> deepnmt.Run:
-    """Trained in Python."""
+    """A run trained in Python."""
     return deepnmt.train(prepared / "recipe.yaml", {**SHORT, "run": tmp_path_factory.mktemp("api") / "run"})
 
 
@@ -38,7 +38,7 @@ def test_importing_deepnmt_imports_nothing_else() -> None:
               "assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys()\n"
               "assert set(deepnmt.__all__) <= set(dir(deepnmt))\n"
               "assert deepnmt.UserError.__module__ == 'deepnmt.errors' and 'torch' not in sys.modules\n"
-              "import deepnmt.train.log\n"  # a package of the same name as the function
+              "import deepnmt.train.log\n"  # a package with the name of the function
               "assert deepnmt.train.__module__ == 'deepnmt.api' and deepnmt.load.__doc__\n"
               "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('deepnmt.')}\n"
               "assert not rooms & {'doctor', 'demo', 'gpu_report', 'cli'} and 'studies' not in sys.modules\n")
@@ -48,7 +48,7 @@ def test_importing_deepnmt_imports_nothing_else() -> None:
         deepnmt.trian  # noqa: B018
 
 
-def test_training_is_the_command_s(prepared: Path, run: deepnmt.Run, tmp_path: Path, threads: None) -> None:
+def test_training_equals_the_command(prepared: Path, run: deepnmt.Run, tmp_path: Path, threads: None) -> None:
     words = [f"{name}={json.dumps(value)}" for name, value in SHORT.items()]
     assert main("train", [str(prepared / "recipe.yaml"), f"run={tmp_path}", *words]) == 0
     assert (tmp_path / WEIGHTS).read_bytes() == (run.folder / WEIGHTS).read_bytes()
@@ -59,7 +59,7 @@ def test_training_is_the_command_s(prepared: Path, run: deepnmt.Run, tmp_path: P
 
 
 @pytest.mark.parametrize("layout", [None, "ds_configs/zero1.json"])
-def test_training_leaves_the_process_as_it_was(prepared: Path, tmp_path: Path, layout: str | None) -> None:
+def test_training_restores_the_process(prepared: Path, tmp_path: Path, layout: str | None) -> None:
     environment, count = dict(os.environ), torch.get_num_threads()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     changes = {**SHORT, "run": tmp_path, "parallel.ds_config": layout, "parallel.threads": 2}
@@ -79,7 +79,7 @@ def test_in_another_thread(prepared: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C does what it does in a script; a command that ran in this process may have left a handler."""
+    """Restores Python's handler of Ctrl-C, which an earlier command in this process may have replaced."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -107,7 +107,7 @@ def test_ctrl_c_saves_first(prepared: Path, tmp_path: Path, ctrl_c: None) -> Non
 @pytest.mark.parametrize("settings", [
     {}, {"beam": 1}, {"method": "sample", "nbest": 3, "temperature": 0.7}, {"precision": "bf16"},
 ])
-def test_translations_are_the_command_s(
+def test_translations_equal_the_command(
         run: deepnmt.Run, tmp_path: Path, threads: None, settings: dict[str, object]) -> None:
     (tmp_path / "in").write_text("".join(f"{line}\n" for line in TEXT), encoding="utf-8")
     words = [f"translate.{name}={value}" for name, value in settings.items()]
@@ -124,7 +124,7 @@ def test_translations_are_the_command_s(
     assert not run.model.training and next(run.model.parameters()).dtype == torch.float32
 
 
-def test_scores_are_the_command_s(run: deepnmt.Run, threads: None) -> None:
+def test_scores_equal_the_command(run: deepnmt.Run, threads: None) -> None:
     assert main("evaluate", [str(run.folder)]) == 0
     written = json.loads((run.folder / "scores.json").read_text(encoding="utf-8"))
     report = run.evaluate()

@@ -1,4 +1,4 @@
-"""What every command line has in common: words that are not known, words that are missing, Ctrl-C."""
+"""All commands: unknown and missing arguments, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEEDS = "needs a recipe (a YAML file) or the folder of a run, for example: deepn
     ("average runs/my --last three", "--last is 'three', must be a whole number; see deepnmt average --help"),
     ("gpu-report --minutes x", "--minutes is 'x', must be a number; see deepnmt gpu-report --help"),
 ])
-def test_words_that_are_unknown_or_missing(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_or_missing_arguments(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(None, words.split()) == 2
     assert capsys.readouterr() == ("", f"deepnmt: {said}\n")
 
@@ -45,7 +45,7 @@ def test_an_unknown_option_is_named_in_one_line(command: str, capsys: pytest.Cap
     assert said.endswith(f"; see {typed} {command} --help\n")
 
 
-def test_without_a_word_there_is_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(None, []) == 2
     assert "usage: deepnmt COMMAND" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""What `--help` prints: every command, and examples that work as they stand."""
+"""`--help` prints every command, and its examples work unchanged."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from deepnmt.parallel.launch import free_port
 from studies import __main__ as studies
 
 ROOT = Path(__file__).resolve().parents[2]
-# What would run for minutes, or write the demo's corpus: here it is refused once its arguments are understood.
+# Functions that would run for minutes or write the demo's corpus: they fail once the arguments are accepted.
 LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
         "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "verdict-grid": "studies.verdict_grid.run_grid",
         "demo": "deepnmt.demo.run.make_corpus"}
-# All that an example may want where there is no text, data or checkpoint.
+# Messages that an example may end with if there is no text, data or checkpoint.
 WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
           "there is no folder", "there are 0;", "holds no whole one", "has no log.jsonl", "no checkpoint in",
           "a.de cannot be read", "not here")
@@ -37,7 +37,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def program(command: str) -> tuple[str, Callable[..., int]]:
-    """What a user types before the command, and what runs it."""
+    """What a user types before the command, and the function that runs it."""
     return (studies.PROGRAM, studies.main) if command in studies.STUDIES else ("deepnmt", main)
 
 
@@ -52,7 +52,7 @@ def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]
 
 
 def after_the_program(example: list[str], command: str) -> list[str]:
-    """The arguments of an example whose launcher, program and command are as they should be."""
+    """The arguments of an example, after a valid launcher, program and command."""
     launchers = (["deepspeed", "--quiet", "--num_accelerators", "2", "--module"],
                  ["torchrun", "--nproc_per_node", "2", "-m"], [])
     typed = program(command)[0].split()
@@ -63,8 +63,8 @@ def after_the_program(example: list[str], command: str) -> list[str]:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder with a recipe my.yaml, the folder of its run and `recipes/`, but no text, data or checkpoint. No
-    variable is set but those that a recipe's head says to export."""
+    """A folder with a recipe my.yaml, the folder of its run and `recipes/`, but no text, data or checkpoint. Only the
+    variables that recipes use are set."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "my.yaml").write_text((ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8"))
     (tmp_path / "runs" / "my").mkdir(parents=True)
@@ -79,16 +79,16 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
-    """Commands take the machine's cores; here they run beside other tests."""
+    """Restores the number of threads, which commands set to the machine's cores."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *studies.STUDIES])
-def test_every_example_is_understood(
+def test_every_example_is_accepted(
         command: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets past its arguments and recipe, and is then refused for want of text, data or checkpoint."""
+    """Its arguments and recipe are accepted; then it ends because text, data or checkpoints are missing."""
     if command in LONG:
         monkeypatch.setattr(LONG[command], refuse)
     lines = examples(command, capsys)
@@ -119,7 +119,7 @@ def workplace(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under both launchers from any folder, and then with what the run left."""
+    """Training under both launchers from any folder, then other commands on the run."""
     monkeypatch.chdir(workplace)
     for example in examples("train", capsys)[2:]:
         launcher, *words = example
@@ -133,7 +133,7 @@ def test_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str], monke
         assert "finished after 4 updates" in done.stderr
     for command in ("average", "fold", "translate", "evaluate"):
         for words in (after_the_program(example, command) for example in examples(command, capsys)):
-            if "<" in words or "--hypotheses" in words or "--test" in words:  # files that are not here
+            if "<" in words or "--hypotheses" in words or "--test" in words:  # files that do not exist here
                 continue
             assert main(command, words) == 0, capsys.readouterr().err
             capsys.readouterr()
@@ -148,9 +148,9 @@ def test_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str], monke
     assert best.count("\n") == 3 == capsys.readouterr().out.count("\n")
 
 
-def test_the_example_of_prepare_works_beside_the_demo(
+def test_the_example_of_prepare_works_next_to_the_demo(
         elsewhere: Path, prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the demo's text is, and data prepared from it with another vocabulary."""
+    """In a folder with the demo's text, and data prepared from it with another vocabulary."""
     (elsewhere / "data" / "demo").mkdir(parents=True)
     for name, there in (("text", "text"), ("prepared", "data")):
         (elsewhere / "data" / "demo" / name).symlink_to(prepared / there)

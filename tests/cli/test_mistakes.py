@@ -1,5 +1,5 @@
-"""Mistakes in recipes, texts, prepared data, DeepSpeed's JSON. What a user's mistake gets: one sentence, exit code 2,
-no traceback, and nothing written or lost."""
+"""Mistakes in recipes, texts, prepared data and DeepSpeed's JSON give one sentence, exit code 2 and no traceback;
+nothing is written or lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mistakes with what a run left: going on with it, averaging, translating, scoring. What a user's mistake gets: one
-sentence, exit code 2, no traceback, and nothing written or lost."""
+"""Mistakes in resuming, averaging, translating with and scoring a run give one sentence, exit code 2 and no traceback;
+nothing is written or lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained(prepared: Path, warm: Warm, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that run, to be spoiled."""
+    """A copy of that run, for a test to damage."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
@@ -206,7 +206,7 @@ def test_a_run_that_another_process_trains(
         pass
 
 
-def test_a_run_that_another_process_is_leaving(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_another_process_is_ending(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A process that is being stopped saves first; a new start waits until it has ended."""
     pid = holder_of(tmp_path, seconds=0.3)
     with run_lock(tmp_path, Ranks.alone()):
@@ -216,8 +216,8 @@ def test_a_run_that_another_process_is_leaving(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open to whoever may write to the folder; one that is not is no reason to train beside its holder. A file system
-    that has no locks is."""
+    """The lock is open to all who may write to the folder. If it cannot be opened, training is rejected; if the file
+    system has no locks, it is not."""
     here = Ranks.alone()
     tmp_path.chmod(0o2775)
     with run_lock(tmp_path, here):
@@ -239,8 +239,8 @@ def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             pass
 
 
-def test_a_run_whose_checkpoint_cannot_be_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one it has: nothing is begun anew."""
+def test_a_run_whose_checkpoint_cannot_be_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If its only checkpoint cannot be renamed back, the run does not start from scratch."""
     (tmp_path / "checkpoints" / ".before-update-00000009-0badc0de").mkdir(parents=True)
 
     def refused(path: Path, target: Path) -> Path:
@@ -322,7 +322,7 @@ def test_scoring(prepared: Path, trained: Path, refused: Refused, tmp_path: Path
 
 
 def test_settings_without_effect(trained: Path, refused: Refused, tmp_path: Path) -> None:
-    """Nothing would be done otherwise for them, so they are not taken."""
+    """Settings that change nothing are rejected."""
     source = ("--input", trained / "log.jsonl", "--output", tmp_path / "out")
     ready = ("--hypotheses", f"a={trained}/log.jsonl", "--output", tmp_path / "out")
     for command, words, setting in (

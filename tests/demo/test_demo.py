@@ -18,9 +18,9 @@ TOY = ("vocab.size=200", "batch.tokens=256", "model.encoder.layers=1", "model.de
        "average_last=2")
 
 
-def listed_in_readme() -> list[str]:
-    """The files of a run that README lists; "`a.json`, `.png`" means a.json and a.png."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def listed_in_guide() -> list[str]:
+    """The files of a run that the guide lists; "`a.json`, `.png`" means a.json and a.png."""
+    text = (ROOT / "docs" / "guide" / "first_hour.md").read_text(encoding="utf-8")
     rows = text.partition("| in `runs/demo/` |")[2].partition("\n\n")[0].splitlines()[2:]
     names: list[str] = []
     for row in rows:
@@ -49,8 +49,8 @@ def test_demo_from_corpus_to_score_and_again(
     assert all(f"[{number}/5]" in progress for number in range(1, 6))
     assert "on 2 process(es) from scratch" in progress
     assert {"recipe.yaml", "checkpoints/update-*/", "averaged/", "admin_profile.png", "STATUS.json"} <= set(
-        listed_in_readme())
-    assert [name for name in listed_in_readme() if not list(run.glob(name.rstrip("/")))] == []
+        listed_in_guide())
+    assert [name for name in listed_in_guide() if not list(run.glob(name.rstrip("/")))] == []
     scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
     for metric in ("bleu", "chrf", "ter"):
         assert scores[metric] >= 0 and "|version:" in scores[f"{metric}_signature"]

@@ -1,5 +1,5 @@
-"""docs/guide/ quotes deepnmt truly: the recipe it shows is one, with the sizes printed there, and the messages it
-explains are messages. That its commands are understood and its links lead somewhere is tested in test_pages.py."""
+"""docs/guide/ quotes deepnmt correctly: its recipe is valid and has the printed sizes, and the messages that it
+explains exist. Its commands and links are tested in test_pages.py."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def test_the_recipe_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert re.search("^" + re.escape(line) + "$", printed, flags=re.MULTILINE), (line, printed)
 
 
-def said(file: Path) -> list[str]:
-    """The texts in a file's code, docstrings left out; of an f-string its fixed parts."""
+def strings(file: Path) -> list[str]:
+    """The strings in a file's code, without docstrings; of an f-string its fixed parts."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [node.value for node in ast.walk(tree)
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings]
 
 
-def test_messages_that_the_guide_explains_are_said() -> None:
-    """Each quoted symptom of when_a_run_fails.md, but for its "...", stands in the code."""
+def test_messages_that_the_guide_explains_exist() -> None:
+    """Each quoted symptom of when_a_run_fails.md, apart from its "...", is in the code."""
     page = (GUIDE / "when_a_run_fails.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\| \"([^\"]+)\" \|", page, flags=re.MULTILINE)
-    code = "\n".join(text for file in (ROOT / "deepnmt").rglob("*.py") for text in said(file))
+    code = "\n".join(text for file in (ROOT / "deepnmt").rglob("*.py") for text in strings(file))
     pieces = [piece.strip(" ,") for words in quoted for piece in words.split("...")]
     assert quoted and [piece for piece in pieces if piece not in code] == []

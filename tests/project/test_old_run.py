@@ -1,6 +1,7 @@
-"""A run, its data and its recipe as version 0.1.0 (277469d) wrote them go on, average, translate, fold and diagnose.
+"""A run, its data and its recipe from version 0.1.0 (277469d) can be resumed, averaged, translated with, folded and
+diagnosed.
 
-`tests/fixtures/run_of_0_1` was trained for 8 updates there. The figures here are what that version went on to.
+That version trained `tests/fixtures/run_of_0_1` for 8 updates. The figures here are those of its next updates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(FIXTURE, tmp_path_factory.mktemp("old") / "old"))
 
 
-def test_goes_on_and_is_used(old: Path, warm: Warm, threads: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_old_run_is_usable(old: Path, warm: Warm, threads: None, capfd: pytest.CaptureFixture[str]) -> None:
     run = old / "run"
     warm.train(1, old / "recipe.yaml", f"run={run}", f"data.folder={old / 'data'}")
     assert warm.wait() == [0], warm.said()

@@ -1,5 +1,5 @@
-"""Pages keep their word: those made from code are up to date, links to files lead somewhere, and every command is
-understood, up to where it would need text, data or a run."""
+"""Generated pages are up to date, links to files are valid, and every command on a page is accepted, up to the point
+where it needs text, data or a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def script(path: str) -> ModuleType:
-    """A script of the repository that is no part of a package, as a module."""
+    """A script of the repository outside any package, as a module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -34,25 +34,25 @@ PAGES: list[Path] = script(".ci/prose.py").pages()
 
 
 @pytest.mark.parametrize("file", ["recipe.md", "commands.md"])
-def test_a_page_made_from_code_is_up_to_date(file: str) -> None:
+def test_a_generated_page_is_up_to_date(file: str) -> None:
     pages = {path.name: text for path, text in script("docs/generate.py").generated().items()}
     there = (ROOT / "docs" / "reference" / file).read_text(encoding="utf-8")
-    # versions of Python wrap the usage of a command differently
-    assert there.split() == pages[file].split(), "run python docs/generate.py, and commit what it writes"
+    # the wrapping of a usage line depends on the version of Python
+    assert there.split() == pages[file].split(), "run python docs/generate.py and commit the result"
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_valid(page: Path) -> None:
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)", text):
         path, _, anchor = link.partition("#")
@@ -63,14 +63,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
-# Bash expands variables and loops; no program is in its path, so that every command comes to this function.
+# Bash expands variables and loops; its path has no programs, so every command calls this function.
 RECORD = """\
 PATH=/nowhere
 command_not_found_handle() { printf '%s\\037' "$@" >> words; printf '\\036' >> words; }
 cd() { :; }
 source() { :; }
 """
-# What would begin to work once its arguments are understood.
+# Functions that would start long work once the arguments are accepted.
 LONG = ("studies.papers.reproduce", "studies.benchmarks.layouts.compare_layouts",
         "studies.benchmarks.layouts.measure_idle", "studies.verdict_grid.run_grid", "studies.verdict_grid.fit_grid",
         "studies.verdict_grid.judge_runs", "deepnmt.gpu_report.report.gpu_report", "deepnmt.demo.run.make_corpus")
@@ -89,7 +89,7 @@ def commands(page: Path, folder: Path) -> list[list[str]]:
 
 
 def ours(words: list[str]) -> tuple[Callable[..., int], list[str]] | None:
-    """What runs a command, behind whatever launcher, and the words for it; None where it is no command of ours."""
+    """The function that runs a command, after any launcher, and its arguments; None if it is not one of ours."""
     if words[:3] == ["python", "-m", "studies"]:
         return studies.main, words[3:]
     for number, word in enumerate(words):
@@ -123,7 +123,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_are_understood(page: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_accepted(page: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in commands(page, elsewhere):
         for run in re.findall(r"\bruns/[\w-]+(?![\w.-])", " ".join(words)):
             (elsewhere / run).mkdir(parents=True, exist_ok=True)

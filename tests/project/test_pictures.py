@@ -1,4 +1,4 @@
-"""What every picture keeps to: a title, axes with names, the same width, lines told apart by more than colour."""
+"""All pictures have a title, named axes and the same width; lines differ by more than colour."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PICTURES = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_says_what_it_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_has_title_and_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
     for module in (plots, doctor, studies):
         monkeypatch.setattr(module, "save", lambda figure, _path: figures.append(figure))
@@ -45,17 +45,17 @@ def test_a_picture_says_what_it_shows(name: str, monkeypatch: pytest.MonkeyPatch
     [figure] = figures
     assert figure.get_suptitle() and figure.get_figwidth() == plots.WIDTH
     axes = [axes for axes in figure.axes if axes.get_visible()]
-    named = {"half": "y", "grid": ""}.get(name, "xy")  # of those two the ticks are words
-    for way in named:
-        assert any([getattr(figure, f"get_sup{way}label")(), *(getattr(a, f"get_{way}label")() for a in axes)])
+    named = {"half": "y", "grid": ""}.get(name, "xy")  # the others have words as ticks
+    for axis in named:
+        assert any([getattr(figure, f"get_sup{axis}label")(), *(getattr(a, f"get_{axis}label")() for a in axes)])
     for each in axes:
         lines = [line for line in each.get_lines() if line.get_label() and not line.get_label().startswith("_")]
         assert len({(line.get_linestyle(), line.get_marker()) for line in lines}) == len(lines)
 
 
-def test_a_round_of_colours_is_told_from_the_next() -> None:
-    looks = [tuple(plots.style(number).values()) for number in range(len(plots.COLOURS) * len(plots.DASHES))]
-    assert len(set(looks)) == len(looks)
+def test_styles_differ_when_colours_repeat() -> None:
+    styles = [tuple(plots.style(number).values()) for number in range(len(plots.COLOURS) * len(plots.DASHES))]
+    assert len(set(styles)) == len(styles)
 
 
 def test_pictures_of_the_documents_are_small() -> None:

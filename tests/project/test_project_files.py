@@ -1,4 +1,4 @@
-"""The files that a host of repositories reads are what they should be, and what CONTRIBUTING.md names is there."""
+"""Files that a repository host reads are valid, and the files that CONTRIBUTING.md and SECURITY.md name exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
-def test_an_issue_form_asks_for_something(form: Path) -> None:
+def test_an_issue_form_has_required_fields(form: Path) -> None:
     fields = [field for field in tree(str(form))["body"] if field["type"] != "markdown"]
     assert tree(str(form)).keys() >= {"name", "description", "body"}
     assert any(field.get("validations", {}).get("required") for field in fields)
@@ -53,7 +53,7 @@ def test_hooks_are_the_tools_of_make_lint() -> None:
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
-def test_what_a_page_names_is_there(page: str) -> None:
+def test_files_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     folders = "deepnmt|tests|docs|recipes|tools|studies"
     named = [*re.findall(rf"((?:{folders})/[\w./-]*\w)", text), *re.findall(r"\]\((?!http)([^)#]+)", text)]
