@@ -220,9 +220,9 @@ def _completed(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _results(variants: Sequence[Variant], recipe: Recipe, count: int, deadline: float) -> Iterator[Record]:
     """The variants' records as they finish, from `count` processes at a time; none starts after the deadline."""
-    begun = iter(variants)
+    remaining = iter(variants)
     if count == 1:
-        for variant in begun:
+        for variant in remaining:
             if time.monotonic() > deadline:
                 return
             yield _run(variant, recipe)
@@ -233,7 +233,8 @@ def _results(variants: Sequence[Variant], recipe: Recipe, count: int, deadline: 
         try:
             while True:
                 if time.monotonic() <= deadline:
-                    running |= {submit(pool, _run, variant, recipe) for variant in islice(begun, count - len(running))}
+                    free = count - len(running)
+                    running |= {submit(pool, _run, variant, recipe) for variant in islice(remaining, free)}
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)

@@ -185,8 +185,8 @@ def run_grid(points: list[Point], settings: Settings, output: Path, max_seconds:
 def run_points(points: list[Point], settings: Settings) -> list[Record]:
     """Measures and trains runs that differ only in rate and warm-up; returns their records.
 
-    In a record `losses` are means of ten updates each, `final` is the mean of the last 20, and 1e9 stands for values
-    that are not finite.
+    In a record `losses` are means of ten updates each, `final` is the mean of the last 20, and 1e9 means not
+    finite.
     """
     started = time.monotonic()
     task, size = settings.task, points[0].sentences

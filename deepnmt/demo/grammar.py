@@ -52,11 +52,11 @@ class Grammar(Phrases):
     def sentence(self) -> Pair:
         """One pair of any kind; pairs may repeat."""
         kinds: dict[Callable[[], Pair], int] = {
-            self.statement: 30, self.fronted: 12, self.question: 6, self.asked: 9, self.coordinated: 5,
+            self.statement: 30, self.fronted: 12, self.question: 6, self.open_question: 9, self.coordinated: 5,
             self.subordinate: 14, self.that: 8, self.relative: 8, self.anaphor: 7, self.compared: 4, self.counted: 8,
         }
         kind = self.weighted(kinds)
-        end = "?" if kind in (self.question, self.asked) else "."
+        end = "?" if kind in (self.question, self.open_question) else "."
         en, de = (f"{text[0].upper()}{text[1:]}{end}" for text in kind())
         return en, de
 
@@ -178,7 +178,7 @@ class Grammar(Phrases):
         clause.negated = False
         return clause.english_question(), clause.german(front="")
 
-    def asked(self) -> Pair:
+    def open_question(self) -> Pair:
         """Whom does the man help? / Wem hilft der Mann? Or with who, what, which, how many, where, when, why."""
         kind = self.weighted({"who": 2, "what": 3, "which": 3, "how many": 2, "where": 3, "when": 1, "why": 2})
         word = kind

@@ -1,10 +1,10 @@
 """The words of the demo corpus, read from `lexicon.tsv`, where the columns are explained.
 
-Each English word has one German counterpart wherever it is used, so a sentence has one translation. A bar marks what
-splits off: `auf|machen` (er macht auf), `pick|up` (picks him up). Tags say what goes with what: a verb names the tags
-of its subjects and objects, an adjective those of its nouns, so that sentences are odd at times but never nonsense.
+Each English word has one German counterpart wherever it is used, so a sentence has one translation. A bar marks a
+separable part: `auf|machen` (er macht auf), `pick|up` (picks him up). Tags tell which words fit together: a verb lists
+the tags of its subjects and objects, an adjective those of its nouns, so sentences are sometimes odd, never nonsense.
 
-An entry is one object and compares as such, which makes it a quick key.
+Entries compare by identity, which makes them fast dictionary keys.
 """
 
 from __future__ import annotations

@@ -58,12 +58,12 @@ class TrainingProbe:
         return self.every > 0 and update % self.every == 0
 
     @contextmanager
-    def watching(self, wanted: bool) -> Iterator[None]:
-        """If `wanted`, collects sums and maxima over the layers' outputs and their gradients while the context is open,
+    def watching(self, enabled: bool) -> Iterator[None]:
+        """If `enabled`, collects sums and maxima over the layers' outputs and gradients while the context is open,
         without waiting for the device."""
         self._sums, self._largest = {}, {}
         with hooks() as handles:
-            for name, layer in (self.layers if wanted else {}).items():
+            for name, layer in (self.layers if enabled else {}).items():
                 handles.append(layer.register_forward_hook(
                     lambda _m, given, output, name=name: self._layer_done(name, given[0], output)))
                 norms = norms_of(layer)

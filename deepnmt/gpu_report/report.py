@@ -433,11 +433,11 @@ def _layouts(layouts: list[dict[str, Any]], corpus: dict[str, Any], facts: dict[
     """Losses in label-smoothed nats a target token; the loss scale at the first logged update, its lowest and last."""
     rows = []
     for run in layouts:
-        (first, begun), (last, reached) = run["losses"][0], run["losses"][-1]
+        (first, first_loss), (last, last_loss) = run["losses"][0], run["losses"][-1]
         scales = run["loss_scales"]
         rows.append([f"{Path(run['ds_config']).stem}_{run['precision']}"
                      + (f", {run['stages']} stage(s)" if run["stages"] else ""), f"{run['updates']:,}",
-                     f"{begun:.3f} (to {first}), {reached:.3f} (to {last})",
+                     f"{first_loss:.3f} (to {first}), {last_loss:.3f} (to {last})",
                      "-" if run["validation"] is None else f"{run['validation']:.4f}",
                      f"{scales['first']:g}, {scales['lowest']:g}, {scales['last']:g}", f"{run['dropped']:.0f}",
                      f"{run['target_tokens_per_second']:,.0f}", *_use(run, facts)])
