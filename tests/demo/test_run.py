@@ -75,4 +75,4 @@ def test_training_is_launched_from_this_package(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "deepnmt" / "__init__.py").write_text("raise SystemExit(3)")
     done = subprocess.run([sys.executable, main, "train", "--help"], cwd=tmp_path, capture_output=True, text=True,
                           check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 0 and "Trains a recipe" in done.stdout, done.stderr
+    assert done.returncode == 0 and "Trains the model" in done.stdout, done.stderr

@@ -194,13 +194,13 @@ def test_grid_is_resumed(tmp_path: Path) -> None:
     old = json.loads(json.dumps(records))
     del old[2]["features"]["trial_source"]
     old[2]["features"]["layers"] = 9.0
-    del old[0]["features"]["fp16"]  # the point settles it: nothing is measured
+    del old[0]["features"]["fp16"]  # the point determines it, so nothing is measured
     file.write_text("".join(json.dumps(record) + "\n" for record in old))
     assert measure_again(file) == 1 and measure_again(file) == 0
     for again, record in zip(read_grid(file), records, strict=True):
         assert again["features"] == pytest.approx(record["features"], rel=1e-4, abs=1e-4)
         assert again["losses"] == record["losses"]
-    with pytest.raises(UserError, match="no block 'nonsense'"):
+    with pytest.raises(UserError, match="unknown block 'nonsense'"):
         grid(["nonsense"], [1], [1e-3], [2], [1])
 
 
