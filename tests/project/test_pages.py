@@ -82,7 +82,7 @@ WANTED = ("there is no text file", "there is no input file", "there is no file",
 def commands(page: Path, folder: Path) -> list[list[str]]:
     """The words of every command in a page's bash blocks."""
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    blocks = [re.sub(r"^\.venv/bin/", "", block, flags=re.MULTILINE) for block in blocks]  # Bash would look for that file
+    blocks = [re.sub(r"^\.venv/bin/", "", block, flags=re.MULTILINE) for block in blocks]  # else a file to Bash
     subprocess.run(["bash", "-ec", RECORD + "".join(blocks)], check=True, cwd=folder,
                    env={"DEEPNMT_CORPORA": "corpora"})
     words = folder / "words"
