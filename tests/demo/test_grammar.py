@@ -371,5 +371,5 @@ def test_a_folder_of_other_things_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has other content than a demo corpus; choose a new folder"):
         make_corpus(tmp_path, pairs=10, valid=1, test=1)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    with pytest.raises(UserError, match="valid = 0; give 1 or more"):
+    with pytest.raises(UserError, match="valid of the demo corpus is 0, must be 1 or more"):
         make_corpus(tmp_path / "text", pairs=10, valid=0, test=1)
