@@ -40,8 +40,8 @@ from deepnmt.files import read_log
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.launch import count_gpus, processes, rank_from_environment
 from deepnmt.ranks import Ranks
-from deepnmt.train.trainer import PREEMPTED
-from deepnmt.train.trainer import train as train_run
+from deepnmt.training.trainer import PREEMPTED
+from deepnmt.training.trainer import train as train_run
 
 __all__ = ["Hypothesis", "Recipe", "Run", "UserError", "average", "load", "prepare", "read_recipe", "train"]
 

@@ -167,7 +167,7 @@ def _profile(words: list[str]) -> None:
     )
     _, recipe = parse(parser, words)
     from deepnmt.parallel.launch import processes
-    from deepnmt.train.profile import profile
+    from deepnmt.training.profile import profile
 
     with processes(recipe.parallel.threads) as ranks:
         path = profile(recipe, ranks)
@@ -198,14 +198,14 @@ def _train(words: list[str]) -> int:
     args, recipe = parse(parser, words)
     profiled(args, recipe)
     if args.dry_run:
-        from deepnmt.train.plan import describe
+        from deepnmt.training.plan import describe
 
         print(describe(recipe))
         return 0
     from deepnmt.doctor.nonfinite import explain
     from deepnmt.doctor.training_probe import watch
     from deepnmt.parallel.launch import processes
-    from deepnmt.train.trainer import train
+    from deepnmt.training.trainer import train
 
     with processes(recipe.parallel.threads, group=recipe.parallel.ds_config is not None) as ranks:
         return train(recipe, ranks, watch=watch, explain=explain)

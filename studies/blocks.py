@@ -46,10 +46,10 @@ from deepnmt.parallel.settings import Layout
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
-from deepnmt.train.profile import profile_for
-from deepnmt.train.state import TrainState
-from deepnmt.train.trainer import STOP_CONDITIONS
-from deepnmt.train.updates import updates
+from deepnmt.training.profile import profile_for
+from deepnmt.training.state import TrainState
+from deepnmt.training.trainer import STOP_CONDITIONS
+from deepnmt.training.updates import updates
 from studies.plots import Panel, plot_study
 from studies.runs import Record, Stacks, append_runs, block_pair, read_runs
 

@@ -132,7 +132,7 @@ def serve() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print while they are imported
     quiet_libraries()
-    for name in ("pytest", "deepnmt.cli", "deepnmt.train.trainer", "deepnmt.parallel.pipeline.engine",
+    for name in ("pytest", "deepnmt.cli", "deepnmt.training.trainer", "deepnmt.parallel.pipeline.engine",
                  "deepspeed.runtime.zero.muon.muon_optimizer"):  # DeepSpeed's first engine would import the last
         importlib.import_module(name)
     from deepspeed.accelerator import get_accelerator

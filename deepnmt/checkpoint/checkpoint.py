@@ -40,7 +40,7 @@ __all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # defined in folders.py
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
 REQUIRED = (WEIGHTS, STATE, RECIPE)  # in every checkpoint, whatever its task
-# Any other file belongs to the task (train/task.py, `_files`); averages and folded models copy it.
+# Any other file belongs to the task (training/task.py, `_files`); averages and folded models copy it.
 MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is loaded from
 FILES = (*MODEL_FILES, MOMENTS)
 

@@ -277,7 +277,7 @@ class Schedule(Section):
 class Train(Section):
     """How long a run is, and what it logs, validates and saves."""
 
-    # What ends a run: train/trainer.py, `STOP_CONDITIONS`.
+    # What ends a run: training/trainer.py, `STOP_CONDITIONS`.
     updates: Count
     """The update at which the run ends."""
     epochs: Count | None = None

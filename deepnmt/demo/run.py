@@ -20,7 +20,7 @@ from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import evaluate_run
 from deepnmt.parallel.launch import free_port
 from deepnmt.progress import print_status
-from deepnmt.train.log import clock
+from deepnmt.training.log import clock
 
 _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
 

@@ -63,7 +63,7 @@ from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
-from deepnmt.train.profile import profile_for
+from deepnmt.training.profile import profile_for
 
 # Sections taken from the given recipe at a checkpoint too; all others come from the checkpoint's own recipe.
 AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")

@@ -22,7 +22,7 @@ from deepnmt.doctor.probes import hooks, norms_of
 from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Stream, last_output
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.ranks import Ranks
-from deepnmt.train.updates import UpdateHook
+from deepnmt.training.updates import UpdateHook
 
 Combine = Callable[[list[float]], list[float]]
 

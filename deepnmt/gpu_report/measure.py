@@ -32,7 +32,7 @@ from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import BOS, EOS, PAD
-from deepnmt.train.trainer import train
+from deepnmt.training.trainer import train
 
 # Dense bf16 TFLOP/s by a part of the device's name, from the manufacturer's data sheets; the first match counts.
 NOMINAL_TFLOPS = {"H200": 989.4, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "A100": 312.0}

@@ -26,7 +26,7 @@ from deepnmt.files import markdown_table, read_log, write_json
 from deepnmt.gpu_report.measure import MIN_TOKENS, OUT_OF_MEMORY
 from deepnmt.parallel.workers import module_command
 from deepnmt.progress import print_status
-from deepnmt.train.trainer import FINISHED, PREEMPTED
+from deepnmt.training.trainer import FINISHED, PREEMPTED
 
 Subject = Literal["training", "layouts"]
 ToyCorpus = Callable[[Path], dict[str, int]]

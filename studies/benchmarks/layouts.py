@@ -31,7 +31,7 @@ from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
-from deepnmt.train.profile import measure_profile
+from deepnmt.training.profile import measure_profile
 from studies.plots import plot_idle_time
 
 

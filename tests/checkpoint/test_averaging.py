@@ -37,7 +37,7 @@ from deepnmt.checkpoint.checkpoint import (
     verify,
     write_checkpoint,
 )
-from deepnmt.train.plan import describe
+from deepnmt.training.plan import describe
 
 VALIDATIONS = [{"update": 10, "value": 3.0}, {"update": 20, "value": 1.0}, {"update": 30, "value": 2.0}]
 

@@ -19,7 +19,7 @@ from refusals import user_error
 
 import deepnmt
 from deepnmt.cli import main
-from deepnmt.train.log import Monitor
+from deepnmt.training.log import Monitor
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"train.updates": 6, "train.validate_every": 6, "train.valid_bleu": False}
@@ -38,12 +38,12 @@ def test_importing_deepnmt_imports_nothing_else() -> None:
               "assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys()\n"
               "assert set(deepnmt.__all__) <= set(dir(deepnmt))\n"
               "assert deepnmt.UserError.__module__ == 'deepnmt.errors' and 'torch' not in sys.modules\n"
-              "import deepnmt.train.log\n"  # a package with the name of the function
+              "import deepnmt.training.log\n"
               "assert deepnmt.train.__module__ == 'deepnmt.api' and deepnmt.load.__doc__\n"
               "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('deepnmt.')}\n"
               "assert not rooms & {'doctor', 'demo', 'gpu_report', 'cli'} and 'studies' not in sys.modules\n")
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
-    assert callable(deepnmt.train) and Monitor.__module__ == "deepnmt.train.log"
+    assert callable(deepnmt.train) and Monitor.__module__ == "deepnmt.training.log"
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         deepnmt.trian  # noqa: B018
 

@@ -23,8 +23,8 @@ from deepnmt.cli import main
 from deepnmt.config import dump_recipe
 from deepnmt.errors import UserError
 from deepnmt.ranks import Ranks, Result
-from deepnmt.train import resume
-from deepnmt.train.resume import run_lock
+from deepnmt.training import resume
+from deepnmt.training.resume import run_lock
 
 FIRST, NEWEST = "update-00000003", "update-00000006"
 

@@ -38,7 +38,7 @@ from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.transformer import Transformer
 from deepnmt.ranks import Ranks
-from deepnmt.train.profile import profile_for
+from deepnmt.training.profile import profile_for
 
 ONE = "parallel.threads=1"
 LAYOUTS = Path(__file__).parents[2] / "ds_configs"

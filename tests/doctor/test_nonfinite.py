@@ -18,7 +18,7 @@ from deepnmt.doctor.nonfinite import NonFinite, RankReport, _advice, explain, fi
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import StepStats
-from deepnmt.train.divergence import LIMIT, DroppedUpdates, diverged
+from deepnmt.training.divergence import LIMIT, DroppedUpdates, diverged
 
 STACK = config.Stack(block="post_ln", layers=2)
 SETTINGS = config.Model(width=8, heads=2, ffn=12, max_length=16, encoder=STACK, decoder=STACK)

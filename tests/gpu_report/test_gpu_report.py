@@ -28,7 +28,7 @@ from deepnmt.gpu_report.report import FULL, SHUTDOWN, TOY, Job, Report, TooSlow,
 from deepnmt.parallel.deepspeed import _check_device
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
-from deepnmt.train.trainer import FINISHED, train
+from deepnmt.training.trainer import FINISHED, train
 
 ROOT = Path(__file__).resolve().parents[2]
 Reported = Callable[..., "tuple[dict[str, Any], str]"]

@@ -22,8 +22,8 @@ from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
-from deepnmt.train.trainer import Trainer
-from deepnmt.train.validate import validate
+from deepnmt.training.trainer import Trainer
+from deepnmt.training.validate import validate
 
 
 def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -> None:

@@ -138,7 +138,7 @@ def test_the_profile_follows_the_published_curve(encoder: int, decoder: int, tmp
     from deepnmt.data.prepare import prepare
     from deepnmt.model.admin import AdminProfile
     from deepnmt.parallel.launch import processes
-    from deepnmt.train.profile import profile
+    from deepnmt.training.profile import profile
 
     settings = tree(str(tmp_path), "europarl", EUROPARL)
     settings["data"]["valid"] = EUROPARL

@@ -20,8 +20,8 @@ from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.settings import Layout, layout_of
 
 # Tensors of model width that autograd keeps for the backward pass, for each token and layer, without the FFN's inner
-# ones; within 5 % for a Post-LN model (tests/train/test_dry_run.py). In 16 bits a CPU computes attention and norms in
-# fp32 and keeps those inputs in fp32.
+# ones; within 5 % for a Post-LN model (tests/training/test_dry_run.py). In 16 bits a CPU computes attention and norms
+# in fp32 and keeps those inputs in fp32.
 _KEPT = {"encoder": 10, "decoder": 17}
 _KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
 _ENDS = 4  # the same for the embeddings and the stacks' outputs together, once a model

@@ -15,8 +15,8 @@ from deepnmt.data.batching import Position, Update
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.ranks import Ranks
-from deepnmt.train.divergence import DroppedUpdates
-from deepnmt.train.state import TrainState
+from deepnmt.training.divergence import DroppedUpdates
+from deepnmt.training.state import TrainState
 
 # A context manager entered around update `number`; may yield a function that returns figures measured in that update.
 UpdateHook = Callable[[int], AbstractContextManager[Callable[[StepStats], dict[str, float]] | None]]

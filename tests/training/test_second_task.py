@@ -24,9 +24,9 @@ from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import Layout
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
-from deepnmt.train.task import Task
-from deepnmt.train.trainer import train
-from deepnmt.train.validate import Validation
+from deepnmt.training.task import Task
+from deepnmt.training.trainer import train
+from deepnmt.training.validate import Validation
 from studies.toy_task import ToyTask
 
 UPDATES, EPOCH = 16, 6  # micro-batches of an epoch

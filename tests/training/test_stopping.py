@@ -20,7 +20,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.folders import CheckpointWriteError
 from deepnmt.parallel.launch import processes
-from deepnmt.train.trainer import FINISHED, PREEMPTED, train
+from deepnmt.training.trainer import FINISHED, PREEMPTED, train
 
 UPDATES = 7
 

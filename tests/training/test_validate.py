@@ -17,7 +17,7 @@ from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.translate import Hypothesis, translate_lines
 from deepnmt.model.init import new_model
 from deepnmt.ranks import Ranks
-from deepnmt.train import validate
+from deepnmt.training import validate
 
 
 class Adding:

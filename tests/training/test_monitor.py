@@ -11,7 +11,7 @@ from run_files import scalars
 
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_parent_folder, make_run_folder, read_log, write_text
-from deepnmt.train.log import Monitor
+from deepnmt.training.log import Monitor
 
 RECORD = {"epoch": 3, "loss": 4.25, "perplexity": 51.0, "learning_rate": 2.5e-4, "gradient_norm": 1.75,
           "loss_scale": 4096.0, "target_tokens_per_second": 1234.0, "target_tokens": 98765, "skipped_updates": 2,

@@ -18,10 +18,10 @@ from deepnmt.config import load_recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.parallel.launch import processes
-from deepnmt.train.log import Monitor
-from deepnmt.train.task import TRANSLATION
-from deepnmt.train.trainer import FINISHED, train
-from deepnmt.train.validate import Validation
+from deepnmt.training.log import Monitor
+from deepnmt.training.task import TRANSLATION
+from deepnmt.training.trainer import FINISHED, train
+from deepnmt.training.validate import Validation
 
 Run = Callable[..., Path]
 

@@ -17,8 +17,8 @@ from warm import Warm, waiting
 
 from deepnmt.config import load_recipe
 from deepnmt.parallel.launch import processes
-from deepnmt.train.log import Monitor
-from deepnmt.train.trainer import train as train_here
+from deepnmt.training.log import Monitor
+from deepnmt.training.trainer import train as train_here
 
 Train = Callable[..., str]
 

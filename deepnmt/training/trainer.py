@@ -30,12 +30,12 @@ from deepnmt.optim import warmup_note
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
 from deepnmt.ranks import Ranks
-from deepnmt.train.divergence import Explain, diverged
-from deepnmt.train.log import Monitor
-from deepnmt.train.resume import changes_since, run_lock
-from deepnmt.train.state import Interval, TrainState
-from deepnmt.train.task import TRANSLATION, Task
-from deepnmt.train.updates import FinishedUpdate, UpdateHook, updates
+from deepnmt.training.divergence import Explain, diverged
+from deepnmt.training.log import Monitor
+from deepnmt.training.resume import changes_since, run_lock
+from deepnmt.training.state import Interval, TrainState
+from deepnmt.training.task import TRANSLATION, Task
+from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
 

@@ -17,7 +17,7 @@ from deepnmt.data.prepared import PreparedData
 from deepnmt.model.init import new_model
 from deepnmt.parallel.build import partition_of
 from deepnmt.parallel.settings import layout_of
-from deepnmt.train.plan import count_parameters, describe, memory_estimate
+from deepnmt.training.plan import count_parameters, describe, memory_estimate
 
 
 @pytest.mark.parametrize("tied", ["all", "none"])

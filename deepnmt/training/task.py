@@ -20,9 +20,9 @@ from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.ranks import Ranks
-from deepnmt.train.profile import profile_for, save_profile
-from deepnmt.train.updates import Batches
-from deepnmt.train.validate import Validation, validate
+from deepnmt.training.profile import profile_for, save_profile
+from deepnmt.training.updates import Batches
+from deepnmt.training.validate import Validation, validate
 
 
 class Epochs(Batches, Protocol):
