@@ -128,7 +128,7 @@ class Run:
             seed, settings: see `translate`.
 
         Returns:
-            A report of BLEU, chrF and TER with signatures; `report.table()` and `report.as_json()` show it.
+            A report of SacreBLEU's scores with their signatures; `report.table()` and `report.as_json()` show it.
 
         Raises:
             UserError: no such test set, or see `translate`.

@@ -280,8 +280,8 @@ def _evaluate(words: list[str]) -> None:
     parser = recipe_parser(
         "evaluate",
         "Translates the recipe's test sets (or those of --test) and scores the result. With --hypotheses it scores\n"
-        "ready translations instead, and compares several systems. Scores are BLEU, chrF and TER by SacreBLEU, each\n"
-        "with its signature.\n\n"
+        "ready translations instead, and compares several systems. Scores are SacreBLEU's, each with its\n"
+        "signature.\n\n"
         "Reads a checkpoint of the run and the test sets. Prints a table and writes RUN/scores.json; scores of other\n"
         "test sets, checkpoints or settings go into a file beside it.\n"
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
