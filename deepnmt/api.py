@@ -210,7 +210,7 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
         log.warning("train.probe_every is %d, but only the command deepnmt train probes the layers",
                     checked.train.probe_every)
     group = checked.parallel.ds_config is not None
-    with _as_it_was(), _threads(checked), processes(checked.parallel.threads, group=group) as ranks:
+    with _process_restored(), _threads(checked), processes(checked.parallel.threads, group=group) as ranks:
         code = train_run(checked, ranks)
     run = Path(checked.run)
     if code == PREEMPTED:  # the handlers are those of before again
@@ -304,7 +304,7 @@ def _threads(recipe: Recipe) -> Iterator[None]:
 
 
 @contextmanager
-def _as_it_was() -> Iterator[None]:
+def _process_restored() -> Iterator[None]:
     """Puts back what training on one process changes of it: environment variables and signal handlers."""
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}

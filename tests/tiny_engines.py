@@ -104,3 +104,16 @@ def poison(engine: Engine, victim: str, plan: list[Batch], here: bool) -> None:
         assert torch.equal(weight, s.weight) and torch.equal(moment, s.kept["exp_avg"]), s.name
     if scale is not None:
         assert engine.scaler_state() == {"scale": scale["scale"] / 2, "clean": 0}
+
+
+def fairseq_rule(overflows: list[bool], scale: float, window: int, floor: float) -> list[float]:
+    """The scale each update is computed with, by the rule of fairseq's scaler with tolerance 0."""
+    trace, last_overflow = [], -1
+    for number, overflow in enumerate(overflows):
+        trace.append(scale)
+        if overflow:
+            last_overflow = number
+            scale = max(scale / 2, floor)
+        elif (number - last_overflow) % window == 0:
+            scale *= 2
+    return trace

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import user_error
-from tiny_engines import batches, build, recipe_of, step
+from tiny_engines import batches, build, fairseq_rule, recipe_of, step
 from warm import Warm
 
 from deepnmt.parallel.launch import processes
@@ -18,19 +18,6 @@ from deepnmt.ranks import Ranks
 INITIAL, WINDOW, FLOOR, BETA = 4.0, 3, 0.03125, 0.9
 # clean updates past two growths, an overflow just before a third, overflows down to the floor and on, then growth
 OVERFLOWS = [*map(bool, (0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1)), *[True] * 14, *[False] * 7, True, False, False]
-
-
-def fairseq_rule(overflows: list[bool], scale: float, window: int, floor: float) -> list[float]:
-    """The scale each update is computed with, by the rule of fairseq's scaler with tolerance 0."""
-    trace, last_overflow = [], -1
-    for number, overflow in enumerate(overflows):
-        trace.append(scale)
-        if overflow:
-            last_overflow = number
-            scale = max(scale / 2, floor)
-        elif (number - last_overflow) % window == 0:
-            scale *= 2
-    return trace
 
 
 def gradients(

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import pytest
 import torch
-from tiny_engines import batch_of
+from tiny_engines import batch_of, fairseq_rule
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, Schedule, check_recipe
@@ -88,19 +88,6 @@ def test_a_step_with_too_few_or_too_many_settings(settings: dict[str, object], m
 def test_momentum_is_for_sgd_only() -> None:
     with pytest.raises(UserError, match=r"optimizer: momentum \(0.9\) needs name: sgd, but name is adam"):
         recipe_of({"momentum": 0.9})
-
-
-def fairseq_rule(overflows: list[bool], scale: float, window: int, floor: float) -> list[float]:
-    """The scale each update is computed with, by the rule of fairseq's scaler with tolerance 0."""
-    trace, last_overflow = [], -1
-    for number, overflow in enumerate(overflows):
-        trace.append(scale)
-        if overflow:
-            last_overflow = number
-            scale = max(scale / 2, floor)
-        elif (number - last_overflow) % window == 0:
-            scale *= 2
-    return trace
 
 
 @pytest.mark.parametrize("seed", range(200))
