@@ -9,7 +9,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +23,8 @@ def atomic_write(target: Path) -> Iterator[TextIO]:
     """Opens a UTF-8 file for writing under a temporary name and renames it to `target` at the end.
 
     An exception or a kill leaves the old `target` untouched. A device or a fifo is written to directly; a link is
-    followed and stays a link.
+    followed and stays a link. So this is for a file that the user named; `write_bytes` and those after it are for the
+    files of a folder.
 
     Raises:
         OSError: the file cannot be written.
@@ -32,27 +33,44 @@ def atomic_write(target: Path) -> Iterator[TextIO]:
         with target.open("w", encoding="utf-8", newline="\n") as stream:
             yield stream
         return
-    final = Path(os.path.realpath(target))
+    with (_renamed_to(Path(os.path.realpath(target))) as descriptor,
+          open(descriptor, "w", encoding="utf-8", newline="\n") as stream):
+        yield stream
+
+
+@contextmanager
+def _renamed_to(final: Path) -> Iterator[int]:
+    """The descriptor of a new file, which the caller closes and which is then renamed to `final`."""
     temporary = final.with_name(f".tmp-{final.name}-{secrets.token_hex(4)}")
     # O_NOFOLLOW: in a folder that others may write to, somebody could have put a link there
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with open(descriptor, "w", encoding="utf-8", newline="\n") as stream:
-            yield stream
+        yield descriptor
         os.replace(temporary, final)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, content: str) -> None:
-    """Writes a text file with `atomic_write`."""
-    with atomic_write(path) as stream:
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file as `atomic_write` does, but replaces a link, device or fifo: in a folder that came from elsewhere
+    it would lead outside."""
+    with _renamed_to(path) as descriptor, open(descriptor, "wb") as stream:
         stream.write(content)
 
 
+def write_text(path: Path, content: str) -> None:
+    """`write_bytes` of UTF-8 text."""
+    write_bytes(path, content.encode())
+
+
+def as_json(content: Any, indent: int = 2) -> str:
+    """JSON as deepnmt's files hold it, which end in a newline."""
+    return json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
-    """Writes JSON with `atomic_write`."""
-    write_text(path, json.dumps(content, indent=indent, ensure_ascii=False) + "\n")
+    """`write_text` of JSON."""
+    write_text(path, as_json(content, indent))
 
 
 def sha256(file: Path) -> str:
@@ -101,26 +119,30 @@ def _require_writable(folder: Path, what: str, remedy: str, file: Path | None = 
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a `log.jsonl`, without a half-written last line. Raises `UserError` if it cannot be read."""
-    return [record for _, record in read_numbered_log(path)]
+    """The records of a `log.jsonl`, without damaged lines. Raises `UserError` if it cannot be read."""
+    return [record for _, record in read_numbered_log(path) if is_record(record)]
+
+
+def is_record(value: Any) -> bool:
+    """Whether this is what a line of a `log.jsonl` holds."""
+    return isinstance(value, dict) and isinstance(value.get("type"), str) and type(value.get("update")) is int
 
 
 def read_numbered_log(path: Path) -> list[tuple[int, Any]]:
-    """The values in a file of JSON lines with their line numbers, counted from 1. Half-written lines are skipped.
+    """The values in a file of JSON lines with their line numbers, counted from 1. Lines that are not JSON, such as a
+    half-written one, are left out.
 
     Raises:
         UserError: the file cannot be read.
     """
-    records = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                records.append((number, json.loads(line)))
-            except ValueError:
-                continue
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UserError(f"{path} cannot be read as JSON lines: {reason}; repair it, or give another folder") from None
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}; give another folder") from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        with suppress(ValueError, RecursionError):
+            records.append((number, json.loads(line)))
     return records
 
 

@@ -5,11 +5,14 @@ Matplotlib is imported only when a picture is plotted, because the import takes 
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
+
+from deepnmt.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,4 +157,6 @@ def style_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 def save(figure: Figure, path: str | Path) -> None:
     """Writes a figure as PNG; its folder is made if it does not exist."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_RESOLUTION, format="png")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=_RESOLUTION, format="png")
+    write_bytes(Path(path), picture.getvalue())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -16,8 +16,9 @@ Progress = Callable[[int], object]  # called with the number of lines, pairs, ..
 
 
 def print_status(text: str) -> None:
-    """Prints a line to standard error, unbuffered."""
-    print(text, file=sys.stderr, flush=True)
+    """Prints a line to standard error, unbuffered. No job fails because nobody can read it, or its disk is full."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def no_progress(done: int) -> None:

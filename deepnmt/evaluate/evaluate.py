@@ -21,7 +21,7 @@ from deepnmt.data.text import read_lines, read_pairs
 from deepnmt.decode.translate import load_for_search, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, score_systems
-from deepnmt.files import write_json
+from deepnmt.files import as_json, atomic_write, write_json
 from deepnmt.progress import bar_progress, print_status
 from deepnmt.ranks import Ranks
 
@@ -87,7 +87,11 @@ def evaluate_run(
     report = score_systems(systems, sets, recipe.data.trg_lang)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {**report.as_json(), **facts}, indent=1)
+        if output is None:
+            write_json(file, {**report.as_json(), **facts}, indent=1)
+        else:
+            with atomic_write(file) as stream:
+                stream.write(as_json({**report.as_json(), **facts}, indent=1))
     except OSError as error:
         raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; give another file") from None
     print_status(f"scores are in {file}")

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import os
+import socket
+import stat
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import scalar
 from tqdm import tqdm
 
-from deepnmt.files import make_run_folder, write_json, write_text
+from deepnmt.files import as_json, is_record, make_run_folder, write_json
 from deepnmt.progress import print_status
 
 
@@ -32,18 +41,27 @@ class Monitor:
     def __init__(self, folder: Path, active: bool, update: int, updates: int) -> None:
         self.folder, self.active, self.first, self.updates = folder, active, update, updates
         self.started = time.monotonic()
+        self._failing: set[str] = set()
         if not active:
             return
         make_run_folder(folder)
-        self._log = _reopen_log(folder / "log.jsonl", update)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=update + 1)
         self._bar = tqdm(total=updates, initial=update, unit="update", dynamic_ncols=True,
                          disable=not sys.stderr.isatty(), bar_format="{n_fmt}/{total_fmt} |{bar:12}| {desc}")
+        self._log = _Appended(folder / "log.jsonl")
+        with self._reporting("log.jsonl"):
+            if damaged := _cut_log(folder / "log.jsonl", update):
+                self.print_line(f"{folder / 'log.jsonl'} has {damaged} damaged line(s), which readers of it leave out")
+        self._board = _Appended(folder / "tensorboard" /
+                                f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}")
+        self._add_to_board(file_version="brain.Event:2")
+        # TensorBoard then forgets what a killed attempt wrote of later updates
+        self._add_to_board(step=update + 1, session_log=SessionLog(status=SessionLog.START))
 
     def print_line(self, message: str) -> None:
         """Prints a line to standard error, above the progress bar."""
         if self.active:
-            tqdm.write(message, file=sys.stderr)
+            with suppress(OSError):  # it may be a file on a full disk
+                tqdm.write(message, file=sys.stderr)
 
     def train(self, update: int, record: dict[str, float], updates_left: int, at_most: float = math.inf) -> None:
         """Logs the training figures of one interval and shows the progress line.
@@ -55,9 +73,9 @@ class Monitor:
             return
         left = min((time.monotonic() - self.started) / max(1, update - self.first) * updates_left, at_most)
         record = {**record, "seconds_left": round(left, 1)}
+        self.status("running", update)
         self._write("train", update, record)
-        for name, value in record.items():
-            self._board.add_scalar(f"train/{name}", value, update)
+        self._write_figures("train", update, record)
         text = (f"epoch {record['epoch']:.0f} loss {record['loss']:.3f} ppl {record['perplexity']:.2f} "
                 f"lr {record['learning_rate']:.2e} gnorm {record['gradient_norm']:.2f} scale {record['loss_scale']:g} "
                 f"{record['target_tokens_per_second']:.0f} tok/s"
@@ -72,10 +90,9 @@ class Monitor:
         """Logs the figures of a validation and prints them on a line."""
         if not self.active:
             return
+        self.status("running", update)
         self._write("valid", update, record)
-        for name, value in record.items():
-            if isinstance(value, (int, float)):
-                self._board.add_scalar(f"valid/{name}", value, update)
+        self._write_figures("valid", update, {k: v for k, v in record.items() if isinstance(v, (int, float))})
         bleu = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
         self.print_line(f"validation at update {update}: loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}"
                  f"{' (best so far)' if record['best'] else ''}")
@@ -83,9 +100,7 @@ class Monitor:
     def probe(self, update: int, record: dict[str, float]) -> None:
         """Writes the finite values of a probe of the layers to TensorBoard."""
         if self.active:
-            for name, value in record.items():
-                if math.isfinite(value):
-                    self._board.add_scalar(f"probe/{name}", value, update)
+            self._write_figures("probe", update, {k: v for k, v in record.items() if math.isfinite(v)})
 
     def event(self, update: int, message: str, **facts: Any) -> None:
         """Logs and prints an event, such as a resume, a skipped update or the end."""
@@ -95,33 +110,112 @@ class Monitor:
 
     def status(self, status: str, update: int, **facts: Any) -> None:
         """Replaces STATUS.json: the run's current state, or how it ended."""
-        if self.active:
-            write_json(self.folder / "STATUS.json", {"status": status, "update": update, **facts})
+        if not self.active:
+            return
+        file, content = self.folder / "STATUS.json", {"status": status, "update": update, **facts}
+        with self._reporting("STATUS.json"):
+            try:
+                write_json(file, content)
+            except OSError as error:
+                try:  # a full disk still has the room that the file takes now
+                    with open(os.open(file, os.O_WRONLY | os.O_NOFOLLOW), "wb", buffering=0) as old:
+                        old.truncate(old.write(as_json(content).encode()))
+                except OSError:
+                    raise error from None
 
     def close(self) -> None:
         if self.active:
             self._bar.close()
-            self._log.close()
-            self._board.close()
+            for file in (self._log, self._board):
+                with self._reporting(file.path.name):
+                    file.close()
+
+    @contextmanager
+    def _reporting(self, file: str) -> Iterator[None]:
+        """Lets a run go on if one of its reports cannot be written, and says so once."""
+        try:
+            yield
+        except OSError as error:
+            if file not in self._failing:
+                self.print_line(f"{self.folder / file} cannot be written: {error.strerror or error}; training "
+                                "continues, and it is tried again with every report")
+            self._failing.add(file)
+        else:
+            self._failing.discard(file)
 
     def _write(self, kind: str, update: int, record: dict[str, Any]) -> None:
         finite = {k: (v if not isinstance(v, float) or math.isfinite(v) else str(v)) for k, v in record.items()}
-        self._log.write(json.dumps({"type": kind, "update": update, **finite}, ensure_ascii=False) + "\n")
-        self._log.flush()
+        line = json.dumps({"type": kind, "update": update, **finite}, ensure_ascii=False) + "\n"
+        with self._reporting("log.jsonl"):
+            self._log.write(line.encode())
+
+    def _write_figures(self, group: str, update: int, figures: Mapping[str, float]) -> None:
+        """Adds figures to TensorBoard."""
+        for name, value in figures.items():
+            self._add_to_board(step=update, summary=scalar(f"{group}/{name}", value))
+
+    def _add_to_board(self, **fields: Any) -> None:
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
+        with self._reporting("tensorboard"):
+            self._board.write(record.getvalue())
 
 
-def _reopen_log(path: Path, update: int) -> Any:
-    """Opens the log for appending, after removing lines of updates that will be repeated."""
-    if path.exists():
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+class _Appended:
+    """A file that is appended to. What cannot be written is kept, and written before what comes next."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+        self._waiting = bytearray()
+
+    def write(self, content: bytes) -> None:
+        """Raises `OSError`; the content is then written by a later call."""
+        self._waiting += content
+        if self._descriptor < 0:
+            self.path.parent.mkdir(exist_ok=True)
+            if os.path.lexists(self.path) and not stat.S_ISREG(self.path.lstat().st_mode):
+                raise OSError(errno.EINVAL, "it is not a plain file")
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._descriptor = os.open(self.path, flags, 0o666)
+        while self._waiting:
+            del self._waiting[: os.write(self._descriptor, self._waiting)]
+
+    def close(self) -> None:
+        """Raises `OSError` if something could not be written until now."""
+        try:
+            if self._waiting:
+                self.write(b"")
+        finally:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+
+
+def _cut_log(path: Path, update: int) -> int:
+    """Removes the lines of updates that will be repeated, and what a kill left of a last one.
+
+    Returns:
+        The number of other lines that are damaged.
+    """
+    if not path.is_file() or path.is_symlink():
+        return 0
+    position = end = damaged = suspects = 0
+    with path.open("r+b") as file:
+        for line in file:
+            position += len(line)
             try:
-                if json.loads(line)["update"] <= update:
-                    kept.append(line)
-            except (ValueError, KeyError):  # a line that a kill left incomplete
-                continue
-        write_text(path, "".join(line + "\n" for line in kept))
-    return path.open("a", encoding="utf-8")
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if not is_record(record):
+                suspects += 1
+            elif record["update"] <= update:
+                end, damaged = position, suspects
+        file.truncate(end)
+        file.seek(end - 1 if end else 0)
+        if file.read(1) not in (b"", b"\n"):  # an editor left out the last line's end
+            file.write(b"\n")
+    return damaged
 
 
 def clock(seconds: float) -> str:

@@ -59,7 +59,7 @@ def _take_lock(file: Path, held: ExitStack) -> None:
     """
     until, waiting = time.monotonic() + LOCK_WAIT, False
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         held.callback(os.close, descriptor)
         while not _locked(descriptor):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()

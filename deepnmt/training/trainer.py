@@ -158,8 +158,8 @@ class Trainer:
             if done.stop:
                 break
         name = signal.Signals(self.stop_signal or signal.SIGTERM).name  # a guess if another process got the signal
-        self.monitor.event(state.update, f"stopped by {name} and saved; the same command resumes from here")
         self.monitor.status("preempted", state.update, seconds=round(state.seconds, 1), signal=name)
+        self.monitor.event(state.update, f"stopped by {name} and saved; the same command resumes from here")
         return PREEMPTED
 
     def _on_signal(self, number: int, _frame: Any) -> None:
@@ -179,7 +179,6 @@ class Trainer:
 
     def _report(self, interval: Interval) -> None:
         state = self.state
-        self.monitor.status("running", state.update)
         self.monitor.train(state.update, {
             "epoch": state.position.epoch + 1,
             "loss": interval.loss / interval.tokens,
@@ -267,13 +266,16 @@ class Trainer:
 
     def _finish(self) -> int:
         state = self.state
+        self.monitor.status("finished", state.update, seconds=round(state.seconds, 1))
         self.monitor.event(state.update, f"finished after {state.update} updates, {state.position.epoch} epochs, "
                            f"{state.target_tokens:,} target tokens in {state.seconds:.0f} s of updates")
-        self.monitor.status("finished", state.update, seconds=round(state.seconds, 1))
         if self.ranks.first:
             from deepnmt.plots import plot_learning_curve  # importing matplotlib takes a second
 
-            plot_learning_curve(read_log(self.run / "log.jsonl"), self.run / "curve.png", self.run.name)
+            try:
+                plot_learning_curve(read_log(self.run / "log.jsonl"), self.run / "curve.png", self.run.name)
+            except Exception as error:  # a log with damaged figures, a full disk: the run is finished all the same
+                self.monitor.event(state.update, f"curve.png was not drawn: {error}")
         return FINISHED
 
     def close(self) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import random
 import time
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from run_files import scalars
 
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_parent_folder, make_run_folder, read_log, write_text
+from deepnmt.plots import save
+from deepnmt.ranks import Ranks
 from deepnmt.training.log import Monitor
+from deepnmt.training.resume import run_lock
 
 RECORD = {"epoch": 3, "loss": 4.25, "perplexity": 51.0, "learning_rate": 2.5e-4, "gradient_norm": 1.75,
           "loss_scale": 4096.0, "target_tokens_per_second": 1234.0, "target_tokens": 98765, "skipped_updates": 2,
@@ -55,6 +62,126 @@ def test_only_rank_0_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     monitor.event(1, "something happened")
     monitor.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
+
+
+# -- damage and full disks: a run goes on ------------------------------------------------------------------------------
+
+
+def _log(folder: Path, updates: int) -> bytes:
+    """A run's reports up to an update."""
+    monitor = Monitor(folder, True, update=0, updates=updates)
+    for update in range(1, updates + 1):
+        monitor.train(update, {**RECORD, "loss": 1 / update}, updates - update)
+    monitor.event(updates, "Häuser\u2028und mehr")
+    monitor.close()
+    return (folder / "log.jsonl").read_bytes()
+
+
+def test_every_damaged_log_is_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """200 flipped bits, truncations and foreign lines; the undamaged lines up to the checkpoint stay."""
+    whole = _log(tmp_path, 20)
+    file, draw, told = tmp_path / "log.jsonl", random.Random(3), 0
+    lines = whole.split(b"\n")
+    foreign = [b"7", b"[]", b'{"update": "3", "type": "train"}', b'{"update": 3}', b"\xff" * 9, b"[" * 200_000]
+    for number in range(240):
+        damaged = bytearray(whole)
+        if number < 200:
+            damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        elif number < 230:
+            del damaged[draw.randrange(len(whole)):]
+        else:
+            damaged = bytearray(b"\n".join([*lines[:5], foreign[number % len(foreign)], *lines[5:]]))
+        file.write_bytes(damaged)
+        intact = {line for line in bytes(damaged).split(b"\n") if line in lines[:12]}
+        capsys.readouterr()
+        monitor = Monitor(tmp_path, True, update=12, updates=20)
+        told += "damaged line(s), which readers of it leave out" in capsys.readouterr().err
+        monitor.event(12, "resuming")
+        monitor.close()
+        now = file.read_bytes().split(b"\n")
+        assert set(now) >= intact and not set(now) & set(lines[14:20]), number
+        assert read_log(file)[-1] == {"type": "event", "update": 12, "message": "resuming"}
+    assert told > 40
+    file.write_bytes(whole[:-1])  # an editor left out the last line's end
+    monitor = Monitor(tmp_path, True, update=20, updates=20)
+    monitor.event(20, "resuming")
+    monitor.close()
+    assert file.read_bytes().startswith(whole) and len(read_log(file)) == 22
+
+
+@pytest.mark.parametrize("fails", [("write",), ("write", "replace")])
+def test_a_full_disk_is_told_once_and_nothing_is_lost(
+    fails: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write = os.write
+    half = iter([True])
+    monitor = Monitor(tmp_path, True, update=0, updates=9)
+    monitor.train(1, RECORD, 8)
+    with monkeypatch.context() as patch:
+        for name in fails:
+            patch.setattr(os, name, full)
+        # a disk takes as much as it can
+        patch.setattr(os, "write", lambda file, data: write(file, data[:9]) if next(half, False) else full())
+        for update in (2, 3, 4):
+            monitor.train(update, RECORD, 9 - update)
+            status = json.loads((tmp_path / "STATUS.json").read_text())
+            assert status == {"status": "running", "update": update}
+    said = capsys.readouterr().err
+    assert said.count("log.jsonl cannot be written: No space left on device; training continues, and") == 1
+    assert said.count("cannot be written") == 2, "the log and TensorBoard's files"
+    monitor.train(5, RECORD, 4)
+    monitor.close()
+    assert [record["update"] for record in read_log(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5]
+    assert sorted(scalars(tmp_path)["train/loss"]) == [1, 2, 3, 4, 5]
+
+
+def test_a_status_that_cannot_be_written_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "STATUS.json").mkdir()
+    monitor = Monitor(tmp_path, True, update=0, updates=9)
+    for update in (1, 2):
+        monitor.train(update, RECORD, 9 - update)
+    monitor.close()
+    assert capsys.readouterr().err.count("STATUS.json cannot be written: Is a directory") == 1
+    assert len(read_log(tmp_path / "log.jsonl")) == 2
+
+
+def test_the_status_is_never_older_than_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = Monitor(tmp_path, True, update=0, updates=9)
+    seen = []
+
+    def shown(text: str) -> None:
+        seen.append((text.split(":")[0].split("/")[0], json.loads((tmp_path / "STATUS.json").read_text())["update"]))
+
+    monkeypatch.setattr("deepnmt.training.log.print_status", shown)
+    monkeypatch.setattr(monitor, "print_line", shown)
+    monitor.train(3, RECORD, 6)
+    monitor.valid(4, {"loss": 4.5, "perplexity": 60.0, "best": True})
+    monitor.close()
+    assert seen == [("update 3", 3), ("validation at update 4", 4)]
+
+
+def test_nothing_is_written_through_links_of_a_foreign_folder(tmp_path: Path) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    run.mkdir()
+    for name in ("STATUS.json", "log.jsonl", ".lock", "curve.png"):
+        (run / name).symlink_to(victim)
+    monitor = Monitor(run, True, update=0, updates=9)
+    monitor.train(1, RECORD, 8)
+    monitor.close()
+    save(Figure(), run / "curve.png")
+    with pytest.raises(UserError, match=r"\.lock cannot be locked: Too many levels of symbolic links"), \
+            run_lock(run, Ranks.alone()):
+        pass
+    assert victim.read_text() == "mine" and not (run / "curve.png").is_symlink()
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_kill_while_a_file_is_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
