@@ -170,7 +170,7 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
             or setting that differs), or another than `model`; `target` exists and is not a checkpoint.
         CheckpointWriteError: it cannot be written.
     """
-    check_target(target, "the average")
+    target = check_target(target, "the average")
     manifests = [verify_files(folder, {*REQUIRED, *task_files(folder)}) for folder in checkpoints]
     require_model(checkpoints[0], model)
     weights = average_weights(checkpoints)

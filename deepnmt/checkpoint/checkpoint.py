@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -142,10 +143,14 @@ def recover_checkpoints(checkpoints: Path) -> None:
     folders.recover_after_kill(checkpoints, "update-*")
 
 
-def check_target(target: Path, what: str) -> None:
-    """Raises `UserError` if `target`, where `what` is to be written, exists and is not a checkpoint."""
+def check_target(target: Path, what: str) -> Path:
+    """The folder that `what` is to be written to: `target`, or where it leads if it is a link, which stays. Raises
+    `UserError` if it exists and is not a checkpoint."""
+    if target.is_symlink():
+        target = Path(os.path.realpath(target))
     if target.exists() and not (target / MANIFEST).is_file():
         raise UserError(f"{target} exists and is not a checkpoint; give another folder for {what}")
+    return target
 
 
 def write_checkpoint(target: Path, contents: Contents) -> None:

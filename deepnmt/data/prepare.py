@@ -122,6 +122,8 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
     """A new folder to fill, which is renamed to `folder` at the end, or deleted after an exception."""
     target = Path(os.path.abspath(folder))
     partial = target.with_name(f"{target.name}.partial")
+    if partial.is_symlink():
+        raise UserError(f"{folder} is written as {partial} first, but that is a link; remove it")
     partial.mkdir(parents=True, exist_ok=True)
     lock = FileLock(partial / ".lock")  # the system releases it even if this process is killed
     if any(partial.iterdir()) and not Path(lock.lock_file).exists():

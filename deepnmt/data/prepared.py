@@ -13,14 +13,16 @@ size and hash of every other file. For a side of a split, e.g. `train.src`:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, Field, ValidationError
 
 from deepnmt.config import Corpus, Filters, Recipe, Vocab
 from deepnmt.data.text import input_files
@@ -73,11 +75,20 @@ def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
             os.fsync(stream.fileno())
         files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
     manifest = {"format": FORMAT, "version": VERSION, **contents, "files": files}
-    with open(folder / "manifest.json", "w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=1, sort_keys=True, ensure_ascii=False)
-        stream.write("\n")
+    manifest["sha256"] = _hash_of(manifest)
+    with open(folder / "manifest.json", "wb") as stream:
+        stream.write(_text_of(manifest))
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _text_of(manifest: dict[str, Any]) -> bytes:
+    return (json.dumps(manifest, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _hash_of(manifest: dict[str, Any]) -> str:
+    """The SHA-256 of a manifest's text without its own `sha256`, which version 0.2 did not write."""
+    return hashlib.sha256(_text_of({key: value for key, value in manifest.items() if key != "sha256"})).hexdigest()
 
 
 class Side:
@@ -92,6 +103,10 @@ class Side:
             np.memmap(file, kind, "r") if file.stat().st_size else np.zeros(0, kind)  # empty files cannot be mapped
             for file, kind in ((folder / f"{stem}.tokens", TOKEN), (folder / f"{stem}.offsets", OFFSET)))
         pieces = np.diff(self._offsets)
+        ends = self._offsets[[0, -1]].tolist() if len(self._offsets) else []
+        if ends != [0, len(self._tokens)] or bool((pieces < 0).any()):
+            raise UserError(f"prepared data {folder} is damaged: {stem}.offsets does not divide {stem}.tokens into "
+                            f"sentences; {_AGAIN}")
         self._pieces = pieces if limit is None else np.minimum(pieces, limit - 1)
         self.lengths: Lengths = (self._pieces + 1).astype(np.int32)
 
@@ -162,6 +177,36 @@ class Split:
         return (self._folder / f"{self.name}.{side}.txt").read_bytes().decode("utf-8").split("\n")[:-1]
 
 
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+Natural = Annotated[int, Field(ge=0)]
+
+
+class _File(BaseModel, strict=True):
+    bytes: Natural
+    sha256: str
+
+
+class _Input(BaseModel, strict=True):
+    bytes: Natural
+
+
+class _Split(BaseModel, strict=True):
+    variants: Natural
+
+
+class _Manifest(BaseModel, strict=True, extra="forbid"):
+    """The types of what is read from a manifest."""
+
+    format: str
+    version: int
+    vocab: dict[str, Any]
+    sha256: str | None = None
+    settings: dict[str, Any]
+    inputs: dict[str, list[_Input]]
+    splits: dict[FileName, _Split]
+    files: dict[FileName, _File]
+
+
 class PreparedData:
     """A complete folder of prepared data; made by `open`."""
 
@@ -180,11 +225,12 @@ class PreparedData:
         if not folder.exists():
             raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
         try:
-            manifest = json.loads(file.read_bytes())
+            text = file.read_bytes()
+            manifest = json.loads(text)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{folder} holds no manifest.json, so it is not prepared data; set data.folder to a folder "
                             "that deepnmt prepare has written") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file} cannot be read ({error}); {_AGAIN}") from None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise UserError(f"{file} is not a manifest of deepnmt's prepared data; set data.folder to another folder")
@@ -194,24 +240,48 @@ class PreparedData:
         if missing := [key for key in ("settings", "inputs", "vocab", "splits", "files")
                        if not isinstance(manifest.get(key), dict)]:
             raise UserError(f"{file} lacks {', '.join(missing)}; {_AGAIN}")
+        if "sha256" in manifest and (manifest["sha256"] != _hash_of(manifest) or text != _text_of(manifest)):
+            raise UserError(f"{file} is damaged: its content differs from its own SHA-256; {_AGAIN}")
+        try:
+            _Manifest.model_validate(manifest)
+        except ValidationError as error:
+            where = ".".join(map(str, error.errors()[0]["loc"]))
+            raise UserError(f"{file} is damaged: {where} has an impossible value; {_AGAIN}") from None
         for name, entry in manifest["files"].items():
             if not (folder / name).is_file():
                 raise UserError(f"prepared data {folder} is incomplete: {name} is missing; {_AGAIN}")
-            if (size := (folder / name).stat().st_size) != entry.get("bytes"):
+            if (size := (folder / name).stat().st_size) != entry["bytes"]:
                 raise UserError(f"prepared data {folder} is damaged: {name} has {size} bytes, but "
-                                f"{entry.get('bytes')} according to its manifest; {_AGAIN}")
+                                f"{entry['bytes']} according to its manifest; {_AGAIN}")
         return cls(folder, manifest)
 
     def verify(self) -> None:
-        """Compares the hash of every file with the manifest. Raises `UserError` at the first difference."""
+        """Compares the hash of every file with the manifest, and tokens with the vocabularies.
+
+        Raises:
+            UserError: the first difference.
+        """
         for name, entry in self.manifest["files"].items():
-            if sha256(self.folder / name) != entry.get("sha256"):
+            try:
+                same = sha256(self.folder / name) == entry["sha256"]
+            except OSError as error:
+                raise UserError(f"prepared data {self.folder}: {name} cannot be read ({error.strerror}); "
+                                f"{_AGAIN}") from None
+            if not same:
                 raise UserError(f"prepared data {self.folder} is damaged: {name} differs from its manifest; {_AGAIN}")
+        sizes = dict(zip(("src", "trg"), (vocab.size for vocab in self.vocabs())))
+        for name in self.manifest["files"]:
+            side, kind = name.split(".")[-2:]
+            if kind == "tokens" and (self.folder / name).stat().st_size:
+                highest = int(np.memmap(self.folder / name, TOKEN, "r").max())
+                if highest >= sizes.get(side, 0):
+                    raise UserError(f"prepared data {self.folder} is damaged: {name} has a token {highest}, but the "
+                                    f"vocabulary {side}.spm has {sizes.get(side, 0)}; {_AGAIN}")
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 of the manifest, which holds settings and hashes of all files: equal data, equal fingerprint."""
-        return sha256(self.folder / "manifest.json")
+        """A hash of the manifest, which holds settings and hashes of all files: equal data, equal fingerprint."""
+        return _hash_of(self.manifest)
 
     @property
     def splits(self) -> list[str]:
@@ -229,13 +299,12 @@ class PreparedData:
         return Vocabulary.load(self.folder / "src.spm"), Vocabulary.load(self.folder / "trg.spm")
 
 
-def open_prepared(recipe: Recipe, texts: bool = True, verify: bool = False) -> PreparedData:
-    """The recipe's prepared data, to train from.
+def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:
+    """The recipe's prepared data, to train from; `verify` then reads every byte of it.
 
     Args:
         texts: check that the training and validation texts, if they are on this machine, still have the sizes they had
             when they were prepared. A resumed run compares its data's fingerprint instead, and does not need the texts.
-        verify: compare the hash of every file with the manifest, and not only its size.
 
     Raises:
         UserError: the data is missing or damaged, or was made with another vocabulary, other filters or segmentation,
@@ -243,8 +312,6 @@ def open_prepared(recipe: Recipe, texts: bool = True, verify: bool = False) -> P
     """
     data = PreparedData.open(recipe.data.folder)
     check_settings(recipe, data)
-    if verify:
-        data.verify()
     for name, corpus in (("train", recipe.data.train), ("valid", recipe.data.valid)) if texts else ():
         then = data.manifest["inputs"].get(name)
         if not then or not on_this_machine(corpus):

@@ -125,6 +125,7 @@ def diagnose(
     if processes % (stages := recipe.parallel.pipeline_stages or 1) and processes > 1:
         raise UserError(f"--processes is {processes}, must be a multiple of parallel.pipeline_stages ({stages})")
     data = open_prepared(recipe, texts=checkpoint is None)
+    data.verify()
     batch = first_batch(recipe, data, tokens, device)
     subject = subject_of(recipe, data, batch, checkpoint)
     option = "run" if output is None else "--output"

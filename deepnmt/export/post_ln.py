@@ -142,7 +142,7 @@ def save_folded(source: Path, target: Path) -> Folded:
             logits differ too much, as with an ω close to 0. Then nothing is written.
         CheckpointWriteError: it cannot be written.
     """
-    check_target(target, "the folded model")
+    target = check_target(target, "the folded model")
     loaded = load_model(source)
     if target.exists() and target.resolve() == loaded.folder.resolve():
         raise UserError(f"{target} is the checkpoint to fold; give another folder for the folded model")

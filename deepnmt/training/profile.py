@@ -37,6 +37,7 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
         raise UserError(f"admin.profile is {recipe.admin.profile}, which training reads instead of measuring; set "
                         "admin.profile=null to measure, or train with the file as it is")
     data = ranks.raise_everywhere(partial(open_prepared, recipe))
+    ranks.raise_everywhere(lambda: data.verify() if ranks.local_rank == 0 else None)
     ranks.raise_everywhere(lambda: make_run_folder(Path(recipe.run)) if ranks.first else None)
     measured = profile_for(recipe, data, ranks)
     if measured and ranks.first:

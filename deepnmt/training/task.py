@@ -42,8 +42,8 @@ class Task:
 
     Attributes:
         check: (recipe) raises `UserError` for what would otherwise fail only hours later.
-        open: (recipe, texts, verify) returns the data; `texts`: whether the files it was made from must be unchanged;
-            `verify`: whether to check every byte.
+        open: (recipe, texts) returns the data; `texts`: whether the files it was made from must be unchanged.
+        verify: (data) reads every byte and raises `UserError` if one has changed.
         stream: (recipe, data) returns the training micro-batches.
         start: (recipe, layout, data, ranks, initialise) returns the engine with the model; sets the initial weights if
             `initialise`, else the caller fills them. Collective.
@@ -53,7 +53,8 @@ class Task:
     """
 
     check: Callable[[Recipe], None]
-    open: Callable[[Recipe, bool, bool], Any]
+    open: Callable[[Recipe, bool], Any]
+    verify: Callable[[Any], None]
     stream: Callable[[Recipe, Any], Epochs]
     start: Callable[[Recipe, Layout, Any, Ranks, bool], Engine]
     validate: Callable[[Recipe, Any, Engine, Ranks], Validation]
@@ -86,4 +87,4 @@ def _files(data: PreparedData) -> dict[str, bytes]:
     return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
 
 
-TRANSLATION = Task(_check, open_prepared, _stream, _start, validate, _files)
+TRANSLATION = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files)

@@ -36,6 +36,7 @@ from deepnmt.training.resume import changes_since, run_lock
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.task import TRANSLATION, Task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
+from deepnmt.training.verification import AT_ONCE, Verification
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
 
@@ -70,12 +71,15 @@ class Trainer:
         check_with_deepspeed(layout)
         task.check(recipe)
         begun = bool(list_checkpoints(self.checkpoints))
-        self.data = ranks.raise_everywhere(lambda: task.open(recipe, not begun, ranks.first))
+        self.data = ranks.raise_everywhere(lambda: task.open(recipe, not begun))
+        # each machine checks what it reads; what takes longer goes on beside the first updates
+        self.verification = Verification(lambda: task.verify(self.data) if ranks.local_rank == 0 else None)
+        ranks.raise_everywhere(lambda: self.verification.wait(AT_ONCE))
         self.stream = task.stream(recipe, self.data)
         self.state = TrainState(data_fingerprint=self.data.fingerprint, processes=ranks.world)
         self.stop_signal = 0
         self._saved = -1
-        with ExitStack() as held:  # released if anything here fails, else by `close`
+        with ExitStack() as held, self.verification.explaining():  # released if anything here fails, else by `close`
             held.enter_context(run_lock(self.run, ranks))
             checkpoint = self._agree_on_checkpoint()
             changes: list[str] = []
@@ -239,6 +243,7 @@ class Trainer:
         state, settings = self.state, self.recipe.train
         if self._saved == state.update:
             return
+        self.ranks.raise_everywhere(self.verification.wait)  # nothing that damaged data gave is kept
         state.optimizer_step = self.engine.optimizer_step
         state.loss_scale = self.engine.scaler_state() or state.loss_scale  # a layout without one keeps the last
         weights: dict[str, Any] = {}
@@ -296,7 +301,8 @@ def train(
     """
     trainer = Trainer(recipe, ranks, task, watch, explain)
     try:
-        return trainer.run_to_end()
+        with trainer.verification.explaining():
+            return trainer.run_to_end()
     except Exception as error:
         trainer.monitor.status("failed", trainer.state.update, error=f"{type(error).__name__}: {error}")
         raise

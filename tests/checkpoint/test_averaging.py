@@ -242,6 +242,14 @@ def test_an_average_of_an_older_version_is_compared_by_its_updates(
                                "average again to include it, or choose it with --checkpoint"]
 
 
+def test_an_average_is_written_where_a_link_leads(recipe: config.Recipe, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "mean")
+    for last in (1, 2):  # what the link leads to is made, then replaced
+        average_run(recipe, last=last, output=tmp_path / "link")
+        assert (tmp_path / "link").is_symlink() and len(load_state(tmp_path / "mean").extra["averaged"]) == last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mean", "run"]
+
+
 def test_impossible_choices_are_rejected(recipe: config.Recipe) -> None:
     checkpoints = _checkpoints(recipe)
     for count in (5, 0, -1):

@@ -175,6 +175,10 @@ def test_other_peoples_folders_are_never_changed(tmp_path: Path) -> None:
         assert note.read_text() == "mine"
         note.unlink()
     (tmp_path / "data.partial").rmdir()
+    (tmp_path / "data.partial").symlink_to(tmp_path / "data")
+    with user_error("data.partial first, but that is a link; remove it"):
+        prepare(recipe)
+    (tmp_path / "data.partial").unlink()
     prepare(recipe)  # an empty folder may be filled
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from refusals import user_error
 
+from deepnmt.config import Vocab
 from deepnmt.data.prepared import PreparedData, SideWriter, variant_stem, write_manifest
+from deepnmt.data.vocab import train_vocabulary
 from deepnmt.errors import UserError
 
 SRC = [[5, 6, 7], [], [65000], [4, 4, 4, 4, 4]]
@@ -97,7 +103,6 @@ def test_wrong_manifests(folder: Path, contents: str, words: str) -> None:
 
 def test_open_notices_a_truncated_file_and_verify_a_changed_byte(folder: Path) -> None:
     data = PreparedData.open(folder)
-    data.verify()
     before = data.fingerprint
     tokens = folder / "train.trg.tokens"
     whole = tokens.read_bytes()
@@ -106,14 +111,61 @@ def test_open_notices_a_truncated_file_and_verify_a_changed_byte(folder: Path) -
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     with user_error(r"train.trg.tokens differs"):
         PreparedData.open(folder).verify()
+    tokens.write_bytes(whole)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["settings"]["x"] = 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert data.fingerprint != before
-    entry = manifest["files"]["train.src.offsets"]
-    for key, words in (("sha256", "train.src.offsets differs"), ("bytes", "but None according to its manifest")):
-        entry[f"x{key}"] = entry.pop(key)
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        tokens.write_bytes(whole)
-        with user_error(words):
+    assert "manifest.json is damaged: its content differs from its own SHA-256" in _fault(folder)
+    del manifest["sha256"]  # as version 0.2 wrote it
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert PreparedData.open(folder).fingerprint != before
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "rha256": ""}))  # a bit of the hash's key
+    assert "rha256 has an impossible value" in _fault(folder)
+    for section, name, value in (("files", "train.src.offsets", {"bytes": "9", "sha256": ""}), ("files", "src.spm", 3),
+                                 ("files", "../x", {"bytes": 1, "sha256": ""}), ("splits", "train", {"variants": -1}),
+                                 ("splits", "train", {}), ("inputs", "train", [[]])):
+        changed = copy.deepcopy(manifest)
+        changed[section][name] = value
+        (folder / "manifest.json").write_text(json.dumps(changed))
+        assert re.search(rf"{section}.{name}.* has an impossible value", _fault(folder))
+
+
+def test_every_flipped_bit_is_found(prepared: Path, tmp_path: Path) -> None:
+    """200, as many in each file; and the vocabulary of another text."""
+    folder = tmp_path / "data"
+    shutil.copytree(prepared / "data", folder)
+    PreparedData.open(folder).verify()
+    files, draw = sorted(folder.iterdir()), random.Random(8)
+    for number in range(200):
+        file = files[number % len(files)]
+        whole = file.read_bytes()
+        damaged = bytearray(whole)
+        damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        file.write_bytes(damaged)
+        with user_error(rf"^(prepared data {folder}|{folder}/manifest\.json) .*delete the folder and run deepnmt prep"):
             PreparedData.open(folder).verify()
+        file.write_bytes(whole)
+    whole = (folder / "trg.spm").read_bytes()
+    (folder / "trg.spm").write_bytes(train_vocabulary(["other words"] * 50, Vocab(size=14)).ljust(len(whole), b"x"))
+    with user_error("trg.spm (differs from its manifest|has)"):
+        PreparedData.open(folder).verify()
+
+
+def test_data_that_contradict_themselves_are_refused(prepared: Path, tmp_path: Path) -> None:
+    """Hashes that fit are no proof in data from elsewhere."""
+    folder = tmp_path / "data"
+    for name, content, words in (
+        ("valid.trg.tokens", lambda data: b"\xff\xff" + data[2:], "has a token 65535, but the vocabulary trg.spm has"),
+        ("valid.src.offsets", lambda data: data[:8] + b"\xff" * 8 + data[16:], "does not divide valid.src.tokens"),
+        ("valid.src.offsets", lambda data: b"", "does not divide valid.src.tokens"),
+    ):
+        shutil.copytree(prepared / "data", folder)
+        (folder / name).write_bytes(content((folder / name).read_bytes()))
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").unlink()
+        write_manifest(folder, {key: manifest[key] for key in ("settings", "inputs", "vocab", "splits")})
+        with user_error(words):
+            data = PreparedData.open(folder)
+            data.verify()
+            data.split("valid")
+        shutil.rmtree(folder)

@@ -88,8 +88,8 @@ def start(recipe: Recipe, layout: Layout, data: Walks, ranks: Ranks, initialise:
 
 
 LANGUAGE = Task(
-    check=lambda recipe: None, open=lambda recipe, texts, verify: Walks(), stream=lambda recipe, data: data,
-    start=start, validate=validate,
+    check=lambda recipe: None, open=lambda recipe, texts: Walks(), verify=lambda data: None,
+    stream=lambda recipe, data: data, start=start, validate=validate,
     files=lambda data: {"symbols.json": json.dumps(ToyTask().symbols).encode()})
 
 

@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,12 @@ from run_files import losses, tensors
 from warm import Warm, waiting
 
 from deepnmt.config import load_recipe
+from deepnmt.data.batching import Stream, Update
+from deepnmt.errors import UserError
 from deepnmt.parallel.launch import processes
-from deepnmt.training.log import Monitor
+from deepnmt.ranks import Ranks
+from deepnmt.training import trainer
+from deepnmt.training.task import TRANSLATION
 from deepnmt.training.trainer import train as train_here
 
 Train = Callable[..., str]
@@ -88,14 +94,14 @@ def test_the_status_is_as_new_as_the_progress_line_and_an_untested_deepspeed_is_
 ) -> None:
     found = []
     monkeypatch.setattr(os, "environ", os.environ.copy())  # later tests must not use this group's port
-    monkeypatch.setattr(Monitor, "train", lambda monitor, update, *_: found.append(
-        (update, json.loads((monitor.folder / "STATUS.json").read_text()))))
+    monkeypatch.setattr("deepnmt.training.log.print_status", lambda line: found.append(
+        (line.split("/")[0], json.loads((tmp_path / "run" / "STATUS.json").read_text()))))
     monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
     recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path / 'run'}", "train.updates=3",
                                                     "parallel.ds_config=ds_configs/zero1.json"])
     with processes(1, group=True) as ranks:
         assert train_here(recipe, ranks) == 0
-    assert found == [(update, {"status": "running", "update": update}) for update in (1, 2, 3)]
+    assert found == [(f"update {update}", {"status": "running", "update": update}) for update in (1, 2, 3)]
     assert capsys.readouterr().err.count("DeepSpeed 0.19.99 is installed") == 1
 
 
@@ -107,6 +113,34 @@ def test_data_with_a_flipped_bit_is_rejected(prepared: Path, tmp_path: Path, pro
                  "parallel.ds_config=ds_configs/zero1.json", code=2)
     assert message.count("valid.trg.tokens differs from its manifest") == 1, message
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("trips", [False, True])
+def test_damage_found_beside_the_first_updates_ends_the_run_before_anything_is_saved(
+    trips: bool, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Large data are still being read when training begins; training may even trip over the damage first."""
+    seen = threading.Event()
+
+    def slowly(_data: object) -> None:
+        seen.wait(60)
+        raise UserError("prepared data are damaged: x.tokens")
+
+    def update(*_arguments: object) -> Update:
+        seen.set()
+        if trips:
+            raise IndexError("a token that no vocabulary has")
+        return draw(*_arguments)
+
+    draw = Stream.update
+    monkeypatch.setattr(Stream, "update", update)
+    monkeypatch.setattr(trainer, "AT_ONCE", 0.0)
+    recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path / 'run'}", "train.updates=5", "train.save_every=3"])
+    with pytest.raises(UserError, match=r"^prepared data are damaged: x\.tokens$"):
+        train_here(recipe, Ranks.alone(), replace(TRANSLATION, verify=slowly))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert json.loads((tmp_path / "run" / "STATUS.json").read_text())["status"] == "failed"
+    assert trips or "update 1/5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("override", "message"), [
