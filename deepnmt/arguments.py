@@ -113,7 +113,10 @@ def given(args: argparse.Namespace) -> set[str]:
     return set(names(tree, ""))
 
 
-def profiled(args: argparse.Namespace, recipe: Recipe, asked: Sequence[str] = ("tokens", "input_variance")) -> None:
+def profiled(
+    args: argparse.Namespace, recipe: Recipe,
+    asked: Sequence[str] = ("tokens", "method", "count_padding", "input_variance"),
+) -> None:
     """Raises `UserError` where the command line says how Admin is profiled and nothing will be.
 
     On the command line alone: a recipe may say it and have its blocks changed by overrides.

@@ -200,6 +200,11 @@ class Admin(Section):
     """A file of ω to start from, only with `block: admin`; null: the run measures them before its first update."""
     tokens: Annotated[int, Field(ge=1, le=65536)] = 8192
     """Target tokens of the batch on which ω are measured."""
+    method: Literal["in_place", "separate"] = "in_place"
+    """`in_place`: every ω is set before the next sub-layer is measured, as in the paper's published code. `separate`:
+    all are measured in one pass with every ω at 1, as the paper words it, and set afterwards."""
+    count_padding: bool = False
+    """Whether positions of padding count in the variances, as in the published code."""
     input_variance: Literal["measured", "one"] = "measured"
     """The variance of the stack's input in ω_2, ω_3, ...: `measured`, or `one`, as the paper prints the formula. ω_1 is
     1 with either."""

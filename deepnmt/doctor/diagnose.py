@@ -192,7 +192,7 @@ def _fresh(
 ) -> Transformer:
     """The model with its initial weights; Admin stacks are profiled on the batch if no profile is given."""
     return fresh_model(recipe.model, *vocabs, recipe.seed, [batch], label_smoothing=recipe.train.label_smoothing,
-                       input_variance=recipe.admin.input_variance, profile=profile)
+                       admin=recipe.admin, profile=profile)
 
 
 def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from deepnmt.batch import Batch
-from deepnmt.config import Init, Model, Recipe, with_settings
-from deepnmt.model.admin import AdminProfile, InputVariance, measure
+from deepnmt.config import Admin, Init, Model, Recipe, with_settings
+from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
@@ -25,13 +25,13 @@ def fresh_model(
     batches: Sequence[Batch],
     *,
     label_smoothing: float = 0.0,
-    input_variance: InputVariance = "measured",
+    admin: Admin | None = None,
     profile: AdminProfile | None = None,
 ) -> Transformer:
     """A model with its initial weights, on the batches' device. If a stack is Admin and no `profile` is given, Admin is
-    profiled on the batches first."""
+    profiled on the batches first, as `admin` says."""
     if model.profiled and profile is None:
-        profile = measure(model, src_vocab, trg_vocab, seed, batches, input_variance=input_variance)
+        profile = measure(model, src_vocab, trg_vocab, seed, batches, settings=admin)
     built = new_model(model, src_vocab, trg_vocab, seed, label_smoothing, profile.omega if profile else None)
     return built.to(batches[0].device if batches else torch.device("cpu"))
 

@@ -1,9 +1,14 @@
-"""Admin's profile: ω of every sub-layer, measured layer by layer in the memory of one layer; and its files.
+"""Admin's profile: ω of every sub-layer, measured sub-layer by sub-layer in the memory of one layer; and its files.
 
-Liu et al. 2020, Understanding the Difficulty of Training Transformers, section 4.3: after one forward pass with all ω
-at 1, ω_1 = 1 and ω_i = sqrt(Var[F_0] + Σ_{j<i} Var[F_j]) over the sub-layers of a stack. The sum starts anew for the
-decoder. Var[F_j] is the variance of all elements of sub-layer j's output after dropout, without padding, in fp32 and
-training mode. Var[F_0] is the variance of the stack's input, as in the published profile, or 1 (`input_variance`).
+Liu et al. 2020, Understanding the Difficulty of Training Transformers, section 4.3: ω_1 = 1 and
+ω_i = sqrt(Var[F_0] + Σ_{j<i} Var[F_j]) over the sub-layers of a stack. The sum starts anew for the decoder. Var[F_j] is
+the variance of all elements of sub-layer j's output after dropout, in fp32 and training mode. The settings of
+`config.Admin` say the rest:
+
+`method`: as in the authors' code, each ω is in place before the next sub-layer is measured, so the network below is
+Admin already; or, in the words of the paper, all variances come from one forward pass with every ω at 1.
+`count_padding`: whether positions of padding count, too. In the authors' code they do; there the stack's input is 0.
+`input_variance`: Var[F_0] is the variance of the stack's input, as in the authors' code, or 1, as in the paper.
 
 `B` sentences, `S` source length, `T` target length, `D` width.
 """
@@ -16,27 +21,29 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from deepnmt.batch import Batch
-from deepnmt.config import Model
+from deepnmt.config import Admin, Model
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import SIDES, SUBLAYERS, Side, Stream, last_output, profiled_sublayers
+from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Branch, Side, Stream, last_output, profiled_sublayers
+from deepnmt.model.blocks import Admin as AdminBlock
+from deepnmt.model.dropout import default_generator
 from deepnmt.model.embedding import TABLES, InputLayer
 from deepnmt.model.init import Initialiser, fill
+from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import build_layer, build_top
 from deepnmt.progress import no_progress, show_progress
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
-
-InputVariance = Literal["measured", "one"]
 
 _FORMAT, _VERSION = "deepnmt-admin-profile", 1
 
@@ -115,13 +122,13 @@ class _Flow:
 
     Attributes:
         x: [B, T, D], the input of the next layer; see `Stream`.
-        real: boolean [B, T], false at padding.
+        counted: boolean [B, T], the positions that count.
         context: the arguments of a layer between x and the dropout key.
         key: the dropout key.
     """
 
     x: Stream
-    real: Tensor
+    counted: Tensor
     context: tuple[Tensor | None, ...]
     key: int
 
@@ -135,122 +142,149 @@ def measure(
     batches: Sequence[Batch],
     ranks: Ranks | None = None,
     *,
-    input_variance: InputVariance = "measured",
+    settings: Admin | None = None,
     data: str = "",
     show: bool = False,
 ) -> AdminProfile:
     """Profiles the Admin stacks of a model. A stack with another block runs only if its output is needed.
 
-    Memory holds one layer's weights at a time, and the activations of this process's micro-batches. Another division of
-    the micro-batches among processes changes only the order of float64 sums.
+    Memory holds one layer's weights at a time, and the activations of this process's micro-batches. All of them pass a
+    sub-layer before any enters the next. Another division of the micro-batches among processes changes only the order
+    of float64 sums.
 
     Args:
         model: shapes, dropouts and blocks.
         src_vocab, trg_vocab, seed: those of the `Transformer` to be trained; they fix its initial weights.
         batches: this process's micro-batches, on the device to run on. May be empty, but not on all processes.
         ranks: the processes that share the micro-batches, each of which calls `measure`; None: only this one.
-        input_variance: which value to use for Var[F_0].
+        settings: how to measure (default: as a recipe without them); its `profile` and `tokens` have no effect.
         data: the fingerprint of the prepared data, for the provenance.
         show: show progress on standard error.
 
     Raises:
         ValueError: no stack is Admin, or no process has a micro-batch.
     """
-    counts = [len(names) + 1 if (names := profiled_sublayers(model, side)) else 0 for side in SIDES]
-    if not any(counts):
+    ranks, settings = ranks or Ranks.alone(), settings or Admin()
+    if not model.profiled:
         raise ValueError("neither stack is Admin, so there is nothing to profile")
+    tokens, count = map(int, ranks.sum([float(sum(batch.tokens for batch in batches)), float(len(batches))]))
+    if not count:
+        raise ValueError("no process has a micro-batch to profile")
     weights = Initialiser(model, src_vocab, trg_vocab, seed)
-    flows = []
-    for batch, x in zip(batches, _embed(model, "encoder", src_vocab, weights, batches), strict=True):
-        src, lengths, *_ = batch.tensors
-        real = torch.arange(src.size(1), device=src.device) < lengths[:, None]
-        flows.append(_Flow(x, real, (key_mask(lengths, src.size(1)),), batch.key))
-    parts = [_run_stack(model, "encoder", weights, flows, show)][: counts[0]]
-    if counts[1]:
+    flows = _enter(model, "encoder", src_vocab, weights, batches, [()] * len(batches), settings)
+    encoder, decoder = _run_stack(model, "encoder", weights, flows, ranks, settings, show), []
+    if BLOCKS[model.decoder.block].profiled:
         top = build_top(model, "encoder")
         fill(top, weights, "encoder.norm")
-        memories = [top.to(batch.device)(flow.x) for batch, flow in zip(batches, flows, strict=True)]
-        flows = []
-        embedded = _embed(model, "decoder", trg_vocab, weights, batches)
-        for batch, x, memory in zip(batches, embedded, memories, strict=True):
-            _, lengths, _, trg_out = batch.tensors
-            flows.append(_Flow(x, trg_out != PAD, (memory, key_mask(lengths, memory.size(1))), batch.key))
-        parts.append(_run_stack(model, "decoder", weights, flows, show))
-    local = [float(sum(batch.tokens for batch in batches)), float(len(batches)), *torch.cat(parts).flatten().tolist()]
-    total, *sums = ranks.sum(local) if ranks else local
-    if not total:
-        raise ValueError("no process has a micro-batch to profile")
-    encoder, decoder = torch.tensor(sums[1:], dtype=torch.float64).view(-1, 3).split(counts)
+        memories = [(top.to(batch.device)(flow.x),) for batch, flow in zip(batches, flows, strict=True)]
+        flows = _enter(model, "decoder", trg_vocab, weights, batches, memories, settings)
+        decoder = _run_stack(model, "decoder", weights, flows, ranks, settings, show)
     provenance = {
         "model": model.model_dump(),
         "vocabularies": [src_vocab, trg_vocab],
         "seed": seed,
-        "input_variance": input_variance,
+        "method": settings.method,
+        "count_padding": settings.count_padding,
+        "input_variance": settings.input_variance,
         "dtype": "float32",
-        "target_tokens": int(total),
-        "micro_batches": int(sums[0]),
+        "target_tokens": tokens,
+        "micro_batches": count,
         "data": data,
     }
-    return AdminProfile(omega_of(encoder, input_variance), omega_of(decoder, input_variance), provenance)
+    return AdminProfile(encoder, decoder, provenance)
 
 
-def omega_of(moments: Tensor, input_variance: InputVariance = "measured") -> list[float]:
-    """ω of a stack, from the moments of its input and of its branch outputs.
-
-    Args:
-        moments: float64 [1 + sub-layers, 3]; a row holds count, sum and sum of squares. No rows give no ω.
-        input_variance: `one` replaces the variance of the input by 1.
-    """
-    if not len(moments):
-        return []
-    count, total, squares = moments.unbind(1)
-    variance = squares / count - (total / count) ** 2
-    if input_variance == "one":
-        variance[0] = 1.0
-    omega = variance[:-1].cumsum(0).sqrt()
-    omega[0] = 1.0
-    return omega.tolist()
-
-
-def _embed(model: Model, side: Side, vocab: int, weights: Initialiser, batches: Sequence[Batch]) -> list[Tensor]:
-    """The stack's input [B, T, D] for each micro-batch; the embedding table is freed on return."""
+def _enter(
+    model: Model, side: Side, vocab: int, weights: Initialiser, batches: Sequence[Batch],
+    memories: Sequence[tuple[Tensor, ...]], settings: Admin,
+) -> list[_Flow]:
+    """Each micro-batch at the bottom of a stack; the embedding table is freed on return."""
     table, entry = skip_init(nn.Embedding, vocab, model.width), InputLayer(model, side, weights.seed).train()
     fill(table, weights, f"embeddings.{TABLES[model.tied]['src' if side == 'encoder' else 'trg']}")
     fill(entry, weights, f"{side}.input")
-    ids = 0 if side == "encoder" else 2  # src or trg_in
-    return [entry.to(batch.device)(table.to(batch.device)(batch.tensors[ids]), batch.key) for batch in batches]
+    flows = []
+    for batch, memory in zip(batches, memories, strict=True):
+        src, lengths, trg_in, trg_out = batch.tensors
+        ids, counted = trg_in, trg_out != PAD
+        if side == "encoder":
+            ids, counted = src, torch.arange(src.size(1), device=src.device) < lengths[:, None]
+        x = entry.to(batch.device)(table.to(batch.device)(ids), batch.key)
+        if settings.count_padding:
+            x, counted = x * counted[..., None], torch.ones_like(counted)
+        flows.append(_Flow(x, counted, (*memory, key_mask(lengths, src.size(1))), batch.key))
+    return flows
 
 
-def _run_stack(model: Model, side: Side, weights: Initialiser, flows: list[_Flow], show: bool) -> Tensor:
-    """Advances the flows through a stack, one layer at a time.
-
-    Returns:
-        The moments of its input and of its branch outputs, float64 [1 + sub-layers, 3].
-    """
-    zeros = torch.zeros(3, dtype=torch.float64)
-    rows = [sum((_moments(last_output(flow.x)[flow.real]) for flow in flows), zeros)[None]]
-    count = model.stack(side).layers
+def _run_stack(
+    model: Model, side: Side, weights: Initialiser, flows: list[_Flow], ranks: Ranks, settings: Admin, show: bool
+) -> list[float]:
+    """Advances the flows through a stack, one layer at a time. Returns its ω; none if its block is not profiled."""
+    count, profiled = model.stack(side).layers, BLOCKS[model.stack(side).block].profiled
+    device = flows[0].counted.device if flows else ranks.device
+    variances = [1.0]  # of the stack's input and of each sub-layer's output
+    if profiled and settings.input_variance == "measured":
+        variances = [_variance([last_output(flow.x)[flow.counted] for flow in flows], ranks)]
     with show_progress(f"{{:,}} of {count} {side} layers profiled", desc=f"profiling the {side}", unit="layer",
                      total=count) if show else nullcontext(no_progress) as progress:
         for index in range(count):
             layer = build_layer(model, side, index, weights.seed).train()
             fill(layer, weights, layer.name)
-            outputs: list[Tensor] = []
-            for add in layer.rule.adds:  # hooks are called in the order of the branches
-                add.register_forward_hook(lambda _module, _inputs, output, seen=outputs: seen.append(output))
-            rows.append(torch.zeros(len(layer.rule.adds), 3, dtype=torch.float64))
-            for flow in flows:
-                outputs.clear()
-                flow.x = layer.to(last_output(flow.x).device)(flow.x, *flow.context, flow.key)
-                rows[-1] += torch.stack([_moments(output[flow.real]) for output in outputs])
+            layer.to(device)
+            if profiled:
+                _measure_layer(layer, flows, ranks, variances, in_place=settings.method == "in_place")
+            else:
+                for flow in flows:
+                    flow.x = layer(flow.x, *flow.context, flow.key)
             progress(index + 1)
-    return torch.cat(rows)
+    return [omega_of(variances[:i]) for i in range(1, len(variances))] if profiled else []
 
 
-def _moments(values: Tensor) -> Tensor:
-    """Count, sum and sum of squares of all elements: float64 [3] on the CPU."""
-    wide = values.double()
-    return torch.stack([wide.new_tensor(wide.numel()), wide.sum(), wide.square().sum()]).cpu()
+def _measure_layer(layer: Layer, flows: list[_Flow], ranks: Ranks, variances: list[float], in_place: bool) -> None:
+    """Advances the flows through an Admin layer, one sub-layer at a time, and appends the variances of its outputs."""
+    block = cast(AdminBlock, layer.rule)
+    layer.add_module("rule", _Unjoined())
+    generator = default_generator(next(block.parameters()).device)
+    branches, dropout = [], []  # of each flow: its sub-layers, and where it is in its sequence of random numbers
+    for flow in flows:
+        branches.append(layer(flow.x, *flow.context, flow.key))
+        dropout.append(generator.get_state())
+    for i, (add, omega) in enumerate(zip(block.adds, block.omegas, strict=True)):
+        outputs = []
+        for number, flow in enumerate(flows):
+            generator.set_state(dropout[number])
+            outputs.append(add(branches[number][i](flow.x)))
+            dropout[number] = generator.get_state()
+        if in_place:
+            omega.fill_(omega_of(variances))
+        for flow, output in zip(flows, outputs, strict=True):
+            flow.x = block.join(i, cast(Tensor, flow.x), partial(_measured, output))
+        variances.append(_variance([output[flow.counted] for flow, output in zip(flows, outputs, strict=True)], ranks))
+
+
+def _measured(output: Tensor, _x: Tensor) -> Tensor:
+    return output
+
+
+class _Unjoined(nn.Module):
+    """In the place of a block: the layer returns its sub-layers, not yet joined to x."""
+
+    def forward(self, _x: Tensor, branches: Sequence[Branch]) -> Sequence[Branch]:
+        return branches
+
+
+def omega_of(below: Sequence[float]) -> float:
+    """ω of a sub-layer, from the variances of the stack's input and of the branch outputs below; ω_1 is 1."""
+    return math.sqrt(math.fsum(below)) if len(below) > 1 else 1.0
+
+
+def _variance(parts: Sequence[Tensor], ranks: Ranks) -> float:
+    """The variance of all elements of all ranks' parts, from float64 sums."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for values in parts:
+        wide = values.double()
+        sums += torch.stack([wide.new_tensor(wide.numel()), wide.sum(), wide.square().sum()]).cpu()
+    count, total, squares = ranks.sum(sums.tolist())
+    return squares / count - (total / count) ** 2
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

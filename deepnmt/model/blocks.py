@@ -211,7 +211,8 @@ class Admin(Block):
     """x ← LN_i(ω_i ⊙ x + F_i(x)), ω_i a trainable vector. Liu et al. 2020, Understanding the Difficulty, section 4.3.
 
     Initial values come from a profile of the stack: ω_1 = 1, ω_i = sqrt(Σ_{j<i} Var[F_j]), where Var[F_0] is the
-    variance of the stack's input, or 1 as in the paper (`admin.input_variance`). Without a profile all ω are 1.
+    variance of the stack's input, or 1 as in the paper (`admin.input_variance`). F_j is measured with the ω below it in
+    place, or with all ω at 1 as in the paper (`admin.method`). Without a profile all ω are 1.
     """
 
     profiled = True

@@ -26,12 +26,14 @@ def seed_dropout(device: torch.device, seed: int, key: int, name: str) -> None:
 
     Unlike `torch.manual_seed`, it seeds no other device.
     """
-    number = stable_hash(seed, key, name)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(number)
-    else:
-        torch.default_generator.manual_seed(number)
+    default_generator(device).manual_seed(stable_hash(seed, key, name))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that operations on `device` draw from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 @contextmanager

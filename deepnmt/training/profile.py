@@ -86,7 +86,7 @@ def measure_profile(
     if not recipe.model.profiled:
         return None
     return measure(recipe.model, *vocabs, recipe.seed, batches, ranks,
-                   input_variance=recipe.admin.input_variance, data=data, show=show)
+                   settings=recipe.admin, data=data, show=show)
 
 
 def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> list[Batch]:

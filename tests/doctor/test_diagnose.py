@@ -339,6 +339,8 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
          "admin.tokens=99 has no effect here because model.encoder.block is b2t and model.decoder.block pre_ln, n"),
         (f'train {plain} admin={{"input_variance":one}}',
          "admin.input_variance=one has no effect here because model.encoder.block is b2t and "),
+        (f"train {plain} admin.method=separate", "admin.method=separate has no effect here because "),
+        (f"train {plain} admin.count_padding=true", "admin.count_padding=True has no effect here because "),
     ):
         name, *words = command.split()
         assert message in refused(name, recipe, run, *words)

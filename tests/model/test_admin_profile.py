@@ -1,12 +1,15 @@
-"""Admin's profile: ω against its definition, memory of one layer, any division of the batch; and its files."""
+"""Admin's profile: ω against its definitions, memory of one layer, any division of the batch; and its files."""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from tiny_engines import batch_of
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from deepnmt.batch import Batch
-from deepnmt.config import Model
+from deepnmt.config import Admin, Model
 from deepnmt.model.admin import AdminProfile, measure, omega_of
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import new_model
@@ -57,17 +60,29 @@ def omega_by_definition(input_variance: float, variances: list[float]) -> list[f
     return [1.0, *(math.sqrt(input_variance + sum(variances[:i])) for i in range(1, len(variances)))]
 
 
-def omega_of_whole_model(model: Model, data: list[Batch]) -> dict[str, list[float]]:
-    """ω of both stacks, from hooks on the whole model and `torch.var` over all its outputs at once."""
-    built = new_model(model, VOCAB, VOCAB, SEED).train()
+def omega_of_whole_model(
+    model: Model, data: list[Batch], omega: dict[str, float] | None = None, count_padding: bool = False
+) -> dict[str, list[float]]:
+    """ω of both stacks, from hooks on the whole model and `torch.var` over all its outputs at once.
+
+    Args:
+        omega: of the model that is measured; None: all 1.
+    """
+    built = new_model(model, VOCAB, VOCAB, SEED, omega=omega).train()
     outputs: dict[str, list[torch.Tensor]] = {}
     real: dict[str, torch.Tensor] = {}
+
+    def seen(name: str, _module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        here = real[name.split(".")[0]]
+        if count_padding and name.endswith("input"):
+            output = output.masked_fill(~here[..., None], 0)
+        outputs[name].append(output.flatten(0, 1) if count_padding else output[here])
+        return output
+
     for name, module in built.named_modules():
         if ".rule.adds." in name or name in ("encoder.input", "decoder.input"):
             outputs[name] = []
-            module.register_forward_hook(
-                lambda _m, _i, output, name=name: outputs[name].append(output[real[name.split(".")[0]]])
-            )
+            module.register_forward_hook(partial(seen, name))
     with torch.no_grad():
         for batch in data:
             src, lengths, _, trg_out = batch.tensors
@@ -79,30 +94,56 @@ def omega_of_whole_model(model: Model, data: list[Batch]) -> dict[str, list[floa
             for side in SIDES}
 
 
-def test_omega_of_hand_made_moments() -> None:
-    values = [[0.0, 4.0], [1.0, 3.0], [0.0, 0.0, 6.0], [5.0, 5.0]]  # variances 4 (of the input), 1, 8, 0
-    moments = torch.tensor([[len(v), sum(v), sum(x * x for x in v)] for v in values], dtype=torch.float64)
-    assert omega_of(moments) == pytest.approx([1.0, math.sqrt(5), math.sqrt(13)], rel=1e-15)
-    assert omega_of(moments, "one") == pytest.approx([1.0, math.sqrt(2), math.sqrt(10)], rel=1e-15)
+def test_omega_of_hand_made_variances() -> None:
+    assert [omega_of([4.0, 1.0, 8.0][:count]) for count in (1, 2, 3)] == [1.0, math.sqrt(5), math.sqrt(13)]
 
 
 @pytest.mark.parametrize("blocks", [("admin", "admin"), ("pre_ln", "admin"), ("b2t", "admin"), ("admin", "post_ln"),
                                     ("dlcl", "admin"), ("t_fixup", "admin"), ("admin_closed_form", "admin")])
 @pytest.mark.parametrize("tied", ["all", "none"])
-def test_layer_by_layer_equals_the_whole_model(blocks: tuple[str, str], tied: str) -> None:
+@pytest.mark.parametrize(("method", "count_padding"), [("in_place", False), ("in_place", True), ("separate", False)])
+def test_sub_layer_by_sub_layer_equals_the_whole_model(
+    blocks: tuple[str, str], tied: str, method: Any, count_padding: bool
+) -> None:
+    """In place: a model that starts from the ω measures the same ω. Separate: one with all ω at 1 does."""
     model, data = shape(*blocks, tied=tied), batches()
-    profile = measure(model, VOCAB, VOCAB, SEED, data)
-    expected = omega_of_whole_model(model, data)
+    profile = measure(model, VOCAB, VOCAB, SEED, data, settings=Admin(method=method, count_padding=count_padding))
+    expected = omega_of_whole_model(model, data, profile.omega if method == "in_place" else None, count_padding)
     for side, block, omega in zip(SIDES, blocks, (profile.encoder, profile.decoder), strict=True):
         assert omega == (pytest.approx(expected[side], rel=1e-12) if block == "admin" else [])
         assert omega[:1] == ([1.0] if block == "admin" else [])
+    assert profile.provenance["method"] == method and profile.provenance["count_padding"] is count_padding
 
 
-def test_padding_does_not_count() -> None:
+def test_both_methods_agree_until_an_omega_is_in_place() -> None:
+    model, data = shape(layers=(6, 4)), batches()
+    inside, apart = (measure(model, VOCAB, VOCAB, SEED, data, settings=Admin(method=method))
+                     for method in ("in_place", "separate"))
+    assert measure(model, VOCAB, VOCAB, SEED, data) == inside, "in place is the default"
+    # F_2 is the first output that ω_1 enters, and ω_1 is 1; ω_2 enters F_3, which enters ω_4
+    assert inside.encoder[:3] == apart.encoder[:3] and inside.encoder[3] != apart.encoder[3]
+
+
+def test_the_printed_formula_starts_from_a_variance_of_one() -> None:
+    model, data = shape(), batches()
+    printed = measure(model, VOCAB, VOCAB, SEED, data, settings=Admin(method="separate", input_variance="one"))
+    whole = omega_of_whole_model(model, data)
+    for side, omega in zip(SIDES, (printed.encoder, printed.decoder), strict=True):
+        differences = [value**2 - expected**2 for value, expected in zip(omega[1:], whole[side][1:], strict=True)]
+        assert differences == pytest.approx([differences[0]] * len(differences)) and abs(differences[0]) > 0.05
+        assert omega[0] == 1.0
+
+
+def test_padding_counts_only_if_asked() -> None:
     model = shape(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
-    plain, padded = (measure(model, VOCAB, VOCAB, SEED, batches(extra=extra)) for extra in (0, 9))
-    assert padded.encoder == pytest.approx(plain.encoder, rel=1e-6)
-    assert padded.decoder == pytest.approx(plain.decoder, rel=1e-6)
+    for count_padding in (False, True):
+        plain, padded = (measure(model, VOCAB, VOCAB, SEED, batches(extra=extra),
+                                 settings=Admin(count_padding=count_padding)) for extra in (0, 9))
+        for before, after in ((plain.encoder, padded.encoder), (plain.decoder, padded.decoder)):
+            if count_padding:
+                assert after[1] < 0.9 * before[1], "zeros at the stack's input"
+            else:
+                assert after == pytest.approx(before, rel=1e-6)
 
 
 def test_dropout_is_on_and_depends_on_key_and_seed() -> None:
@@ -115,30 +156,43 @@ def test_dropout_is_on_and_depends_on_key_and_seed() -> None:
     assert measure(model, VOCAB, VOCAB, SEED + 1, data).encoder != first
 
 
+def in_turns(world: int, job: Callable[[Ranks], AdminProfile]) -> list[AdminProfile]:
+    """The result of each rank: threads of which one runs at a time, and the next when it waits for a sum."""
+    sent: dict[int, list[float]] = {}
+    turn, met = threading.Lock(), threading.Barrier(world, timeout=60)
+
+    class Turns(Ranks):
+        def sum(self, values: Sequence[float]) -> list[float]:
+            sent[self.rank] = list(values)
+            turn.release()
+            met.wait()
+            sums = [math.fsum(column) for column in zip(*sent.values(), strict=True)]
+            met.wait()
+            turn.acquire()
+            return sums
+
+    def rank(number: int) -> AdminProfile:
+        with turn:
+            return job(Turns(number, world, number, world, torch.device("cpu")))
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(rank, range(world)))
+
+
+@pytest.mark.parametrize("method", ["in_place", "separate"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_that_share_a_batch_measure_the_same(world: int) -> None:
-    model, data = shape(), batches()
-    alone = measure(model, VOCAB, VOCAB, SEED, data)
-    sent: list[list[float]] = []
-
-    class Sending(Ranks):
-        def sum(self, values: Sequence[float]) -> list[float]:
-            sent.append(list(values))
-            return [1.0] * len(values)
-
-    class Summed(Ranks):
-        def sum(self, values: Sequence[float]) -> list[float]:
-            return [math.fsum(column) for column in zip(*sent, strict=True)]
-
-    for rank in range(world):  # with four ranks the last one has nothing
-        measure(model, VOCAB, VOCAB, SEED, data[rank::world], Sending.alone())
-    profiles = [measure(model, VOCAB, VOCAB, SEED, data[rank::world], Summed.alone()) for rank in range(world)]
+def test_ranks_that_share_a_batch_measure_the_same(world: int, method: Any) -> None:
+    model, data, settings = shape(layers=(20, 10)), batches(), Admin(method=method)
+    alone = measure(model, VOCAB, VOCAB, SEED, data, settings=settings)
+    profiles = in_turns(world, lambda ranks: measure(  # with four ranks the last one has nothing
+        model, VOCAB, VOCAB, SEED, data[ranks.rank::world], ranks, settings=settings))
     for profile in profiles:
         assert profile == profiles[0]
         assert profile.encoder == pytest.approx(alone.encoder, rel=1e-12)
         assert profile.decoder == pytest.approx(alone.decoder, rel=1e-12)
         assert profile.provenance == alone.provenance
-    assert measure(model, VOCAB, VOCAB, SEED, data[:1]).encoder != pytest.approx(alone.encoder, rel=1e-3)
+    first = measure(model, VOCAB, VOCAB, SEED, data[:1], settings=settings).encoder
+    assert first != pytest.approx(alone.encoder, rel=1e-3)
 
 
 def test_a_thousand_layers_need_the_memory_of_one() -> None:
