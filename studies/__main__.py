@@ -57,6 +57,22 @@ def compare(words: list[str]) -> None:
     print(compare_runs(args.runs, args.output, args.title))
 
 
+def admin_profile(words: list[str]) -> None:
+    """Plot measured profiles of Admin beside the published one."""
+    parser = plain_parser(
+        "admin-profile",
+        "Plots profiles that deepnmt profile wrote. Those of width 512 are compared with all published values of ω\n"
+        "at 100L-100L; others are shown with the output change that their ω make.",
+        "python -m studies admin-profile runs/in_place/admin_profile.json runs/separate/admin_profile.json",
+    )
+    parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE", help="files admin_profile.json")
+    add_options(parser, ("--output", "FILE", Path, "runs/admin_profile.png", "the picture"))
+    args = parser.parse_args(words)
+    from studies.admin_profile import compare_profiles
+
+    print(compare_profiles(args.profiles, args.output))
+
+
 def verdict_grid(words: list[str]) -> None:
     """Train many small models, and fit the doctor's verdict on them."""
     parser = plain_parser(
@@ -118,10 +134,13 @@ def reproduce(words: list[str]) -> None:
         "reproduce",
         "corollaries: output change under noise, 1 to 100 layers (Admin, corollaries 1 and 2).\n"
         "vanishing: gradients of every layer at 18L-18L (Admin, figure 3; B2T, figures 3 and 4).\n"
-        "last_ffn: the last FFN's gradient against depth (Pre-LN paper, figure 3).\nWrites a JSON file and a picture.",
+        "last_ffn: the last FFN's gradient against depth (Pre-LN paper, figure 3).\n"
+        "optimizers: final losses without a warm-up over Adam's beta2 and the rate (Admin, figure 10).\n"
+        "unbalanced: gradients and changes of attention's matrices over epochs (Admin, figures 5 and 11).\n"
+        "Writes a JSON file and a picture.",
         "python -m studies reproduce corollaries --output runs/reproduce",
     )
-    parser.add_argument("name", choices=["corollaries", "vanishing", "last_ffn"])
+    parser.add_argument("name", choices=["corollaries", "vanishing", "last_ffn", "optimizers", "unbalanced"])
     add_options(parser, ("--output", "FOLDER", Path, "runs/reproduce", "default: %(default)s"),
                 ("--width", "D", int, 64, "model width, a multiple of 4 (default 64)"),
                 ("--sentences", "N", int, 16, "sentences of 20 tokens (default 16)"),
@@ -234,6 +253,7 @@ def pipeline_idle(words: list[str]) -> None:
 
 STUDIES: dict[str, Command] = {
     "compare": compare,
+    "admin-profile": admin_profile,
     "verdict-grid": verdict_grid,
     "reproduce": reproduce,
     "compare-blocks": compare_blocks,

@@ -1,6 +1,6 @@
-"""The papers' analyses at a small size: measurements on fresh models, written as JSON and a picture.
+"""The papers' analyses at a small size, written as JSON and a picture.
 
-All use random tokens, because they examine initial weights on one batch only.
+Those of initial weights use one batch of random tokens, those that train use the toy task.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from statistics import fmean, median
 from typing import Any
 
 from deepnmt.batch import Batch
-from deepnmt.config import Model
-from deepnmt.doctor.measures import Gradients, Growth, fit_line, gradients, noise_change
+from deepnmt.config import Model, Optimizer, Schedule
+from deepnmt.doctor.measures import Gradients, Growth, displacement, fit_line, gradients, noise_change
 from deepnmt.doctor.plots import plot_growth, plot_lines
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.errors import UserError
@@ -22,12 +22,19 @@ from deepnmt.files import make_run_folder, write_json
 from deepnmt.gpu_report.measure import random_batch
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
+from deepnmt.optim import learning_rate
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
+from studies.plots import plot_cells
+from studies.side_by_side import train_side_by_side
+from studies.toy_task import ToyTask
 
 _VOCAB = 1000
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)
 _PRE_LN_PAPER = (2, 4, 6, 8, 10, 12, 14, 18, 24, 36)
+_RATES, _BETAS = (1e-3, 3e-3, 1e-2), (0.9, 0.95, 0.98, 0.99, 0.999)  # of `optimizers`: 15 settings, as in the paper
+_UPDATES = 200  # of a training
+_EPOCHS, _EPOCH = 16, 25  # of `unbalanced`: epochs, and updates in each
 
 
 @dataclass(frozen=True)
@@ -45,13 +52,23 @@ class Small:
     ) -> Iterator[tuple[Transformer, Batch]]:
         """For each seed a fresh model with one block, without dropout, and a batch of random tokens: 19 and eos per
         sentence and side."""
-        shape = Model.model_validate({
-            "width": self.width, "heads": 4, "ffn": 2 * self.width, "dropout": 0.0, "max_length": 32,
-            **{side: {"block": block, "layers": layers, "init": init}
-               for side, layers in (("encoder", encoder), ("decoder", decoder))}})
+        shape = self.shape(block, encoder, decoder, init)
         for seed in range(1, self.trials + 1):
             batch = random_batch(self.sentences, 20, _VOCAB, seed, Ranks.alone())
             yield fresh_model(shape, _VOCAB, _VOCAB, seed, [batch]), batch
+
+    def shape(self, block: str, encoder: int, decoder: int, init: str = "auto") -> Model:
+        """A model of this size without dropout."""
+        return Model.model_validate({
+            "width": self.width, "heads": 4, "ffn": 2 * self.width, "dropout": 0.0, "max_length": 32,
+            **{side: {"block": block, "layers": layers, "init": init}
+               for side, layers in (("encoder", encoder), ("decoder", decoder))}})
+
+    def toy_models(self, task: ToyTask, block: str, layers: int) -> list[Transformer]:
+        """For each seed a fresh model for the toy task."""
+        size, first = task.vocabulary, task.batch(0, self.sentences)
+        return [fresh_model(self.shape(block, layers, layers), size, size, seed, [first])
+                for seed in range(1, self.trials + 1)]
 
 
 def reproduce(name: str, folder: Path, small: Small) -> str:
@@ -173,6 +190,85 @@ def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
     return {"depths": depths, "norms": norms, "power": {block: fit.slope for block, fit in slopes.items()}}, lines
 
 
+def optimizers(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Final losses on the toy task without a warm-up, over Adam's β2 and the peak rate (Admin, figure 10).
+
+    Linear decay over 200 updates. A final loss is the mean of the last 20 updates, medians over seeds.
+    """
+    task, layers, updates = ToyTask(), min(6, small.deepest), range(1, _UPDATES + 1)
+    schedule, bar = Schedule(name="linear", warmup=0), task.target_only
+    finals: dict[str, list[list[list[float]]]] = {}  # by block, rate, β2 and seed
+    for block in ("post_ln", "pre_ln", "admin"):
+        models = small.toy_models(task, block, layers)
+        columns = []
+        for beta in _BETAS:
+            rates = [rate for rate in _RATES for _ in models]
+            losses = [*train_side_by_side(
+                models * len(_RATES), (task.batch(update, small.sentences) for update in updates),
+                ([learning_rate(rate, schedule, update, _UPDATES) for rate in rates] for update in updates),
+                Optimizer(betas=[0.9, beta]))]
+            last = [fmean(run) for run in zip(*losses[-20:], strict=True)]
+            columns.append([last[start : start + len(models)] for start in range(0, len(last), len(models))])
+            print_status(f"{block}, β2 {beta}: {[round(median(seeds), 2) for seeds in columns[-1]]}")
+        finals[block] = [list(row) for row in zip(*columns, strict=True)]
+    cells = {block: [[median(seeds) for seeds in row] for row in rows] for block, rows in finals.items()}
+    plot_cells(cells, picture, [f"{rate:g}" for rate in _RATES], [f"{beta:g}" for beta in _BETAS], bar,
+               title=f"Final loss without a warm-up, {layers}L-{layers}L; bold: does not use the source",
+               xlabel="Adam's β2", ylabel="peak rate", scale="nats per target token")
+    lines = []
+    for block, rows in cells.items():
+        flat = [value for row in rows for value in row]
+        other = [value for row in cells["pre_ln"] for value in row]
+        better = sum(value < min(beside, bar) for value, beside in zip(flat, other, strict=True))
+        lines.append(f"{block}: {sum(value < bar for value in flat)} of {len(flat)} settings learned, best "
+                     f"{min(flat):.2f}" + (f", {better} of these lower than pre_ln" if block != "pre_ln" else ""))
+    return {"rates": _RATES, "betas": _BETAS, "bar": bar, "finals": finals}, lines
+
+
+def unbalanced(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Gradients and changes of self-attention's matrices in a Pre-LN encoder, epoch by epoch (Admin, figures 5 and 11).
+
+    The toy task, Adam at 1e-3, one seed. Norms are relative to the largest attention matrix's of the network, geometric
+    means over the layers.
+    """
+    import torch
+
+    task, layers = ToyTask(), min(18, small.deepest)
+    model = small.toy_models(task, "pre_ln", layers)[0].train()
+    adam = torch.optim.Adam(model.parameters(), 1e-3, betas=(0.9, 0.98), eps=1e-9)
+    pairs: list[dict[str, dict[str, float]]] = []
+    for epoch in range(_EPOCHS):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        norms = gradients(model, task.batch(0, 8 * small.sentences)).matrices
+        for update in range(epoch * _EPOCH + 1, (epoch + 1) * _EPOCH + 1):
+            batch = task.batch(update, small.sentences)
+            adam.zero_grad()
+            (model(*batch.tensors, batch.key).loss / batch.tokens).backward()
+            adam.step()
+        pairs.append(displacement(before, {name: p.detach() for name, p in model.named_parameters()}, norms))
+        print_status(f"epoch {epoch + 1} of {_EPOCHS}")
+
+    def means(kind: str, attention: str, matrix: str) -> list[float]:
+        side, part = attention.split()
+        return [math.exp(fmean(math.log(max(value, 1e-12)) for name, value in pair[kind].items()
+                               if name.startswith(side) and name.endswith(f"{part}.{matrix}"))) for pair in pairs]
+
+    lines = []
+    for attention in ("encoder self_attn", "decoder self_attn", "decoder cross_attn"):
+        found = [{matrix: math.exp(fmean(map(math.log, means(kind, attention, matrix))))
+                  for matrix in ("q", "k", "v", "out")} for kind in ("gradients", "updates")]
+        lines.append(f"{attention}: " + "; ".join(
+            f"{kind} " + ", ".join(f"{matrix} {value:.3f}" for matrix, value in by.items())
+            + f" (largest {max(by.values()) / min(by.values()):.1f} × smallest)"
+            for kind, by in zip(("gradients", "changes"), found, strict=True)))
+    plot_lines({title: {matrix: means(kind, "encoder self_attn", matrix) for matrix in ("q", "k", "v", "out")}
+                for kind, title in (("gradients", "gradient"), ("updates", "change until the next epoch"))},
+               picture, title=f"Self-attention's matrices in a Pre-LN encoder of {layers} layers, while it trains",
+               xlabel=f"epoch of {_EPOCH} updates", ylabel="norm over the largest one")
+    return {"pairs": pairs}, lines
+
+
 Experiment = Callable[[Small, Path], tuple[dict[str, Any], list[str]]]
-EXPERIMENTS: dict[str, Experiment] = {"corollaries": corollaries, "vanishing": vanishing, "last_ffn": last_ffn}
-MIN_LAYERS = {"corollaries": 3, "vanishing": 2, "last_ffn": 6}  # a fit needs three depths
+EXPERIMENTS: dict[str, Experiment] = {"corollaries": corollaries, "vanishing": vanishing, "last_ffn": last_ffn,
+                                      "optimizers": optimizers, "unbalanced": unbalanced}
+MIN_LAYERS = {"corollaries": 3, "vanishing": 2, "last_ffn": 6, "optimizers": 1, "unbalanced": 1}  # fits need three

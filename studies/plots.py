@@ -145,6 +145,26 @@ def plot_comparison(curves: Mapping[str, Mapping[int, float]], path: Path, title
     save(figure, path)
 
 
+def plot_cells(
+    cells: Mapping[str, Sequence[Sequence[float]]], path: Path, rows: Sequence[str], columns: Sequence[str], bar: float,
+    *, title: str, xlabel: str, ylabel: str, scale: str,
+) -> None:
+    """A table of numbers for each name, coloured by value; those above `bar` are bold."""
+    figure, grid = panels(list(cells), xlabel, ylabel, title, heights=[0.33 * len(rows) + 0.5] * len(cells))
+    most = max(2 * bar, 0.1)
+    for axes, values in zip(grid, cells.values(), strict=True):
+        image = axes.imshow(np.clip(values, 0, most), cmap="RdBu_r", vmin=0, vmax=most, aspect="auto")
+        for (row, column), value in np.ndenumerate(np.asarray(values)):
+            light = abs(min(value, most) / most - 0.5) < 0.35
+            axes.text(column, row, f"{value:.2f}" if value < 100 else "beyond", ha="center", va="center",
+                      fontsize=_LABEL, weight="bold" if value > bar else "normal", color="black" if light else "white")
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.grid(visible=False)
+    figure.colorbar(image, ax=grid, label=scale, shrink=0.7).ax.tick_params(labelsize="small")
+    save(figure, path)
+
+
 Kind = tuple[str, int, str]  # precision, sentences per batch, initialisation
 Cells = dict[tuple[str, int, float], list[float]]  # final losses by block, layers and rate
 

@@ -11,14 +11,15 @@ import pytest
 
 from deepnmt.doctor.measures import Gradients
 from studies.__main__ import main
-from studies.papers import MIN_LAYERS, Small, gradient_factors, reproduce
+from studies.papers import EXPERIMENTS, MIN_LAYERS, Small, gradient_factors, reproduce
 
 
-@pytest.mark.parametrize("name", ["corollaries", "vanishing", "last_ffn"])
-def test_papers_in_small(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_papers_in_small(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("studies.papers._UPDATES", 20)
     text = reproduce(name, tmp_path, Small(width=8, sentences=2, trials=2, deepest=MIN_LAYERS[name]))
     results = json.loads((tmp_path / f"{name}.json").read_text())
-    assert (tmp_path / f"{name}.png").stat().st_size > 5000 and "post_ln" in text
+    assert (tmp_path / f"{name}.png").stat().st_size > 5000
     if name == "corollaries":
         assert results["growth"]["pre_ln"]["depths"] == [1, 2, 3]
     elif name == "vanishing":
@@ -35,6 +36,17 @@ def test_papers_in_small(name: str, tmp_path: Path) -> None:
         below, above = outputs["decoder.layers.0.ffn"], outputs["decoder.layers.1.self_attn"]
         assert seed["output of self-attention to that of the FFN below"] == pytest.approx(below / above)
         assert seed["self-attention"] == pytest.approx(below / first["places"]["decoder.layers.1"][0])
+    elif name == "optimizers":
+        for rows in results["finals"].values():  # rates, β2, seeds
+            assert [len(row) for row in rows] == [5] * 3 and {len(seeds) for row in rows for seeds in row} == {2}
+        assert all(f"{block}: " in text for block in ("post_ln", "pre_ln", "admin"))
+        assert results["finals"]["post_ln"][0][0] != results["finals"]["post_ln"][0][4], "β2 has an effect"
+    elif name == "unbalanced":
+        for kind in ("gradients", "updates"):
+            values = [pair[kind] for pair in results["pairs"]]
+            assert len(values) == 16 and all(max(norms.values()) == 1 for norms in values)
+            assert len(values[0]) == 12  # four matrices of three attentions
+        assert "pre_ln" not in text and "encoder self_attn: gradients q " in text
     else:
         assert results["depths"] == [2, 4, 6] and results["norms"]["pre_ln"][0] > 0
         assert math.isfinite(results["power"]["pre_ln"])
