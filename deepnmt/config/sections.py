@@ -17,7 +17,10 @@ Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_n
 # Copies of attributes in model/blocks.py, because recipes are checked without importing torch.
 HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # `needs_history`
 PROFILED_BLOCKS = ("admin",)  # `profiled`
-Init = Literal["auto", "xavier", "xavier_separate", "depth_scaled"]
+# Settings of a stack that belong to a block: the blocks that know them.
+BLOCK_OPTIONS = {"history_window": HISTORY_BLOCKS, "history_softmax": HISTORY_BLOCKS,
+                 "output_change": ("admin_closed_form",)}
+Init = Literal["auto", "xavier", "xavier_separate", "depth_scaled", "published"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -143,9 +146,32 @@ class Stack(Section):
     init: Init = "auto"
     """Initial weights of matrices. `xavier` divides Xavier's bound of query, key and value by √2 (not with deepnorm);
     `xavier_separate` does not; `depth_scaled` is `xavier` with every matrix times layers^-1/2. `auto` is
-    `depth_scaled` for b2t and b2t_no_ln, as in their published code, and `xavier` for the others."""
+    `depth_scaled` for b2t and b2t_no_ln and `xavier` for the others. `published` is what the code of the block's
+    authors does, scalars and biases included."""
+    output_change: Literal["log", "constant", "linear"] = "log"
+    """How the output's change grows with depth at first (with admin_closed_form only): with its logarithm, not at all,
+    or in proportion."""
+    history_window: Annotated[int, Field(ge=0)] = 0
+    """Outputs below a layer that it sums, the last ones (with dlcl and dlcl_post only); 0: all."""
+    history_softmax: bool = False
+    """Whether the weights of these sums go through a softmax (with dlcl and dlcl_post only)."""
     input_gain: bool = False
     """A trainable vector on the stack's input, 1 at first; a folded model keeps its first ω there."""
+
+    def faults(self) -> Iterator[str]:
+        for name in self.options():
+            if self.block not in BLOCK_OPTIONS[name]:
+                yield (f"{name} ({getattr(self, name)}) needs block: {' or '.join(BLOCK_OPTIONS[name])}, but block is "
+                       f"{self.block}; remove {name}")
+
+    def options(self) -> list[str]:
+        """The names in `BLOCK_OPTIONS` that are set."""
+        return [name for name in BLOCK_OPTIONS if getattr(self, name) != type(self).model_fields[name].default]
+
+    def changes_for(self, block: str) -> dict[str, object]:
+        """The settings that give the stack another block: its name, and no options that it does not know."""
+        unknown = [name for name in self.options() if block not in BLOCK_OPTIONS[name]]
+        return {"block": block, **{name: type(self).model_fields[name].default for name in unknown}}
 
 
 class Model(Section):  # its norms: model/blocks.py, `LayerPosition.norm`

@@ -12,6 +12,7 @@ from deepnmt.config import Admin, Init, Model, Recipe, with_settings
 from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.init import new_model
+from deepnmt.model.published import PUBLISHED
 from deepnmt.model.transformer import Transformer
 
 _FACTORS = (1 / 10, 1 / 3, 3, 10)  # of the learning rate: one that is too small fails, too
@@ -37,8 +38,8 @@ def fresh_model(
 
 
 def initialisation(block: str, init: Init) -> str:
-    """The initial weights that `init` means for a block: `xavier`, `xavier_separate` or `depth_scaled`."""
-    if init == "auto":
+    """The initial weights that `init` means for a block: `xavier`, `xavier_separate`, `depth_scaled` or `published`."""
+    if init == "auto" or (init == "published" and block not in PUBLISHED):
         return "depth_scaled" if BLOCKS[block].depth_scaled else "xavier"
     return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused_qkv else init
 
@@ -61,7 +62,8 @@ def alternatives(recipe: Recipe, larger_batches: bool) -> dict[str, Recipe]:
     remeasured = {} if recipe.admin.profile is None else {"admin.profile": None}
     if not all(initialisation(stack.block, stack.init) == "depth_scaled" for stack in stacks):
         tried.append({f"model.{side}.init": "depth_scaled" for side in SIDES} | remeasured)
-    tried += [{f"model.{side}.block": block for side in SIDES} | remeasured
+    tried += [{f"model.{side}.{name}": value for side in SIDES
+               for name, value in recipe.model.stack(side).changes_for(block).items()} | remeasured
               for block, kind in BLOCKS.items()
               if kind.made_for_depth and any(stack.block != block for stack in stacks)]
     return {" ".join(f"{name}={_format(value)}" for name, value in settings.items()): with_settings(recipe, settings)

@@ -1,6 +1,7 @@
 """Folds Admin and DeepNorm stacks into plain Post-LN with the same logits (Liu et al. 2020, Appendix C).
 
-Sub-layer i of such a stack computes LN_i(ω_i ⊙ x + F_i(x)); DeepNorm's ω_i is the number α. With x' = ω_i ⊙ x this is
+Sub-layer i of such a stack computes LN_i(ω_i ⊙ x + F_i(x)); DeepNorm's ω_i is the number α, and with `init: published`
+the closed form's a number, too. With x' = ω_i ⊙ x this is
 LN_i(x' + F_i(x' / ω_i)), which is Post-LN on x'. So
 
 - the previous norm must produce x': its gain and bias are multiplied by ω_i;
@@ -35,8 +36,9 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.errors import UserError
-from deepnmt.model.blocks import BLOCKS, FOLDED, SIDES, DeepNorm, LayerPosition, Side
+from deepnmt.model.blocks import BLOCKS, FOLDED, SIDES, LayerPosition, Side
 from deepnmt.model.init import fill
+from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -98,7 +100,8 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
     for side in sides:
         folded = _fold_stack(folded, model, side)
         gain = f"{side}.input.gain" in folded
-        post_ln = with_settings(post_ln, {f"{side}.block": FOLDED, f"{side}.input_gain": gain})
+        changes = {**model.stack(side).changes_for(FOLDED), "input_gain": gain}
+        post_ln = with_settings(post_ln, {f"{side}.{name}": value for name, value in changes.items()})
     return folded, post_ln
 
 
@@ -109,11 +112,11 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
     norm = ""  # the norm before the sub-layer; the first has none
     for layer in range(model.stack(side).layers):
         for number, reader in enumerate(_READERS[side]):
-            if BLOCKS[model.stack(side).block] is DeepNorm:
-                alpha = DeepNorm.constants(LayerPosition.of(model, side, layer))[0]
-                omega = torch.full((model.width,), alpha, dtype=torch.float64)
-            else:
+            fixed = block_of(model.stack(side)).fixed_omega(LayerPosition.of(model, side, layer))
+            if fixed is None:
                 omega = weights[f"{layers}{layer}.rule.omegas.{number}"].double()
+            else:
+                omega = torch.full((model.width,), fixed, dtype=torch.float64)
             if not bool((omega != 0).all()):
                 raise UserError(f"ω of sub-layer {number + 1} of {layers}{layer} has a zero, so the model cannot be "
                                 "written as post_ln; use the checkpoint as it is")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -76,18 +76,19 @@ class LayerNorm(Norm, nn.LayerNorm):
 
 @dataclass(frozen=True)
 class LayerPosition:
-    """The position of a layer in the model, and the model's shape; a block depends on nothing else."""
+    """The position of a layer, the model's shape and the stack's settings; a block depends on nothing else."""
 
     side: Side
     index: int  # of the layer in its stack, from 0
     encoder_layers: int  # N
     decoder_layers: int  # M
     width: int  # D
+    settings: config.Stack = field(default_factory=config.Stack)  # of the layer's stack
 
     @classmethod
     def of(cls, model: config.Model, side: Side, index: int) -> LayerPosition:
         """The position of layer `index` (from 0) of a stack."""
-        return cls(side, index, model.encoder.layers, model.decoder.layers, model.width)
+        return cls(side, index, model.encoder.layers, model.decoder.layers, model.width, model.stack(side))
 
     def norm(self) -> Norm:
         """A new norm of the layer, or of the stack's top.
@@ -117,7 +118,7 @@ class Block(nn.Module):
 
     A block is called with the layer's input [..., D] and its sub-layers, and returns the layer's output [..., D]; one
     that `needs_history` takes and returns a `Stream`. Most blocks define only `join`, for one sub-layer. The rest of
-    deepnmt looks at these attributes, never at a block's name.
+    deepnmt looks at these attributes, never at a block's name, and gets the class from `published.block_of`.
     """
 
     layer_norms: ClassVar[bool] = True  # whether the sub-layers have LayerNorms
@@ -148,7 +149,7 @@ class Block(nn.Module):
         return 2**-0.5 if matrix in ("q", "k", "v") and not separate else 1.0
 
     @classmethod
-    def initial_value(cls, position: LayerPosition, name: str) -> float:
+    def initial_value(cls, position: LayerPosition, name: str) -> float | list[float]:
         """The constant that fills a parameter of the block, or of the stack's top, before training.
 
         Args:
@@ -156,20 +157,40 @@ class Block(nn.Module):
             name: the parameter's name in the block, as in `norms.0.bias`.
 
         Returns:
-            The constant; NaN if there is none for this name, which `init.fill` rejects.
+            The constant, or one for each element; NaN if there is none for this name, which `init.fill` rejects.
         """
         known = {"weight": 1.0, "bias": 0.0, **cls.initial_values}
         return known.get(name.split(".")[0], known.get(name.rpartition(".")[2], math.nan))
 
     @classmethod
-    def init_matrix(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
-        """Fills one matrix in place: Xavier-uniform times `gain`."""
+    def init_matrix(cls, weight: Tensor, path: str, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
+        """Fills one matrix of a linear map, such as `cross_attn.kv`, in place: Xavier-uniform times `gain`."""
         nn.init.xavier_uniform_(weight, gain=gain, generator=generator)
+
+    @staticmethod
+    def bias_bound(matrix: Matrix, columns: int) -> float:
+        """The bound of the uniform draw of a matrix's bias; `columns` are the matrix's."""
+        return 0.0
 
     @staticmethod
     def embedding_gain(position: LayerPosition) -> float:
         """The factor on the embedding table of the stack's input."""
         return 1.0
+
+    @staticmethod
+    def output_gain() -> float:
+        """The factor on the output table above the stack, if it is a table of its own (`tied: none`)."""
+        return 1.0
+
+    @classmethod
+    def fixed_omega(cls, position: LayerPosition) -> float | None:
+        """ω of all sub-layers of a `foldable` block's stack, if it is a constant and no parameter."""
+        return None
+
+    @classmethod
+    def history(cls, position: LayerPosition) -> int:
+        """How many outputs below the layer it sums; for the stack's top the position after the last layer's."""
+        return 0
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
         """Joins one sub-layer f = F_i, dropout included, to x: [..., D] to [..., D]."""
@@ -229,24 +250,26 @@ class Admin(Block):
 
 
 class AdminClosedForm(Admin):
-    """Admin with ω = sqrt((n+1)/ln(n+1) - 1) in all n = 2N or 3M sub-layers of a stack. Liu, the package admin-torch.
+    """Admin with one ω in all n = 2N or 3M sub-layers of a stack. Liu, the package admin-torch.
 
-    No profile is needed: with branches of variance 1 the output change Σ β_ii² = n/(1 + ω²) is about ln(n+1), the
-    O(log n) of Admin.
+    No profile is needed: with branches of variance 1 the output change is Σ β_ii² = n/(1 + ω²). `output_change` says
+    how it grows with n: `log`, the O(log n) of Admin, with ω = sqrt((n+1)/ln(n+1) - 1); `constant` with ω = sqrt(n);
+    `linear` with ω = 1, which is Post-LN's.
     """
 
     profiled = False
     made_for_depth = False
 
     @classmethod
-    def initial_value(cls, position: LayerPosition, name: str) -> float:
+    def initial_value(cls, position: LayerPosition, name: str) -> float | list[float]:
         return cls.constant(position) if name.startswith("omegas") else super().initial_value(position, name)
 
     @staticmethod
     def constant(position: LayerPosition) -> float:
         """ω of every sub-layer of the stack."""
         n = position.branches * position.depth
-        return math.sqrt((n + 1) / math.log(n + 1) - 1)
+        squares = {"log": (n + 1) / math.log(n + 1) - 1, "constant": float(n), "linear": 1.0}
+        return math.sqrt(squares[position.settings.output_change])
 
 
 class B2T(Block):
@@ -318,6 +341,10 @@ class DeepNorm(Block):
         """β, but 1 for query and key, separate or not."""
         return 1.0 if matrix in ("q", "k") else DeepNorm.constants(position)[1]
 
+    @classmethod
+    def fixed_omega(cls, position: LayerPosition) -> float | None:
+        return cls.constants(position)[0]
+
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
         return self.norms[i](self.alpha * x + f(x))
 
@@ -363,8 +390,8 @@ class Fixup(Block):
 
     layer_norms = False
     initial_values: ClassVar[dict[str, float]] = {"scales": 1.0}
-    linear = ShiftedLinear
-    feed_forward = ShiftedFeedForward
+    linear: ClassVar[type[nn.Linear]] = ShiftedLinear
+    feed_forward: ClassVar[type[FeedForward]] = ShiftedFeedForward
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
@@ -415,10 +442,10 @@ class LooksLinear(PostLN):
     feed_forward = ConcatenatedFeedForward
 
     @classmethod
-    def init_matrix(cls, weight: Tensor, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
+    def init_matrix(cls, weight: Tensor, path: str, matrix: Matrix, gain: float, generator: torch.Generator) -> None:
         """fc1 orthogonal and fc2 = [W, -W] with W orthogonal, times `gain`; the others as usual."""
         if matrix not in ("fc1", "fc2"):
-            super().init_matrix(weight, matrix, gain, generator)
+            super().init_matrix(weight, path, matrix, gain, generator)
             return
         rows, columns = weight.shape
         half = torch.empty(rows, columns if matrix == "fc1" else columns // 2, dtype=torch.float64)
@@ -432,13 +459,19 @@ class Mixture(nn.Module):
     Wang et al. 2019, Learning Deep Transformer Models for Machine Translation, section 3: w is row l of a triangular
     matrix, 1/(l+1) at first (`DLCL.initial_value`). Pre-norm form: each y_k is replaced by LN_k(y_k), computed once, in
     the first mixture above it. Post-norm form: LN_l(Σ w_k·y_k).
+
+    Args:
+        taken: how many y it sums: the last ones, l + 1 without a window.
+        softmax: whether softmax(w) takes the place of w.
     """
 
-    def __init__(self, below: int, norm: Norm, pre_norm: bool) -> None:
+    norm: nn.Module
+
+    def __init__(self, taken: int, norm: Norm, pre_norm: bool, softmax: bool) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.empty(below + 1))
+        self.weights = nn.Parameter(torch.empty(taken))
         self.norm = norm
-        self.pre_norm = pre_norm
+        self.pre_norm, self.softmax = pre_norm, softmax
 
     def forward(self, x: Stream) -> tuple[Tensor, tuple[Tensor, ...]]:
         """From the stream of the layer below to the mixture [..., D] and the tensors kept for the layers above.
@@ -450,7 +483,8 @@ class Mixture(nn.Module):
         if self.pre_norm:
             kept = (*kept[:-1], self.norm(kept[-1]))
         mixed = torch.zeros_like(kept[0])
-        for weight, y in zip(self.weights.unbind(), kept, strict=True):
+        weights = self.weights.softmax(0) if self.softmax else self.weights
+        for weight, y in zip(weights.unbind(), kept, strict=True):
             mixed = torch.addcmul(mixed, weight, y)  # stores no product for the backward pass
         return (mixed if self.pre_norm else self.norm(mixed)), kept
 
@@ -458,9 +492,9 @@ class Mixture(nn.Module):
 class MixtureTop(nn.Module):
     """The output of a DLCL stack: the mixture of all its layers, followed by a LayerNorm in the pre-norm form."""
 
-    def __init__(self, position: LayerPosition, pre_norm: bool) -> None:
+    def __init__(self, position: LayerPosition, taken: int, pre_norm: bool) -> None:
         super().__init__()
-        self.mix = Mixture(position.depth, position.norm(), pre_norm)
+        self.mix = Mixture(taken, position.norm(), pre_norm, position.settings.history_softmax)
         self.norm = position.norm() if pre_norm else nn.Identity()
 
     def forward(self, x: Stream) -> Tensor:
@@ -472,7 +506,8 @@ class DLCL(Block):
     """Pre-LN whose layer l has the input Σ_{k≤l} W_{l,k}·LN_k(y_k), y_k the output of layer k, instead of y_l.
 
     Wang et al. 2019, Learning Deep Transformer Models for Machine Translation, section 3. W_{l,k} is 1/(l+1) at first.
-    The stack ends with one more such sum and a LayerNorm.
+    The stack ends with one more such sum and a LayerNorm. With a window w (`history_window`) a sum takes only the last
+    w of its y, with W_{l,k} = 1/w at first; with `history_softmax` row l of W goes through a softmax.
     """
 
     needs_history = True
@@ -480,19 +515,30 @@ class DLCL(Block):
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
-        self.mix = Mixture(position.index, position.norm(), pre_norm=self.pre_norm)
+        self.window = self.window_of(position)
+        self.mix = Mixture(self.history(position), position.norm(), self.pre_norm, position.settings.history_softmax)
+
+    @staticmethod
+    def window_of(position: LayerPosition) -> int:
+        """How many y a sum takes at most; 0: all."""
+        return position.settings.history_window
+
+    @classmethod
+    def history(cls, position: LayerPosition) -> int:
+        below = position.index + 1
+        return min(below, cls.window_of(position) or below)
 
     @classmethod
     def top(cls, position: LayerPosition) -> nn.Module:
-        return MixtureTop(position, pre_norm=cls.pre_norm)
+        return MixtureTop(position, cls.history(position), cls.pre_norm)
 
     @classmethod
-    def initial_value(cls, position: LayerPosition, name: str) -> float:
-        return 1 / (position.index + 1) if name == "mix.weights" else super().initial_value(position, name)
+    def initial_value(cls, position: LayerPosition, name: str) -> float | list[float]:
+        return 1 / cls.history(position) if name == "mix.weights" else super().initial_value(position, name)
 
     def forward(self, y: Stream, branches: Sequence[Branch]) -> Stream:
         x, kept = self.mix(y)
-        return (*kept, super().forward(x, branches))
+        return (*kept, super().forward(x, branches))[-self.window :]  # the window of the layer above; 0: all
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
         return x + f(self.norms[i](x))

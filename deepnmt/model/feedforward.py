@@ -52,7 +52,7 @@ class FeedForward(nn.Module):
 class ShiftedFeedForward(FeedForward):
     """Subtracts a trainable scalar before fc1, before the activation and before fc2 (Fixup)."""
 
-    linear = ShiftedLinear
+    linear: ClassVar[type[nn.Linear]] = ShiftedLinear
 
     def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
         super().__init__(width, inner, activation, dropout)

@@ -12,16 +12,17 @@ weights depend on (seed, name) only, not on the order of calls or the layout:
 | each of these matrices             | × the block's `matrix_gain`: 1/√2 for q, k, v, and its paper's factors;     |
 |                                    | with `init: xavier_separate` 1 instead of this 1/√2                         |
 | each of these matrices             | × L^-1/2 with `init: depth_scaled`, L the depth of the layer's own stack    |
-| biases of linear maps              | 0                                                                           |
+| biases of linear maps              | 0, or uniform within the block's `bias_bound`                               |
 | `*.norm*`                          | weight 1, bias 0                                                            |
 | other parameters of a block        | ω from the profile, else the block's `initial_value`: gates, DLCL's 1/(l+1) |
 | `*.input.gain`                     | 1                                                                           |
 | `embeddings.*.weight`              | normal with standard deviation D^-1/2, the row of pad 0                     |
 | the table of a stack's input       | × the block's `embedding_gain`: 1, t_fixup (9L)^-1/4; a table of two stacks |
 |                                    | has the source side's, unless that is 1                                     |
+| an output table of its own         | × the `output_gain` of the decoder's block: 1                               |
 
-`init: auto` is depth_scaled for b2t and b2t_no_ln, as in their published code (their paper, Takase et al. 2023, names
-no initialisation), and xavier for every other block.
+`init: auto` is depth_scaled for b2t and b2t_no_ln and xavier for every other block. `init: published` takes the draws
+and parameters of the authors' code, see `published.py`.
 Xavier: Glorot and Bengio 2010, uniform in ±sqrt(6 / (fan_in + fan_out)).
 """
 
@@ -33,9 +34,10 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt import config
-from deepnmt.model.blocks import BLOCKS, SIDES, LayerPosition, Matrix, profiled_sublayers
+from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, profiled_sublayers
 from deepnmt.model.dropout import stable_hash
 from deepnmt.model.embedding import TABLES, Use
+from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -77,7 +79,7 @@ class Initialiser:
             return self._table(kind)
         model, side = self.model, SIDES[first == "decoder"]
         stack = model.stack(side)
-        block = BLOCKS[stack.block]
+        block = block_of(stack)
         if kind == "input":
             return torch.ones(())
         if kind == "norm":
@@ -87,16 +89,24 @@ class Initialiser:
             if self.omega and block.profiled and rest[2] == "omegas":
                 return torch.tensor(self.omega[position.sublayers[int(last)]])
             return torch.tensor(block.initial_value(position, ".".join(rest[2:])))
-        if last in ("bias", "shift"):
+        if last.endswith("shift"):
             return torch.zeros(())
-        matrices = _MATRICES[path]
+        matrices, generator = _MATRICES[path], generator_for(self.seed, name)
         rows = model.ffn // block.feed_forward.copies if path == "ffn.fc1" else model.width * len(matrices)
-        depth_scaled = stack.init == "depth_scaled" or (stack.init == "auto" and block.depth_scaled)
+        columns = model.ffn if path == "ffn.fc2" else model.width
+        if last == "bias":
+            bounds = [block.bias_bound(matrix, columns) for matrix in matrices]
+            if not any(bounds):
+                return torch.zeros(())
+            bias = torch.empty(rows)
+            for part, bound in zip(bias.chunk(len(matrices)), bounds, strict=True):
+                part.uniform_(-bound, bound, generator=generator)
+            return bias
+        depth_scaled = stack.init == "depth_scaled" or (stack.init in ("auto", "published") and block.depth_scaled)
         scale, separate = position.depth**-0.5 if depth_scaled else 1.0, stack.init == "xavier_separate"
-        weight = torch.empty(rows, model.ffn if path == "ffn.fc2" else model.width)
-        generator = generator_for(self.seed, name)
+        weight = torch.empty(rows, columns)
         for part, matrix in zip(weight.chunk(len(matrices)), matrices, strict=True):
-            block.init_matrix(part, matrix, block.matrix_gain(position, matrix, separate) * scale, generator)
+            block.init_matrix(part, path, matrix, block.matrix_gain(position, matrix, separate) * scale, generator)
         return weight
 
     def _table(self, name: str) -> Tensor:
@@ -104,8 +114,9 @@ class Initialiser:
         model = self.model
         uses = [use for use, table in TABLES[model.tied].items() if table == name]
         # the source side's gain counts, unless that is 1
-        gains = [BLOCKS[model.stack(side).block].embedding_gain(LayerPosition.of(model, side, 0))
+        gains = [block_of(model.stack(side)).embedding_gain(LayerPosition.of(model, side, 0))
                  for use, side in (("src", SIDES[0]), ("trg", SIDES[1])) if use in uses]
+        gains += [block_of(model.decoder).output_gain()] if uses == ["out"] else []
         gain = next((gain for gain in gains if gain != 1.0), 1.0)
         table = torch.empty(self.vocabs[uses[0]], model.width)
         table.normal_(std=gain * model.width**-0.5, generator=generator_for(self.seed, f"embeddings.{name}.weight"))

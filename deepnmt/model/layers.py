@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from deepnmt import config
 from deepnmt.model.attention import CrossAttention, SelfAttention
-from deepnmt.model.blocks import BLOCKS, LayerPosition, Stream, last_output
+from deepnmt.model.blocks import LayerPosition, Stream, last_output
 from deepnmt.model.dropout import Dropout, seed_dropout
+from deepnmt.model.published import block_of
 
 
 class Layer(nn.Module):
@@ -27,7 +28,7 @@ class Layer(nn.Module):
         self.name = f"{position.side}.layers.{position.index}"
         self.seed = seed
         self.random = max(model.dropout, model.attention_dropout, model.activation_dropout) > 0
-        block = BLOCKS[model.stack(position.side).block]
+        block = block_of(position.settings)
         self.self_attn = SelfAttention(model.width, model.heads, model.attention_dropout, block.linear)
         self.ffn = block.feed_forward(model.width, model.ffn, model.activation, model.activation_dropout)
         self.dropout = Dropout(model.dropout)

@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from deepnmt import config
 from deepnmt.batch import Batch
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import BLOCKS, LayerPosition, Side, Stream
+from deepnmt.model.blocks import LayerPosition, Side, Stream
 from deepnmt.model.cache import Cache
 from deepnmt.model.embedding import TABLES, InputLayer, Use
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss
+from deepnmt.model.published import block_of
 from deepnmt.tokens import PAD
 
 
@@ -36,7 +37,7 @@ def build_layer(model: config.Model, side: Side, index: int, seed: int) -> Layer
 def build_top(model: config.Model, side: Side) -> nn.Module:
     """The top of a stack by itself: from the last layer's output to the stack's output [B, T, D]."""
     stack = model.stack(side)
-    return BLOCKS[stack.block].top(LayerPosition.of(model, side, stack.layers))
+    return block_of(stack).top(LayerPosition.of(model, side, stack.layers))
 
 
 def fill_with_nan(part: nn.Module) -> None:

@@ -10,8 +10,9 @@ from deepnmt.checkpoint.average import check_average_last
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
-from deepnmt.model.blocks import BLOCKS
+from deepnmt.model.blocks import SIDES, LayerPosition, Side
 from deepnmt.model.loss import loss_bytes
+from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import moment_names, warmup_note
 from deepnmt.parallel.build import partition_of
@@ -30,17 +31,21 @@ _ENDS = 4  # the same for the embeddings and the stacks' outputs together, once 
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
     """The number of parameters of the whole model, counted on shallow models, since the layers of a stack are alike.
 
-    Only in a DLCL stack each layer has one weight more than the layer below: one for each output below it.
+    Only in a DLCL stack a layer has more weights than the layer below: one for each output that it sums.
     """
+    def sums(side: Side, layers: int) -> int:
+        return sum(block_of(model.stack(side)).history(LayerPosition.of(model, side, i)) for i in range(layers + 1))
+
     def built(encoder: int, decoder: int) -> int:
         shallow = with_settings(model, {"encoder.layers": encoder, "decoder.layers": decoder})
         return sum(p.numel() for p in Transformer(shallow, 8, 8, 0).parameters())
 
     one = built(1, 1)
     layers = 0
-    for stack, second in ((model.encoder, built(2, 1) - one), (model.decoder, built(1, 2) - one)):
-        more = stack.layers - 1
-        layers += more * second + BLOCKS[stack.block].needs_history * more * (more - 1) // 2
+    for side, second in zip(SIDES, (built(2, 1) - one, built(1, 2) - one), strict=True):
+        more = model.stack(side).layers - 1
+        alike = sums(side, 1) + more * (sums(side, 2) - sums(side, 1))  # of them in `one` and `second`
+        layers += more * second + sums(side, 1 + more) - alike
     tables = {"all": (trg_vocab - 8), "decoder": (src_vocab - 8) + (trg_vocab - 8),
               "none": (src_vocab - 8) + 2 * (trg_vocab - 8)}[model.tied]
     return one + layers + tables * model.width

@@ -123,6 +123,20 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
       "admin.count_padding: is 'some', must be a valid boolean"]),
     ({"model__ffn": 7, "model__decoder__block": "looks_linear"},
      ["model: ffn (7) must be even with block: looks_linear: half of it mirrors the other half"]),
+    ({"model__encoder__init": "publish"},
+     ["model.encoder.init: is 'publish', must be one of auto, xavier, xavier_separate, depth_scaled, published; did "
+      "you mean published?"]),
+    ({"model__encoder__output_change": "one"},
+     ["model.encoder.output_change: is 'one', must be one of log, constant, linear"]),
+    ({"model__encoder__output_change": "linear"},
+     ["model.encoder: output_change (linear) needs block: admin_closed_form, but block is admin; remove output_change"]),
+    ({"model__encoder__history_window": -1, "model__decoder__history_softmax": 1},
+     ["model.encoder.history_window: is -1, must be greater than or equal to 0",
+      "model.decoder.history_softmax: is 1, must be a valid boolean"]),
+    ({"model__encoder__history_window": 3, "model__encoder__history_softmax": True},
+     ["model.encoder: history_window (3) needs block: dlcl or dlcl_post, but block is admin; remove history_window",
+      "model.encoder: history_softmax (True) needs block: dlcl or dlcl_post, but block is admin; remove "
+      "history_softmax"]),
     ({"parallel__pipeline_stages": 2, "model__encoder__block": "dlcl", "model__decoder__block": "dlcl_post"},
      ["parallel.pipeline_stages (2) cannot be combined with model.encoder.block: dlcl and model.decoder.block: "
       "dlcl_post: each of its layers needs the outputs of all layers below, but a stage sends on only the last; set "

@@ -133,7 +133,9 @@ def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: P
 
 @pytest.mark.parametrize("overrides", [
     ("schedule.name=step", "schedule.warmup=0", "schedule.step_update=2", "train.updates=100"),
-    ("model.encoder.block=admin", "model.decoder.block=post_ln", "admin.profile=omegas.json")])
+    ("model.encoder.block=admin", "model.decoder.block=post_ln", "admin.profile=omegas.json"),
+    ("model.encoder.block=dlcl", "model.encoder.history_window=2", "model.encoder.history_softmax=true",
+     "model.decoder.block=admin_closed_form", "model.decoder.output_change=constant")])
 def test_alternatives_work_on_the_command_line(overrides: tuple[str, ...], prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", [*overrides])
     for line, offered in alternatives(recipe, True).items():

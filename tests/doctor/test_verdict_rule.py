@@ -46,6 +46,10 @@ def test_what_no_run_had_of_a_recipe() -> None:
     scaled = with_settings(plain, {"model.encoder.init": "depth_scaled", "model.decoder.init": "depth_scaled"})
     assert rule.unseen(scaled) == ["the initialisation is depth_scaled/depth_scaled (encoder/decoder); runs of these "
                                    "blocks had xavier/xavier"]
+    theirs = with_settings(Point("b2t", "b2t", 2, 1e-3, True).recipe(TINY), {"model.encoder.init": "published"})
+    assert rule.unseen(theirs) == ["the initialisation is published/depth_scaled (encoder/decoder); runs of these "
+                                   "blocks had depth_scaled/depth_scaled"]
+    assert rule.unseen(with_settings(plain, {"model.encoder.init": "published"})) == []  # Post-LN's is xavier
     rule = replace(rule, facts={**rule.facts, "inits": {"post_ln/pre_ln": ["xavier/xavier", "xavier_separate/xavier"]}})
     [answers] = rule.unseen(Point("pre_ln", "post_ln", 2, 1e-3, True).recipe(TINY))
     assert answers == ("no run had the blocks pre_ln/post_ln; on pairs of blocks left out of its fit, the rule was "

@@ -103,6 +103,17 @@ def test_each_stack_folds_alone(encoder: str, decoder: str) -> None:
     assert_close(logits(other), logits(module))
 
 
+def test_a_constant_omega_and_the_published_draw_fold_too() -> None:
+    """The setting of the closed form goes with its block."""
+    model = config.with_settings(shapes("admin_closed_form", "deepnorm"), {
+        "encoder.init": "published", "encoder.output_change": "constant", "decoder.init": "published"})
+    module = as_trained(model)
+    other, plain = folded(module, model)
+    assert (plain.encoder.block, plain.encoder.output_change, plain.decoder.block) == ("post_ln", "log", "post_ln")
+    assert_close(other.encoder.input.gain, torch.full((16,), 6**0.5))  # n = 2 · 3
+    assert_close(logits(other), logits(module))
+
+
 def test_an_existing_gain_is_kept() -> None:
     stack = config.Stack(block="admin", layers=2, input_gain=True)
     model = shapes("admin", "admin").model_copy(update={"encoder": stack, "decoder": stack})

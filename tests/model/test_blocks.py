@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -119,9 +120,9 @@ def formula(block: str, x: Stream, f: list[nn.Linear], rule: Block, side: Side) 
 
 def test_the_tables_of_the_page_have_a_row_for_each_block() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "blocks.md").read_text(encoding="utf-8")
-    rows = [[cell.strip(" `*") for cell in line.split("|")[1:-1]] for line in page.splitlines()
-            if line.startswith("| `")]
-    tables = [rows[start:start + len(BLOCKS)] for start in range(0, len(rows), len(BLOCKS))]
+    all_tables = [[[cell.strip(" `*") for cell in line.split("|")[1:-1]] for line in lines] for rule, lines in
+                  groupby(page.splitlines(), lambda line: line.startswith("| `")) if rule]
+    tables = [table for table in all_tables if len(table) == len(BLOCKS)]
     assert len(tables) == 4 and all([row[0] for row in table] == list(get_args(config.Block)) for table in tables)
     limits = tables[-1]  # block, pipeline, folds, ...
     assert [row[1] == "no" for row in limits] == [block.needs_history for block in BLOCKS.values()]

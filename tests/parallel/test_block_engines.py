@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +18,22 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
 
-PAIRS = [("admin_closed_form", "fixup"), ("rezero_post_ln", "t_fixup"), ("looks_linear", "rezero"),
-         ("b2t_no_ln", "looks_linear")]
-HISTORY = [("dlcl", "dlcl_post")]  # not possible in a pipeline
+PUBLISHED = {"init": "published"}
+PAIRS: list[tuple[str, str, dict[str, Any]]] = [
+    ("admin_closed_form", "fixup", {}), ("rezero_post_ln", "t_fixup", {}), ("looks_linear", "rezero", {}),
+    ("b2t_no_ln", "looks_linear", {}), ("fixup", "fixup", PUBLISHED), ("looks_linear", "admin_closed_form", PUBLISHED)]
+HISTORY: list[tuple[str, str, dict[str, Any]]] = [  # not possible in a pipeline
+    ("dlcl", "dlcl_post", {}), ("dlcl_post", "dlcl", {**PUBLISHED, "history_window": 2, "history_softmax": True})]
 MICRO_BATCHES = 2
 
 
-def recipe(layout: str, world: int, encoder: str, decoder: str) -> Recipe:
+def recipe(layout: str, world: int, encoder: str, decoder: str, settings: dict[str, Any]) -> Recipe:
     stages = world if layout.startswith("pipeline") else 0
     return recipe_with(
         batch={"accumulation": MICRO_BATCHES * max(1, stages) // world},
-        model={"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": encoder, "layers": 3},
-               "decoder": {"block": decoder, "layers": 2}},
+        model={"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2,
+               "encoder": {"block": encoder, "layers": 3, **settings},
+               "decoder": {"block": decoder, "layers": 2, **settings}},
         train={"updates": 10, "clip": 0.5},
         parallel=parallel(layout.removeprefix("pipeline_"), stages))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,10 +21,14 @@ from deepnmt.training.plan import count_parameters, describe, memory_estimate
 
 
 @pytest.mark.parametrize("tied", ["all", "none"])
-@pytest.mark.parametrize("block", get_args(Block))
-def test_parameters_are_counted_without_building_all_layers(block: Block, tied: str) -> None:
+@pytest.mark.parametrize(("block", "settings"), [
+    *((block, {"init": init}) for block in get_args(Block) for init in ("auto", "published")),
+    *(("dlcl", {"init": init, "history_window": window, "history_softmax": init == "published"})
+      for init in ("auto", "published") for window in (1, 2, 3, 9))])
+def test_parameters_are_counted_without_building_all_layers(block: Block, settings: dict[str, Any], tied: str) -> None:
     model = Model.model_validate({"width": 8, "heads": 2, "ffn": 12, "max_length": 4, "tied": tied,
-                                  "encoder": {"block": block, "layers": 5}, "decoder": {"block": block, "layers": 4}})
+                                  "encoder": {"block": block, "layers": 5, **settings},
+                                  "decoder": {"block": block, "layers": 4, **settings}})
     target = 20 if tied == "all" else 30
     built = new_model(model, 20, target, 1)
     assert count_parameters(model, 20, target) == sum(p.numel() for p in built.parameters())
