@@ -129,7 +129,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__encoder__output_change": "one"},
      ["model.encoder.output_change: is 'one', must be one of log, constant, linear"]),
     ({"model__encoder__output_change": "linear"},
-     ["model.encoder: output_change (linear) needs block: admin_closed_form, but block is admin; remove output_change"]),
+     ["model.encoder: output_change (linear) needs block: admin_closed_form, but block is admin; remove "
+      "output_change"]),
     ({"model__encoder__history_window": -1, "model__decoder__history_softmax": 1},
      ["model.encoder.history_window: is -1, must be greater than or equal to 0",
       "model.decoder.history_softmax: is 1, must be a valid boolean"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,21 @@ def columns_of(header: str) -> list[list[str]]:
 
 
 PLACES = {"q": ("qkv", 0, 3), "k": ("qkv", 1, 3), "v": ("qkv", 2, 3)}
+MATRICES = ("q", "k", "v", "out", "fc1", "fc2")
 DRAWS = columns_of("| block | side | parameters | `published` | `auto` | draw of `published` |")
+NAMED = {block for row in DRAWS for block in row[0].split(", ")}
+
+
+def entries(row: list[str]) -> list[tuple[str, Side, str]]:
+    """The (block, side, parameter) that a row is about; `q` of a decoder is also `cross_q`."""
+    blocks = [block for block in BLOCKS if block not in NAMED] if row[0] == "the others" else row[0].split(", ")
+    found: list[tuple[str, Side, str]] = []
+    for block, side, what in itertools.product(blocks, SIDES, row[2].split(", ")):
+        if side in row[1] or row[1] == "both":
+            found.append((block, side, what.removeprefix("self_")))
+            if side == "decoder" and what.split()[0] in MATRICES[:4]:
+                found.append((block, side, f"cross_{what}"))
+    return found
 
 
 def drawn(
@@ -76,36 +91,35 @@ def drawn(
 @pytest.mark.parametrize("row", DRAWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}")
 def test_initial_weights_are_those_of_the_page(row: list[str]) -> None:
     """Standard deviations to 1 % (the page has three digits); a uniform draw has kurtosis 1.8, a normal one 3."""
-    blocks, sides, parameters, theirs, ours, draw = row
-    for block in blocks.split(", "):
-        for side in [side for side in SIDES if side in sides or sides == "both"]:
-            for what in parameters.split(", "):
-                # a bias depends on no depth, so that more layers than there are make its figure exact
-                layers = range(90) if what.endswith("bias") else range(2, 3)
-                for init, expected in (("published", float(theirs)), ("auto", float(ours))):
-                    values = drawn(block, init, side, what, layers).flatten()
-                    std = float(values.std(correction=0))
-                    assert std == pytest.approx(expected, rel=0.01), (block, side, what, init)
-                    assert abs(float(values.mean())) <= 0.02 * expected
-                    if init == "published" and expected:
-                        kurtosis = float((values / std).pow(4).mean())
-                        assert kurtosis == pytest.approx({"uniform": 1.8, "normal": 3.0}[draw], rel=0.03)
-                        if draw == "uniform":
-                            assert float(values.abs().max()) == pytest.approx(math.sqrt(3) * expected, rel=0.01)
+    *_, theirs, ours, draw = row
+    for block, side, what in entries(row):
+        # a bias depends on no depth, so that more layers than there are make its figure exact
+        layers = range(90) if what.endswith("bias") else range(2, 3)
+        for init, expected in (("published", float(theirs)), ("auto", float(ours))):
+            values = drawn(block, init, side, what, layers).flatten()
+            std = float(values.std(correction=0))
+            assert std == pytest.approx(expected, rel=0.01), (block, side, what, init)
+            assert abs(float(values.mean())) <= 0.02 * expected
+            if init == "published" and expected:
+                kurtosis = float((values / std).pow(4).mean())
+                assert kurtosis == pytest.approx({"uniform": 1.8, "normal": 3.0}[draw], rel=0.03)
+                if draw == "uniform":
+                    assert float(values.abs().max()) == pytest.approx(math.sqrt(3) * expected, rel=0.01)
 
 
-def test_the_page_lists_every_difference() -> None:
-    """Whatever the page does not list is the same with `published` and `auto`."""
-    listed = {(block, side, what) for blocks, sides, parameters, *_ in DRAWS for block in blocks.split(", ")
-              for side in SIDES if side in sides or sides == "both" for what in parameters.split(", ")}
-    matrices = ["q", "k", "v", "out", "fc1", "fc2"]
-    for block in BLOCKS:
-        for side in SIDES:
-            for word in matrices + (["cross_q", "cross_k", "cross_v", "cross_out"] if side == "decoder" else []):
-                for what in (word, f"{word} bias"):
-                    if (block, side, what) not in listed:
-                        both = [drawn(block, init, side, what, range(2, 4), D, 24) for init in ("published", "auto")]
-                        assert torch.equal(*both), (block, side, what)
+def test_the_page_has_every_matrix_and_bias() -> None:
+    """Every matrix once; biases that it does not list are 0; equal figures are equal weights."""
+    listed = {entry: row for row in DRAWS for entry in entries(row)}
+    assert len(listed) == sum(len(entries(row)) for row in DRAWS)
+    for block, side in itertools.product(BLOCKS, SIDES):
+        for word in (*MATRICES, *(f"cross_{matrix}" for matrix in MATRICES[:4] if side == "decoder")):
+            *_, theirs, ours, draw = listed[block, side, word]
+            both = [drawn(block, init, side, word, range(2, 4), D, 24) for init in ("published", "auto")]
+            same = both[0].shape == both[1].shape and torch.equal(*both)
+            assert same == (theirs == ours and draw != "normal"), (block, side, word)
+            if (block, side, f"{word} bias") not in listed:
+                for init in ("published", "auto"):
+                    assert not drawn(block, init, side, f"{word} bias", range(2, 4), D, 24).any()
 
 
 def test_blocks_without_a_variant_start_as_with_auto() -> None:
