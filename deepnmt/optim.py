@@ -22,6 +22,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """PyTorch's optimizer for the recipe: Adam, AdamW, RAdam (also with decoupled weight decay: radamw) or SGD.
 
+    RAdam has no rectification for its first updates. PyTorch's then takes a step along the running mean of the
+    gradient; with `unrectified: skip` there is none, as in the code of Liu et al. 2020 (Admin).
+
     Args:
         fused: update in one kernel, which saves several passes over weights and moments. RAdam has no such kernel.
     """
@@ -31,10 +34,47 @@ def build_optimizer(
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused or None)
     beta1, beta2 = settings.betas
     if settings.name in ("radam", "radamw"):
-        return torch.optim.RAdam(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps,
-                                 decoupled_weight_decay=settings.name == "radamw")
+        radam = torch.optim.RAdam(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps,
+                                  decoupled_weight_decay=settings.name == "radamw")
+        if settings.unrectified == "skip":
+            _skip_unrectified(radam)
+        return radam
     kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
     return kind(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
+
+
+def _skip_unrectified(radam: torch.optim.RAdam) -> None:
+    """Makes the updates that RAdam cannot rectify update the moments alone, and decay the weights where that is
+    decoupled."""
+    kept: list[float] = []  # the groups' rates during a step; ZeRO-3 takes several steps an update
+
+    @torch.no_grad()
+    def before(*_: Any) -> None:
+        kept[:] = [group["lr"] for group in radam.param_groups]
+        for group in radam.param_groups:
+            done = max((float(radam.state[p]["step"]) for p in group["params"] if radam.state.get(p)), default=0.0)
+            if rectifiable(group["betas"][1], int(done) + 1):
+                continue
+            if group["decoupled_weight_decay"]:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.mul_(1 - group["lr"] * group["weight_decay"])
+            group["lr"] = 0.0
+
+    def after(*_: Any) -> None:
+        for group, rate in zip(radam.param_groups, kept, strict=True):
+            group["lr"] = rate
+
+    radam.register_step_pre_hook(before)
+    radam.register_step_post_hook(after)
+
+
+def rectifiable(beta2: float, step: int) -> bool:
+    """Whether RAdam can rectify the variance of its rate at this step, from 1 (Liu et al. 2020, On the Variance of the
+    Adaptive Learning Rate and Beyond, algorithm 2; the bound of 5 is that of its code and of PyTorch)."""
+    power = beta2**step
+    most = 2 / (1 - beta2) - 1
+    return most - 2 * step * power / (1 - power) > 5
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], settings: config.Optimizer) -> list[dict[str, Any]]:
@@ -89,7 +129,8 @@ def initial_moment(moment: Moment, weight: torch.Tensor) -> torch.Tensor:
 
 
 class RunProgress(NamedTuple):
-    """The current update (counted from 1), the run's last one, and passes over the training text before this update."""
+    """The current update (the first counts as `schedule.count_from`), the run's last one, and passes over the training
+    text before this update."""
 
     update: int
     last_update: int
@@ -101,20 +142,28 @@ def learning_rate(
 ) -> float:
     """The learning rate of an update. It is a pure function, so that a resumed run has nothing to restore.
 
-    The rate rises linearly to `peak` over `schedule.warmup` updates, then follows the schedule's curve in `SCHEDULES`.
+    The rate rises linearly from `schedule.start` to `peak` over `schedule.warmup` updates, then follows the schedule's
+    curve in `SCHEDULES`. The first update counts as `schedule.count_from`.
 
     Args:
         update: the number of the update, from 1.
         passes: passes over the training text before this update, which `schedule.step_epoch` needs.
     """
+    update += schedule.count_from - 1
     if update < schedule.warmup:
-        return peak * update / schedule.warmup
+        return schedule.start + (peak - schedule.start) * update / schedule.warmup
     return SCHEDULES[schedule.name](peak, schedule, RunProgress(update, last_update, passes))
 
 
 def _inverse_sqrt(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
     """peak · sqrt(warmup / update); without a warm-up, peak / sqrt(update)."""
-    return peak * (max(schedule.warmup, 1) / now.update) ** 0.5
+    return peak * (max(schedule.warmup, 1) / max(now.update, 1)) ** 0.5
+
+
+def _inverse_sqrt_decay(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
+    """peak · sqrt(P / (P + k)) for k updates after the warm-up: the schedule of T-Fixup's code (Huang et al. 2020)."""
+    period = schedule.decay_period or 1
+    return peak * (period / (period + now.update - schedule.warmup)) ** 0.5
 
 
 def _constant(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
@@ -144,6 +193,7 @@ def _step(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
 # The rate after the warm-up. To add a schedule: a function and a row here, its name and settings in `config.Schedule`.
 SCHEDULES: dict[str, Callable[[float, config.Schedule, RunProgress], float]] = {
     "inverse_sqrt": _inverse_sqrt,
+    "inverse_sqrt_decay": _inverse_sqrt_decay,
     "constant": _constant,
     "linear": _linear,
     "step": _step,
@@ -153,7 +203,7 @@ SCHEDULES: dict[str, Callable[[float, config.Schedule, RunProgress], float]] = {
 def warmup_note(recipe: config.Recipe) -> str | None:
     """A warning if the run ends before its warm-up does, else None."""
     warmup, updates = recipe.schedule.warmup, recipe.train.updates
-    if warmup <= updates:
+    if warmup < updates + recipe.schedule.count_from:
         return None
     reached = learning_rate(recipe.optimizer.lr, recipe.schedule, updates, updates)
     return (f"schedule.warmup ({warmup}) ends after train.updates ({updates}): the rate rises to {reached:.3g} and "

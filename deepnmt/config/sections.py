@@ -157,6 +157,9 @@ class Stack(Section):
     """Whether the weights of these sums go through a softmax (with dlcl and dlcl_post only)."""
     input_gain: bool = False
     """A trainable vector on the stack's input, 1 at first; a folded model keeps its first ω there."""
+    word_dropout: Rate = 0.0
+    """Word dropout in training: the probability with which a token's embedding is replaced by zeros; its position
+    stays, and so does bos."""
 
     def faults(self) -> Iterator[str]:
         for name in self.options():
@@ -241,6 +244,10 @@ class Optimizer(Section):
 
     name: Literal["adam", "adamw", "radam", "radamw", "sgd"] = "adam"  # optim.py, `build_optimizer` and `moment_names`
     """PyTorch's Adam, AdamW, RAdam, RAdam with AdamW's weight decay, or SGD."""
+    unrectified: Literal["momentum", "skip"] = "momentum"
+    """What RAdam does in its first updates (five with the default betas), too few to rectify: `momentum` follows the
+    running mean of the gradient, as PyTorch does; `skip` leaves out the step, not the decay, as Transformer-Clinic
+    does (with radam and radamw only)."""
     lr: Positive = 5e-4
     """Peak learning rate."""
     betas: list[Rate] = Field(default=[0.9, 0.98], min_length=2, max_length=2)
@@ -258,6 +265,9 @@ class Optimizer(Section):
         if self.momentum and self.name != "sgd":
             yield (f"momentum ({self.momentum:g}) needs name: sgd, but name is {self.name}, whose momentum is the "
                    "first of betas; remove momentum")
+        if self.unrectified == "skip" and not self.name.startswith("radam"):
+            yield (f"unrectified (skip) needs name: radam or radamw, but name is {self.name}; remove it, or set it to "
+                   "momentum")
         if self.name == "sgd" and (self.betas, self.eps) != ([0.9, 0.98], 1e-9):
             yield f"betas ({self.betas}) and eps ({self.eps:g}) have no effect with name: sgd; remove them"
         if self.weight_decay and self.decay_norms_and_biases is None:
@@ -274,11 +284,20 @@ class Schedule(Section):
     until update n without a warm-up, use `name: step`, `warmup: 0`, `step_update: n`, `step_factor: 1.0`.
     """
 
-    name: Literal["inverse_sqrt", "constant", "linear", "step"] = "inverse_sqrt"  # optim.py, `SCHEDULES`
-    """The curve after the warm-up. `step` is constant until an epoch begins or an update is reached; then the rate
-    is multiplied by `step_factor`."""
+    # The curves: optim.py, `SCHEDULES`
+    name: Literal["inverse_sqrt", "inverse_sqrt_decay", "constant", "linear", "step"] = "inverse_sqrt"
+    """The curve after the warm-up. `inverse_sqrt_decay` falls as sqrt(P / (P + k)) after k updates, with P =
+    `decay_period`. `step` is constant until an epoch begins or an update is reached; then the rate is multiplied by
+    `step_factor`."""
     warmup: Annotated[int, Field(ge=0)] = 4000
     """Updates of linear rise to `optimizer.lr`; below `train.updates` with linear, below `step_update` with step."""
+    start: Annotated[float, Field(ge=0.0)] = 0.0
+    """The rate from which the warm-up rises, fairseq's `--warmup-init-lr`; at most `optimizer.lr`."""
+    count_from: Annotated[int, Field(ge=0, le=1)] = 1
+    """What the first update counts as. With 0, as in fairseq, it has the rate `start`, and every later one what the
+    update before it has with 1 (not with linear and step)."""
+    decay_period: Count | None = None
+    """P of inverse_sqrt_decay, which needs it."""
     final: Annotated[float, Field(ge=0.0)] = 0.0
     """The rate at the last update (with linear only)."""
     step_epoch: Annotated[int, Field(ge=2)] | None = None
@@ -299,6 +318,16 @@ class Schedule(Section):
         if self.name != "step" and (self.step_factor, self.after_step) != (0.1, "inverse_sqrt"):
             yield (f"step_factor ({self.step_factor:g}) and after_step ({self.after_step}) need name: step, "
                    f"but name is {self.name}; remove them, or set them to 0.1 and inverse_sqrt")
+        if self.start and not self.warmup:
+            yield f"start ({self.start:g}) needs a warm-up, but warmup is 0; remove start"
+        if self.count_from == 0 and self.name in ("linear", "step"):
+            yield (f"count_from (0) needs name: inverse_sqrt, inverse_sqrt_decay or constant, but name is {self.name}; "
+                   "remove it, or set it to 1")
+        if self.name == "inverse_sqrt_decay" and self.decay_period is None:
+            yield "name: inverse_sqrt_decay needs decay_period, the updates after which its rate is divided by sqrt(2)"
+        if self.name != "inverse_sqrt_decay" and self.decay_period is not None:
+            yield (f"decay_period ({self.decay_period}) needs name: inverse_sqrt_decay, but name is {self.name}; "
+                   "remove decay_period")
         if self.final and self.name != "linear":
             yield f"final ({self.final:g}) needs name: linear, but name is {self.name}; remove final"
         if self.name == "step" and self.step_update is not None and self.step_update <= self.warmup:
@@ -395,9 +424,15 @@ class Translate(Section):
     """Divides the logits before sampling; below 1 likely tokens become likelier (with sample only)."""
     nbest: Count = 1
     """Translations per sentence; at most `beam` with beam, 1 with greedy."""
+    finish: Literal["any", "best"] = "any"
+    """Which hypotheses may end: `any` of those kept, or only those whose end is among the `beam` best extensions of
+    the step; at the length limit `best` ends all with eos, where `any` also truncates (with beam only). fairseq's
+    search is `best` with `patience: 1` and `min_length: 1`."""
     patience: Positive | None = None
     """A sentence is done when patience × beam hypotheses have ended among its best; null: when no better one can
     follow (with beam only)."""
+    min_length: Annotated[int, Field(ge=0)] = 0
+    """A translation has at least this many tokens, if its length limit allows."""
     max_ratio: Positive = 2.0
     """An output has at most max_ratio × source tokens + `max_extra` tokens."""
     max_extra: Annotated[int, Field(ge=0)] = 20
@@ -415,6 +450,8 @@ class Translate(Section):
         if self.temperature != 1.0 and self.method != "sample":
             yield (f"temperature ({self.temperature:g}) needs method: sample, but method is {self.method}; "
                    "remove temperature, or set it to 1.0")
+        if self.finish == "best" and self.method != "beam":
+            yield (f"finish (best) needs method: beam, but method is {self.method}; remove finish, or set it to any")
         if self.patience is not None and self.method != "beam":
             yield (f"patience ({self.patience:g}) needs method: beam, but method is {self.method}; remove "
                    "patience, or set it to null")
@@ -473,6 +510,9 @@ class Recipe(Section):
         if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:
             yield (f"schedule.warmup ({self.schedule.warmup}) must be below train.updates "
                    f"({self.train.updates}) with schedule.name: linear")
+        if self.schedule.start > self.optimizer.lr:
+            yield (f"schedule.start ({self.schedule.start:g}) must not be above optimizer.lr "
+                   f"({self.optimizer.lr:g}), the rate at the end of the warm-up")
         for step, end, unit in ((self.schedule.step_epoch, self.train.epochs, "epoch"),
                                 (self.schedule.step_update, self.train.updates, "update")):
             if step is not None and end is not None and step > end:

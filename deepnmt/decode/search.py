@@ -11,9 +11,10 @@ at n (`next_tokens.LengthPenalty`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,7 +156,8 @@ def _compacted(done: Tensor) -> Tensor:
 
 
 def beam_search(
-    stepper: Stepper, limits: Tensor, beams: int, nbest: int, penalty: LengthPenalty, patience: float | None = None
+    stepper: Stepper, limits: Tensor, beams: int, nbest: int, penalty: LengthPenalty, patience: float | None = None,
+    finish: Literal["any", "best"] = "any", min_length: int = 0,
 ) -> list[list[Candidate]]:
     """Beam search: the best `nbest` hypotheses of each sentence, best first.
 
@@ -166,8 +168,13 @@ def beam_search(
     then does not change the result, and a beam wide enough for every prefix is an exhaustive search.
 
     With `patience` a sentence is also done when `patience`·K hypotheses have ended whose log-probability was among the
-    K highest of all extensions, eos included (Kasai et al. 2022, A Call for Clarity in Beam Search; 1 is the usual
-    first come, first served). That is faster, but may miss a better hypothesis.
+    K highest of all extensions, eos included (Kasai et al. 2022, A Call for Clarity in Beam Search). That is faster,
+    but may miss a better hypothesis.
+
+    With `finish: best` only those hypotheses end, with `patience` no more than `patience`·K of a sentence, the likelier
+    first. At the limit all live ones end with eos and none is truncated. With `patience` 1 and `min_length` 1 that is
+    the search of fairseq (Ott et al. 2019): first come, first served. Without `finish: best`, `patience` 1 stops when
+    that search does, but the hypotheses to choose from are more.
 
     Args:
         stepper: B·`beams` rows, at position 0.
@@ -176,9 +183,12 @@ def beam_search(
         nbest: N <= K.
         penalty: for the score.
         patience: > 0; None: search until no better hypothesis is possible.
+        finish: which hypotheses may end.
+        min_length: fewest tokens before eos, if the limit allows.
     """
     device = limits.device
-    counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of ended hypotheses, for `patience`
+    counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses that ended among the K best
+    most = math.inf if patience is None else math.ceil(patience * beams)
     last_divisors = torch.tensor([penalty.divisor(limit) for limit in limits.tolist()], device=device)
     start = torch.full((len(limits), beams), -torch.inf, device=device)
     start[:, 0] = 0.0  # all beams start equal, so only one is used
@@ -186,16 +196,23 @@ def beam_search(
     def extend(logits: Tensor, sentences: Tensor, sums: Tensor, length: int) -> _Step:
         log_probs, nexts, ends = best_extensions(logits, min(beams, logits.size(1)))
         live, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
-        return _Step(sums + ends.view_as(sums), live, nexts.view(len(sums), -1).gather(1, best),
-                     best // log_probs.size(1))
+        ended, at_limit = sums + ends.view_as(sums), (limits[sentences] == length)[:, None]
+        if length <= min_length:
+            ended = ended.masked_fill(~at_limit, -torch.inf)
+        if finish == "best":
+            live = live.masked_fill(at_limit, -torch.inf)
+        if finish == "best" or patience is not None:
+            values, columns = torch.cat([live, ended], dim=1).topk(beams)
+            among = (columns >= beams) & (values > -torch.inf)
+            if finish == "best":
+                among &= counts[sentences, None] + among.cumsum(1) <= most
+                chosen = torch.zeros(len(sums), 2 * beams, dtype=torch.bool, device=device).scatter(1, columns, among)
+                ended = ended.masked_fill(~chosen[:, beams:], -torch.inf)
+            counts[sentences] += among.sum(1)
+        return _Step(ended, live, nexts.view(len(sums), -1).gather(1, best), best // log_probs.size(1))
 
     def is_done(sentences: Tensor, step: _Step, worst: Tensor) -> Tensor:
-        done = step.live[:, 0] / last_divisors[sentences] <= worst
-        if patience is not None:
-            values, columns = torch.cat([step.live, step.ended], dim=1).topk(beams)
-            counts[sentences] += ((columns >= beams) & (values > -torch.inf)).sum(1)
-            done |= counts[sentences] >= patience * beams
-        return done
+        return (step.live[:, 0] / last_divisors[sentences] <= worst) | (counts[sentences] >= most)
 
     return _grow_hypotheses(stepper, limits, start, nbest, penalty, extend, is_done)
 
@@ -228,7 +245,7 @@ def make_sampler(uniforms: Tensor, temperature: float) -> ChooseToken:
 
 
 def decode_independently(
-    stepper: Stepper, limits: Tensor, count: int, choose: ChooseToken, penalty: LengthPenalty
+    stepper: Stepper, limits: Tensor, count: int, choose: ChooseToken, penalty: LengthPenalty, min_length: int = 0
 ) -> list[list[Candidate]]:
     """`count` hypotheses of each sentence, each extended independently until eos or the limit; best first.
 
@@ -241,12 +258,13 @@ def decode_independently(
         count: K.
         choose: chooses the next tokens.
         penalty: for the score.
+        min_length: fewest tokens before eos, if the limit allows.
     """
 
     def extend(logits: Tensor, sentences: Tensor, sums: Tensor, length: int) -> _Step:
         logits = logits.float()
         norm = log_normalisers(logits)
-        logits[:, FORBIDDEN] = -torch.inf
+        logits[:, [*FORBIDDEN, EOS] if length <= min_length else FORBIDDEN] = -torch.inf
         chosen = choose(logits, sentences, length - 1)
         sums = sums + (logits.gather(1, chosen[:, None]).squeeze(1) - norm).view_as(sums)
         nexts = chosen.view_as(sums)

@@ -302,14 +302,16 @@ def _search(
     limits = torch.tensor(most, device=device)
     penalty = LengthPenalty(settings.length_penalty, settings.alpha)
     if settings.method == "beam":
-        return beam_search(state, limits, width, settings.nbest, penalty, settings.patience)
+        return beam_search(state, limits, width, settings.nbest, penalty, settings.patience, settings.finish,
+                           settings.min_length)
     if settings.method == "greedy":
-        return decode_independently(state, limits, width, choose_greedily, penalty)
+        return decode_independently(state, limits, width, choose_greedily, penalty, settings.min_length)
     uniforms = torch.zeros(len(numbers), width, max(most))
     for row, number, limit in zip(uniforms, numbers, most, strict=True):
         generator = np.random.default_rng((seed, number))
         row[:, :limit] = torch.from_numpy(generator.random((width, limit), dtype=np.float32))
-    return decode_independently(state, limits, width, make_sampler(uniforms.to(device), settings.temperature), penalty)
+    return decode_independently(state, limits, width, make_sampler(uniforms.to(device), settings.temperature), penalty,
+                                settings.min_length)
 
 
 def _max_length(model: Transformer) -> int:

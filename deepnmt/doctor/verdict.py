@@ -128,14 +128,15 @@ def update_features(model: Transformer, batch: Batch, recipe: Recipe) -> dict[st
 
 def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
     """The first update of a fresh model, in place, but at the peak rate, and by Adam instead of RAdam, whose first five
-    updates are plain momentum (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
+    updates are plain momentum or none (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
     _fresh_engine(model, recipe, batch).train_step([batch], batch.tokens, recipe.optimizer.lr)
 
 
 def _fresh_engine(model: Transformer, recipe: Recipe, batch: Batch) -> LocalEngine:
     """An engine for the model, with Adam instead of RAdam."""
     if recipe.optimizer.name.startswith("radam"):
-        recipe = with_settings(recipe, {"optimizer.name": recipe.optimizer.name[1:]})
+        recipe = with_settings(recipe, {"optimizer.name": recipe.optimizer.name[1:],
+                                        "optimizer.unrectified": "momentum"})
     return LocalEngine(model, recipe, batch.device)
 
 

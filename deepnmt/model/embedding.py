@@ -38,7 +38,9 @@ def sinusoids(positions: int, width: int) -> Tensor:
 class InputLayer(nn.Module):
     """The input of a stack: dropout(sqrt(D) · embedding + position).
 
-    With `input_gain`, multiplied by a trainable vector, 1 at first; otherwise there are no parameters.
+    With `input_gain`, multiplied by a trainable vector, 1 at first; otherwise there are no parameters. With
+    `word_dropout`, training puts zeros in place of whole embeddings, drawn independently, without scaling the others
+    (Takase and Kiyono 2021, Rethinking Perturbations in Encoder-Decoders for Fast Training). The decoder keeps bos.
     """
 
     positions: Tensor
@@ -50,6 +52,8 @@ class InputLayer(nn.Module):
         self.seed = seed
         self.scale = math.sqrt(model.width)
         self.dropout = Dropout(model.dropout)
+        self.word_dropout = model.stack(side).word_dropout
+        self.keeps_first = side == "decoder"
         gain = nn.Parameter(torch.empty(model.width)) if model.stack(side).input_gain else None
         self.register_parameter("gain", gain)
         self.register_buffer("positions", sinusoids(model.max_length, model.width), persistent=False)
@@ -63,6 +67,11 @@ class InputLayer(nn.Module):
         length, limit = embedded.size(1), self.positions.size(0)
         if length > limit:
             raise ValueError(f"{self.name}: a sequence of {length} tokens exceeds model.max_length ({limit})")
+        if self.training and self.word_dropout > 0:
+            seed_dropout(embedded.device, self.seed, dropout_key, f"{self.name}.words")
+            kept = torch.rand(*embedded.shape[:2], 1, device=embedded.device) >= self.word_dropout
+            kept[:, : int(self.keeps_first)] = True
+            embedded = embedded * kept
         if self.training and self.dropout.p > 0:
             seed_dropout(embedded.device, self.seed, dropout_key, self.name)
         return self.dropout(self.add_positions(embedded, self.positions[:length]))

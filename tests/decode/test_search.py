@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -189,6 +190,117 @@ def test_patience_stops_a_search_that_would_continue() -> None:
     limits, penalty = torch.tensor([30]), LengthPenalty("average", 1.0)
     assert beam_search(TableStepper(1, 1, late), limits, 1, 1, penalty, 1.0)[0][0].tokens == [4]
     assert beam_search(TableStepper(1, 1, late), limits, 1, 1, penalty)[0][0].tokens == [4] * 8
+
+
+# -- finish: best ------------------------------------------------------------------------------------------------------
+
+WIDE = 50
+ROWS_OF_LOGITS = torch.randn(2**14, WIDE, generator=torch.Generator().manual_seed(0))
+
+
+def hashed_logits(states: Tensor, length: int, peaked: bool) -> Tensor:
+    """Logits [R, WIDE] after prefixes with these hashes [R]; eos becomes likelier with the length."""
+    logits = (3.0 if peaked else 0.3) * ROWS_OF_LOGITS[states % len(ROWS_OF_LOGITS)]
+    logits[:, EOS] += (0.7 if peaked else 0.35) * length - 1.0
+    logits[:, [BOS, PAD]] = -torch.inf
+    return logits
+
+
+def next_states(states: Tensor, tokens: Tensor) -> Tensor:
+    """The hashes of prefixes with one more token."""
+    return (states * 1_103_515_245 + tokens * 12_345 + 7_919) % 2**31
+
+
+class HashStepper:
+    """A stepper of `hashed_logits`; the first prefix of sentence n has the hash n."""
+
+    def __init__(self, sentences: int, beams: int, peaked: bool) -> None:
+        self.states, self.length = torch.arange(sentences).repeat_interleave(beams), 0
+        self.beams, self.peaked = beams, peaked
+
+    def step(self, tokens: Tensor) -> Tensor:
+        if self.length:
+            self.states = next_states(self.states, tokens)
+        self.length += 1
+        return hashed_logits(self.states, self.length, self.peaked)
+
+    def reorder(self, rows: Tensor) -> None:
+        self.states = self.states[rows]
+
+    def select(self, sentences: Tensor) -> None:
+        self.states = self.states.view(-1, self.beams)[sentences].flatten()
+
+
+def first_come_first_served(
+    sentence: int, limit: int, beams: int, penalty: LengthPenalty, peaked: bool
+) -> list[tuple[float, list[int], bool]]:
+    """fairseq's rule, one sentence at a time: hypotheses, best first.
+
+    In every step all extensions by any token are ranked together, eos among them; but eos is never first, and the only
+    token at the limit. Those of the `beams` best that are eos end, until `beams` have; the `beams` best others live on.
+    """
+    states, totals, words = torch.tensor([sentence]), torch.zeros(1), [[]]
+    finished: list[tuple[float, list[int], bool]] = []
+    for length in range(1, limit + 1):
+        log_probs = hashed_logits(states, length, peaked).log_softmax(1)
+        if length == limit:
+            log_probs[:, torch.arange(WIDE) != EOS] = -torch.inf
+        elif length == 1:
+            log_probs[:, EOS] = -torch.inf
+        values, indices = (totals[:, None] + log_probs).flatten().topk(min(2 * beams, len(totals) * WIDE - 1))
+        ranked = [(value, index // WIDE, index % WIDE)
+                  for value, index in zip(values.tolist(), indices.tolist(), strict=True) if value > -math.inf]
+        finished += [(value / penalty.divisor(length), words[row], True)
+                     for value, row, token in ranked[:beams] if token == EOS][: beams - len(finished)]
+        live = [entry for entry in ranked if entry[2] != EOS][:beams]
+        if len(finished) == beams or not live:
+            break
+        rows, tokens = torch.tensor([row for _, row, _ in live]), torch.tensor([token for _, _, token in live])
+        states, totals = next_states(states[rows], tokens), torch.tensor([value for value, _, _ in live])
+        words = [[*words[row], token] for _, row, token in live]
+    return sorted(finished, reverse=True)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("beams", [1, 4, 5, 20])
+@pytest.mark.parametrize("peaked", [True, False], ids=["peaked", "flat"])
+def test_the_best_finish_first_come_first_served(peaked: bool, beams: int, alpha: float) -> None:
+    """Every hypothesis is the rule's; by the default rule many best ones are others."""
+    sentences, penalty = 200, LengthPenalty("average", alpha)
+    limits = [(1, 8, 25, 8)[sentence % 4] for sentence in range(sentences)]
+
+    def search(**options: Any) -> list[list[Candidate]]:
+        return beam_search(HashStepper(sentences, beams, peaked), torch.tensor(limits), beams, beams, penalty, 1.0,
+                           **options)
+
+    found = search(finish="best", min_length=1)
+    expected = [first_come_first_served(n, limit, beams, penalty, peaked) for n, limit in enumerate(limits)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same(ours, theirs)
+    others = search()
+    assert sum(ours[0] != theirs[0] for ours, theirs in zip(found, others, strict=True)) >= sentences / 10
+
+
+def test_without_patience_the_best_finish_as_often_as_they_can() -> None:
+    """Then no hypothesis is lost by stopping: a higher patience finds the same, a lower one never a better."""
+    penalty, limits = LengthPenalty("average", 1.0), torch.full((200,), 12)
+    by_patience = {patience: beam_search(HashStepper(200, 4, True), limits, 4, 1, penalty, patience, "best")
+                   for patience in (1.0, 100.0, None)}
+    assert by_patience[100.0] == by_patience[None] != by_patience[1.0]
+    for early, late in zip(by_patience[1.0], by_patience[None], strict=True):
+        assert early[0].score <= late[0].score
+
+
+@pytest.mark.parametrize("finish", ["any", "best"])
+def test_a_least_length_is_kept_unless_the_limit_is_lower(finish: Literal["any", "best"]) -> None:
+    penalty, limits = LengthPenalty("none", 1.0), torch.tensor([9, 2, 1, 9, 4] * 8)
+    found = beam_search(HashStepper(40, 4, False), limits, 4, 4, penalty, None, finish, min_length=3)
+    unbounded = beam_search(HashStepper(40, 4, False), limits, 4, 4, penalty, None, finish)
+    greedy = decode_independently(HashStepper(40, 1, False), limits, 1, choose_greedily, penalty, 3)
+    assert min(len(candidate.tokens) for best in unbounded for candidate in best) == 0
+    for candidates in (found, greedy):
+        for limit, best in zip(limits.tolist(), candidates, strict=True):
+            assert best and all(min(3, limit - 1) <= len(candidate.tokens) <= limit for candidate in best)
 
 
 @pytest.mark.parametrize("done", ["", "0", "1", "01", "10", "0010110", "1110001", "1111111", "0000"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from deepnmt import config
 from deepnmt.model.blocks import BLOCKS, DeepNorm, LayerPosition, Side
 from deepnmt.model.dropout import Dropout, stable_hash
-from deepnmt.model.embedding import TABLES, sinusoids
+from deepnmt.model.embedding import TABLES, InputLayer, sinusoids
 from deepnmt.model.init import Initialiser, fill, new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
@@ -326,6 +326,38 @@ def test_dropout_has_its_rate_and_keeps_the_mean(p: float, dtype: torch.dtype) -
     assert y[kept].float().unique().tolist() == pytest.approx([1 / (1 - p)], rel=rounding)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, y.detach())
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_word_dropout_leaves_the_position_of_a_dropped_word(dtype: torch.dtype, side: Side) -> None:
+    """Takase and Kiyono 2021: embedding · Bernoulli(1 - p), not scaled, then sqrt(D) and the position; bos is kept."""
+    p, shape = 0.3, (61, 12, D)
+    settings = shapes().model_copy(update={side: config.Stack(word_dropout=p)})
+    layer, plain = (InputLayer(of, side, 1) for of in (settings, shapes()))
+    embedded = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    found, whole, empty = layer(embedded, 4), plain(embedded, 4), plain(torch.zeros_like(embedded), 4)
+    dropped = (found != whole).any(2)
+    assert torch.equal(found, torch.where(dropped[:, :, None], empty, whole))
+    drawn = dropped[:, 1:] if side == "decoder" else dropped
+    assert bool(dropped[:, 0].any()) == (side == "encoder")
+    assert drawn.float().mean().item() == pytest.approx(p, abs=4 * math.sqrt(p * (1 - p) / drawn.numel()))
+    assert torch.equal(found, layer(embedded, 4))
+    for other in (layer(embedded, 5), InputLayer(settings, side, 2)(embedded, 4)):
+        assert not torch.equal((other != whole).any(2), dropped)
+    assert torch.equal(layer.eval()(embedded, 4), whole)
+
+
+def test_word_dropout_draws_anew_on_each_side_and_leaves_the_other_dropout_as_it_is() -> None:
+    embedded = torch.ones(61, 12, D)
+    words = config.Stack(word_dropout=0.5)
+    both = shapes(dropout=0.2).model_copy(update={"encoder": words, "decoder": words})
+    masks = [InputLayer(both, side, 1)(embedded, 4) for side in SIDES]
+    plain = [InputLayer(shapes(dropout=0.2), side, 1)(embedded, 4) for side in SIDES]
+    dropped = [(mask != other).any(2)[:, 1:] for mask, other in zip(masks, plain, strict=True)]
+    assert not torch.equal(*dropped)
+    for mask, other in zip(masks, plain, strict=True):  # the sines of position 0 are 0 themselves
+        assert torch.equal(mask[:, 1:] == 0, other[:, 1:] == 0)
 
 
 def test_hash_is_stable() -> None:

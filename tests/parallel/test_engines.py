@@ -31,7 +31,8 @@ BLOCKS = [("admin", "b2t"), ("post_ln", "pre_ln"), ("deepnorm", "admin")]
 
 
 class Trial(NamedTuple):
-    """A case to compare. `blocks`: which of BLOCKS; `recompute`: layers in a group, not used by the local engine."""
+    """A case to compare. `dropout`: also of words. `blocks`: which of BLOCKS; `recompute`: layers in a group, not
+    used by the local engine."""
 
     dropout: float
     blocks: int
@@ -57,7 +58,8 @@ def recipe(layout: str, accumulation: int, trial: Trial) -> Recipe:
     return recipe_with(
         batch={"accumulation": accumulation},
         model={"width": 16, "heads": 2, "ffn": 25, "dropout": trial.dropout,
-               "encoder": {"block": encoder, "layers": 2}, "decoder": {"block": decoder, "layers": 2}},
+               "encoder": {"block": encoder, "layers": 2, "word_dropout": trial.dropout},
+               "decoder": {"block": decoder, "layers": 2, "word_dropout": trial.dropout}},
         train={"updates": UPDATES, "clip": 0.5},
         parallel=parallel(layout, recompute_layers=0 if layout == "local" else trial.recompute))
 

@@ -1,4 +1,5 @@
-"""SGD, decoupled decay, decay without norms and biases: ZeRO equals the local engine, after a resume too."""
+"""SGD, decoupled decay, decay without norms and biases, RAdam that skips its first updates: ZeRO equals the local
+engine, after a resume too."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 
-VOCAB, UPDATES = 30, 4
+VOCAB, UPDATES = 30, 8  # RAdam skips five
 OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "decay_norms_and_biases": False},
     {"name": "sgd"},
     {"name": "adamw", "weight_decay": 0.1, "decay_norms_and_biases": False},
+    {"name": "radamw", "weight_decay": 0.1, "decay_norms_and_biases": False, "unrectified": "skip"},
 ]
 
 

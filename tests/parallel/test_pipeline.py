@@ -37,8 +37,8 @@ BLOCKS = [("post_ln", "pre_ln"), ("admin", "b2t"), ("pre_ln", "deepnorm"), ("b2t
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to compare; `blocks`: which of BLOCKS; `bounds`: of the stages, if not the partitioner's (units: 0
-    source, 1 to 3 encoder, 4 target, 5 to 7 decoder, 8 output)."""
+    """A layout to compare; `dropout`: also of words; `blocks`: which of BLOCKS; `bounds`: of the stages, if not the
+    partitioner's (units: 0 source, 1 to 3 encoder, 4 target, 5 to 7 decoder, 8 output)."""
 
     stages: int
     accumulation: int
@@ -59,7 +59,8 @@ def recipe(case: Case, accumulation: int, control: str = "") -> Recipe:
         vocab={"shared": case.tied == "all"},
         batch={"accumulation": accumulation},
         model={"width": 16, "heads": 2, "ffn": 24, "dropout": case.dropout, "tied": case.tied,
-               "encoder": {"block": encoder, "layers": 3}, "decoder": {"block": decoder, "layers": 3}},
+               "encoder": {"block": encoder, "layers": 3, "word_dropout": case.dropout},
+               "decoder": {"block": decoder, "layers": 3, "word_dropout": case.dropout}},
         train={"updates": 10, "clip": case.clip},
         parallel=parallel(control or case.config, stages, recompute_layers=recompute))
 
