@@ -13,8 +13,8 @@ from deepnmt.config import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Task and depth: tokens of an update (Admin, Appendix D: GPUs x largest batch of each; B2T, Tables 7, 8: 128 x 3584),
-# updates or epochs, peak rate and warm-up, the optimizer, beam.
+# Task and depth: tokens of an update (Admin, Appendix D: GPUs x largest batch of each, for En-Fr x the micro-batches of
+# its script; B2T, Tables 7, 8: 128 x 3584), updates or epochs, peak rate and warm-up, the optimizer, beam.
 PAPERS = {
     "iwslt14_de_en/6l-6l": (4000, 90, 7e-4, 6000, "radamw", 5),
     "wmt14_en_de/6l-6l": (4 * 8196, 100, 1e-3, 8000, "radam", 4),
@@ -24,8 +24,8 @@ PAPERS = {
     "wmt14_en_de/50l-50l": (128 * 3584, 50000, 1e-3, 4000, "adam", 4),
     "wmt14_en_de/60l-12l": (128 * 3584, 50000, 1e-3, 4000, "adam", 4),
     "wmt14_en_de/100l-100l": (4 * 8196, 100, 1e-3, 8000, "radam", 4),
-    "wmt14_en_fr/6l-6l": (4 * 5000, 50, 7e-4, 8000, "radam", 5),
-    "wmt14_en_fr/60l-12l": (16 * 5000, 50, 7e-4, 8000, "radam", 5),
+    "wmt14_en_fr/6l-6l": (8 * 10 * 8000, 50, 7e-4, 8000, "radam", 5),
+    "wmt14_en_fr/60l-12l": (16 * 16 * 5000, 50, 7e-4, 8000, "radam", 5),
 }
 every_paper = pytest.mark.parametrize("name", PAPERS)
 
@@ -63,6 +63,46 @@ def test_settings_are_the_papers(name: str) -> None:
     assert (recipe.optimizer.lr, recipe.schedule.warmup, recipe.optimizer.name) == (rate, warmup, optimizer)
     assert (recipe.schedule.name, recipe.translate.beam, recipe.average_last) == ("inverse_sqrt", beam, 10)
     assert recipe.train.keep_last >= recipe.average_last
+
+
+@every_paper
+def test_optimizer_loss_scale_and_search_are_the_published_ones(name: str) -> None:
+    """RAdam without its first five updates, and fairseq's counting, scale and search; B2T has dropout of its README."""
+    recipe = load_recipe(file_of(name))
+    admin = recipe.model.encoder.block == "admin"
+    assert recipe.optimizer.unrectified == ("skip" if admin else "momentum")
+    assert (recipe.schedule.start, recipe.schedule.count_from, recipe.optimizer.eps) == (1e-7, 0, 1e-8)
+    gpus = int(re.findall(r"# Batch: (\d+) GPU", "\n".join(head_of(name)))[0])
+    window, floor = (256, 0.03125) if admin else (2**14 // gpus // recipe.batch.accumulation, 1e-4)
+    assert (recipe.parallel.precision, recipe.loss_scale.initial_power) == ("fp16", 7)
+    assert (recipe.loss_scale.window, recipe.loss_scale.floor) == (window, floor)
+    assert (recipe.translate.finish, recipe.translate.patience, recipe.translate.min_length) == ("best", 1.0, 1)
+    words = {stack.word_dropout for stack in (recipe.model.encoder, recipe.model.decoder)}
+    assert (recipe.train.clip, words) == ((0.0, {0.0}) if admin else (0.1, {0.1}))
+    assert admin or recipe.model.dropout == 0.5
+
+
+SOURCE = re.compile(r"(Appendix [A-D]|Table \d|Figure \d|section \d(\.\d)*|the same)\b|"
+                    r"(script|README|fairseq|ours): \S|not said: .{15}|[\w/-]+\.(sh|py): \S")
+OPTION = re.compile(r"(?:--?[a-z][\w-]+ |[A-Z_]+=)([\d.]+(?:e-?\d+)?)(?![\d^])")
+
+
+@every_paper
+def test_every_value_has_its_source(name: str) -> None:
+    """A comment names it, and an option that it quotes as the source has the value of the recipe."""
+    body = "run:" + file_of(name).read_text(encoding="utf-8").partition("\nrun:")[2]
+    quoted = 0
+    for line in filter(None, body.splitlines()):
+        setting, _, comment = line.partition(" # ")
+        value = yaml.safe_load(setting.partition(":")[2])
+        if value is None:
+            continue  # a group
+        assert SOURCE.match(comment), line
+        option = OPTION.search(comment)
+        if option and isinstance(value, (int, float)) and not isinstance(value, bool) and "(" not in comment:
+            assert float(option[1]) == float(value), line
+            quoted += 1
+    assert quoted >= 8
 
 
 @every_paper
