@@ -27,6 +27,7 @@ BEAM = config.Translate(beam=4, nbest=3, max_ratio=1.0, max_extra=3)
 METHODS = {
     "beam": BEAM,
     "gnmt": config.Translate(beam=3, length_penalty="gnmt", alpha=0.6, max_ratio=1.0, max_extra=3),
+    "fairseq": config.Translate(beam=4, nbest=3, finish="best", patience=1.0, min_length=1, max_ratio=1.0, max_extra=3),
     "greedy": config.Translate(method="greedy", max_ratio=1.0, max_extra=3),
     "sample": config.Translate(method="sample", nbest=3, temperature=0.7, max_ratio=1.0, max_extra=3),
 }
@@ -63,7 +64,7 @@ def assert_same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) ->
     for left, right in zip(ours, theirs, strict=True):
         assert [(h.text, h.tokens, h.ended) for h in left] == [(h.text, h.tokens, h.ended) for h in right]
         assert [h.score for h in left] == pytest.approx([h.score for h in right], abs=1e-5)
-        assert [h.log_prob for h in left] == pytest.approx([h.log_prob for h in right], abs=1e-5)
+        assert [h.log_prob for h in left] == pytest.approx([h.log_prob for h in right], rel=1e-6, abs=1e-5)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -143,6 +144,30 @@ def test_settings_bound_the_length_and_the_model_bounds_the_settings() -> None:
     assert [best[0].tokens for best in translated(model, ["4 5 6", "4"], greedy)] == [8, 5]
     long = config.Translate(method="greedy", max_ratio=9.0, max_extra=99)
     assert [(best[0].tokens, best[0].ended) for best in translated(model, ["4 5 6"], long)] == [(32, False)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_say_how_many_tokens_come_before_the_end(method: str) -> None:
+    model = model_of("post_ln")
+    with torch.no_grad():  # eos has the logit 8 everywhere, all others 0
+        norm = model.get_submodule("decoder.layers.1.rule.norms.2")
+        for parameter, value in ((norm.weight, 0.0), (norm.bias, 1.0), (model.output_weight, 0.0)):
+            parameter.fill_(value)
+        model.output_weight[EOS] = 0.5
+    settings = METHODS[method].model_copy(update={"length_penalty": "none"})
+    short, long = (translated(model, ["4 5 6 7"], settings.model_copy(update={"min_length": least}))[0]
+                   for least in (settings.min_length, 5))
+    assert (min(h.tokens for h in short), min(h.tokens for h in long)) == (settings.min_length, 5)
+
+
+def test_every_ending_of_the_best_alone_is_ended() -> None:
+    """finish: best ends with eos at the limit what finish: any cuts."""
+    model = model_of("post_ln")
+    with torch.no_grad():
+        model.output_weight[EOS] = 0.0
+    ended = {finish: {h.ended for h in translated(model, ["4 5 6"], BEAM.model_copy(update={"finish": finish}))[0]}
+             for finish in ("any", "best")}
+    assert ended == {"any": {False}, "best": {True}}
 
 
 def test_an_overlong_line_is_truncated_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
