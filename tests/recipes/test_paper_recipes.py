@@ -66,8 +66,9 @@ def test_settings_are_the_papers(name: str) -> None:
 
 
 @every_paper
-def test_optimizer_loss_scale_and_search_are_the_published_ones(name: str) -> None:
-    """RAdam without its first five updates, and fairseq's counting, scale and search; B2T has dropout of its README."""
+def test_what_the_papers_leave_out_is_as_published(name: str) -> None:
+    """RAdam without its first five updates, and fairseq's counting, scale and search; the profile of Admin's code, the
+    initial weights of B2T's and the dropout of its README."""
     recipe = load_recipe(file_of(name))
     admin = recipe.model.encoder.block == "admin"
     assert recipe.optimizer.unrectified == ("skip" if admin else "momentum")
@@ -80,6 +81,8 @@ def test_optimizer_loss_scale_and_search_are_the_published_ones(name: str) -> No
     words = {stack.word_dropout for stack in (recipe.model.encoder, recipe.model.decoder)}
     assert (recipe.train.clip, words) == ((0.0, {0.0}) if admin else (0.1, {0.1}))
     assert admin or recipe.model.dropout == 0.5
+    assert (recipe.admin.method, recipe.admin.count_padding) == ("in_place", admin)
+    assert {stack.init for stack in (recipe.model.encoder, recipe.model.decoder)} == {"auto" if admin else "published"}
 
 
 SOURCE = re.compile(r"(Appendix [A-D]|Table \d|Figure \d|section \d(\.\d)*|the same)\b|"
