@@ -173,7 +173,13 @@ def compare_blocks(words: list[str]) -> None:
                 (*BLOCKS[:4], "blocks, or ENCODER/DECODER pairs (default: all, post_ln/pre_ln and pre_ln/post_ln)"),
                 ("--depths", "N", int, [18, 36], "layers of each stack (default 18 36)"),
                 ("--warmups", "N", int, [], "updates of warm-up (default: the recipe's)"),
+                ("--seeds", "N", int, [], "seeds; one that is added later is trained alone (default: the recipe's)"),
+                ("--rates", "R", float, [], "peak learning rates to search for each block by the validation loss, in\n"
+                 "shorter runs; extended while the best is at an end (default: no search, the recipe's)"),
+                ("--search-updates", "N", int, None, "updates of a run of the search (default: a third)"),
+                ("--runs", "FILE", Path, None, "the file of runs (default OUTPUT/runs.jsonl)"),
                 ("--processes", "N", int, 1, "simultaneous runs (default 1)"), SECONDS)
+    parser.add_argument("--keep-weights", action="store_true", help="keep each run's last weights in OUTPUT/weights")
     args, recipe = parse(parser, words)
     positive(args, "processes")
     options = {f"model.{side}.{name}": option for side in ("encoder", "decoder")
@@ -182,10 +188,12 @@ def compare_blocks(words: list[str]) -> None:
         if name in given(args) and (name in options or args.warmups):
             raise UserError(f"{name} has no effect here because the study sets it for every run; remove it and use "
                             f"{option}")
-    from studies.blocks import list_variants, study
+    from studies.blocks import Plan, study
+    from studies.variants import list_variants
 
     variants = list_variants(recipe, args.blocks, args.depths, args.warmups, args.inits)
-    print(study(recipe, args.output, variants, args.processes, args.seconds))
+    print(study(recipe, args.output, variants, Plan(args.seeds, args.rates, args.search_updates, args.processes,
+                                                    args.seconds, args.runs, args.keep_weights)))
 
 
 def benchmark(words: list[str]) -> None:

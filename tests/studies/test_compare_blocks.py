@@ -20,6 +20,7 @@ import torch
 from refusals import Refused
 from run_files import records
 
+from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main as train_command
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.prepared import PreparedData
@@ -29,18 +30,11 @@ from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
 from studies.__main__ import main
-from studies.blocks import (
-    Variant,
-    _results,
-    frequencies_loss,
-    list_variants,
-    outcome,
-    panels,
-    read_study,
-    run_variant,
-    validation_loss,
-)
+from studies.blocks import _results, frequencies_loss, further_rates, run_variant, validation_loss
+from studies.outcomes import outcome, panels
 from studies.plots import spread
+from studies.scores import bleu, unpack, with_totals
+from studies.variants import Variant, list_variants, read_study
 
 ONE = "parallel.threads=1"
 Compare = Callable[..., list[dict[str, Any]]]
@@ -52,6 +46,16 @@ def recipe_of(prepared: Path, *overrides: str) -> Recipe:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return read_log(folder / "runs.jsonl")
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """The Markdown tables of a text, each a list of rows, which are cells by column."""
+    found = []
+    for part in text.split("\n\n"):
+        head, *rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in part.splitlines()]
+        if part.startswith("| "):
+            found.append([dict(zip(head, row, strict=True)) for row in rows[1:]])
+    return found
 
 
 @pytest.fixture
@@ -75,11 +79,13 @@ def test_a_study_is_resumed(compare: Compare, tmp_path: Path, capsys: pytest.Cap
         ("pre_ln", 1, False), ("post_ln", 1, True), ("pre_ln", 1, True),
         ("pre_ln", 2, False), ("post_ln", 2, True), ("pre_ln", 2, True)]
     assert all(len(r["losses"]) == 3 and r["ended"] and r["losses"][0] > r["losses"][-1] for r in runs)
-    rows = [line.split(" | ") for line in (tmp_path / "blocks.md").read_text().splitlines() if line.startswith("| ")]
-    assert rows[0][:3] == ["| block", "initialisation", "1L-1L: parameters"] and rows[0][6] == "2L-2L: parameters"
-    assert len(rows) == 5 and {row[1] for row in rows[2:]} == {"xavier"}
-    assert {row[0] for row in rows[2:]} == {"| post_ln", "| pre_ln/post_ln", "| pre_ln, no source"}
-    assert [float(row[3]) for row in rows[2:]] == sorted(float(row[3]) for row in rows[2:])  # the best first
+    text = (tmp_path / "blocks.md").read_text()
+    assert text.count("**1L-1L**") == text.count("**2L-2L**") == 1
+    for rows in tables(text):
+        assert {row["initialisation"] for row in rows} == {"xavier"}
+        assert {row["block"] for row in rows} == {"post_ln", "pre_ln/post_ln", "pre_ln, no source"}
+        assert [row["validation"] for row in rows] == sorted(row["validation"] for row in rows)  # the best first
+        assert all(float(row["target tokens"].replace(",", "")) > 22 for row in rows)
     assert (tmp_path / "blocks.png").stat().st_size > 20_000
     assert compare(*words) == runs and capsys.readouterr().out == output  # nothing is left to do
 
@@ -91,7 +97,7 @@ def test_other_settings_are_other_runs(compare: Compare, tmp_path: Path) -> None
         assert len(compare(f"train.updates={updates}", f"run={tmp_path}/{run}", *words)) == count
     runs = compare("train.updates=3", *words, "--warmups", "2", "0")
     assert [run["system"]["warmup"] for run in runs[4:]] == [2, 2, 0, 0]
-    assert "1L-1L, no warm-up: parameters" in (tmp_path / "blocks.md").read_text()
+    assert "**1L-1L, no warm-up**" in (tmp_path / "blocks.md").read_text()
 
 
 def test_initialisations(prepared: Path) -> None:
@@ -120,7 +126,13 @@ def test_an_older_study_is_resumed(compare: Compare, tmp_path: Path) -> None:
     words = ["train.updates=2", "--depths", "1", "--blocks", "post_ln"]
     old = compare(*words)
     for record in old:
-        assert record["system"].pop("init") == "auto"
+        system, settings = record["system"], record["settings"]
+        assert system.pop("init") == "auto"
+        settings["train"]["updates"], settings["optimizer"]["lr"] = system.pop("updates"), system.pop("rate")
+        settings["seed"] = system.pop("seed")
+        for key in ("tokens", "cpu_seconds", "tests"):
+            del record[key]
+        del settings["translate"]
         record["settings"]["optimizer"]["decay_norms_and_biases"] = True
         del record["settings"]["model"]["activation"]  # as if the setting were newer
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
@@ -128,6 +140,7 @@ def test_an_older_study_is_resumed(compare: Compare, tmp_path: Path) -> None:
     assert runs[:2] == old and [r["system"]["init"] for r in runs[2:]] == ["depth_scaled"]
     table = (tmp_path / "blocks.md").read_text()
     assert "| post_ln | xavier | " in table and "| post_ln | depth_scaled | " in table
+    assert [row["target tokens"] != "–" for row in tables(table)[0]].count(True) == 1  # the new run
     plotted = panels(read_study(tmp_path / "runs.jsonl"))
     assert [(panel.title, list(panel.curves)) for panel in plotted] == [
         ("1L-1L", ["pre_ln, no source", "post_ln"]), ("1L-1L, init: depth_scaled", ["post_ln"])]
@@ -175,10 +188,59 @@ def test_a_run_equals_a_training_run(prepared: Path, tmp_path: Path) -> None:
     overrides = [ONE, f"run={tmp_path}", "batch.accumulation=2", "train.updates=10", "train.valid_bleu=false"]
     assert train_command("train", [str(prepared / "recipe.yaml"), *overrides]) == 0
     plain = [math.log(r["perplexity"]) for r in records(tmp_path, "train")]
-    found = run_variant(Variant("admin", "admin", 2, 4), recipe_of(prepared, *overrides), Ranks.alone())
+    recipe = recipe_of(prepared, *overrides)
+    variant = Variant("admin", "admin", 2, 4, 10, recipe.optimizer.lr, recipe.seed)
+    found = run_variant(variant, recipe, Ranks.alone())
     assert found["losses"] == pytest.approx([sum(plain) / 10], abs=2e-4) and found["dropped"] == 0
     valid = records(tmp_path, "valid")[-1]
     assert found["valid"] == pytest.approx(math.log(valid["perplexity"]), abs=2e-4)
+
+
+def test_rates_are_searched_for_each_block(compare: Compare, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs take the best rate of shorter runs; a seed that is added later is trained alone."""
+    words = ["train.updates=9", "--depths", "1", "--blocks", "post_ln", "pre_ln", "--rates", "1e-4", "1e-3"]
+    runs = compare(*words, "--seeds", "1")
+    search, own = ([run for run in runs if run["system"]["updates"] == updates] for updates in (3, 9))
+    assert len(search) + len(own) == len(runs)
+    for block in ("post_ln", "pre_ln"):
+        found = {run["system"]["rate"]: run["valid"] for run in search if run["system"]["encoder"] == block}
+        assert {1e-4, 1e-3, 1e-2} <= found.keys() and not further_rates([1e-4, 1e-3], found)
+        best = [run["system"]["rate"] for run in own if run["system"]["encoder"] == block and run["system"]["source"]]
+        assert best == [min(found, key=lambda rate: found[rate])]
+    more = compare(*words, "--seeds", "1", "2")
+    assert more[: len(runs)] == runs and [run["system"]["seed"] for run in more[len(runs) :]] == [2, 2]
+    capsys.readouterr()
+    assert compare(*words, "--seeds", "1", "2") == more
+    own_rows, search_rows = tables(capsys.readouterr().out)
+    assert [row["runs"] for row in own_rows if row["block"] in ("post_ln", "pre_ln")] == ["2", "2"]
+    assert all(sum("**" in cell for cell in row.values()) == 1 for row in search_rows)
+
+
+def test_which_rates_a_search_still_needs() -> None:
+    assert further_rates([1e-3, 2e-3], {1e-3: 5.0}) == [2e-3]
+    assert further_rates([1e-3, 2e-3], {1e-3: 5.0, 2e-3: 4.0}) == [4e-3]
+    assert further_rates([1e-3, 2e-3], {1e-3: 4.0, 2e-3: 5.0}) == [5e-4]
+    assert further_rates([1e-3, 2e-3], {1e-3: 5.0, 2e-3: 4.0, 4e-3: math.inf}) == []
+    assert further_rates([1e-3], {1e-3: 5.0}) == []  # one rate is no search
+    endless = {1e-3 * 2.0**n: -float(n) for n in range(5)}
+    assert further_rates([1e-3, 2e-3], endless) == []
+
+
+def test_bleu_and_weights_of_a_run(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line has the test set's BLEU, and counts that give it again; the kept weights translate."""
+    words = [str(prepared / "recipe.yaml"), ONE, "train.updates=3", "--depths", "1", "--blocks", "post_ln", "pre_ln",
+             "--seeds", "1", "2", "--output", str(tmp_path), "--runs", str(tmp_path / "file.jsonl"), "--keep-weights"]
+    assert main("compare-blocks", words) == 0
+    runs = read_log(tmp_path / "file.jsonl")
+    names = list(recipe_of(prepared).data.test)
+    for run in runs[1:]:
+        assert list(run["tests"]) == names
+        for scores in run["tests"].values():
+            assert bleu(with_totals(unpack(scores["counts"])).sum(axis=0)) == pytest.approx(scores["bleu"], abs=0.01)
+    row = tables(capsys.readouterr().out)[0]
+    assert all(name in row[0] for name in names)
+    kept = sorted((tmp_path / "weights").iterdir())
+    assert len(kept) == len(runs) == 5 and load_model(kept[0]).recipe.train.updates == 3
 
 
 def test_the_baseline_of_frequencies(prepared: Path) -> None:
@@ -194,7 +256,7 @@ def test_the_baseline_of_frequencies(prepared: Path) -> None:
 def test_sources_are_shuffled_or_left_out(prepared: Path) -> None:
     """Against the model on one sentence at a time."""
     recipe, valid = recipe_of(prepared), PreparedData.open(prepared / "data").split("valid")
-    model = Variant("post_ln", "post_ln", 1, 0).recipe(recipe).model
+    model = Variant("post_ln", "post_ln", 1, 0, 2, 1e-3, 1).recipe(recipe).model
     vocab = PreparedData.open(prepared / "data").vocabs()[1].size
     module = new_model(model, vocab, vocab, 3, 0.1)
     engine = LocalEngine(module, recipe, torch.device("cpu"))
