@@ -49,7 +49,7 @@ from studies.outcomes import INTERVAL, loss_of, panels, search_table, table, tex
 from studies.plots import plot_study
 from studies.runs import Record, append_runs
 from studies.scores import bleu, pack, sentence_counts, with_totals
-from studies.variants import Variant, completed, read_study, shared_settings
+from studies.variants import Variant, read_study, same_settings, shared_settings
 
 _BEYOND = 3  # learning rates that a search tries beyond the given ones
 _CHUNK = 1000  # sentences read at a time
@@ -94,7 +94,7 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
     file, deadline = plan.runs or output / "runs.jsonl", time.monotonic() + plan.seconds
     make_parent_folder(file, "--runs")
     known = {Variant(**run["system"]): run for run in reversed(read_study(file))
-             if completed(run["settings"]) == completed(settings)}
+             if same_settings(run["settings"], settings)}
     missing = 0
 
     def trained(wanted: Sequence[Variant]) -> list[Record]:

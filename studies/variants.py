@@ -127,13 +127,15 @@ def read_study(file: Path) -> list[Record]:
     """The runs of a study's file, see `read_runs`."""
 
     def update(run: Record) -> None:
-        """Older lines have no initialisation (it was auto), and list decay settings even without decay."""
+        """Older lines have no initialisation (it was auto), count what is now of the system among the settings, and
+        list decay settings even without decay."""
         system, settings = run["system"], run["settings"]
         system.setdefault("init", "auto")
         if "rate" not in system:  # all runs had the recipe's
             system |= {"updates": settings["train"].pop("updates"), "rate": settings["optimizer"].pop("lr"),
                        "seed": settings.pop("seed")}
-            settings["translate"] = {}
+        if any(BLOCKS[system[side]].profiled for side in ("encoder", "decoder")):
+            settings["admin"].setdefault("method", "separate")  # the only one then
         if not run["settings"]["optimizer"]["weight_decay"]:
             run["settings"]["optimizer"].pop("decay_norms_and_biases", None)
 
@@ -156,9 +158,14 @@ def shared_settings(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
     return {**kept, "data": data.fingerprint}
 
 
-def completed(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with defaults for those that are newer than the line."""
-    defaults = {name: field.default.model_dump() for name, field in Recipe.model_fields.items()
+def same_settings(older: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether a line's settings are these; what the line does not know had its default, or (a whole section) no
+    effect."""
+    defaults = {name: field.default.model_dump(mode="json") for name, field in Recipe.model_fields.items()
                 if isinstance(field.default, Section)}
-    return {name: {**defaults.get(name, {}), **value} if isinstance(value, dict) else value
-            for name, value in settings.items()}
+
+    def completed(some: dict[str, Any]) -> dict[str, Any]:
+        return {name: {**defaults.get(name, {}), **value} if isinstance(value, dict) else value
+                for name, value in some.items()}
+
+    return completed(older) == completed({name: settings[name] for name in older})

@@ -25,7 +25,7 @@ from deepnmt.cli import main as train_command
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
-from deepnmt.files import read_log
+from deepnmt.files import read_numbered_log
 from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
@@ -45,7 +45,7 @@ def recipe_of(prepared: Path, *overrides: str) -> Recipe:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return read_log(folder / "runs.jsonl")
+    return [record for _, record in read_numbered_log(folder / "runs.jsonl")]
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
@@ -150,7 +150,8 @@ def test_two_processes(prepared: Path, tmp_path: Path, threads: None) -> None:
     words = [str(prepared / "recipe.yaml"), ONE, "train.updates=3", "--depths", "1", "--blocks", "admin"]
     for count in ("1", "2"):
         assert main("compare-blocks", [*words, "--output", str(tmp_path / count), "--processes", count]) == 0
-    alone, both = ({json.dumps(r["system"]): {**r, "seconds": 0} for r in lines(tmp_path / str(n))} for n in (1, 2))
+    alone, both = ({json.dumps(r["system"]): {**r, "seconds": 0, "cpu_seconds": 0} for r in lines(tmp_path / str(n))}
+                   for n in (1, 2))
     assert alone == both and len(both) == 2
 
 
@@ -231,7 +232,7 @@ def test_bleu_and_weights_of_a_run(prepared: Path, tmp_path: Path, capsys: pytes
     words = [str(prepared / "recipe.yaml"), ONE, "train.updates=3", "--depths", "1", "--blocks", "post_ln", "pre_ln",
              "--seeds", "1", "2", "--output", str(tmp_path), "--runs", str(tmp_path / "file.jsonl"), "--keep-weights"]
     assert main("compare-blocks", words) == 0
-    runs = read_log(tmp_path / "file.jsonl")
+    runs = [record for _, record in read_numbered_log(tmp_path / "file.jsonl")]
     names = list(recipe_of(prepared).data.test)
     for run in runs[1:]:
         assert list(run["tests"]) == names
