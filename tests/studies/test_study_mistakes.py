@@ -35,8 +35,10 @@ def sentence(refused: Refused) -> Refused:
 
 def run_of(**changes: Any) -> dict[str, Any]:
     """An older line of a study, with settings of no recipe."""
-    run = {"system": {"layers": 1}, "settings": {"optimizer": {"weight_decay": 0}}, "parameters": 3, "losses": [2.5],
-           "dropped": 0, "ended": True, "valid": 2.5, "exchanged": None, "frequencies": 3.0, "even": 4.0}
+    settings = {"optimizer": {"weight_decay": 0, "lr": 1e-3}, "train": {"updates": 2}, "seed": 1, "admin": {}}
+    run = {"system": {"encoder": "admin", "decoder": "admin", "layers": 1}, "settings": settings, "parameters": 3,
+           "losses": [2.5], "dropped": 0, "ended": True, "valid": 2.5, "exchanged": None, "frequencies": 3.0,
+           "even": 4.0}
     return {**run, **changes}
 
 
