@@ -122,9 +122,9 @@ def _plot_differences(curves: Curves, known: Mapping[Side, Sequence[float]], pat
 
 def _plot_changes(curves: Curves, _known: Mapping[Side, Sequence[float]], path: Path) -> None:
     figure, grid = panels(
-        ["ω against the sub-layer", "output change Σ β_ii² up to the sub-layer; dotted: its logarithm"], "sub-layer, "
-        "counted from the bottom of its stack", ["ω, a factor", "a share of the variance"], "Admin's initial ω, and "
-        "the output change of the sub-layers below", share=False)
+        ["ω against the sub-layer", "output change of all sub-layers up to number i, Σ β_jj²; dotted: ln i"],
+        "sub-layer i, counted from the bottom of its stack", ["ω, a factor", "a sum of shares"],
+        "Admin's initial ω, and the output change that they allow", share=False)
     longest, number = 2, 0
     for name, sides in curves.items():
         for side, omega in sides.items():
@@ -137,6 +137,7 @@ def _plot_changes(curves: Curves, _known: Mapping[Side, Sequence[float]], path: 
             longest, number = max(longest, len(omega)), number + 1
     grid[1].plot(range(1, longest + 1), [math.log(i) for i in range(1, longest + 1)], color=GREY, linestyle=":")
     grid[1].set_xscale("log")
+    grid[1].xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     grid[0].set_ylim(bottom=0)
     grid[0].legend(**LEGEND)
     save(figure, path)
