@@ -324,6 +324,15 @@ def test_a_window_keeps_no_more_outputs_than_it_sums() -> None:
 # ---- training
 
 
+def test_another_function_has_other_names_or_shapes() -> None:
+    """So checkpoints of two `init` are averaged only if their weights mean the same."""
+    def shapes(block: str, init: str) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in new_model(shape(block, init=init), VOCAB, VOCAB, 1).named_parameters()}
+
+    other = {block for block in BLOCKS if shapes(block, "auto") != shapes(block, "published")}
+    assert other == {"admin_closed_form", "fixup", "looks_linear", "dlcl", "dlcl_post"}
+
+
 @pytest.mark.parametrize("block", [block for block in PUBLISHED if not block.startswith("dlcl")])
 @pytest.mark.parametrize("tied", ["all", "none"])
 def test_every_variant_trains(block: str, tied: str) -> None:

@@ -110,6 +110,8 @@ def test_initialisations(prepared: Path) -> None:
         ("post_ln, depth_scaled", "depth_scaled"), ("b2t/post_ln, depth_scaled", "depth_scaled")]
     whole = list_variants(recipe_of(prepared), ["post_ln", "deepnorm"], [4], inits=["xavier", "xavier_separate"])
     assert [s.name for s in whole[1:]] == ["post_ln", "deepnorm", "post_ln, xavier_separate"]  # the same for deepnorm
+    whole = list_variants(recipe_of(prepared), ["post_ln", "deepnorm"], [4], inits=["auto", "published"])
+    assert [s.name for s in whole[1:]] == ["post_ln", "deepnorm", "deepnorm, published"]  # the same for post_ln
     assert [s.name for s in list_variants(recipe_of(prepared), blocks, [4], inits=["xavier"])] == [
         "pre_ln, no source", "post_ln", "b2t, xavier", "b2t/post_ln, xavier"]
     model = listed[-1].recipe(recipe_of(prepared)).model
