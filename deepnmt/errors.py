@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST = 4000  # characters of a line
+
 
 class UserError(Exception):
     """A mistake in a recipe, a file or a command line.
@@ -19,6 +21,17 @@ class UserError(Exception):
     """
 
     reported: bool | None = None
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("\n".join(map(printable, message.split("\n"))))
+
+
+def printable(line: str) -> str:
+    """A line with escapes for control characters, which could rewrite a terminal, and the middle of a very long one
+    left out: messages quote names and values from files that may come from anywhere."""
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST // 2]} ... {line[-_LONGEST // 2:]}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -24,15 +24,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepnmt import folders
+from deepnmt.checkpoint.state_types import StateTypes
 from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.folders import MANIFEST, CheckpointWriteError, DamagedCheckpoint
+from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
 
@@ -320,9 +323,15 @@ def load_state(folder: Path) -> TrainingState:
     """The state in a checkpoint. Raises `DamagedCheckpoint` if state.json is missing or not a training state."""
     content = folders.read_json(folder, STATE)
     try:
-        return TrainingState(**content)
-    except TypeError as error:
-        raise DamagedCheckpoint(folder, f"{STATE} is not a training state ({error})") from None
+        StateTypes.model_validate(content)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise DamagedCheckpoint(folder, f"{STATE} is not a training state ({where}: {fault['msg']})") from None
+    state = TrainingState(**content)
+    if _is_update(folder) and state.update != update_of(folder):
+        raise DamagedCheckpoint(folder, f"its {STATE} is that of update {state.update}")
+    return state
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
@@ -399,12 +408,24 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     verify_files(checkpoint, {*MODEL_FILES, *task_files(checkpoint)})
     recipe = load_recipe(checkpoint / RECIPE)
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
-    model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
-    if difference := first_difference(shapes_of(dict(model.named_parameters())), shapes_in(checkpoint)):
+    if difference := _other_model(recipe.model, src_vocab.size, trg_vocab.size, shapes_in(checkpoint)):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "
                         "checkpoint as training wrote it")
+    model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
     fill(model, weights_in(checkpoint))
     return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, load_state(checkpoint), checkpoint)
+
+
+def _other_model(model: Model, src_vocab: int, trg_vocab: int, held: Mapping[str, tuple[int, ...]]) -> str | None:
+    """A clause on how `held` shapes differ from those of a model, which takes no more time or memory than they."""
+    for side in SIDES:
+        if f"{side}.layers.{model.stack(side).layers - 1}.ffn.fc2.weight" not in held:
+            return f"the {side} has other than {model.stack(side).layers} layers"
+    if model.tied == "all" and src_vocab != trg_vocab:
+        return f"{SRC_VOCAB} has {src_vocab} pieces and {TRG_VOCAB} {trg_vocab}, but model.tied is all"
+    with torch.device("meta"):
+        planned = Transformer(model, src_vocab, trg_vocab, 0, after_build=lambda part: None)
+    return first_difference(shapes_of(dict(planned.named_parameters())), held)
 
 
 def require_model(folder: Path, expected: Model | None) -> None:

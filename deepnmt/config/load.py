@@ -7,6 +7,7 @@ report of a faulty recipe take no time.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -124,6 +125,8 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")  # ${NAME} or ${NAME:-default}
 _MAX_NESTING = 50  # groups within groups; a recipe has five
+_MAX_VALUES = 100_000  # aliases counted each time, which can stand for billions in a few lines
+_MAX_BYTES = 2**18  # parsing that takes three seconds
 
 
 class _Loader(yaml.SafeLoader):
@@ -151,7 +154,11 @@ _Loader.add_implicit_resolver(
 def read_tree(file: Path) -> dict[str, Any]:
     """The settings in a YAML file, unchecked. Raises `UserError` if it cannot be read or is not a mapping."""
     try:
-        tree = _parse_yaml(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:  # which may be a device without end
+            text = stream.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise UserError(f"recipe {file} has more than {_MAX_BYTES:,} bytes, so it is no recipe; give another file")
+        tree = _parse_yaml(text.decode())
     except FileNotFoundError:
         raise UserError(f"there is no recipe {file}; recipes/ holds those that come with deepnmt") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -185,22 +192,30 @@ def override(tree: dict[str, Any], assignment: str) -> None:
 
 
 def _parse_yaml(text: str) -> Any:
-    """YAML as lists and mappings. Raises `yaml.YAMLError` or `ValueError`, also if an alias contains itself."""
+    """YAML as lists and mappings. Raises `yaml.YAMLError` or `ValueError`, also if an alias contains itself, or aliases
+    of aliases stand for too much."""
+    too_deep = ValueError(f"groups are nested more than {_MAX_NESTING} deep; check for an alias (*name) inside its own "
+                          "anchor (&name)")
+    loader = _Loader(text)
     try:
-        tree = yaml.load(text, Loader=_Loader)
-        _check_nesting(tree, _MAX_NESTING)
+        root = loader.get_single_node()
+        waiting = [(root, 0)] if root else []
+        for count in itertools.count(1):  # depth first, so that no more than a file's values wait at once
+            if not waiting:
+                return loader.construct_document(root) if root else None
+            node, depth = waiting.pop()
+            if depth > _MAX_NESTING:
+                raise too_deep
+            if count > _MAX_VALUES:
+                raise ValueError(f"it has more than {_MAX_VALUES:,} values, those of aliases (*name) counted")
+            if isinstance(node, yaml.MappingNode):
+                waiting += [(child, depth + 1) for pair in node.value for child in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                waiting += [(child, depth + 1) for child in node.value]
     except RecursionError:
-        raise ValueError(f"groups are nested more than {_MAX_NESTING} deep; check for an alias (*name) inside its own "
-                         "anchor (&name)") from None
-    return tree
-
-
-def _check_nesting(value: Any, limit: int) -> None:
-    """Raises `RecursionError` if groups are nested more than `limit` deep, or contain themselves."""
-    if limit < 0:
-        raise RecursionError
-    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_nesting(child, limit - 1)
+        raise too_deep from None
+    finally:
+        loader.dispose()
 
 
 def expand_variables(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

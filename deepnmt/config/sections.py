@@ -141,7 +141,7 @@ class Stack(Section):
 
     block: Block = "admin"
     """The residual block of every layer."""
-    layers: Count = 6
+    layers: Annotated[int, Field(ge=1, le=100_000)] = 6
     """Number of layers."""
     init: Init = "auto"
     """Initial weights of matrices. `xavier` divides Xavier's bound of query, key and value by √2 (not with deepnorm);
@@ -180,11 +180,11 @@ class Stack(Section):
 class Model(Section):  # its norms: model/blocks.py, `LayerPosition.norm`
     """Shapes, dropout and blocks of the Transformer."""
 
-    width: Count = 512
+    width: Annotated[int, Field(ge=1, le=2**16)] = 512
     """Width of the model; even, and a multiple of `heads`."""
     heads: Count = 8
     """Attention heads; they share the width evenly."""
-    ffn: Count = 2048
+    ffn: Annotated[int, Field(ge=1, le=2**20)] = 2048
     """Inner width of the feed-forward sub-layer; even with looks_linear."""
     activation: Literal["relu", "gelu"] = "relu"
     """Activation of the feed-forward sub-layer."""
@@ -197,7 +197,7 @@ class Model(Section):  # its norms: model/blocks.py, `LayerPosition.norm`
     tied: Literal["all", "decoder", "none"] = "all"
     """Which embeddings are one table: `all` (source, target and output), `decoder` (target and output) or `none`;
     `all` needs `vocab.shared`."""
-    max_length: Count = 512
+    max_length: Annotated[int, Field(ge=1, le=2**17)] = 512
     """The longest sentence in tokens, eos included; above `data.filters.max_tokens`."""
     encoder: Stack = Stack()
     """The stack that reads the source."""

@@ -91,6 +91,15 @@ def _hash_of(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(_text_of({key: value for key, value in manifest.items() if key != "sha256"})).hexdigest()
 
 
+def _array(file: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    """A file as a memory-mapped array. Raises `UserError`."""
+    try:
+        return np.memmap(file, kind, "r") if file.stat().st_size else np.zeros(0, kind)  # an empty one cannot be mapped
+    except (OSError, ValueError) as error:
+        raise UserError(f"prepared data {file.parent} is damaged: {file.name} cannot be read ({error}); {_AGAIN}"
+                        ) from None
+
+
 class Side:
     """One side of a split: N sentences in memory-mapped arrays, each truncated to `limit - 1` pieces.
 
@@ -99,9 +108,8 @@ class Side:
     """
 
     def __init__(self, folder: Path, stem: str, limit: int | None) -> None:
-        self._tokens, self._offsets = (
-            np.memmap(file, kind, "r") if file.stat().st_size else np.zeros(0, kind)  # empty files cannot be mapped
-            for file, kind in ((folder / f"{stem}.tokens", TOKEN), (folder / f"{stem}.offsets", OFFSET)))
+        self._tokens = _array(folder / f"{stem}.tokens", TOKEN)
+        self._offsets = _array(folder / f"{stem}.offsets", OFFSET)
         pieces = np.diff(self._offsets)
         ends = self._offsets[[0, -1]].tolist() if len(self._offsets) else []
         if ends != [0, len(self._tokens)] or bool((pieces < 0).any()):
@@ -272,8 +280,8 @@ class PreparedData:
         sizes = dict(zip(("src", "trg"), (vocab.size for vocab in self.vocabs())))
         for name in self.manifest["files"]:
             side, kind = name.split(".")[-2:]
-            if kind == "tokens" and (self.folder / name).stat().st_size:
-                highest = int(np.memmap(self.folder / name, TOKEN, "r").max())
+            if kind == "tokens":
+                highest = int(_array(self.folder / name, TOKEN).max(initial=0))
                 if highest >= sizes.get(side, 0):
                     raise UserError(f"prepared data {self.folder} is damaged: {name} has a token {highest}, but the "
                                     f"vocabulary {side}.spm has {sizes.get(side, 0)}; {_AGAIN}")

@@ -10,6 +10,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from xopen import xopen
@@ -18,6 +19,7 @@ from deepnmt.config import Corpus
 from deepnmt.errors import UserError
 
 Pair = tuple[str, str]
+LONGEST_LINE = 2**24  # bytes
 COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 
 
@@ -25,7 +27,7 @@ def read_lines(source: Path | None) -> Iterator[str]:
     """The lines of a plain or compressed file, or of standard input (None), without line ends.
 
     Raises:
-        UserError: it cannot be read, is damaged, or is not UTF-8.
+        UserError: it cannot be read, is damaged, is not UTF-8, or has a line that cannot be a sentence.
     """
     name = "standard input" if source is None else str(source)
     suffix = source.suffix if source and source.suffix in COMPRESSED else ""  # by its name, not by its first bytes
@@ -33,7 +35,10 @@ def read_lines(source: Path | None) -> Iterator[str]:
     try:
         with (nullcontext(sys.stdin.buffer) if source is None else
               xopen(source, "rb", threads=0) if suffix else source.open("rb")) as stream:
-            for number, line in enumerate(stream, start=1):
+            for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE + 1), b""), start=1):
+                if len(line) > LONGEST_LINE:
+                    raise UserError(f"{name}, line {number}: longer than {LONGEST_LINE >> 20} MiB, so it is no "
+                                    "sentence; give a text with one sentence a line")
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start + 1} of the "
@@ -41,6 +46,8 @@ def read_lines(source: Path | None) -> Iterator[str]:
     except EOFError:
         raise UserError(f"{name} is truncated after line {number}: the {suffix} stream has no end; copy it again"
                         ) from None
+    except UserError:
+        raise
     except Exception as error:
         if suffix and not getattr(error, "errno", None):  # each decompressor raises its own exceptions
             raise UserError(f"{name} is not a valid {suffix} file after line {number} ({error}); copy it again, or "

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -297,14 +298,14 @@ def _from_json(text: str, path: Path, names: dict[Side, list[str]]) -> tuple[lis
         if content["format"] != _FORMAT or content["version"] != _VERSION:
             raise KeyError
         omega, provenance = dict(content["omega"]), dict(content["provenance"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise UserError(f"admin.profile: {path} is JSON, but not a profile of format {_FORMAT!r}, version {_VERSION}; "
                         "write one with deepnmt profile") from None
     if omega.keys() != {*names["encoder"], *names["decoder"]}:
         first, second = (sum(name.startswith(side) for name in omega) for side in SIDES)
         raise _wrong_count(path, first, second, len(names["encoder"]), len(names["decoder"]))
     for name, value in omega.items():
-        if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        if not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise UserError(f"admin.profile: {path} has {value!r} for {name}; each ω must be a number above 0")
     encoder, decoder = ([float(omega[name]) for name in names[side]] for side in SIDES)
     return encoder, decoder, provenance

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import skip_init
+
+from deepnmt.model.unfilled import unfilled
 
 
 def key_mask(lengths: Tensor, size: int) -> Tensor | None:
@@ -53,8 +54,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.qkv = skip_init(linear, width, 3 * width)
-        self.out = skip_init(linear, width, width)
+        self.qkv = unfilled(linear, width, 3 * width)
+        self.out = unfilled(linear, width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """[B, T, D] to [B, T, D]; `causal`: position t attends to positions up to t, and `mask` must be None."""
@@ -88,9 +89,9 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.q = skip_init(linear, width, width)
-        self.kv = skip_init(linear, width, 2 * width)
-        self.out = skip_init(linear, width, width)
+        self.q = unfilled(linear, width, width)
+        self.kv = unfilled(linear, width, 2 * width)
+        self.out = unfilled(linear, width, width)
 
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, S, d] of a memory [B, S, D]."""

@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import skip_init
 
 from deepnmt.model.dropout import Dropout
+from deepnmt.model.unfilled import unfilled
 
 
 class ShiftedLinear(nn.Linear):
@@ -36,8 +36,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
         super().__init__()
-        self.fc1 = skip_init(self.linear, width, inner // self.copies)
-        self.fc2 = skip_init(self.linear, inner, width)
+        self.fc1 = unfilled(self.linear, width, inner // self.copies)
+        self.fc2 = unfilled(self.linear, inner, width)
         self.activation = F.relu if activation == "relu" else F.gelu
         self.dropout = Dropout(dropout)
 

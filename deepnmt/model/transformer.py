@@ -14,7 +14,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 from deepnmt import config
@@ -26,6 +25,7 @@ from deepnmt.model.embedding import TABLES, InputLayer, Use
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss
 from deepnmt.model.published import block_of
+from deepnmt.model.unfilled import unfilled
 from deepnmt.tokens import PAD
 
 
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         self.embeddings = nn.ModuleDict()
         for use, name in self.tables.items():
             if name not in self.embeddings:
-                self.embeddings[name] = skip_init(nn.Embedding, sizes[use], model.width)
+                self.embeddings[name] = unfilled(nn.Embedding, sizes[use], model.width)
                 after_build(self.embeddings[name])
         self.encoder = Stack(model, "encoder", seed, after_build)
         self.decoder = Stack(model, "decoder", seed, after_build)

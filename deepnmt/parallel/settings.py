@@ -13,6 +13,7 @@ import copy
 import io
 import json
 import sys
+from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from deepnmt.config import Precision, Recipe
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, nearest
 from deepnmt.parallel.pipeline.partition import check_stages
 
 TESTED_DEEPSPEED = ("0.19.8",)  # versions that passed the canary tests
@@ -137,6 +138,10 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
     stage = _get(tree, "zero_optimization.stage")
     if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
         faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
+    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = _get(tree, f"zero_optimization.{key}.device")
+        if device not in (None, "none") and stage in (0, 1, 2, 3) and stage < least:
+            faults.append(f"zero_optimization.{key} is given, but has no effect below stage {least}; remove it")
     # DeepSpeed reads this section, but deepnmt sets the stages without it
     if not isinstance(tree.get("pipeline", {}), dict):
         faults.append(f"pipeline is {json.dumps(tree['pipeline'])}, must be an object, for example {{}}")
@@ -203,12 +208,17 @@ def check_with_deepspeed(layout: Layout) -> None:
         return
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    tree = copy.deepcopy(layout.config)
+    tree = _Asked(copy.deepcopy(layout.config))
     del tree["train_batch_size"]  # else DeepSpeed compares it with the processes running now
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             DeepSpeedConfig(tree)
-        return
+        faults = []
+        for key in sorted(tree.keys() - tree.asked):
+            near = nearest(key, tree.asked)
+            faults.append(f"{key} is no key of it{f'; did you mean {near}?' if near else ''}")
+        if not faults:
+            return
     except ValidationError as error:
         faults = []
         for fault in error.errors():  # DeepSpeed's `loc` leaves out the section, which is added here
@@ -221,6 +231,36 @@ def check_with_deepspeed(layout: Layout) -> None:
     raise UserError("\n  ".join([f"{layout.path} is rejected by DeepSpeed:", *faults]))
 
 
+class _Asked(dict[str, Any]):
+    """A configuration that notes which of its keys DeepSpeed asks for: all that it knows, but it rejects no others."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        super().__init__(tree)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return _AskedKeys(self)
+
+    def __deepcopy__(self, _memo: object) -> _Asked:
+        return self
+
+
+class _AskedKeys(KeysView[str]):
+    """`key in tree.keys()` asks the tree."""
+
+
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object at `path`, or, if there is no such file, the one of that name that comes with deepnmt."""
     homes = (Path(__file__).resolve().parents[2], Path(sys.prefix, "share", "deepnmt"))
@@ -229,7 +269,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"parallel.ds_config: there is no file {path}; ds_configs/ holds those that come with deepnmt")
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"parallel.ds_config: {file} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"parallel.ds_config: {file} must hold one JSON object")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,6 +13,7 @@ from deepnmt.checkpoint.average import check_average_last
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
+from deepnmt.errors import UserError
 from deepnmt.model.blocks import SIDES, LayerPosition, Side
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.published import block_of
@@ -19,12 +23,15 @@ from deepnmt.parallel.build import partition_of
 from deepnmt.parallel.launch import rank_from_environment
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.settings import Layout, layout_of
+from deepnmt.progress import print_status
+from deepnmt.ranks import Ranks
 
 # Tensors of model width that autograd keeps for the backward pass, for each token and layer, without the FFN's inner
 # ones; within 5 % for a Post-LN model (tests/training/test_dry_run.py). In 16 bits a CPU computes attention and norms
 # in fp32 and keeps those inputs in fp32.
 _KEPT = {"encoder": 10, "decoder": 17}
 _KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
+_SURELY = 1.2  # times the memory that there is: what certainly does not fit, beyond the error of the estimate
 _ENDS = 4  # the same for the embeddings and the stacks' outputs together, once a model
 
 
@@ -38,7 +45,8 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
 
     def built(encoder: int, decoder: int) -> int:
         shallow = with_settings(model, {"encoder.layers": encoder, "decoder.layers": decoder})
-        return sum(p.numel() for p in Transformer(shallow, 8, 8, 0).parameters())
+        with torch.device("meta"):
+            return sum(p.numel() for p in Transformer(shallow, 8, 8, 0).parameters())
 
     one = built(1, 1)
     layers = 0
@@ -89,6 +97,44 @@ def memory_estimate(
     }
 
 
+def memory_fault(recipe: Recipe, layout: Layout, needed: Mapping[str, float], most: float) -> str | None:
+    """A sentence if a process needs more than `most` bytes of memory, else None; `needed` is of `memory_estimate`."""
+    zero = (layout.config or {}).get("zero_optimization", {})
+    elsewhere = {"optimizer": zero.get("offload_optimizer"), "weights": zero.get("offload_param")}
+    held = {name: size for name, size in needed.items() if not (elsewhere.get(name) and torch.cuda.is_available())}
+    held["positions"] = 2 * 4 * recipe.model.max_length * recipe.model.width
+    if sum(held.values()) <= most:
+        return None
+    part, size = max(held.items(), key=lambda item: item[1])
+    way = {"activations": "batch.tokens, or set parallel.recompute_layers", "loss": "batch.tokens",
+           "positions": "model.max_length"}.get(part, "model.width or its layers, or let ZeRO share them")
+    need, held_by_part, have = (f"{each / 2**30:,.2f}" for each in (sum(held.values()), size, most))
+    return (f"training needs about {need} GiB of memory per process, {held_by_part} of it for the {part}, but a "
+            f"process can have {have} GiB; lower {way}")
+
+
+def check_memory(recipe: Recipe, layout: Layout, vocabs: tuple[int, int], ratio: float, ranks: Ranks) -> None:
+    """Prints a warning if the estimated memory is more than there is, and raises `UserError` if it is much more."""
+    partition = partition_of(recipe, *vocabs, ratio) if layout.stages else None
+    needed = memory_estimate(recipe, layout, count_parameters(recipe.model, *vocabs), vocabs[1], partition)
+    most = process_memory(ranks.device, ranks.local_world)
+    if fault := memory_fault(recipe, layout, needed, most * _SURELY):
+        raise UserError(fault)
+    if ranks.first and (fault := memory_fault(recipe, layout, needed, most)):
+        print_status(f"{fault}; trying it")
+
+
+def process_memory(device: torch.device, processes: int) -> float:
+    """Bytes of the GPU, or the share of one of `processes` in the machine's memory or in its control group's limit."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max" is none
+            sizes.append(int(Path(file).read_text()))
+    return min(sizes) / processes
+
+
 def describe(recipe: Recipe) -> str:
     """The resolved recipe and the figures of its run, for the processes that were started, at least one for each
     pipeline stage. Uses the prepared data if there is any, else the recipe's vocabulary size.
@@ -128,6 +174,9 @@ def describe(recipe: Recipe) -> str:
         + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in memory.items()) + ")",
         "layout": name + (f", pipeline of {stages} stages on {world} process(es)" if stages else ""),
     }
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if fault := memory_fault(recipe, layout, memory, process_memory(device, rank_from_environment()[3])):
+        rows["too much memory"] = fault
     if note := warmup_note(recipe):
         rows["learning rate"] = note
     width = max(map(len, rows))

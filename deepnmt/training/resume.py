@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from deepnmt.checkpoint.checkpoint import MOMENTS, load_state, recover_checkpoints
+from deepnmt.checkpoint.checkpoint import MOMENTS, STATE, DamagedCheckpoint, load_state, recover_checkpoints
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
@@ -20,6 +20,7 @@ from deepnmt.optim import MOMENT_SETTINGS, moment_names
 from deepnmt.parallel.settings import data_ranks
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
+from deepnmt.training.state import TrainState
 
 # Settings, or groups of them, that cannot change on resuming: a new value would make it another run, or have no effect.
 _FIXED = ("seed", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters", "batch.tokens",
@@ -124,6 +125,10 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
     if not (checkpoint / MOMENTS).exists():
         raise UserError(f"{checkpoint} is an average, and training cannot resume from one; move it out of "
                         f"{checkpoint.parent}")
+    try:
+        TrainState.from_saved(state)
+    except (KeyError, TypeError) as error:
+        raise DamagedCheckpoint(checkpoint, f"{STATE} is not that of a run ({error!r})") from None
     if state.extra["data_fingerprint"] != fingerprint:
         raise UserError(f"{checkpoint} was trained on other data than {recipe.data.folder} holds now; restore that "
                         "data, or train into another folder with run=FOLDER")

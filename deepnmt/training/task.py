@@ -20,6 +20,7 @@ from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.ranks import Ranks
+from deepnmt.training.plan import check_memory
 from deepnmt.training.profile import profile_for, save_profile
 from deepnmt.training.updates import Batches
 from deepnmt.training.validate import Validation, validate
@@ -71,11 +72,12 @@ def _stream(recipe: Recipe, data: PreparedData) -> Stream:
 
 
 def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:
+    sizes = (data.vocabs()[0].size, data.vocabs()[1].size)
+    ratio = data.split("train").source_per_target
+    ranks.raise_everywhere(lambda: check_memory(recipe, layout, sizes, ratio, ranks))
     profile = profile_for(recipe, data, ranks) if initialise else None
     if profile is not None and ranks.first:
         save_profile(profile, Path(recipe.run))
-    sizes = (data.vocabs()[0].size, data.vocabs()[1].size)
-    ratio = data.split("train").source_per_target
     if layout.stages and ranks.first:
         print(partition_of(recipe, *sizes, ratio).table(recipe.batch.accumulation), flush=True)
     return start_engine(recipe, layout, sizes, ranks, profile, ratio, initialise)

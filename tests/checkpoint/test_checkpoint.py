@@ -356,6 +356,64 @@ def _forge(folder: Path, **changes: object) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def _replace(folder: Path, name: str, data: bytes) -> None:
+    """Another content of a file, with hashes that fit."""
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    (folder / name).write_bytes(data)
+    _forge(folder, files=files | {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("layers: 1\n", "layers: 100000000\n", "model.encoder.layers: is 100000000, must be less than or equal to 100000"),
+    ("layers: 1\n", "layers: 100000\n", "in weights.safetensors, the encoder has other than 100000 layers"),
+    ("width: 8\n", "width: 65536\n", r"is \[40, 8\] where \[40, 65536\] is expected"),
+    ("max_length: 300\n", "max_length: 1000000000000\n", "model.max_length: is 1000000000000, must be less than"),
+    ("seed: 1\n", "seed: &a [1, 1, 1]\n", "seed: is .*, must be a valid integer"),
+])
+def test_a_foreign_recipe_builds_nothing_that_the_weights_do_not_hold(
+    run: Path, old: str, new: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run / "checkpoints" / "update-00000020"
+    text = (folder / "recipe.yaml").read_text()
+    assert old in text
+    _replace(folder, "recipe.yaml", text.replace(old, new).encode())
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with user_error(words):
+        load_model(folder)
+    assert time.monotonic() - started < 20, "seconds, on a busy machine"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 2**10
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"update": "20"}, "update: Input should be a valid integer"), ({"update": 10**15}, "is that of update 1"),
+    ({"update": True}, "update: "), ({"epoch": 2**40}, "epoch: "), ({"micro_batch": -1}, "micro_batch: "),
+    ({"optimizer_step": None}, "optimizer_step: "), ({"loss_scale": 3}, "loss_scale: "), ({"best": []}, "best: "),
+    ({"loss_scale": {"scale": 0, "clean": 1}}, "loss_scale.scale: "), ({"extra": [1]}, "extra: "),
+    ({"extra": {"validations": [[]]}}, "extra.validations.0: "), ({"more": 1}, "more: Extra inputs are not permitted"),
+    ({"extra": {"validations": [{"update": 1, "value": None}]}}, "extra.validations.0.value: "),
+    ({"extra": {"processes": 0}}, "extra.processes: "),
+    ({"extra": {"interval": {"loss": "x"}}}, "extra.interval.loss: "),
+])
+def test_a_state_of_wrong_types(run: Path, changes: dict[str, object], words: str) -> None:
+    folder = run / "checkpoints" / "update-00000020"
+    _replace(folder, "state.json", json.dumps(json.loads((folder / "state.json").read_text()) | changes).encode())
+    verify(folder)
+    with user_error(rf"state\.json .*{words}"):
+        load_state(folder)
+    assert 20 not in read_scores(run / "checkpoints")
+
+
+def test_names_of_tensors_do_not_reach_the_terminal_as_they_are(run: Path) -> None:
+    folder = run / "checkpoints" / "update-00000020"
+    for name in ("\x1b]0;title\x07\x1b[2J", "x" * 10**6):
+        save_file({**load_file(folder / "weights.safetensors"), name: torch.zeros(1)}, run / "new")
+        _replace(folder, "weights.safetensors", (run / "new").read_bytes())
+        shown = r"(\\x1b\]0;title\\x07|x+ \.\.\. x+).*"
+        with user_error(rf"in weights\.safetensors, {shown} \[1\] is not expected") as caught:
+            load_model(folder)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 5000
+
+
 def test_a_manifest_cannot_name_files_elsewhere(run: Path) -> None:
     folder = run / "checkpoints" / "update-00000020"
     files = json.loads((folder / "manifest.json").read_text())["files"]

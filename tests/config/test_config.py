@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -279,13 +280,27 @@ def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> Non
     ("a: " + 1000 * "[", "groups are nested more than 50 deep"),
     ("a: " + 60 * "[" + 60 * "]", "groups are nested more than 50 deep"),
     ("a: 2026-13-01\n", "is not valid YAML: month must be in 1..12"),
+    # nine to the ninth values, by aliases of lists, of merged mappings, and of lists of them
+    ("".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}' if i else 'x'] * 9)}]\n" for i in range(9)),
+     "it has more than 100,000 values, those of aliases (*name) counted"),
+    ("".join(f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}' if i else '{x: 1}'] * 9)}]}}\n" for i in range(9)),
+     "it has more than 100,000 values"),
+    ("a: &a [" + "x," * 40_000 + "]\nb: [" + "*a," * 40_000 + "]\n", "it has more than 100,000 values"),
+    ("a: '" + "x" * 2**18 + "'\n", "has more than 262,144 bytes, so it is no recipe; give another file"),
+    ("model: {encoder: {layers: 100000000}}\n", "model.encoder.layers: is 100000000, must be less than or equal to"),
+    ("model: {width: 4000000}\n", "model.width: is 4000000, must be less than or equal to 65536"),
+    ("model: {max_length: 1000000000000}\n", "model.max_length: is 1000000000000, must be less than or equal to"),
+    ('"\\e[2J": 1\n', "\\x1b[2J: unknown setting"),
 ])
 def test_faulty_files(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(text, encoding="utf-8")
+    started = time.monotonic()
     with pytest.raises(UserError) as caught:
         load_recipe(file)
     assert message in str(caught.value) and str(file) in str(caught.value)
+    assert time.monotonic() - started < 20, "seconds, on a busy machine"
+    assert str(caught.value).replace("\n", "").isprintable() and len(str(caught.value)) < 9000
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
@@ -296,6 +311,8 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes("run: Läufe".encode("latin-1"))
     with user_error("cannot be read"):
         load_recipe(tmp_path / "latin.yaml")
+    with user_error("recipe /dev/zero has more than 262,144 bytes"):
+        load_recipe("/dev/zero")
 
 
 def test_yaml_anchors_may_be_merged(tmp_path: Path) -> None:

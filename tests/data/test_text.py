@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import user_error
 from xopen import xopen
 
 from deepnmt.config import Corpus, Filters
 from deepnmt.data.filters import filter_by_length, filter_by_text, tally
-from deepnmt.data.text import read_pairs
+from deepnmt.data.text import LONGEST_LINE, read_lines, read_pairs
 from deepnmt.errors import UserError
 
 
@@ -109,3 +111,14 @@ def test_length_filters_at_their_bounds() -> None:
     trg = np.array([10, 1, 1, 1, 2, 4, 11])
     codes = filter_by_length(src, trg, Filters(max_tokens=10, max_ratio=3.0))
     assert codes.tolist() == [0, 4, 0, 5, 0, 1, 4]
+
+
+def test_a_line_without_end_is_no_sentence(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "x.gz", "wb") as stream:
+        stream.write(b"a dog\n" + b"x" * (LONGEST_LINE + 1))
+    lines = read_lines(tmp_path / "x.gz")
+    assert next(lines) == "a dog"
+    with user_error(r"x\.gz, line 2: longer than 16 MiB, so it is no sentence; give a text with one sentence a line"):
+        next(lines)
+    with user_error(r"/dev/zero, line 1: longer than 16 MiB"):
+        next(read_lines(Path("/dev/zero")))

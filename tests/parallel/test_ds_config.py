@@ -96,6 +96,10 @@ def refused(path: Path, precision: str, stages: int = 0) -> str:
     ({"pipeline": {"stages": 8}}, "fp32", 2, "pipeline.stages is given, but has no effect here: the recipe's"),
     ({"pipeline": {"partition": "parameters"}}, "fp32", 2, "pipeline.partition is given, but has no effect"),
     ({"pipeline": {"no_such_key": 1}}, "fp32", 2, "pipeline.no_such_key is given, but has no effect here"),
+    ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "fp32", 0,
+     "zero_optimization.offload_param is given, but has no effect below stage 3; remove it"),
+    ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "fp32", 0,
+     "zero_optimization.offload_optimizer is given, but has no effect below stage 1; remove it"),
     ({"pipeline": 8}, "fp32", 2, "pipeline is 8, must be an object"),
 ])
 def test_a_json_that_contradicts_the_recipe_or_has_no_effect(
@@ -127,6 +131,12 @@ def test_impossible_loss_scales(settings: dict[str, float], message: str) -> Non
     with pytest.raises(UserError) as caught:
         recipe_of(**settings)
     assert message in str(caught.value)
+
+
+def test_a_json_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text('{"a": ' + "[" * 200_000)
+    with pytest.raises(UserError, match=r"deep\.json is not valid JSON: "):
+        layout_of(recipe_of(tmp_path / "deep.json"), 1)
 
 
 def test_an_untested_deepspeed_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

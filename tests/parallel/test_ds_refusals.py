@@ -16,6 +16,8 @@ TYPOS: list[tuple[str, dict[str, Any], str]] = [
     ("zero_optimization", {"reduce_bucket_size": "x"}, "zero_optimization.reduce_bucket_size: Input should be"),
     ("fp16", {"hystersis": 1}, "fp16.hystersis: Extra inputs are not permitted"),
     ("", {"gradient_allreduce_op": "median"}, "median"),
+    ("", {"zero_optimisation": {"stage": 2}}, "zero_optimisation is no key of it; did you mean zero_optimization?"),
+    ("", {"foo": 3}, "foo is no key of it"),
 ]
 
 
@@ -23,6 +25,12 @@ def trial() -> None:
     for path in (ROOT / "ds_configs").glob("*.json"):
         for precision in ("fp32", "bf16", "fp16"):
             check_with_deepspeed(layout_of(recipe_of(f"{path.stem}_{precision}"), 2))
+    known = {"flops_profiler": {"enabled": False}, "csv_monitor": {"enabled": False}, "memory_breakdown": False,
+             "aio": {}, "tensor_parallel": {}, "seq_parallel_communication_data_type": "fp32"}
+    layout = layout_of(recipe_of("zero1_fp32"), 1)
+    assert layout.config is not None
+    layout.config.update(known)
+    check_with_deepspeed(layout)
     for section, keys, expected in TYPOS:
         layout = layout_of(recipe_of("zero1_fp16"), 1)
         assert layout.config is not None

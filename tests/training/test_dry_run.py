@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from refusals import Refused
 from tiny_engines import options
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -17,7 +18,8 @@ from deepnmt.data.prepared import PreparedData
 from deepnmt.model.init import new_model
 from deepnmt.parallel.build import partition_of
 from deepnmt.parallel.settings import layout_of
-from deepnmt.training.plan import count_parameters, describe, memory_estimate
+from deepnmt.ranks import Ranks
+from deepnmt.training.plan import check_memory, count_parameters, describe, memory_estimate
 
 
 @pytest.mark.parametrize("tied", ["all", "none"])
@@ -113,3 +115,34 @@ def test_activations_are_what_autograd_keeps(
         model(src, torch.full((16,), 16), trg, trg)
     estimate = memory_estimate(recipe, layout_of(recipe, 1), 0, 64)
     assert estimate["activations"] == pytest.approx(sum(kept.values()), rel=0.05)
+
+
+def test_what_cannot_fit_is_refused(
+    prepared: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a model is built: in seconds, and without the memory."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    recipe = prepared / "recipe.yaml"
+    for change, part, way in (
+        (["model.encoder.layers=100000", "model.width=4096"], "optimizer", "model.width or its layers"),
+        (["batch.tokens=100000000"], "activations", "batch.tokens, or set parallel.recompute_layers"),
+        (["model.width=65536", "model.max_length=131072", "model.encoder.layers=1", "model.decoder.layers=1"],
+         "optimizer", "model.width or its layers"),
+    ):
+        said = refused("train", recipe, f"run={tmp_path / 'run'}", *change)
+        assert re.search(rf"needs about [\d,.]+ GiB of memory per process, [\d,.]+ of it for the {part}, but a process "
+                         rf"can have [\d,.]+ GiB; lower {way}", said), said
+        assert "too much memory" in figures(describe(load_recipe(recipe, change)))
+        assert not (tmp_path / "run" / "checkpoints").exists()
+    small = load_recipe(recipe)
+    sizes = (300, 300)
+    needed = memory_estimate(small, layout_of(small, 1), count_parameters(small.model, *sizes), 300)
+    most = sum(needed.values()) + 8 * 64 * 16 - 1  # and the positions, twice
+    monkeypatch.setattr("deepnmt.training.plan.process_memory", lambda *_: most)
+    capsys.readouterr()
+    check_memory(small, layout_of(small, 1), sizes, 1.0, Ranks.alone())
+    assert "lower batch.tokens" in capsys.readouterr().err, "a warning, since the estimate may be wrong"
+    monkeypatch.setattr("deepnmt.training.plan.process_memory", lambda *_: most + 1)
+    check_memory(small, layout_of(small, 1), sizes, 1.0, Ranks.alone())
+    assert capsys.readouterr().err == "" and "too much memory" not in figures(describe(small))
