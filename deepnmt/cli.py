@@ -370,6 +370,28 @@ def _diagnose(words: list[str]) -> None:
                        rule=args.rule, processes=args.processes))
 
 
+def _consolidate(words: list[str]) -> None:
+    """Put a checkpoint that several processes wrote in shards into one file."""
+    parser = recipe_parser(
+        "consolidate",
+        "Writes a checkpoint in shards as one whose weights and moments are in one file each, as other programs read\n"
+        "them. deepnmt itself needs it nowhere: every command reads either form.\n\n"
+        "Reads a checkpoint of the run. Writes RUN/consolidated, a checkpoint folder, or the one that --output names.",
+        "deepnmt consolidate runs/my\n"
+        "deepnmt consolidate runs/my --checkpoint best --output runs/my/one-file",
+    )
+    parser.add_argument("--checkpoint", default="newest", metavar="WHICH",
+                        help="best (by validation), newest, or the folder of a checkpoint (default newest)")
+    parser.add_argument("--output", metavar="FOLDER", help="the folder to write, or the checkpoint itself, which "
+                        "it then replaces (default: RUN/consolidated)")
+    args, recipe = parse(parser, words)
+    settable(args, ["run"], "a checkpoint is rewritten as it is")
+    from deepnmt.checkpoint.consolidate import consolidate
+
+    source, target = Path(_checkpoint(args.checkpoint, recipe) or recipe.run), Path(recipe.run) / "consolidated"
+    print(consolidate(source, Path(args.output) if args.output else target))
+
+
 def _fold(words: list[str]) -> None:
     """Write a trained Admin or DeepNorm model as plain Post-LN."""
     parser = recipe_parser(
@@ -449,7 +471,7 @@ _GROUPS: dict[str, dict[str, Command]] = {
         "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "average": _average,
         "translate": _translate, "evaluate": _evaluate,
     },
-    "Examine a model, or convert it": {"diagnose": _diagnose, "fold": _fold},
+    "Examine a model, or convert it": {"diagnose": _diagnose, "fold": _fold, "consolidate": _consolidate},
     "Try deepnmt, or a GPU": {"demo": _demo, "gpu-report": _gpu_report},
 }
 COMMANDS: dict[str, Command] = {name: run for group in _GROUPS.values() for name, run in group.items()}

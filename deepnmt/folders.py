@@ -17,7 +17,8 @@ import re
 import secrets
 import shutil
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,11 @@ import deepnmt
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 
-FORMAT = 1
+Buffer = bytes | memoryview
+Entry = dict[str, int | str]  # of a file in the manifest: its "size" in bytes and its "sha256"
+
+FORMAT, SHARDED = 1, 2  # of the manifest; the second where the tensors are in shards, see `checkpoint/tensors.py`
+_BLOCK = 8 << 20  # bytes that are hashed and written at a time
 MANIFEST = "manifest.json"
 FAIL_POINTS = ("folder made", "folder synced", "predecessor moved", "renamed", "parent synced", "set aside", "trashed")
 _HEX = "[0-9a-f]" * 8  # the end of names made by `_temporary_name`
@@ -57,59 +62,85 @@ def fail_point(name: str) -> None:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def commit_folder(target: Path, files: Mapping[str, Callable[[Path], object]], facts: Mapping[str, Any]) -> None:
+def commit_folder(target: Path, files: Mapping[str, Iterable[Buffer]], facts: Mapping[str, Any]) -> None:
     """Writes a folder, and replaces an existing one of that name when the new one is complete.
-
-    A folder that is not empty cannot be renamed over, so for a moment neither folder has the name. If the process is
-    killed then, the next `recover_after_kill` renames the old folder back; after an exception that happens at once.
 
     Args:
         target: the folder. Its parent is made if it does not exist.
-        files: name of each file, and the function that writes it.
+        files: name of each file, and its content, piece by piece.
         facts: further entries of the manifest.
 
     Raises:
         CheckpointWriteError: disk full, no permission, or another error of the file system; no partial folder is left.
     """
-    temporary, before = _temporary_name(target, ".tmp"), _temporary_name(target, ".before")
+    with new_folder(target) as temporary:
+        publish(temporary, target, {name: write_file(temporary / name, content, target) for name, content in
+                                    files.items()}, facts)
 
-    def sync_file(name: str) -> None:
-        fail_point(f"{name} written")
-        _sync(temporary / name)
-        fail_point(f"{name} synced")
 
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Makes the folder under whose temporary name the files of `target` are written, by this process or others, until
+    `publish`. Without that it is removed at the end. Raises `CheckpointWriteError`."""
+    temporary = _temporary_name(target, ".tmp")
     try:
-        with _reporting(target):
+        with reporting(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
             fail_point("folder made")
-            entries = {}
-            for name, write in files.items():
-                write(temporary / name)
-                sync_file(name)
-                entries[name] = {"size": (temporary / name).stat().st_size, "sha256": sha256(temporary / name)}
-            manifest = {"format": FORMAT, "deepnmt": deepnmt.__version__, **facts, "files": entries}
-            manifest["sha256"] = _manifest_hash(manifest)
-            (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            sync_file(MANIFEST)
-            _sync(temporary)
-            fail_point("folder synced")
-            if target.exists():
-                target.rename(before)
-                fail_point("predecessor moved")
-            temporary.rename(target)
-            fail_point("renamed")
-            _sync(target.parent)
-            fail_point("parent synced")
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):  # then the next `recover_after_kill` tries again
-            _restore_or_discard(before, target)
+            _restore_or_discard(_before(temporary), target)
+
+
+def write_file(file: Path, content: Iterable[Buffer], target: Path) -> Entry:
+    """Writes a file and waits until it is on disk; returns its entry in the manifest of the folder `target`. The hash
+    is of what was to be written, so it also tells whether that is what the disk holds. Raises `CheckpointWriteError`.
+    """
+    digest, size = hashlib.sha256(), 0
+    with reporting(target):
+        with open(file, "xb", buffering=0) as stream:
+            for piece in content:
+                rest = memoryview(piece).cast("B")
+                size += len(rest)
+                while rest:
+                    block, rest = rest[:_BLOCK], rest[_BLOCK:]
+                    digest.update(block)
+                    while block:
+                        block = block[stream.write(block):]
+            fail_point(f"{file.name} written")
+            os.fsync(stream.fileno())
+        fail_point(f"{file.name} synced")
+    return {"size": size, "sha256": digest.hexdigest()}
+
+
+def publish(temporary: Path, target: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any]) -> None:
+    """Completes a folder, whose files have these entries, with its manifest, and gives it the name `target`.
+
+    A folder that is not empty cannot be renamed over, so for a moment neither folder has the name. If the process is
+    killed then, the next `recover_after_kill` renames the old folder back; after an exception `new_folder` does at
+    once. Raises `CheckpointWriteError`.
+    """
+    manifest: dict[str, Any] = {"format": FORMAT, "deepnmt": deepnmt.__version__, **facts, "files": dict(entries)}
+    manifest["sha256"] = _manifest_hash(manifest)
+    write_file(temporary / MANIFEST, [json.dumps(manifest, indent=1).encode()], target)
+    with reporting(target):
+        _sync(temporary)
+        fail_point("folder synced")
+        if target.exists():
+            target.rename(_before(temporary))
+            fail_point("predecessor moved")
+        temporary.rename(target)
+        fail_point("renamed")
+        _sync(target.parent)
+        fail_point("parent synced")
 
 
 def set_aside(folder: Path) -> None:
     """Renames a folder to `set-aside-*`. Raises `CheckpointWriteError`."""
-    with _reporting(folder):
+    with reporting(folder):
         folder.rename(_temporary_name(folder, "set-aside"))
     fail_point("set aside")
 
@@ -117,14 +148,14 @@ def set_aside(folder: Path) -> None:
 def delete(folder: Path) -> None:
     """Deletes a folder without ever leaving a part of it under its name. Raises `CheckpointWriteError`."""
     trash = _temporary_name(folder, ".trash")
-    with _reporting(folder):
+    with reporting(folder):
         folder.rename(trash)
     fail_point("trashed")
     shutil.rmtree(trash, ignore_errors=True)
 
 
 @contextmanager
-def _reporting(folder: Path) -> Iterator[None]:
+def reporting(folder: Path) -> Iterator[None]:
     """Turns errors of the file system into `CheckpointWriteError`."""
     try:
         yield
@@ -145,6 +176,11 @@ def _sync(path: Path) -> None:
 
 def _temporary_name(folder: Path, prefix: str) -> Path:
     return folder.parent / f"{prefix}-{folder.name}-{secrets.token_hex(4)}"
+
+
+def _before(temporary: Path) -> Path:
+    """Where `publish` moves the folder that it replaces."""
+    return temporary.with_name(temporary.name.replace(".tmp", ".before", 1))
 
 
 # -- after a kill ------------------------------------------------------------------------------------------------------
@@ -204,19 +240,19 @@ def _restore_or_discard(before: Path, target: Path) -> None:
 # -- checking ----------------------------------------------------------------------------------------------------------
 
 
-def verify_manifest(folder: Path, files: Collection[str] | None, required: Collection[str]) -> dict[str, Any]:
-    """Checks a folder's manifest and those of `files` that it lists (None: all files), and returns the manifest.
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """A folder's manifest.
 
     Raises:
-        DamagedCheckpoint: the manifest is missing, unreadable, altered or of another format, names a file outside the
-            folder, or lacks one of `required`; or one of `files` is missing, is a link, or has another size or hash.
+        DamagedCheckpoint: it is missing, unreadable, altered or of another format, or names a file outside the folder.
     """
     file = folder / MANIFEST
     if file.is_symlink() or not file.is_file():
         raise DamagedCheckpoint(folder, f"{MANIFEST} is missing, so it is no checkpoint or was not completed")
     manifest = read_json(folder, MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise DamagedCheckpoint(folder, f"its format is {manifest.get('format')!r}, but this deepnmt reads {FORMAT}")
+    if manifest.get("format") not in (FORMAT, SHARDED):
+        raise DamagedCheckpoint(folder, f"its format is {manifest.get('format')!r}, but this deepnmt reads {FORMAT} "
+                                        f"and {SHARDED}")
     if manifest.get("sha256") != _manifest_hash(manifest):
         raise DamagedCheckpoint(folder, f"{MANIFEST} has been altered")
     entries = manifest.get("files")
@@ -224,11 +260,25 @@ def verify_manifest(folder: Path, files: Collection[str] | None, required: Colle
         raise DamagedCheckpoint(folder, f"{MANIFEST} lists no files")
     if foreign := sorted(name for name in entries if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name)):
         raise DamagedCheckpoint(folder, f"{MANIFEST} names {foreign[0]!r}, which is not a valid file name")
+    return manifest
+
+
+def check_files(
+    folder: Path, manifest: Mapping[str, Any], files: Collection[str] | None, required: Collection[str]
+) -> None:
+    """Checks those of `files` that a folder's manifest lists (None: all that it lists).
+
+    Raises:
+        DamagedCheckpoint: the manifest lacks one of `required`; or one of `files` is missing, is a link, or has another
+            size or hash.
+    """
+    entries = manifest["files"]
     if lacking := sorted(set(required) - entries.keys()):
         raise DamagedCheckpoint(folder, f"{MANIFEST} does not name {lacking[0]}")
-    for name in sorted(entries.keys() if files is None else entries.keys() & files):
-        _check_file(folder, name, entries[name])
-    return manifest
+    checked = sorted(entries.keys() if files is None else entries.keys() & files)
+    with ThreadPoolExecutor() as pool:  # hashing lets the others run
+        for _ in pool.map(lambda name: _check_file(folder, name, entries[name]), checked):
+            pass
 
 
 def _check_file(folder: Path, name: str, entry: Mapping[str, Any]) -> None:

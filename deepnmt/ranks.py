@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from deepnmt.errors import UserError
 
 Result = TypeVar("Result")
+
+_ASIDE = timedelta(hours=6)  # that one process may wait for another beside the training, whose disk may be slow
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Ranks:
         rank, world: number of this process, from 0, and of all processes of the run.
         local_rank, local_world: the same on this machine.
         device: where this process computes.
+        group: the process group that communicates; None: the default one.
     """
 
     rank: int
@@ -29,6 +33,7 @@ class Ranks:
     local_rank: int
     local_world: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Ranks:
@@ -39,6 +44,20 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
+
+    def aside(self) -> Ranks:
+        """The same processes with a way of their own to communicate, through the CPU, for a thread that works while the
+        main thread trains. Collective."""
+        group = dist.new_group(backend="gloo", timeout=_ASIDE) if self.world > 1 else None
+        return replace(self, device=torch.device("cpu"), group=group)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Sends a tensor to rank 0, which calls `receive`."""
+        dist.send(tensor, 0, group=self.group)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Receives what `rank` sends into a tensor of the same size."""
+        dist.recv(tensor, rank, group=self.group)
 
     def barrier(self) -> None:
         """Waits until every process has called this and its device has finished its work."""
@@ -58,7 +77,7 @@ class Ranks:
         if self.world == 1:
             return list(values)
         combined = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(combined, operation)
+        dist.all_reduce(combined, operation, group=self.group)
         return combined.tolist()
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -66,12 +85,12 @@ class Ranks:
         if self.world == 1:
             return data or b""
         size = torch.tensor([len(data or b"")], dtype=torch.int64, device=self.device)
-        dist.broadcast(size, 0)
+        dist.broadcast(size, 0, group=self.group)
         buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
         if self.first and data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if size.item():
-            dist.broadcast(buffer, 0)
+            dist.broadcast(buffer, 0, group=self.group)
         return buffer.cpu().numpy().tobytes()
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -80,12 +99,12 @@ class Ranks:
             return [data]
         sizes = torch.zeros(self.world, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(data)
-        dist.all_reduce(sizes)
+        dist.all_reduce(sizes, group=self.group)
         buffer = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
         if data:
             buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         parts = [torch.empty_like(buffer) for _ in range(self.world)]
-        dist.all_gather(parts, buffer)
+        dist.all_gather(parts, buffer, group=self.group)
         if not self.first:
             return None
         return [part[: int(n)].cpu().numpy().tobytes() for part, n in zip(parts, sizes)]

@@ -259,6 +259,26 @@ def pipeline_idle(words: list[str]) -> None:
     measure_idle(recipe, args.config, args.stages, args.counts, args.tokens, args.vocab, args.threads, args.output)
 
 
+def saves(words: list[str]) -> None:
+    """Measure how long checkpoints stop training, in several layouts."""
+    parser = recipe_parser(
+        "saves",
+        "Saves checkpoints of a model of the recipe's shape while it makes updates on random batches. Layouts are\n"
+        "those of python -m studies layouts.",
+        "python -m studies saves recipes/demo/admin_18l-18l.yaml --layouts local zero1_fp32:2 zero3_fp32:2",
+    )
+    parser.add_argument("--layouts", nargs="+", required=True, metavar="LAYOUT")
+    add_options(parser, ("--output", "FILE", Path, None, "JSON file"), ("--saves", "N", int, 3, "default 3"),
+                *RANDOM_BATCHES)
+    args, recipe = parse(parser, words)
+    positive(args, "saves", "tokens", "vocab", "threads")
+    from studies.benchmarks.layouts import parse_layout
+    from studies.benchmarks.saves import measure_saves
+
+    measure_saves(recipe, [parse_layout(text) for text in args.layouts], args.saves, args.tokens, args.vocab,
+                  args.threads, args.output)
+
+
 STUDIES: dict[str, Command] = {
     "compare": compare,
     "admin-profile": admin_profile,
@@ -268,6 +288,7 @@ STUDIES: dict[str, Command] = {
     "benchmark": benchmark,
     "layouts": layouts,
     "pipeline-idle": pipeline_idle,
+    "saves": saves,
 }
 OVERVIEW = overview_of(PROGRAM, {"Studies behind the documentation": STUDIES},
                        "Exit codes: 0 done; 2 a mistake, explained in a message; 130 Ctrl-C.")

@@ -234,7 +234,7 @@ def run_variant(variant: Variant, recipe: Recipe, ranks: Ranks, weights: Path | 
         "seconds": round(time.monotonic() - started, 1),
     }
     if weights is not None:
-        tensors = {parameter.name: parameter.weight for parameter in engine.export_state()}
+        tensors = {part.name: part.weight.view(part.shape) for part in engine.owned()}  # one process owns all
         write_checkpoint(weights / variant.folder, Contents(tensors, None, state.to_saved(), dump_recipe(made),
                                                             TRANSLATION.files(data)))
     engine.close()

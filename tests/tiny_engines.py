@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deepnmt.batch import Batch
@@ -84,13 +86,49 @@ def step(engine: Engine, plan: list[Batch], ranks: Ranks, rate: float = 1e-2) ->
     return ranks.sum([stats.loss / tokens])[0], stats.grad_norm, stats.loss_scale, stats.applied
 
 
+@dataclass(frozen=True)
+class ParameterState:
+    """A whole parameter and its moments."""
+
+    name: str
+    weight: Tensor
+    kept: dict[str, Tensor]
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        return {f"{self.name}.{moment}": tensor for moment, tensor in self.kept.items()}
+
+
+def export_state(engine: Engine) -> list[ParameterState]:
+    """Every parameter, put together from the parts of all processes; each element must be owned once. Collective."""
+    mine = [replace(part, weight=part.weight.clone(), moments={m: t.clone() for m, t in part.moments.items()})
+            for part in engine.owned()]
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    everyone: list[Any] = [mine]
+    if world > 1:
+        everyone *= world
+        dist.all_gather_object(everyone, mine)
+    found: dict[str, ParameterState] = {}
+    for part in (part for parts in everyone for part in parts):
+        whole = found.get(part.name) or ParameterState(part.name, torch.full(part.shape, torch.nan), {
+            moment: torch.full(part.shape, torch.nan) for moment in part.moments})
+        found[part.name] = whole
+        for tensor, values in ((whole.weight, part.weight), *((whole.kept[m], part.moments[m]) for m in part.moments)):
+            slot = tensor.view(-1)[part.start : part.start + len(values)]
+            assert len(values) == len(slot) and bool(slot.isnan().all()), f"{part.name} is owned by two processes"
+            slot.copy_(values)
+    for whole in found.values():
+        assert not any(bool(t.isnan().any()) for t in (whole.weight, *whole.kept.values())), f"{whole.name} has gaps"
+    return list(found.values())
+
+
 def poison(engine: Engine, victim: str, plan: list[Batch], here: bool) -> None:
     """Checks that a NaN in the gradient of parameter `victim`, in the process with `here`, is reported and changes no
     weight.
 
     `plan`: micro-batches of all processes. One update must have been made before; the engine can be used afterwards.
     """
-    before = {s.name: (s.weight, s.kept["exp_avg"]) for s in engine.export_state()}
+    before = {s.name: (s.weight, s.kept["exp_avg"]) for s in export_state(engine)}
     scale = engine.scaler_state()
     parameter = dict(engine.module.named_parameters()).get(victim) if here else None
     hook = parameter.register_hook(lambda grad: grad * float("nan")) if parameter is not None else None
@@ -99,7 +137,7 @@ def poison(engine: Engine, victim: str, plan: list[Batch], here: bool) -> None:
         hook.remove()
     assert not stats.applied and stats.grad_norm == float("inf"), stats
     assert engine.optimizer_step == 1
-    for s in engine.export_state():
+    for s in export_state(engine):
         weight, moment = before[s.name]
         assert torch.equal(weight, s.weight) and torch.equal(moment, s.kept["exp_avg"]), s.name
     if scale is not None:

@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 
 from deepnmt import config
-from deepnmt.checkpoint.checkpoint import Contents, TrainingState, save_checkpoint
+from deepnmt.checkpoint.checkpoint import Contents, TrainingState
+from deepnmt.checkpoint.saving import Saver
+from deepnmt.checkpoint.tensors import Part
 from deepnmt.data.vocab import train_vocabulary
 from deepnmt.model.init import new_model
+from deepnmt.ranks import Ranks
 
 SENTENCES = ["the small dog sees a red house", "a cat runs to the old tree", "two birds sing in the green garden"]
 VOCAB = train_vocabulary(SENTENCES * 3, config.Vocab(size=40, kind="bpe"))
@@ -43,6 +46,19 @@ def state_of(update: int, **extra: object) -> TrainingState:
     return TrainingState(update, 2, 17 * update, update - 1, {"scale": 0.03125, "clean": 5}, {"value": 2.5}, extra)
 
 
+def save(checkpoints: Path, contents: Contents, sharded: bool = False) -> Path:
+    """Saves a checkpoint as a run of one process does; returns its folder."""
+    moments: Mapping[str, torch.Tensor] = contents.moments or {}
+    parts = [Part(name, tuple(weight.shape), 0, weight.detach().flatten(),
+                  {key.removeprefix(f"{name}."): tensor.detach().flatten() for key, tensor in moments.items()
+                   if key.rpartition(".")[0] == name}) for name, weight in contents.weights.items()]
+    saver = Saver(checkpoints, Ranks.alone(), parts, sharded)
+    saver.save(parts, contents.state, contents.recipe_yaml, contents.files)
+    saver.close()
+    saver.wait()
+    return checkpoints / f"update-{contents.state.update:08d}"
+
+
 def write(
     recipe: config.Recipe, update: int, seed: int | None = None, vocabs: Mapping[str, bytes] = VOCABS, **extra: object
 ) -> Path:
@@ -50,5 +66,5 @@ def write(
     weights = weights_of(recipe, update if seed is None else seed)
     moments = {f"{name}.{kind}": weight * factor for name, weight in weights.items()
                for kind, factor in (("exp_avg", 0.5), ("exp_avg_sq", 0.25))}
-    return save_checkpoint(Path(recipe.run) / "checkpoints", Contents(
+    return save(Path(recipe.run) / "checkpoints", Contents(
         weights, moments, state_of(update, **extra), config.dump_recipe(recipe), vocabs))

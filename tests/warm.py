@@ -31,10 +31,14 @@ class Warm:
 
     Its processes are scheduled as batch jobs: a message that arrives does not interrupt the process that sends it. That
     one would lose its core while it holds gloo's lock, and gloo's thread would spin until it has it back.
+
+    Args:
+        preload: a library that the dynamic linker puts before all others.
     """
 
-    def __init__(self) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    def __init__(self, preload: Path | None = None) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+               **({"LD_PRELOAD": str(preload)} if preload else {})}
         self._server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         bufsize=0, env=env, cwd=ROOT)
         assert self._answer(300) == "ready"

@@ -24,7 +24,6 @@ from deepnmt.checkpoint.checkpoint import (
     load_state,
     read_scores,
     require_model,
-    shapes_in,
     sorted_by_score,
     task_files,
     update_of,
@@ -204,7 +203,8 @@ def average_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
     Raises:
         UserError: the tensors differ in name or shape; the message names the first.
     """
-    shapes, *others = map(shapes_in, checkpoints)
+    sources = [weights_in(checkpoint) for checkpoint in checkpoints]
+    shapes, *others = (source.shapes for source in sources)
     for folder, theirs in zip(checkpoints[1:], others, strict=True):
         if difference := first_difference(shapes, theirs):
             raise _models_differ(checkpoints[0], folder, difference)
@@ -213,7 +213,6 @@ def average_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
     parts = torch.empty(sum(sizes)).split(sizes)
     averaged = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
     scratch = torch.empty(max(sizes), dtype=torch.float64)
-    sources = [weights_in(checkpoint) for checkpoint in checkpoints]
     for name, mean in averaged.items():
         total = scratch[: mean.numel()].view_as(mean).copy_(sources[0](name))
         for source in sources[1:]:

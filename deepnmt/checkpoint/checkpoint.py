@@ -3,6 +3,7 @@
     update-00001000/
         weights.safetensors    fp32, each parameter once, under its canonical name
         moments.safetensors    NAME.exp_avg, NAME.exp_avg_sq (of SGD NAME.momentum_buffer); an average has none
+                               (or both in shards, one a process, with an index.json: see `tensors.py`)
         state.json             TrainingState
         recipe.yaml            every setting
         src.spm, trg.spm       the vocabularies
@@ -16,27 +17,24 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepnmt import folders
 from deepnmt.checkpoint.state_types import StateTypes
+from deepnmt.checkpoint.tensors import INDEX, Tensors, kind_of, tensor_file
 from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.folders import MANIFEST, CheckpointWriteError, DamagedCheckpoint
+from deepnmt.folders import MANIFEST, Buffer, CheckpointWriteError, DamagedCheckpoint
 from deepnmt.model.blocks import SIDES
-from deepnmt.model.init import Source, fill
+from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 
 __all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # defined in folders.py, caught by callers of this module
@@ -54,8 +52,6 @@ FAIL_POINTS = (
 )
 
 Which = Literal["auto", "averaged", "newest", "best"]
-
-MAPPED_VALUES = 4_000_000  # numbers read from a tensor file before it is closed and opened again
 
 log = logging.getLogger(__name__)
 
@@ -86,14 +82,13 @@ class TrainingState:
 @dataclass(frozen=True)
 class Contents:
     """What goes into a checkpoint. Tensors are fp32 and whole; `moments` is None for an average; `files` are the
-    task's, in translation the vocabularies; `metadata` goes into the manifest."""
+    task's, in translation the vocabularies."""
 
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor] | None
     state: TrainingState
     recipe_yaml: str
     files: Mapping[str, bytes]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,25 +116,6 @@ class LoadedModel:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(checkpoints: Path, contents: Contents) -> Path:
-    """Writes `checkpoints/update-<update>`, after cleaning up after a killed save or deletion. Called by one process.
-
-    Checkpoints of later updates (a damaged newest one, say, which the run could not resume from) are renamed to
-    `set-aside-update-*`, so that they are neither resumed from nor counted when old ones are deleted.
-
-    Raises:
-        CheckpointWriteError: disk full, no permission, or another fault of the file system; no partial folder is left.
-    """
-    update = contents.state.update
-    target = checkpoints / f"update-{update:08d}"
-    recover_checkpoints(checkpoints)
-    write_checkpoint(target, contents)
-    for path in list_checkpoints(checkpoints):
-        if update_of(path) > update:
-            folders.set_aside(path)
-    return target
-
-
 def recover_checkpoints(checkpoints: Path) -> None:
     """Cleans up after a killed save or deletion: a checkpoint that was being replaced gets its name back. Raises
     `CheckpointWriteError` if that fails."""
@@ -160,35 +136,26 @@ def write_checkpoint(target: Path, contents: Contents) -> None:
     """Writes a checkpoint folder under any name, replacing one that exists, after cleaning up after a killed write.
     Raises `CheckpointWriteError`."""
     folders.recover_after_kill(target.parent, target.name)
-    tensors = {WEIGHTS: contents.weights}
+    groups = {WEIGHTS: contents.weights}
     if contents.moments is not None:
-        tensors[MOMENTS] = contents.moments
-    plain = {
-        STATE: json.dumps(asdict(contents.state), indent=1).encode(),
-        RECIPE: contents.recipe_yaml.encode(),
-        **contents.files,
-    }
-    writers: dict[str, Callable[[Path], object]] = {}
-    writers |= {name: partial(_write_tensors, group) for name, group in tensors.items()}
-    writers |= {name: partial(Path.write_bytes, data=data) for name, data in plain.items()}
-    facts = {
-        "update": contents.state.update,
-        "parameters": sum(tensor.numel() for tensor in contents.weights.values()),
-        "tensors": {name: len(group) for name, group in tensors.items()},
-        "metadata": dict(contents.metadata),
-    }
-    folders.commit_folder(target, writers, facts)
+        groups[MOMENTS] = contents.moments
+    shapes = {name: shapes_of(group) for name, group in groups.items()}
+    files: dict[str, Iterable[Buffer]] = {}
+    files |= {name: tensor_file(shapes[name], group.__getitem__) for name, group in groups.items()}
+    files |= {name: [text] for name, text in texts_of(contents.state, contents.recipe_yaml, contents.files).items()}
+    counts = {name: len(group) for name, group in groups.items()}
+    folders.commit_folder(target, files, facts_of(contents.state.update, shapes[WEIGHTS], counts))
 
 
-def _write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"{name} is {tensor.dtype}; a checkpoint holds fp32")
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    file.touch()
-    mode = file.stat().st_mode  # from the umask; safetensors writes a file that only its owner may read
-    save_file(whole, file, metadata={"format": "pt"})  # some readers of safetensors require this entry
-    file.chmod(mode)
+def texts_of(state: TrainingState, recipe_yaml: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files of a checkpoint beside its tensors, by name."""
+    return {STATE: json.dumps(asdict(state), indent=1).encode(), RECIPE: recipe_yaml.encode(), **files}
+
+
+def facts_of(update: int, shapes: Mapping[str, Iterable[int]], tensors: Mapping[str, int]) -> dict[str, Any]:
+    """What the manifest says beside its files: `shapes` of the weights, number of `tensors` in each file."""
+    return {"update": update, "parameters": sum(math.prod(shape) for shape in shapes.values()), "tensors": tensors,
+            "metadata": {}}
 
 
 # -- finding and deleting ----------------------------------------------------------------------------------------------
@@ -306,17 +273,30 @@ def verify_files(folder: Path, files: Collection[str] | None) -> dict[str, Any]:
     """Compares these files of a checkpoint (None: all) with its manifest, and returns the manifest.
 
     Raises:
-        DamagedCheckpoint: see `folders.verify_manifest`; or the manifest has another update than the folder's name.
+        DamagedCheckpoint: see `folders.read_manifest` and `check_files`; or the manifest has another update than the
+            folder's name.
     """
-    manifest = folders.verify_manifest(folder, files, {*REQUIRED, *(files or ())})
+    manifest = folders.read_manifest(folder)
+    required = _stored_as(manifest, {*REQUIRED, *(files or ())})
+    folders.check_files(folder, manifest, None if files is None else _stored_as(manifest, files), required)
     if _is_update(folder) and manifest.get("update") != update_of(folder):
         raise DamagedCheckpoint(folder, f"its {MANIFEST} is that of update {manifest.get('update')}")
     return manifest
 
 
+def _stored_as(manifest: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """The files of these names, or what a checkpoint in shards has in their place."""
+    if manifest["format"] != folders.SHARDED:
+        return set(names)
+    shards = {name: {INDEX, *(file for file in manifest["files"] if kind_of(file) == name)}
+              for name in (WEIGHTS, MOMENTS)}
+    return {file for name in names for file in shards.get(name, {name})}
+
+
 def task_files(folder: Path) -> list[str]:
     """The names of the task's files in a checkpoint. Raises `DamagedCheckpoint`."""
-    return [name for name in verify_files(folder, ())["files"] if name not in (*REQUIRED, MOMENTS)]
+    return [name for name in verify_files(folder, ())["files"]
+            if name not in (*REQUIRED, MOMENTS, INDEX) and not kind_of(name)]
 
 
 def load_state(folder: Path) -> TrainingState:
@@ -337,54 +317,25 @@ def load_state(folder: Path) -> TrainingState:
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Name to fp32 tensor on the CPU. Raises `DamagedCheckpoint`."""
     verify_files(folder, (WEIGHTS,))
-    with _reading(folder, WEIGHTS):
-        return load_file(folder / WEIGHTS)
+    return dict(weights_in(folder))
 
 
-def weights_in(folder: Path) -> Source:
-    """The weights of a verified checkpoint, read one at a time by name. Raises `DamagedCheckpoint`."""
-    return _tensors_in(folder, WEIGHTS)
+def weights_in(folder: Path) -> Tensors:
+    """The weights of a verified checkpoint, read when asked for. Raises `DamagedCheckpoint`."""
+    return Tensors(folder, "weights")
 
 
-def moments_in(folder: Path) -> Source:
-    """The fp32 moments (NAME.exp_avg and so on) of a verified checkpoint, read one at a time by name. Raises
-    `UserError`."""
-    if not (folder / MOMENTS).exists():
+def moments_in(folder: Path) -> Tensors:
+    """The fp32 moments (NAME.exp_avg and so on) of a verified checkpoint, read when asked for. Raises `UserError`."""
+    if not has_moments(folder):
         raise UserError(f"{folder} holds no optimizer moments (an average has none), so training cannot resume from "
                         "it; give a checkpoint of a run")
-    return _tensors_in(folder, MOMENTS)
+    return Tensors(folder, "moments")
 
 
-def _tensors_in(folder: Path, name: str) -> Source:
-    """Reads a file's tensors by name. What was read from an open file stays in memory, so the file is reopened after
-    `MAPPED_VALUES` numbers."""
-    file, values = None, 0
-
-    def read(key: str) -> Tensor:
-        nonlocal file, values
-        with _reading(folder, name):
-            if file is None or values >= MAPPED_VALUES:
-                file, values = safe_open(folder / name, framework="pt"), 0
-            tensor = file.get_tensor(key)
-        values += tensor.numel()
-        return tensor
-
-    return read
-
-
-def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight in a checkpoint, by name. Raises `DamagedCheckpoint`."""
-    with _reading(folder, WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
-
-
-@contextmanager
-def _reading(folder: Path, name: str) -> Iterator[None]:
-    """Turns an error while reading a tensor file into `DamagedCheckpoint`."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise DamagedCheckpoint(folder, f"{name} cannot be read ({error})") from None
+def has_moments(folder: Path) -> bool:
+    """Whether a checkpoint holds the optimizer's moments."""
+    return any(folder.glob("moments*.safetensors"))
 
 
 def first_difference(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -408,7 +359,7 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     verify_files(checkpoint, {*MODEL_FILES, *task_files(checkpoint)})
     recipe = load_recipe(checkpoint / RECIPE)
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
-    if difference := _other_model(recipe.model, src_vocab.size, trg_vocab.size, shapes_in(checkpoint)):
+    if difference := _other_model(recipe.model, src_vocab.size, trg_vocab.size, weights_in(checkpoint).shapes):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "
                         "checkpoint as training wrote it")
     model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
@@ -439,4 +390,6 @@ def require_model(folder: Path, expected: Model | None) -> None:
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Name to shape."""
+    if isinstance(tensors, Tensors):
+        return tensors.shapes
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -356,6 +356,9 @@ class Train(Section):
     """Updates between validations."""
     save_every: Count = 1000
     """Updates between checkpoints."""
+    checkpoint_form: Literal["auto", "one_file", "shards"] = "auto"
+    """How checkpoints hold weights and moments: in one file each, or in shards, one for each process; auto: shards if
+    several processes train and the state is 1 GB or more."""
     keep_last: Count = 5
     """How many of the newest checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = 1

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import (
-    MOMENTS,
     find_checkpoint,
+    has_moments,
     list_checkpoints,
     load_model,
     load_state,
@@ -97,7 +97,7 @@ class Subject:
     @property
     def trained(self) -> Path | None:
         """The checkpoint, if it has the optimizer's moments."""
-        return self.checkpoint if self.checkpoint is not None and (self.checkpoint / MOMENTS).exists() else None
+        return self.checkpoint if self.checkpoint is not None and has_moments(self.checkpoint) else None
 
 
 def diagnose(

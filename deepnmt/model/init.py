@@ -28,7 +28,9 @@ Xavier: Glorot and Bengio 2010, uniform in ±sqrt(6 / (fan_in + fan_out)).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,17 @@ from deepnmt.tokens import PAD
 
 # From a canonical name to its full weight in fp32, or to a scalar [] if all elements are equal.
 Source = Callable[[str], Tensor]
+
+
+@runtime_checkable
+class RangeSource(Protocol):
+    """A `Source` that can return elements `start` to `stop` of a weight alone, flat; `shapes`: of the whole weights."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __call__(self, name: str) -> Tensor: ...
+
+    def part(self, name: str, start: int, stop: int) -> Tensor: ...
 
 # The linear maps of a layer, and the matrices stacked in each.
 _MATRICES: dict[str, tuple[Matrix, ...]] = {
@@ -131,13 +144,28 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 def weight_from(source: Source, name: str, shape: Sequence[int]) -> Tensor:
     """The weight of a name, expanded to `shape`. Raises ValueError if it has another shape or contains NaN."""
-    weight = source(name)
-    weight = weight if weight.ndim else weight.expand(*shape)
-    if tuple(weight.shape) != tuple(shape):
-        raise ValueError(f"{name} has shape {list(weight.shape)}, but must have {list(shape)}")
-    if bool(weight.isnan().any()):
+    return part_from(source, name, shape, 0, math.prod(shape)).view(tuple(shape))
+
+
+def part_from(source: Source, name: str, shape: Sequence[int], start: int, stop: int) -> Tensor:
+    """Elements `start` to `stop` of the flattened weight that `weight_from` returns; a `RangeSource` reads no others.
+    Raises ValueError if the weight has another shape or these elements contain NaN."""
+    if isinstance(source, RangeSource):
+        _check_shape(name, source.shapes.get(name, shape), shape)
+        part = source.part(name, start, stop)
+    else:
+        weight = source(name)
+        weight = weight if weight.ndim else weight.expand(*shape)
+        _check_shape(name, weight.shape, shape)
+        part = weight.flatten()[start:stop]
+    if bool(part.isnan().any()):
         raise ValueError(f"{name} was not filled: it contains NaN")
-    return weight
+    return part
+
+
+def _check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(found) != tuple(expected):
+        raise ValueError(f"{name} has shape {list(found)}, but must have {list(expected)}")
 
 
 @torch.no_grad()

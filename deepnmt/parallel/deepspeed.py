@@ -6,8 +6,8 @@ DeepSpeed needs help in these places (each has a canary test):
   before `fill` sets weights and moments;
 - with several parameter groups DeepSpeed looks for the moments once, after the step of the first group, when the others
   have none: `link_moments` makes it look again;
-- weights and moments are read and written one parameter at a time, in fp32, through DeepSpeed's per-parameter calls;
-  without ZeRO those return nothing, so the tensors are accessed directly;
+- each process reads and writes the ranges of fp32 weights and moments that it keeps, through DeepSpeed's mapping from
+  parameters to its flat buffers; its calls for whole parameters would reduce each over all processes;
 - the fp16 loss scale is deepnmt's own (`optim.LossScaler`);
 - 16 bits without ZeRO are deepnmt's own too (`HalfPrecisionCopy`): DeepSpeed would divide by the loss scale without
   multiplying by it, take a step while it initialises, and sum gradients in 16 bits. It gets fp32 weights instead, and
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -27,17 +27,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 from torch import nn
 
+from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
-from deepnmt.model.init import Source, weight_from
+from deepnmt.model.init import Source, part_from
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import LossScaler, ScalerState, build_optimizer, initial_moment, moment_names
 from deepnmt.parallel.engine import Build
@@ -108,9 +103,12 @@ class DeepSpeedEngine:
     """The base of `ZeroEngine` and `PipelineEngine`.
 
     `build` makes the whole model, `engine` is DeepSpeed's engine, `zero` the ZeRO stage, `local` this process's
-    parameters by their canonical names (in 16 bits without ZeRO the fp32 weights, not the copy). A subclass ends its
-    constructor with `_start` and then `_create_optimizer_state`.
+    parameters by their canonical names (in 16 bits without ZeRO the fp32 weights, not the copy). A subclass sets
+    `data_rank` and `data_world`, and ends its constructor with `_start` and then `_create_optimizer_state`.
     """
+
+    data_rank: int
+    data_world: int
 
     def __init__(
         self, build: Build, recipe: Recipe, device: torch.device, layout: Layout, local: dict[str, nn.Parameter]
@@ -164,40 +162,67 @@ class DeepSpeedEngine:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def _read(self, p: nn.Parameter) -> list[torch.Tensor]:
-        """A parameter's weight and moments, whole, in fp32."""
+    def owned(self) -> Iterator[Part]:
+        for name, p in self.local.items():
+            start, stop = self._kept(p)
+            if self.zero == 0:  # all data-parallel ranks keep all
+                start, stop = self._share(p.numel())
+            if start < stop and self._first_holder(name):
+                weight, *moments = (tensor.detach() for tensor in self._state(p))
+                if self.zero == 0:
+                    weight, *moments = (tensor[start:stop] for tensor in (weight, *moments))
+                yield Part(name, _whole_shape(p), start, weight, dict(zip(self.moments, moments, strict=True)))
+
+    def _first_holder(self, name: str) -> bool:
+        """Whether no earlier process of a pipeline holds this parameter too."""
+        return True
+
+    def _share(self, count: int) -> tuple[int, int]:
+        """This data-parallel rank's range of `count` elements, in equal parts, of which the last may be smaller."""
+        size = -(-count // self.data_world)
+        return min(size * self.data_rank, count), min(size * (self.data_rank + 1), count)
+
+    def _kept(self, p: Any) -> tuple[int, int]:
+        """The range of a flattened parameter whose fp32 weight and moments this process keeps."""
+        if self.zero == 0:
+            return 0, p.numel()
+        address = p._hp_mapping.lp_fragment_address if p._hp_mapping else None
+        return (address.start, address.start + address.numel) if address else (0, 0)
+
+    def _state(self, p: Any) -> list[torch.Tensor]:
+        """The fp32 weight and moments of `_kept`, flat, as the optimizer has them; not of an empty range."""
         if self.zero == 0:
             state = self._optimizer.state[p]
-            tensors = [p, *(state[moment] for moment in self.moments)]
-        else:
-            tensors = [safe_get_full_fp32_param(p), *(safe_get_full_optimizer_state(p, m) for m in self.moments)]
-        return [tensor.detach().float() for tensor in tensors]
+            return [tensor.view(-1) for tensor in (p, *(state[moment] for moment in self.moments))]
+        return [p._hp_mapping.get_hp_fragment(), *(p._hp_mapping.get_hp_fragment(m) for m in self.moments)]
 
-    def _write(self, p: nn.Parameter, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
-        """Sets a parameter's weight and moments from whole fp32 tensors."""
-        if self.zero == 0:
-            p.copy_(weight)
-            for moment, value in states.items():
-                self._optimizer.state[p][moment].copy_(value)
-            return
-        safe_set_full_fp32_param(p, weight)
-        for moment, value in states.items():
-            safe_set_full_optimizer_state(p, value, moment)
+    def _write(self, p: Any, values: Sequence[torch.Tensor]) -> None:
+        """Sets the fp32 weight and moments of `_kept`."""
+        for held, value in zip(self._state(p), values, strict=True):
+            held.data.copy_(value)
 
     @torch.no_grad()
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         for name, p in self.local.items():
-            weight = weight_from(source, name, getattr(p, "ds_shape", p.shape)).to(self.device, torch.float32)
-            kept = {m: moments(f"{name}.{m}") if moments else initial_moment(m, weight) for m in self.moments}
-            self._write(p, weight, {m: value.to(self.device, torch.float32) for m, value in kept.items()})
-        if self.zero in (1, 2):
-            self.engine.optimizer.update_lp_params()
-        if self._half:
-            self._half.refresh()
+            shape, (start, stop) = _whole_shape(p), self._kept(p)
+            if start == stop:
+                continue
+            weight = part_from(source, name, shape, start, stop).to(self.device, torch.float32)
+            kept = [part_from(moments, f"{name}.{m}", shape, start, stop) if moments else initial_moment(m, weight)
+                    for m in self.moments]
+            self._write(p, [weight, *(value.to(self.device, torch.float32) for value in kept)])
+        self._refresh()
         for state in self._optimizer.state.values():
             if "step" in state:  # SGD counts none
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
         self._applied = step
+
+    def _refresh(self) -> None:
+        """Sets the weights that compute from the fp32 weights. Collective."""
+        if self.zero in (1, 2):
+            self.engine.optimizer.update_lp_params()
+        if self._half:
+            self._half.refresh()
 
     def _allocate_full_model(self, dtype: torch.dtype) -> Transformer:
         """A whole model in `dtype`, its weights still to be set, on every process. Collective.
@@ -254,6 +279,11 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         self.engine.destroy()
+
+
+def _whole_shape(p: nn.Parameter) -> tuple[int, ...]:
+    """The shape of a parameter, which ZeRO-3 may keep in parts."""
+    return tuple(getattr(p, "ds_shape", p.shape))
 
 
 def supported_precisions() -> list[str]:

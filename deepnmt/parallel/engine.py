@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import nn
 
 from deepnmt.batch import Batch
+from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.model.init import Source
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import Moment, ScalerState
+from deepnmt.optim import ScalerState
 
 # Builds the whole model with its weights still to be set, and calls its argument with each part as soon as that is
 # built; see `Transformer`.
@@ -41,21 +41,6 @@ class StepStats:
     applied: bool
 
 
-@dataclass(frozen=True)
-class ParameterState:
-    """One parameter under its canonical name, fp32 on the CPU. `kept`: its optimizer state (see `optim.moment_names`),
-    before the first update `optim.initial_moment`."""
-
-    name: str
-    weight: torch.Tensor
-    kept: Mapping[Moment, torch.Tensor]
-
-    @property
-    def moments(self) -> dict[str, torch.Tensor]:
-        """The optimizer state by the names it has in a checkpoint: NAME.exp_avg and so on."""
-        return {f"{self.name}.{moment}": tensor for moment, tensor in self.kept.items()}
-
-
 class Engine(Protocol):
     """What the training loop calls. Every method is collective: all processes call it, in the same order.
 
@@ -79,15 +64,17 @@ class Engine(Protocol):
         """The sums (label-smoothed loss, plain nll) of each micro-batch, without dropout or gradients; zeros on all but
         the last stage of a pipeline. All processes pass equally many; the more, the less a pipeline idles."""
 
-    def export_state(self) -> Iterator[ParameterState]:
-        """Whole parameters with their moments, one after the other; every process must exhaust it."""
+    def owned(self) -> Iterator[Part]:
+        """What this process writes into a checkpoint, in fp32: all processes' parts together are every parameter once.
+        Not collective; the parts are always the same, in the same order."""
 
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         """Sets all weights and moments, one parameter at a time. A new engine needs this before its first update.
+        Of a `RangeSource` each process reads what it keeps.
 
         Args:
             source: from a canonical name to the weight.
-            moments: from a name in `ParameterState.moments` to the moment; without it, `optim.initial_moment`.
+            moments: from a name such as NAME.exp_avg to the moment; without it, `optim.initial_moment`.
             step: updates applied, as the optimizer counts them.
 
         Raises:

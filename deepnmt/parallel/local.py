@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from deepnmt.batch import Batch
+from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, initial_moment, moment_names
-from deepnmt.parallel.engine import ParameterState, StepStats
+from deepnmt.parallel.engine import StepStats
 
 
 class LocalEngine:
@@ -52,13 +53,12 @@ class LocalEngine:
         sums = [self.module(*batch.tensors, batch.key) for batch in batches]
         return [(each.loss.item(), each.nll.item()) for each in sums]
 
-    def export_state(self) -> Iterator[ParameterState]:
+    def owned(self) -> Iterator[Part]:
         for name, parameter in self.module.named_parameters():
-            weight = parameter.detach().float().cpu().clone()
-            state = self.optimizer.state[parameter]
-            kept = {moment: state[moment].cpu().clone() if moment in state else initial_moment(moment, weight)
+            weight, state = parameter.detach(), self.optimizer.state[parameter]
+            kept = {moment: state[moment] if moment in state else initial_moment(moment, weight)
                     for moment in self.moments}
-            yield ParameterState(name, weight, kept)
+            yield Part(name, tuple(weight.shape), 0, weight.view(-1), {m: t.view(-1) for m, t in kept.items()})
 
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         fill(self.module, source)

@@ -2,7 +2,7 @@
 
 What it does by hand beside `parallel/deepspeed.py`, and why (each has a canary test):
 - ZeRO-3 partitions the model part by part as it is built, so that no process ever holds it whole;
-- under ZeRO-3 each process slices its own share of a weight, because DeepSpeed fails where the shares are uneven;
+- under ZeRO-3 each process takes its own share of a weight, because DeepSpeed fails where the shares are uneven;
 - without ZeRO DeepSpeed applies non-finite gradients in fp32, and its clipping fails where gradients are missing: this
   engine clips by itself and drops such an update.
 """
@@ -10,12 +10,18 @@ What it does by hand beside `parallel/deepspeed.py`, and why (each has a canary 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
 from torch import nn
 
 from deepnmt.batch import Batch
@@ -23,7 +29,7 @@ from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer, fill_with_nan
 from deepnmt.optim import clip_gradients
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
-from deepnmt.parallel.engine import Build, ParameterState, StepStats
+from deepnmt.parallel.engine import Build, StepStats
 from deepnmt.parallel.host import give_memory_back
 from deepnmt.parallel.settings import Layout
 
@@ -104,26 +110,34 @@ class ZeroEngine(DeepSpeedEngine):
         sums = [self.engine(*batch.tensors, batch.key) for batch in batches]
         return [(each.loss.item(), each.nll.item()) for each in sums]
 
-    def export_state(self) -> Iterator[ParameterState]:
-        for name, p in self.local.items():
-            weight, *rest = (tensor.cpu().clone() for tensor in self._read(p))
-            yield ParameterState(name, weight, dict(zip(self.moments, rest, strict=True)))
+    def _kept(self, p: Any) -> tuple[int, int]:
+        return self._share(p.ds_numel) if self.zero == 3 else super()._kept(p)
 
-    def _write(self, p: nn.Parameter, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+    def _state(self, p: Any) -> list[torch.Tensor]:
         if self.zero < 3:
-            super()._write(p, weight, states)
-            return
-        safe_set_local_fp32_param(p, self._share(weight))
-        for moment, value in states.items():
-            safe_set_local_optimizer_state(p, self._share(value), moment)
-        with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
-            p.copy_(weight)
+            return super()._state(p)
+        start, stop = self._kept(p)
+        padded = [safe_get_local_fp32_param(p), *(safe_get_local_optimizer_state(p, m) for m in self.moments)]
+        return [tensor[: stop - start] for tensor in padded]
 
-    def _share(self, value: torch.Tensor) -> torch.Tensor:
-        """This process's share of a whole tensor under ZeRO-3: flat, in equal parts, the last one padded with zeros."""
-        size = -(-value.numel() // self.data_world)
-        flat = torch.nn.functional.pad(value.flatten(), (0, size * self.data_world - value.numel()))
-        return flat[size * self.data_rank :][:size]
+    def _write(self, p: Any, values: Sequence[torch.Tensor]) -> None:
+        if self.zero < 3:
+            super()._write(p, values)
+            return
+        size = -(-p.ds_numel // self.data_world)
+        weight, *moments = (nn.functional.pad(value, (0, size - len(value))) for value in values)
+        safe_set_local_fp32_param(p, weight)
+        for moment, value in zip(self.moments, moments, strict=True):
+            safe_set_local_optimizer_state(p, value, moment)
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        if self.zero == 3:  # what DeepSpeed does after an update
+            optimizer = self.engine.optimizer
+            optimizer.checkpoint_event_prologue()  # so that no parameter stays whole with its old values
+            for group in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            optimizer.checkpoint_event_epilogue()
 
     @torch.no_grad()
     def gather_model(self) -> Transformer:

@@ -21,6 +21,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
 from tqdm import tqdm
 
+from deepnmt.checkpoint.saving import Saved
 from deepnmt.files import as_json, is_record, make_run_folder, write_json
 from deepnmt.progress import print_status
 
@@ -96,6 +97,14 @@ class Monitor:
         bleu = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
         self.print_line(f"validation at update {update}: loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}"
                  f"{' (best so far)' if record['best'] else ''}")
+
+    def saved(self, update: int, saved: Saved) -> None:
+        """Logs and prints how long a checkpoint took, which was complete by `update`."""
+        if self.active:
+            self._write("checkpoint", update, {"checkpoint": saved.update, "bytes": saved.size,
+                                               "stall_seconds": saved.stall, "write_seconds": saved.seconds})
+            self.print_line(f"checkpoint of update {saved.update}: {saved.size / 1e6:,.1f} MB, training waited "
+                            f"{saved.stall:.2f} s, written in {saved.seconds:.2f} s")
 
     def probe(self, update: int, record: dict[str, float]) -> None:
         """Writes the finite values of a probe of the layers to TensorBoard."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from deepnmt.checkpoint.average import check_average_last
+from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
@@ -177,6 +178,11 @@ def describe(recipe: Recipe) -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if fault := memory_fault(recipe, layout, memory, process_memory(device, rank_from_environment()[3])):
         rows["too much memory"] = fault
+    state = 4 * parameters * (1 + len(moment_names(recipe))) / 1e6
+    rows["checkpoints"] = (
+        f"in {world} shard(s) of {state / world:,.0f} MB; each process holds a copy of its own"
+        if in_shards(recipe, parameters, world) else
+        f"in one file, {state:,.0f} MB with the moments; the first process holds all of it while it writes")
     if note := warmup_note(recipe):
         rows["learning rate"] = note
     width = max(map(len, rows))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from deepnmt.checkpoint.checkpoint import MOMENTS, STATE, DamagedCheckpoint, load_state, recover_checkpoints
+from deepnmt.checkpoint.checkpoint import STATE, DamagedCheckpoint, has_moments, load_state, recover_checkpoints
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
@@ -122,7 +122,7 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
     if rejected:
         raise UserError(f"{recipe.run} holds a run begun with other settings:\n  " + "\n  ".join(rejected)
                         + "\nrestore them, or train into another folder with run=FOLDER")
-    if not (checkpoint / MOMENTS).exists():
+    if not has_moments(checkpoint):
         raise UserError(f"{checkpoint} is an average, and training cannot resume from one; move it out of "
                         f"{checkpoint.parent}")
     try:

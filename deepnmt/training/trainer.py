@@ -14,15 +14,14 @@ from typing import Any
 from deepnmt.checkpoint.average import check_average_last
 from deepnmt.checkpoint.checkpoint import (
     CheckpointWriteError,
-    Contents,
     list_checkpoints,
     load_state,
     moments_in,
     newest_checkpoint,
     prune,
-    save_checkpoint,
     weights_in,
 )
+from deepnmt.checkpoint.saving import Saver, in_shards
 from deepnmt.config import Recipe, Train, dump_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import read_log, write_text
@@ -100,6 +99,8 @@ class Trainer:
                     self.monitor.event(0, note)
             if layout.config is not None and (note := untested_deepspeed()):
                 self.monitor.event(update, note)
+            self.saver = Saver(self.checkpoints, ranks, self.engine.owned(),
+                               in_shards(recipe, self.engine.parameters, ranks.world))
             self.hook: UpdateHook = watch(recipe, self.engine, ranks) if watch else lambda number: nullcontext()
             if ranks.first:
                 write_text(self.run / "recipe.yaml", dump_recipe(recipe))
@@ -146,6 +147,8 @@ class Trainer:
             return self._finish()
         for done in updates(self.engine, self.stream, self.recipe, state, self.ranks, self.hook,
                             lambda: self.stop_signal != 0):
+            if self.saver.done():
+                self._settle()
             if done.measured:
                 self.monitor.probe(done.number, done.measured)
             if not done.stats.applied:
@@ -235,39 +238,38 @@ class Trainer:
     # -- saving and ending -------------------------------------------------------------------------------------------
 
     def _save(self, last: bool) -> None:
-        """Writes a checkpoint unless this update has one.
+        """Copies a checkpoint of this update, unless it has one, to be written while training continues.
 
-        If it cannot be written, raises `CheckpointWriteError` on every process if it is the `last` before this process
-        ends; else reports it and training continues.
+        If it is the `last` before this process ends, it is on the disk when this returns, or `CheckpointWriteError` is
+        raised on every process.
         """
+        self._settle()
         state, settings = self.state, self.recipe.train
-        if self._saved == state.update:
-            return
-        self.ranks.raise_everywhere(self.verification.wait)  # nothing that damaged data gave is kept
-        state.optimizer_step = self.engine.optimizer_step
-        state.loss_scale = self.engine.scaler_state() or state.loss_scale  # a layout without one keeps the last
-        weights: dict[str, Any] = {}
-        moments: dict[str, Any] = {}
-        for parameter in self.engine.export_state():
-            if self.ranks.first:
-                weights[parameter.name] = parameter.weight
-                moments |= parameter.moments
+        if self._saved != state.update:
+            self.ranks.raise_everywhere(self.verification.wait)  # nothing that damaged data gave is kept
+            state.optimizer_step = self.engine.optimizer_step
+            state.loss_scale = self.engine.scaler_state() or state.loss_scale  # a layout without one keeps the last
+            scores = {v["update"]: v["value"] for v in state.validations}
+            self.saver.save(
+                self.engine.owned(), state.to_saved(), dump_recipe(self.recipe), self.task.files(self.data),
+                lambda: prune(self.checkpoints, settings.keep_last, settings.keep_best, scores))
+            self._saved = state.update
+        if last:
+            self._settle(last)
 
-        def write() -> None:
-            if self.ranks.first:
-                save_checkpoint(self.checkpoints, Contents(weights, moments, state.to_saved(), dump_recipe(self.recipe),
-                                                           self.task.files(self.data)))
-                scores = {v["update"]: v["value"] for v in state.validations}
-                prune(self.checkpoints, settings.keep_last, settings.keep_best, scores)
-
+    def _settle(self, last: bool = False) -> None:
+        """Waits for the checkpoint that is being written and reports it. If it could not be written, training
+        continues, unless it is the `last`; see `_save`."""
         try:
-            self.ranks.raise_everywhere(write)
+            saved = self.saver.wait()
         except UserError as fault:
             if last:
                 raise CheckpointWriteError(f"{fault}; the same command then resumes from the newest of them") from None
-            self.monitor.event(state.update, f"checkpoint not written, training continues: {fault}")
+            self._saved = -1
+            self.monitor.event(self.state.update, f"checkpoint not written, training continues: {fault}")
         else:
-            self._saved = state.update
+            if saved:
+                self.monitor.saved(self.state.update, saved)
 
     def _finish(self) -> int:
         state = self.state
@@ -284,6 +286,7 @@ class Trainer:
         return FINISHED
 
     def close(self) -> None:
+        self.saver.close()
         self.engine.close()
         self.monitor.close()
         self._lock.close()

@@ -65,7 +65,7 @@ def parse_layout(text: str) -> Layout:
     return Layout(match[1], processes, int(match[3] or (processes if match[1].startswith("pipeline") else 0)))
 
 
-def _with_layout(recipe: Recipe, layout: Layout, micro_batches: int, vocab: int) -> Recipe:
+def with_layout(recipe: Recipe, layout: Layout, micro_batches: int, vocab: int) -> Recipe:
     """The recipe in a layout, with `micro_batches` per update over all its processes.
 
     Raises:
@@ -106,7 +106,7 @@ def compare_layouts(
         UserError: before the first layout runs, if one is impossible, the vocabulary is too small or `output` cannot be
             written; later, if this machine does not support a precision.
     """
-    recipes = [_with_layout(recipe, layout, micro_batches, vocab) for layout in layouts]
+    recipes = [with_layout(recipe, layout, micro_batches, vocab) for layout in layouts]
     if output is not None:
         make_parent_folder(output)
     rows = []
@@ -138,7 +138,7 @@ def measure_idle(
     folder cannot be written.
     """
     layout = Layout(config, stages, stages)
-    recipes = [_with_layout(recipe, layout, count, vocab) for count in counts]
+    recipes = [with_layout(recipe, layout, count, vocab) for count in counts]
     make_run_folder(folder, "--output")
     rows = []
     print("micro-batches  idle, each stage    mean   formula   expected for these stages")
@@ -196,6 +196,11 @@ def own_peak() -> float:
     if not peak:  # not Linux, or a kernel without VmHWM (gVisor)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return 1024 * int(peak.split()[0])
+
+
+def resident() -> int:
+    """The memory of this process in bytes, at present."""
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
 
 
 def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[Batch]:

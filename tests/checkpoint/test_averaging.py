@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from deepnmt import config
 from deepnmt.checkpoint import average as averaging
-from deepnmt.checkpoint import checkpoint
+from deepnmt.checkpoint import tensors as stored
 from deepnmt.checkpoint.average import (
     average_run,
     average_weights,
@@ -81,7 +81,7 @@ def test_files_are_opened_anew_for_each_group_of_tensors(
 ) -> None:
     folders = choose_checkpoints(_checkpoints(recipe), last=2)
     whole = average_weights(folders)
-    monkeypatch.setattr(checkpoint, "MAPPED_VALUES", 100)
+    monkeypatch.setattr(stored, "MAPPED_VALUES", 100)
     parts = average_weights(folders)
     assert list(parts) == list(whole) and all(torch.equal(parts[name], whole[name]) for name in whole)
 
@@ -89,12 +89,12 @@ def test_files_are_opened_anew_for_each_group_of_tensors(
 MEMORY = """
 import sys
 from pathlib import Path
-from deepnmt.checkpoint import average as averaging, checkpoint
+from deepnmt.checkpoint import average as averaging, tensors as stored
 
 def kilobytes(name):  # getrusage would count the process that started this one
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
 
-checkpoint.MAPPED_VALUES = 100_000
+stored.MAPPED_VALUES = 100_000
 small, *folders = map(Path, sys.argv[1:])
 averaging.average_weights([small, small])  # the libraries' own memory does not count
 before = kilobytes("VmRSS")

@@ -182,12 +182,12 @@ def test_a_kill_at_any_step_leaves_an_undamaged_checkpoint(eventful: Path, point
 def _only(folder: Path) -> str:
     """The name and the text of the one folder of a parent."""
     (path,) = folder.iterdir()
-    folders.verify_manifest(path, ["text"], ["text"])
+    folders.check_files(path, folders.read_manifest(path), ["text"], ["text"])
     return f"{path.name}: {(path / 'text').read_text()}"
 
 
 def _commit(target: Path, text: str) -> None:
-    folders.commit_folder(target, {"text": lambda file: file.write_text(text)}, {})
+    folders.commit_folder(target, {"text": [text.encode()]}, {})
 
 
 def test_a_kill_at_any_step_leaves_the_old_or_the_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,8 +426,8 @@ def test_a_manifest_cannot_name_files_elsewhere(run: Path) -> None:
     for entries in nothing:
         _forge(folder, files=entries)
         assert "lists no files" in _damages(folder)
-    _forge(folder, files=files, format=2)
-    assert "its format is 2, but this deepnmt reads 1" in _damages(folder)
+    _forge(folder, files=files, format=3)
+    assert "its format is 3, but this deepnmt reads 1 and 2" in _damages(folder)
     for content in ("[]", "[" * 100_000, "\xff", ""):
         (folder / "manifest.json").write_bytes(content.encode("latin-1"))
         assert "manifest.json" in _damages(folder)
@@ -511,7 +511,7 @@ def test_a_model_is_loaded_as_it_was_saved(run: Path) -> None:
 
 def test_weights_of_another_model_are_rejected_by_name(run: Path) -> None:
     wide = tiny_run.recipe_of(run, model={"ffn": 20})
-    folder = checkpoint.save_checkpoint(
+    folder = tiny_run.save(
         run / "checkpoints", checkpoint.Contents(tiny_run.weights_of(tiny_run.recipe_of(run)), {},
                                                     tiny_run.state_of(30), dump_recipe(wide), tiny_run.VOCABS))
     with user_error(r"encoder\.layers\.0\.ffn\.fc1\.weight is \[16, 8\] where \[20, 8\] is"):

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny_run
 import torch
 from refusals import Refused, Tool, contents, truncate, user_error
 from warm import Warm
 
-from deepnmt.checkpoint.checkpoint import Contents, load_model, save_checkpoint
+from deepnmt.checkpoint.checkpoint import Contents, load_model
 from deepnmt.cli import main
 from deepnmt.config import dump_recipe
 from deepnmt.errors import UserError
@@ -100,7 +101,7 @@ def test_weights_of_another_model(run: Path, refused: Refused, tmp_path: Path) -
     ours = load_model(run / "checkpoints" / NEWEST)
     weights = {name: tensor.detach() for name, tensor in ours.model.named_parameters()}
     weights["encoder.layers.0.ffn.fc1.weight"] = torch.zeros(64, 16)
-    other = save_checkpoint(tmp_path, Contents(weights, {}, ours.state, dump_recipe(ours.recipe), ours.files))
+    other = tiny_run.save(tmp_path, Contents(weights, {}, ours.state, dump_recipe(ours.recipe), ours.files))
     clause = "encoder.layers.0.ffn.fc1.weight is [64, 16] where [32, 16] is expected"
     found = refused("average", run, "--checkpoints", ours.folder, other)
     assert f"{other} is another model than {ours.folder}" in found and clause in found

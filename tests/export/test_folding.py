@@ -18,7 +18,6 @@ from deepnmt.checkpoint.checkpoint import (
     Contents,
     load_model,
     moments_in,
-    save_checkpoint,
     verify,
 )
 from deepnmt.cli import main
@@ -217,7 +216,7 @@ def trained_run(folder: Path, encoder: str = "admin", decoder: str = "admin") ->
 
 
 def saved(recipe: config.Recipe, folder: Path, module: Transformer) -> Path:
-    return save_checkpoint(folder, Contents(dict(module.named_parameters()), {}, tiny_run.state_of(10),
+    return tiny_run.save(folder, Contents(dict(module.named_parameters()), {}, tiny_run.state_of(10),
                                             config.dump_recipe(recipe), tiny_run.VOCABS))
 
 

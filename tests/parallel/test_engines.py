@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_engines import ROOT, VOCAB, micro_batch, parallel, poison, recipe_with, step
+from tiny_engines import ROOT, VOCAB, export_state, micro_batch, parallel, poison, recipe_with, step
 from warm import Warm
 
 from deepnmt.batch import Batch
@@ -90,19 +90,19 @@ def compute(folder: str, layout: str, trials: str) -> None:
     with processes(threads=1, group=True) as ranks:
         for trial in (Trial(*values) for values in json.loads(trials)):
             engine = build(layout, ranks, trial)
-            start = {s.name: s.weight.clone() for s in engine.export_state()}
+            start = {s.name: s.weight.clone() for s in export_state(engine)}
             trace = steps(engine, ranks, 0, 1)
-            gradient = {s.name: s.kept["exp_avg"] for s in engine.export_state()}
+            gradient = {s.name: s.kept["exp_avg"] for s in export_state(engine)}
             trace += steps(engine, ranks, 1, SAVED)
-            saved, step = list(engine.export_state()), engine.optimizer_step
+            saved, step = export_state(engine), engine.optimizer_step
             trace += steps(engine, ranks, SAVED, RESUMED)
-            then = {s.name: s.weight.clone() for s in engine.export_state()}
+            then = {s.name: s.weight.clone() for s in export_state(engine)}
             trace += steps(engine, ranks, RESUMED, UPDATES)
             other = build(layout, ranks, trial)
             kept = {name: tensor for s in saved for name, tensor in (*s.moments.items(), (s.name, s.weight))}
             other.fill(kept.__getitem__, kept.__getitem__, step)
             again = steps(other, ranks, SAVED, RESUMED)
-            same = all(torch.equal(then[s.name], s.weight) for s in other.export_state())
+            same = all(torch.equal(then[s.name], s.weight) for s in export_state(other))
             if ranks.first:
                 save_file(start, f"{folder}/start-{trial.name}")
                 save_file(gradient, f"{folder}/gradient-{trial.name}")

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from refusals import user_error
-from tiny_engines import options
+from tiny_engines import export_state, options
 from warm import Warm
 
 from deepnmt.checkpoint.checkpoint import moments_in, weights_in
@@ -39,7 +39,7 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
         engine.fill(weights_in(Path(checkpoint)), moments_in(Path(checkpoint)), 12)
         whole = engine.gather_model()
         weights = dict(whole.named_parameters())
-        for state in engine.export_state():
+        for state in export_state(engine):
             weight = weights.pop(state.name)
             assert torch.equal(weight.cpu(), state.weight.to(weight.dtype)), state.name
         assert not weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_engines import batches, build, recipe_of, step
+from tiny_engines import batches, build, export_state, recipe_of, step
 from warm import Warm
 
 from deepnmt.parallel.launch import processes
@@ -28,7 +28,7 @@ def updates(layout: str, clip: float, ranks: Ranks) -> tuple[list[float], list[f
     """Losses and norms of five updates, and the weights after them."""
     engine = build(recipe_of(layout, 2, clip=clip), ranks)
     trace = [step(engine, batches(update, 4), ranks) for update in range(5)]
-    weights = {state.name: state.weight for state in engine.export_state()}
+    weights = {state.name: state.weight for state in export_state(engine)}
     engine.close()
     return [loss for loss, *_ in trace], [norm for _, norm, *_ in trace], weights
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engines import batch_of, parallel, recipe_with, step
+from tiny_engines import batch_of, export_state, parallel, recipe_with, step
 from warm import Warm
 
 from deepnmt.batch import Batch
@@ -54,7 +54,7 @@ def steps(engine: Engine, ranks: Ranks, first: int, last: int) -> None:
 
 def end(engine: Engine) -> dict[str, torch.Tensor]:
     """Weights and moments, by name."""
-    return {k: v for state in engine.export_state() for k, v in {state.name: state.weight, **state.moments}.items()}
+    return {k: v for state in export_state(engine) for k, v in {state.name: state.weight, **state.moments}.items()}
 
 
 def trial(folder: str, layout: str) -> None:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_engines import VOCAB, micro_batch, parallel, poison, recipe_with
+from tiny_engines import VOCAB, export_state, micro_batch, parallel, poison, recipe_with
 from warm import Warm
 
 from deepnmt.batch import Batch
@@ -83,12 +83,12 @@ def update(engine: Engine, number: int, count: int, ranks: Ranks, rate: float) -
 
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:
-    return {s.name: s.kept["exp_avg"].clone() for s in engine.export_state()}
+    return {s.name: s.kept["exp_avg"].clone() for s in export_state(engine)}
 
 
 def measured(engine: Engine, ranks: Ranks, count: int, updates: int) -> dict[str, Any]:
     """Initial weights, figures and gradients of a first update, figures of more, losses of a few validation batches."""
-    start = {s.name: s.weight.clone() for s in engine.export_state()}
+    start = {s.name: s.weight.clone() for s in export_state(engine)}
     first = update(engine, 0, count, ranks, 1e-3)
     gradient = gradients(engine)
     later = [update(engine, k, count, ranks, 1e-3) for k in range(1, updates)]
@@ -147,7 +147,7 @@ def trial(cases: str, folder: str) -> None:
             assert engine.data_world == ranks.world // case.stages
             mine = measured(engine, ranks, engine.data_world * case.accumulation, case.updates)
             whole = dict(engine.gather_model().named_parameters())
-            state = {s.name: s.weight for s in engine.export_state()}
+            state = {s.name: s.weight for s in export_state(engine)}
             near = all(torch.allclose(whole[n].float(), w, rtol=0.01, atol=1e-3) for n, w in state.items())
             if ranks.first:
                 found.append({"case": case.__dict__, "gathered": near, **compared(mine, theirs[number])})

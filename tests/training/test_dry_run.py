@@ -12,6 +12,7 @@ from refusals import Refused
 from tiny_engines import options
 from torch.autograd.graph import saved_tensors_hooks
 
+from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Block, Model, load_recipe
 from deepnmt.data.batching import plan_epoch
 from deepnmt.data.prepared import PreparedData
@@ -74,12 +75,35 @@ def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest
     assert found["updates per epoch"] == f"{len(plan) / 3:.1f} (padding {100 * plan.waste:.1f} %)"
     parameters = sum(p.numel() for p in new_model(recipe.model, vocab, vocab, 1).parameters())
     assert found["parameters"] == f"{parameters:,}" and found["layout"] == "plain PyTorch, fp32"
+    assert found["checkpoints"] == (f"in one file, {12 * parameters / 1e6:,.0f} MB with the moments; the first process "
+                                    "holds all of it while it writes")
     # weights, gradients and two moments of 4 bytes; 2 x 27 tensors of width 16 and 4 of FFN 32 a token, 4 at the ends
     held = {"weights": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters,
             "activations": 16384 * 4 * (16 * (2 * 27 + 4) + 4 * 32), "loss": 4 * (2**22 + 16 * vocab)}
     assert memory_estimate(recipe, layout_of(recipe, 1), parameters, vocab) == held
     parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in held.items())
     assert found["memory per process"] == f"about {sum(held.values()) / 2**20:,.0f} MiB + libraries ({parts})"
+
+
+def test_the_form_of_checkpoints_is_named(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    options = ["parallel.ds_config=ds_configs/zero1.json", "train.checkpoint_form=shards"]
+    found = figures(describe(load_recipe(prepared / "recipe.yaml", options)))
+    size = 3 * int(found["parameters"].replace(",", "")) / 1e6
+    assert found["checkpoints"] == f"in 4 shard(s) of {size:,.0f} MB; each process holds a copy of its own"
+
+
+@pytest.mark.parametrize(("form", "parameters", "processes", "expected"), [
+    ("auto", 83_333_333, 2, False), ("auto", 83_333_334, 2, True), ("auto", 10**10, 1, False),
+    ("one_file", 10**10, 64, False), ("shards", 1, 1, True),
+])
+def test_the_form_goes_by_size_and_processes(
+    form: str, parameters: int, processes: int, expected: bool, prepared: Path
+) -> None:
+    """Adam keeps 12 bytes a parameter; 1 GB of them and several processes make shards."""
+    recipe = load_recipe(prepared / "recipe.yaml", [f"train.checkpoint_form={form}"])
+    assert in_shards(recipe, parameters, processes) == expected
 
 
 @pytest.mark.parametrize(("layout", "weights", "gradients", "optimizer"), [

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import pytest
 import torch
-from tiny_engines import batch_of, fairseq_rule
+from tiny_engines import batch_of, export_state, fairseq_rule
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, Schedule, check_recipe
@@ -255,7 +255,7 @@ def test_sgd_is_the_sum_of_gradients() -> None:
     engine, saved = engine_of(settings), dict[str, torch.Tensor]()
     for update in range(4):
         if update == 2:  # continue in another engine
-            states = list(engine.export_state())
+            states = export_state(engine)
             saved = {k: v for state in states for k, v in state.moments.items()}
             engine = engine_of(settings)
             engine.fill({state.name: state.weight for state in states}.__getitem__, saved.__getitem__, 2)
@@ -281,9 +281,9 @@ def test_sgd_is_the_sum_of_gradients() -> None:
 ])
 def test_what_is_stored_is_what_pytorch_keeps(settings: dict[str, object], kept: list[str]) -> None:
     engine = engine_of(settings)
-    fresh = [{key.removeprefix(f"{state.name}.") for key in state.moments} for state in engine.export_state()]
+    fresh = [{key.removeprefix(f"{state.name}.") for key in state.moments} for state in export_state(engine)]
     engine.train_step([micro_batch(0)], 10, 0.1)
-    for state, parameter in zip(engine.export_state(), engine.module.parameters(), strict=True):
+    for state, parameter in zip(export_state(engine), engine.module.parameters(), strict=True):
         held = {k: v for k, v in engine.optimizer.state[parameter].items() if k != "step" and v is not None}
         assert held.keys() == set(kept)
         assert state.moments.keys() == {f"{state.name}.{moment}" for moment in kept}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny_engines import batches, build, recipe_of, step
+from tiny_engines import batches, build, export_state, recipe_of, step
 from warm import Warm
 
 from deepnmt.parallel.launch import processes
@@ -21,7 +21,7 @@ def trial(folder: str, layout: str) -> None:
     with processes(threads=1, group=True) as ranks:
         engine = build(recipe_of(layout, MICRO_BATCHES // ranks.world, clip=0.5), ranks)
         trace = [step(engine, batches(0, MICRO_BATCHES), ranks)]
-        first = {state.name: state.kept["exp_avg"] for state in engine.export_state()}
+        first = {state.name: state.kept["exp_avg"] for state in export_state(engine)}
         trace += [step(engine, batches(update, MICRO_BATCHES), ranks) for update in range(1, UPDATES)]
         if ranks.first:
             save_file(first, f"{folder}/moments")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 from warm import Warm
 
-from deepnmt.checkpoint.checkpoint import find_checkpoint, list_checkpoints
+from deepnmt import folders
+from deepnmt.checkpoint.checkpoint import find_checkpoint, list_checkpoints, weights_in
 from deepnmt.cli import COMMANDS, main
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
@@ -99,6 +101,60 @@ def test_a_patience_that_ends_in_a_late_validation(prepared: Path, tmp_path: Pat
     assert attempt(prepared, tmp_path / "run", 4, *settings) == PREEMPTED
     assert attempt(prepared, tmp_path / "run", 0, *settings) == FINISHED
     assert log(tmp_path / "run", "valid", "update") == [[2], [4]]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of update 2 reaches the disk only when update 4 has begun, and holds the weights of update 2."""
+    begun, in_time, fsync = threading.Event(), list[bool](), os.fsync
+
+    def wait_and_sync(descriptor: int) -> None:
+        in_time.append(begun.wait(30))
+        fsync(descriptor)
+
+    @contextmanager
+    def around(number: int) -> Iterator[None]:
+        if number == 4:
+            begun.set()
+        yield
+
+    settings = ["train.updates=5", "train.save_every=2", "train.log_every=1", "train.valid_bleu=false"]
+    with processes(1) as ranks:
+        assert train(load_recipe(prepared / "recipe.yaml", [f"run={tmp_path}/one", *settings, "train.updates=2"]),
+                     ranks) == FINISHED
+        monkeypatch.setattr(os, "fsync", wait_and_sync)
+        assert train(load_recipe(prepared / "recipe.yaml", [f"run={tmp_path}/run", *settings]), ranks,
+                     watch=lambda *_: around) == FINISHED
+    assert in_time and all(in_time), "training waited for the disk"
+    ours, theirs = (dict(weights_in(tmp_path / run / "checkpoints/update-00000002")) for run in ("run", "one"))
+    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
+    kinds = [(record["type"], record["update"]) for record in read_log(tmp_path / "run" / "log.jsonl")]
+    assert kinds.index(("checkpoint", 4)) > kinds.index(("train", 3))
+    found = log(tmp_path / "run", "checkpoint", "checkpoint", "bytes", "stall_seconds", "write_seconds")
+    assert [checkpoint for checkpoint, *_ in found] == [2, 4, 5]
+    assert found[0][1] == sum(file.stat().st_size for file in (tmp_path / "run/checkpoints/update-00000002").iterdir()
+                              if file.name != "manifest.json")
+    assert found[0][2] < found[0][3]
+
+
+def test_a_failed_write_is_told_and_the_next_one_tried(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, calls = folders.publish, list[int]()
+
+    def full_once(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise CheckpointWriteError("the disk is full")
+        publish(*arguments)
+
+    monkeypatch.setattr(folders, "publish", full_once)
+    assert attempt(prepared, tmp_path, 0, "train.save_every=2", "train.updates=4") == FINISHED
+    events = [(message, update) for message, update in log(tmp_path, "event", "message", "update")]
+    (told,) = [update for message, update in events if message.startswith("checkpoint not written, training continues")]
+    assert told in (3, 4)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000004"]
 
 
 @pytest.mark.parametrize("stop_in", [0, 3])

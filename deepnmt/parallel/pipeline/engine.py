@@ -32,7 +32,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
-from deepnmt.parallel.engine import ParameterState, StepStats, build_of
+from deepnmt.parallel.engine import StepStats, build_of
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.pipeline.stage import Stage, StageMessage, tables_used
 from deepnmt.parallel.settings import Layout
@@ -239,15 +239,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def export_state(self) -> Iterator[ParameterState]:
-        for stage, name, shape in self._unique_parameters():
-            tensors = [torch.empty(shape, device=self.device) for _ in (0, *self.moments)]
-            if stage == self.stage:
-                tensors = [tensor.contiguous() for tensor in self._read(self.local[name])]
-            for tensor in tensors:
-                self._broadcast_from(tensor, stage)
-            weight, *rest = (tensor.cpu().clone() for tensor in tensors)
-            yield ParameterState(name, weight, dict(zip(self.moments, rest, strict=True)))
+    def _first_holder(self, name: str) -> bool:
+        return self.stage == next(stage for stage, held in enumerate(self.shapes) if name in dict(held))
 
     def _unique_parameters(self) -> Iterator[tuple[int, str, list[int]]]:
         """(stage, name, shape) of every parameter; a tied table only from the first stage that holds it."""

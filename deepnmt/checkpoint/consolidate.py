@@ -1,0 +1,47 @@
+"""Making one file of the shards that several processes wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepnmt.checkpoint.checkpoint import (
+    RECIPE,
+    Contents,
+    check_target,
+    find_checkpoint,
+    has_moments,
+    load_state,
+    moments_in,
+    task_files,
+    verify,
+    weights_in,
+    write_checkpoint,
+)
+from deepnmt.checkpoint.tensors import INDEX
+from deepnmt.errors import UserError
+
+
+def consolidate(source: Path, target: Path) -> Path:
+    """Writes a checkpoint in shards as one whose weights and moments are in one file each, one tensor after the other.
+
+    Args:
+        source: the checkpoint, or a run folder, of which the newest is taken.
+        target: the folder to write. It may be the checkpoint itself, which the new one replaces when it is complete.
+
+    Returns:
+        The folder written.
+
+    Raises:
+        UserError: there is no checkpoint in shards, it is damaged, or `target` exists and is no checkpoint.
+        CheckpointWriteError: it cannot be written.
+    """
+    source = find_checkpoint(source, "newest")
+    target = check_target(target, "the consolidated checkpoint")
+    verify(source)
+    if not (source / INDEX).exists():
+        raise UserError(f"{source} is in one file already; it can be used as it is")
+    files = {name: (source / name).read_bytes() for name in task_files(source)}
+    write_checkpoint(target, Contents(
+        weights_in(source), moments_in(source) if has_moments(source) else None, load_state(source),
+        (source / RECIPE).read_text(encoding="utf-8"), files))
+    return target
