@@ -167,8 +167,8 @@ def compare_blocks(words: list[str]) -> None:
         " --processes 2",
     )
     parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], metavar="INIT",
-                        help="initialisations: auto xavier xavier_separate depth_scaled published; a block runs once"
-                        " for those that mean the same for it (default auto)")
+                        help="initialisations: auto xavier xavier_separate depth_scaled published fairseq; a block runs"
+                        " once for those that mean the same for it (default auto)")
     add_options(parser, ("--output", "FOLDER", Path, "runs/blocks", "default: %(default)s"),
                 (*BLOCKS[:4], "blocks, or ENCODER/DECODER pairs (default: all, post_ln/pre_ln and pre_ln/post_ln)"),
                 ("--depths", "N", int, [18, 36], "layers of each stack (default 18 36)"),

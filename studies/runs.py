@@ -39,7 +39,8 @@ class Stacks:
         return self.encoder if self.encoder == self.decoder else f"{self.encoder}/{self.decoder}"
 
     def initialisations(self, init: Any) -> list[str]:
-        """The meaning of `init` in encoder and decoder: `xavier`, `xavier_separate`, `depth_scaled` or `published`."""
+        """The meaning of `init` in encoder and decoder: `xavier`, `xavier_separate`, `depth_scaled`, `published` or
+        `fairseq`."""
         return [initialisation(block, init) for block in (self.encoder, self.decoder)]
 
 

@@ -38,7 +38,8 @@ def fresh_model(
 
 
 def initialisation(block: str, init: Init) -> str:
-    """The initial weights that `init` means for a block: `xavier`, `xavier_separate`, `depth_scaled` or `published`."""
+    """The initial weights that `init` means for a block: `xavier`, `xavier_separate`, `depth_scaled`, `published` or
+    `fairseq`."""
     if init == "auto" or (init == "published" and block not in PUBLISHED):
         return "depth_scaled" if BLOCKS[block].depth_scaled else "xavier"
     return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused_qkv else init

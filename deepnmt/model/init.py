@@ -22,7 +22,9 @@ weights depend on (seed, name) only, not on the order of calls or the layout:
 | an output table of its own         | × the `output_gain` of the decoder's block: 1                               |
 
 `init: auto` is depth_scaled for b2t and b2t_no_ln and xavier for every other block. `init: published` takes the draws
-and parameters of the authors' code, see `published.py`.
+and parameters of the authors' code, see `published.py`. `init: fairseq` draws FFN matrices (times the same factors,
+looks_linear's mirrored ones left alone) and the biases of q, k, v, fc1 and fc2 uniform in ±1/√columns, as PyTorch's
+`Linear` does and so fairseq 0.12.2.
 Xavier: Glorot and Bengio 2010, uniform in ±sqrt(6 / (fan_in + fan_out)).
 """
 
@@ -108,7 +110,8 @@ class Initialiser:
         rows = model.ffn // block.feed_forward.copies if path == "ffn.fc1" else model.width * len(matrices)
         columns = model.ffn if path == "ffn.fc2" else model.width
         if last == "bias":
-            bounds = [block.bias_bound(matrix, columns) for matrix in matrices]
+            drawn = stack.init == "fairseq" and path.rpartition(".")[2] != "out"
+            bounds = [columns**-0.5 if drawn else block.bias_bound(matrix, columns) for matrix in matrices]
             if not any(bounds):
                 return torch.zeros(())
             bias = torch.empty(rows)
@@ -119,7 +122,11 @@ class Initialiser:
         scale, separate = position.depth**-0.5 if depth_scaled else 1.0, stack.init == "xavier_separate"
         weight = torch.empty(rows, columns)
         for part, matrix in zip(weight.chunk(len(matrices)), matrices, strict=True):
-            block.init_matrix(part, path, matrix, block.matrix_gain(position, matrix, separate) * scale, generator)
+            gain = block.matrix_gain(position, matrix, separate) * scale
+            if stack.init == "fairseq" and matrix in ("fc1", "fc2") and block.feed_forward.copies == 1:
+                part.uniform_(-gain * columns**-0.5, gain * columns**-0.5, generator=generator)
+            else:
+                block.init_matrix(part, path, matrix, gain, generator)
         return weight
 
     def _table(self, name: str) -> Tensor:

@@ -125,8 +125,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__ffn": 7, "model__decoder__block": "looks_linear"},
      ["model: ffn (7) must be even with block: looks_linear: half of it mirrors the other half"]),
     ({"model__encoder__init": "publish"},
-     ["model.encoder.init: is 'publish', must be one of auto, xavier, xavier_separate, depth_scaled, published; did "
-      "you mean published?"]),
+     ["model.encoder.init: is 'publish', must be one of auto, xavier, xavier_separate, depth_scaled, published, "
+      "fairseq; did you mean published?"]),
     ({"model__encoder__output_change": "one"},
      ["model.encoder.output_change: is 'one', must be one of log, constant, linear"]),
     ({"model__encoder__output_change": "linear"},

@@ -158,6 +158,23 @@ def test_xavier_separate_does_not_divide_query_key_and_value_by_sqrt_2(block: co
         assert 0.9 * xavier_bound(D, D) < separate["self_attn", "q"].abs().max() <= xavier_bound(D, D)
 
 
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("block", NAMES)
+def test_fairseqs_draw_is_that_of_pytorchs_linear_in_the_ffn(block: config.Block, side: Side) -> None:
+    """FFN matrices and the biases of q, k, v, fc1, fc2; the bounds are ±1/√columns, times the block's factors."""
+    ours, plain = (layer_of(shapes(block, init=init), side, 1, 1).state_dict() for init in ("fairseq", "xavier"))
+    for name, value in plain.items():
+        linear, _, last = name.rpartition(".")
+        columns = 24 if "fc2" in linear else D
+        if last == "bias" and linear.rpartition(".")[2] in ("qkv", "q", "kv", "fc1", "fc2"):
+            assert value.abs().max() == 0 and 0.7 * columns**-0.5 < ours[name].abs().max() <= columns**-0.5
+        elif value.ndim == 2 and ".fc" in name and block != "looks_linear":
+            factor = value.abs().max() / xavier_bound(D, 24)  # of the block: 0 for fc2 with fixup
+            assert ours[name].abs().max() == pytest.approx(float(factor) * columns**-0.5, rel=0.1)
+        else:
+            assert torch.equal(ours[name], value)
+
+
 @pytest.mark.parametrize("block", NAMES)
 def test_init_auto_is_depth_scaled_for_b2t_only(block: config.Block) -> None:
     auto, chosen = (layer_of(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in
