@@ -82,6 +82,15 @@ def sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def reporting(what: str, remedy: str) -> Iterator[None]:
+    """Turns an error of the file system while `what` is written into a `UserError` that ends with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror or error}; {remedy}") from None
+
+
 def make_run_folder(folder: Path, option: str = "run") -> None:
     """Makes a run folder, or another output folder, if it does not exist.
 
@@ -108,14 +117,12 @@ def make_parent_folder(file: Path, option: str = "--output") -> None:
 
 
 def _require_writable(folder: Path, what: str, remedy: str, file: Path | None = None) -> None:
-    try:
+    with reporting(what, f"set {remedy}"):
         if file is not None and file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise UserError(f"{what} cannot be written: {error.strerror or error}; set {remedy}") from None
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -228,6 +228,20 @@ def prune(folder: Path, keep_last: int, keep_best: int, scores: Mapping[int, flo
     return deleted
 
 
+def make_room(folder: Path, scores: Mapping[int, float]) -> Path | None:
+    """Deletes the oldest checkpoint that is neither the newest nor the one with the lowest score, for a disk that is
+    full. Returns its folder; None if there is no such checkpoint, or it cannot be deleted."""
+    paths = list_checkpoints(folder)
+    spare = [path for path in paths[:-1] if path not in sorted_by_score(paths, scores)[:1]]
+    try:
+        for path in spare[:1]:
+            folders.delete(path)
+            return path
+    except CheckpointWriteError as fault:
+        log.warning("%s", fault)
+    return None
+
+
 def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
     """The checkpoint in `folder`, which is a checkpoint itself or a run.
 

@@ -364,6 +364,9 @@ class Train(Section):
     """How many of the newest checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = 1
     """How many further checkpoints are kept: those with the best validation."""
+    max_failed_saves: Count = 3
+    """Checkpoints in a row that cannot be written after which the run ends, since it would train for nothing. On a full
+    disk the oldest that is neither the best nor the newest makes room first."""
     best_by: Literal["loss", "bleu"] = "loss"
     """What makes a validation the best: the lowest loss, or the highest BLEU, which needs
     `valid_bleu`."""

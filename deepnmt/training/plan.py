@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -136,6 +137,22 @@ def process_memory(device: torch.device, processes: int) -> float:
     return min(sizes) / processes
 
 
+def disk_note(recipe: Recipe, parameters: int) -> str:
+    """A sentence on the disk that the run's checkpoints take, and whether there is as much."""
+    train, folder = recipe.train, Path(recipe.run) / "checkpoints"
+    each = 4 * parameters * (1 + len(moment_names(recipe)))
+    count = min(train.keep_last + train.keep_best, -(-train.updates // train.save_every)) + 1
+    held = sum(file.stat().st_size for file in folder.glob("*/*") if file.is_file())
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free + held
+    note = (f"checkpoints take up to {count * each / 2**20:,.1f} MiB ({count} of {each / 2**20:,.1f}, one of them "
+            "while it is written)")
+    if count * each <= free:
+        return note
+    return (f"{note}, but {folder} has room for {free / 2**20:,.1f} MiB; free disk space, set train.keep_last lower, "
+            "or set run to another disk")
+
+
 def describe(recipe: Recipe) -> str:
     """The resolved recipe and the figures of its run, for the processes that were started, at least one for each
     pipeline stage. Uses the prepared data if there is any, else the recipe's vocabulary size.
@@ -183,6 +200,7 @@ def describe(recipe: Recipe) -> str:
         f"in {world} shard(s) of {state / world:,.0f} MB; each process holds a copy of its own"
         if in_shards(recipe, parameters, world) else
         f"in one file, {state:,.0f} MB with the moments; the first process holds all of it while it writes")
+    rows["disk"] = disk_note(recipe, parameters)
     if note := warmup_note(recipe):
         rows["learning rate"] = note
     width = max(map(len, rows))

@@ -12,7 +12,7 @@ from deepnmt.config import Recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
-from deepnmt.files import make_run_folder
+from deepnmt.files import make_run_folder, reporting
 from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.progress import print_status
@@ -50,8 +50,9 @@ def save_profile(profile: AdminProfile, run: Path) -> None:
     """Writes `admin_profile.json` and `.png`."""
     from deepnmt.plots import plot_admin_profile  # importing matplotlib takes a second
 
-    profile.save(run / "admin_profile.json")
-    plot_admin_profile(profile, run / "admin_profile.png")
+    with reporting(f"Admin's profile in {run}", "free disk space, or set run to another folder"):
+        profile.save(run / "admin_profile.json")
+        plot_admin_profile(profile, run / "admin_profile.png")
 
 
 def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfile | None:

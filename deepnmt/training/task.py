@@ -76,8 +76,8 @@ def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, ini
     ratio = data.split("train").source_per_target
     ranks.raise_everywhere(lambda: check_memory(recipe, layout, sizes, ratio, ranks))
     profile = profile_for(recipe, data, ranks) if initialise else None
-    if profile is not None and ranks.first:
-        save_profile(profile, Path(recipe.run))
+    if profile is not None:
+        ranks.raise_everywhere(lambda: save_profile(profile, Path(recipe.run)) if ranks.first else None)
     if layout.stages and ranks.first:
         print(partition_of(recipe, *sizes, ratio).table(recipe.batch.accumulation), flush=True)
     return start_engine(recipe, layout, sizes, ranks, profile, ratio, initialise)

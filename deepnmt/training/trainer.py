@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from deepnmt.checkpoint.checkpoint import (
     CheckpointWriteError,
     list_checkpoints,
     load_state,
+    make_room,
     moments_in,
     newest_checkpoint,
     prune,
@@ -24,13 +27,14 @@ from deepnmt.checkpoint.checkpoint import (
 from deepnmt.checkpoint.saving import Saver, in_shards
 from deepnmt.config import Recipe, Train, dump_recipe
 from deepnmt.errors import UserError
-from deepnmt.files import read_log, write_text
+from deepnmt.files import read_log, reporting, write_text
 from deepnmt.optim import warmup_note
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
 from deepnmt.ranks import Ranks
 from deepnmt.training.divergence import Explain, diverged
 from deepnmt.training.log import Monitor
+from deepnmt.training.plan import disk_note
 from deepnmt.training.resume import changes_since, run_lock
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.task import TRANSLATION, Task
@@ -78,6 +82,8 @@ class Trainer:
         self.state = TrainState(data_fingerprint=self.data.fingerprint, processes=ranks.world)
         self.stop_signal = 0
         self._saved = -1
+        self._failed_saves = 0
+        self._not_deleted: CheckpointWriteError | None = None
         with ExitStack() as held, self.verification.explaining():  # released if anything here fails, else by `close`
             held.enter_context(run_lock(self.run, ranks))
             checkpoint = self._agree_on_checkpoint()
@@ -97,14 +103,20 @@ class Trainer:
                                    parameters=count, processes=ranks.world)
                 if note := warmup_note(recipe):
                     self.monitor.event(0, note)
+            if ranks.first:
+                self.monitor.event(update, disk_note(recipe, self.engine.parameters))
             if layout.config is not None and (note := untested_deepspeed()):
                 self.monitor.event(update, note)
             self.saver = Saver(self.checkpoints, ranks, self.engine.owned(),
                                in_shards(recipe, self.engine.parameters, ranks.world))
             self.hook: UpdateHook = watch(recipe, self.engine, ranks) if watch else lambda number: nullcontext()
-            if ranks.first:
-                write_text(self.run / "recipe.yaml", dump_recipe(recipe))
+            ranks.raise_everywhere(self._write_recipe)
             self._lock = held.pop_all()
+
+    def _write_recipe(self) -> None:
+        if self.ranks.first:
+            with reporting(f"{self.run / 'recipe.yaml'}", "free disk space, or set run to another folder"):
+                write_text(self.run / "recipe.yaml", dump_recipe(self.recipe))
 
     def _agree_on_checkpoint(self) -> Path | None:
         """Finds the newest undamaged checkpoint on rank 0; returns it on every rank.
@@ -244,32 +256,62 @@ class Trainer:
         raised on every process.
         """
         self._settle()
-        state, settings = self.state, self.recipe.train
+        state = self.state
         if self._saved != state.update:
             self.ranks.raise_everywhere(self.verification.wait)  # nothing that damaged data gave is kept
             state.optimizer_step = self.engine.optimizer_step
             state.loss_scale = self.engine.scaler_state() or state.loss_scale  # a layout without one keeps the last
-            scores = {v["update"]: v["value"] for v in state.validations}
-            self.saver.save(
-                self.engine.owned(), state.to_saved(), dump_recipe(self.recipe), self.task.files(self.data),
-                lambda: prune(self.checkpoints, settings.keep_last, settings.keep_best, scores))
+            scores = self._scores()
+            self.saver.save(self.engine.owned(), state.to_saved(), dump_recipe(self.recipe),
+                            self.task.files(self.data), lambda: self._prune(scores))
             self._saved = state.update
         if last:
             self._settle(last)
 
     def _settle(self, last: bool = False) -> None:
         """Waits for the checkpoint that is being written and reports it. If it could not be written, training
-        continues, unless it is the `last`; see `_save`."""
+        continues, unless it is the `last` or one too many; see `_save_failed`."""
         try:
             saved = self.saver.wait()
         except UserError as fault:
-            if last:
-                raise CheckpointWriteError(f"{fault}; the same command then resumes from the newest of them") from None
             self._saved = -1
-            self.monitor.event(self.state.update, f"checkpoint not written, training continues: {fault}")
+            self._save_failed(fault, last)
         else:
             if saved:
+                self._failed_saves = 0
                 self.monitor.saved(self.state.update, saved)
+        if self._not_deleted:
+            self.monitor.event(self.state.update, f"an old checkpoint was not deleted: {self._not_deleted}")
+            self._not_deleted = None
+
+    def _save_failed(self, fault: UserError, last: bool) -> None:
+        """Makes room on a full disk and saves again; else reports the fault that every process has, or raises
+        `CheckpointWriteError` if it is time to end."""
+        if any(os.strerror(number) in str(fault) for number in (errno.ENOSPC, errno.EDQUOT)):
+            freed = make_room(self.checkpoints, self._scores()) if self.ranks.first else None
+            if name := self.ranks.broadcast_bytes(freed.name.encode() if freed else b"").decode():
+                self.monitor.event(self.state.update, f"the disk is full; {name} was deleted to make room for a newer "
+                                   "checkpoint")
+                self._save(last)
+                return
+        self._failed_saves += 1
+        most = self.recipe.train.max_failed_saves
+        if self._failed_saves >= most and not last:
+            fault = UserError(f"{fault}; train.max_failed_saves is {most}, and so many in a row failed")
+        if last or self._failed_saves >= most:
+            raise CheckpointWriteError(f"{fault}; the same command then resumes from the newest of them") from None
+        self.monitor.event(self.state.update, f"checkpoint not written, training continues ({self._failed_saves} of "
+                           f"{most} in a row, then the run ends): {fault}")
+
+    def _scores(self) -> dict[int, float]:
+        return {v["update"]: v["value"] for v in self.state.validations}
+
+    def _prune(self, scores: dict[int, float]) -> None:
+        """Deletes checkpoints that are not kept, in the thread that writes; the next save tries again what fails."""
+        try:
+            prune(self.checkpoints, self.recipe.train.keep_last, self.recipe.train.keep_best, scores)
+        except CheckpointWriteError as fault:
+            self._not_deleted = fault
 
     def _finish(self) -> int:
         state = self.state

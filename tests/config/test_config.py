@@ -112,6 +112,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__width": "big"}, ["model.width: is 'big', must be a valid integer"]),
     ({"model__width": 64.0}, ["model.width: is 64.0, must be a valid integer"]),
     ({"seed": True}, ["seed: is True, must be a valid integer"]),
+    ({"train__max_failed_saves": 0}, ["train.max_failed_saves: is 0, must be greater than or equal to 1"]),
     ({"model__dropout": 1.0}, ["model.dropout: is 1.0, must be less than 1"]),
     ({"model__encoder__block": "re_zero"},
      ["model.encoder.block: is 're_zero', must be one of post_ln, pre_ln, admin, admin_closed_form, b2t, b2t_no_ln, "
