@@ -186,7 +186,8 @@ def _train(words: list[str]) -> int:
         "exit codes:\n"
         "    0  the run is finished\n"
         "    2  a mistake in the recipe, the data or the command line, or a run that diverged; a message says which\n"
-        "   75  stopped by SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint was saved; the same command resumes\n"
+        "   75  stopped by a signal (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) or with its launcher, and saved; the same\n"
+        "       command resumes\n"
         "  130  stopped by Ctrl-C before the first update",
         "deepnmt train my.yaml\n"
         "deepnmt train my.yaml model.encoder.block=b2t train.updates=300 --dry-run\n"
@@ -209,6 +210,32 @@ def _train(words: list[str]) -> int:
 
     with processes(recipe.parallel.threads, group=recipe.parallel.ds_config is not None) as ranks:
         return train(recipe, ranks, watch=watch, explain=explain)
+
+
+def _status(words: list[str]) -> int:
+    """Say how a run stands, by a sentence and an exit code."""
+    parser = recipe_parser(
+        "status",
+        "Says how a run stands: running, finished, stopped, failed, or ended without a word. For scripts, since\n"
+        "launchers do not always hand on how training ended.\n\n"
+        "Reads STATUS.json and the lock of the run folder. Prints a line.\n\n"
+        "exit codes:\n"
+        "    0  finished\n"
+        "    1  ended without saying so: killed, or its machine went down; the same command resumes it\n"
+        "    2  failed, or no training has begun there; the line says which\n"
+        "    3  running\n"
+        "   75  stopped by a signal or with its launcher, and saved; the same command resumes it",
+        "deepnmt status runs/my\n"
+        "deepnmt status my.yaml run=runs/other",
+    )
+    folder = Path(parser.parse_intermixed_args(words).recipe)
+    if not folder.is_dir():  # a run that was killed early has no recipe yet
+        folder = Path(parse(parser, words)[1].run)
+    from deepnmt.training.status import run_status
+
+    found = run_status(folder)
+    print(found.sentence)
+    return found.code
 
 
 def _average(words: list[str]) -> None:
@@ -466,13 +493,44 @@ def _gpu_report(words: list[str]) -> int:
                       args.part)
 
 
+def _check_cluster(words: list[str]) -> int:
+    """Check that the machines of a run fit together, and how fast they talk."""
+    parser = recipe_parser(
+        "check-cluster",
+        "Compares the machines of a run before it begins: versions of deepnmt's code, PyTorch, DeepSpeed and the\n"
+        "GPUs' driver, GPUs, clocks, the prepared data, and whether all see and write the same run folder. It times\n"
+        "the network. Start it as you start training.\n\n"
+        "Reads the prepared data's manifest. Prints a table and every difference; writes and removes small files in\n"
+        "the run folder.\n\n"
+        "exit codes:\n"
+        "    0  the machines fit together\n"
+        "    2  a difference or a fault was found, or a mistake in the recipe",
+        "deepspeed --quiet --num_accelerators 2 --module deepnmt check-cluster my.yaml\n"
+        "torchrun --nproc_per_node 2 -m deepnmt check-cluster my.yaml",
+    )
+    parser.add_argument("--mb", type=int, default=64, metavar="N",
+                        help="megabytes of the all-reduce that is timed (default 64)")
+    args, recipe = parse(parser, words)
+    positive(args, "mb")
+    from deepnmt.cluster.check import check_cluster
+    from deepnmt.parallel.launch import processes
+
+    with processes(recipe.parallel.threads, differ=True) as ranks:
+        text, faults = check_cluster(recipe, ranks, args.mb)
+        if ranks.first:
+            print(text)
+            print("\n".join(f"difference: {fault}" for fault in faults) or "the machines fit together")
+    return 2 if faults else 0
+
+
 _GROUPS: dict[str, dict[str, Command]] = {
     "From text to a score, in the order of use": {
-        "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "average": _average,
+        "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "status": _status,
+        "average": _average,
         "translate": _translate, "evaluate": _evaluate,
     },
     "Examine a model, or convert it": {"diagnose": _diagnose, "fold": _fold, "consolidate": _consolidate},
-    "Try deepnmt, or a GPU": {"demo": _demo, "gpu-report": _gpu_report},
+    "Try deepnmt, a GPU, or a cluster": {"demo": _demo, "gpu-report": _gpu_report, "check-cluster": _check_cluster},
 }
 COMMANDS: dict[str, Command] = {name: run for group in _GROUPS.values() for name, run in group.items()}
 OVERVIEW = overview_of("deepnmt", _GROUPS, """\

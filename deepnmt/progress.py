@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -53,3 +54,38 @@ def show_progress(line: str, **bar: Any) -> Iterator[Progress]:
             yield bar_progress(shown)
     else:
         yield report
+
+
+class _Lossy:
+    """A text stream that drops what it is given once nobody reads it any more."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError:  # the pipe is closed, or the terminal gone
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def output_may_be_lost() -> Iterator[None]:
+    """Within it, a standard output or error that nobody reads any more is no error.
+
+    A run whose ssh connection or terminal has ended must still save.
+    """
+    with redirect_stdout(_Lossy(sys.stdout)), redirect_stderr(_Lossy(sys.stderr)):
+        yield

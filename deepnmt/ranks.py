@@ -26,6 +26,7 @@ class Ranks:
         local_rank, local_world: the same on this machine.
         device: where this process computes.
         group: the process group that communicates; None: the default one.
+        store: in which the processes have found each other, if there are several.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Ranks:
     local_world: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> Ranks:

@@ -1,13 +1,16 @@
-"""Settings of the process itself: how malloc keeps memory, and which messages of libraries are hidden."""
+"""The process and its machine: how malloc keeps memory, which messages of libraries are hidden, which networks it has.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
+import socket
 import sys
 import warnings
 
+import psutil
 import torch
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -20,7 +23,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # oneDNN compiles a CPU's 16-bit products for each number of rows; batches have some hundred, times 15 products
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ.get("MASTER_ADDR") in LOOPBACK else None
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     # a level would not outlive DeepSpeed's import
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
@@ -52,3 +54,24 @@ def _set_malloc(settings: dict[int, int]) -> None:
             for parameter, value in settings.items():
                 libc.mallopt(parameter, value)
             libc.malloc_trim(0)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine in the network that leads to `host`; "" if there is none. Sends nothing."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def interface_to(host: str) -> str:
+    """The network interface that leads to `host`; "" if unknown.
+
+    gloo would take the one that this machine's own name stands for, which on many systems is the loopback.
+    """
+    own = address_towards(host)
+    return next((name for name, addresses in psutil.net_if_addrs().items()
+                 if any(address.address.split("%")[0] == own for address in addresses)), "")

@@ -6,10 +6,8 @@ Works under the `deepspeed` launcher, torchrun, `srun` (one task per process) an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -19,34 +17,43 @@ import torch
 import torch.distributed as dist
 
 from deepnmt.errors import UserError
-from deepnmt.parallel.host import LOOPBACK, keep_memory, quiet_libraries
+from deepnmt.parallel import slurm
+from deepnmt.parallel.host import LOOPBACK, interface_to, keep_memory, quiet_libraries
+from deepnmt.parallel.launcher import end_with_launcher
+from deepnmt.parallel.meeting import WAIT, alone, meet, tell_fault
 from deepnmt.ranks import Ranks
 
 
 @contextlib.contextmanager
-def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
+def processes(threads: int = 0, *, group: bool = False, differ: bool = False) -> Iterator[Ranks]:
     """Finds this process's rank, opens the process group where there are several (or `group`), and closes it again.
 
     Args:
         threads: CPU threads of this process; 0 shares the machine's cores evenly among its processes.
         group: open a process group even for a single process (DeepSpeed needs one).
+        differ: go on although the machines differ in what `meeting.SAME` names.
 
     Raises:
-        UserError: srun set a rank but MASTER_ADDR is missing; another run uses the port; there are fewer GPUs than
-            processes.
+        UserError: another run uses the port; there are fewer GPUs than processes; a process did not come; or the
+            machines differ.
     """
+    rank, world, local_rank, local_world = rank_from_environment()
     quiet_libraries()
     keep_memory()
-    rank, world, local_rank, local_world = rank_from_environment()
     if world > 1:
-        _end_with_parent()
-    device = _device(local_rank, local_world)
-    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_world))
-    store = None
-    if world > 1 or group:
-        store = _open_group(rank, world, local_rank, "nccl" if device.type == "cuda" else "gloo")
+        end_with_launcher()
+    store: dist.Store | None = None
     try:
-        yield Ranks(rank, world, local_rank, local_world, device)
+        if world > 1 or group:
+            store = _open_store(rank, world)
+        device = _device(local_rank, local_world, store, rank)
+        met = alone()
+        if store is not None and world > 1:
+            met = meet(store, rank, world, device, differ)
+        torch.set_num_threads(threads or met.cores)
+        if store is not None:
+            _open_group(store, rank, world, device, local_rank, met.peer)
+        yield Ranks(rank, world, local_rank, met.local_world, device, store=store)
     except UserError as error:
         if store is not None and error.reported is None:
             error.reported = _reported_elsewhere(store, rank, str(error))
@@ -61,34 +68,37 @@ def processes(threads: int = 0, *, group: bool = False) -> Iterator[Ranks]:
 def rank_from_environment() -> tuple[int, int, int, int]:
     """Rank, world size, local rank and local world size, from the variables that the launcher sets.
 
-    Raises:
-        UserError: srun started several tasks, but MASTER_ADDR is not set.
+    For the tasks of an `srun` it also sets MASTER_ADDR and MASTER_PORT, where they are missing.
     """
     env = os.environ
     if "RANK" in env:
         world = int(env.get("WORLD_SIZE", "1"))
         return (int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")),
                 int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", str(world)))))
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        if "MASTER_ADDR" not in env:
-            raise UserError("srun started several tasks but MASTER_ADDR is not set; put 'export MASTER_ADDR=$(scontrol "
-                            "show hostnames | head -n 1) MASTER_PORT=29500' before srun in the batch script")
-        return (int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), int(env.get("SLURM_LOCALID", "0")),
-                int(env.get("SLURM_NTASKS_PER_NODE", "1")))
-    return 0, 1, 0, 1
+    place = slurm.place(env)
+    if place is None:
+        return 0, 1, 0, 1
+    for name, value in slurm.meeting_point(env).items():
+        env.setdefault(name, value)
+    return place
 
 
-def _device(local_rank: int, local_world: int) -> torch.device:
+def _device(local_rank: int, local_world: int, store: dist.Store | None, rank: int) -> torch.device:
     """This process's GPU, or the CPU if DS_ACCELERATOR (which DeepSpeed reads too) is not "cuda"."""
     if os.environ["DS_ACCELERATOR"] != "cuda":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if local_rank >= count:
-        error = UserError(f"{local_world} processes were started on this machine, but {count} GPU{'s' * (count != 1)} "
-                          "can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu to run on the CPU")
-        error.reported = local_rank > count  # the first process without a GPU reports it for all
+    ordinal = local_rank
+    if count == 1 and "SLURM_PROCID" in os.environ:  # srun may show every task its own GPU alone
+        ordinal = 0
+    if ordinal >= count:
+        error = UserError(f"{local_world} processes were started on {socket.gethostname()}, but {count} "
+                          f"GPU{'s' * (count != 1)} can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu "
+                          "to run on the CPU")
+        if store is not None:
+            tell_fault(store, rank, str(error))
         raise error
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", ordinal)
     torch.cuda.set_device(device)
     return device
 
@@ -106,15 +116,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _open_group(rank: int, world: int, local_rank: int, backend: str) -> dist.Store:
-    """Opens the process group; returns its store."""
+def _open_store(rank: int, world: int) -> dist.Store:
+    """Opens the store in which the processes find each other; rank 0 serves it unless torchrun's own process does."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", str(free_port()))
-    env.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local_rank))
-    timeout = timedelta(minutes=30)
     listener = None
-    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts the store
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not agent and address in LOOPBACK:  # else the store would listen on every interface
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -125,12 +133,29 @@ def _open_group(rank: int, world: int, local_rank: int, backend: str) -> dist.St
             listener.close()
             raise UserError(f"port {env['MASTER_PORT']}, where the processes meet, cannot be opened: {error.strerror}; "
                             "another run uses it; give the launcher another --master_port") from None
-    store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, timeout,
-                                      master_listen_fd=listener.detach() if listener else None)
+    try:
+        store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, WAIT,
+                                          wait_for_workers=False,
+                                          master_listen_fd=listener.detach() if listener else None)
+    except RuntimeError as error:
+        where = f"{address}:{env['MASTER_PORT']} (MASTER_ADDR and MASTER_PORT), where the processes meet,"
+        what = "cannot be opened" if rank == 0 else "does not answer"
+        raise UserError(f"{where} {what} on {socket.gethostname()}: {str(error).splitlines()[0]}; see that process 0 "
+                        "runs, and that its machine has this name and lets the port through") from None
     if agent:  # after a restart the store still holds the keys of the previous attempt
         store = dist.PrefixStore(f"deepnmt/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return store
+
+
+def _open_group(store: dist.Store, rank: int, world: int, device: torch.device, local_rank: int, peer: str) -> None:
+    """Opens the process group, over the network that leads to `peer`."""
+    # DeepSpeed takes LOCAL_RANK for the number of its GPU
+    number = local_rank if device.index is None else device.index
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(number))
+    if device.type == "cpu" and (network := interface_to(peer)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                            timeout=timedelta(minutes=30))
 
 
 def _reported_elsewhere(store: dist.Store, rank: int, message: str) -> bool:
@@ -139,9 +164,3 @@ def _reported_elsewhere(store: dist.Store, rank: int, message: str) -> bool:
         return store.add(f"reported/{hashlib.sha256(message.encode()).hexdigest()}", 1) > 1
     except RuntimeError:  # the store ended with rank 0, which has reported why
         return rank > 0
-
-
-def _end_with_parent() -> None:
-    """Has the kernel send SIGTERM to this process when its launcher dies, so that no rank is orphaned."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)

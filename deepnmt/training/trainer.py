@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -30,7 +32,9 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_log, reporting, write_text
 from deepnmt.optim import warmup_note
 from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.launcher import lost_launcher
 from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
+from deepnmt.progress import output_may_be_lost
 from deepnmt.ranks import Ranks
 from deepnmt.training.divergence import Explain, diverged
 from deepnmt.training.log import Monitor
@@ -93,6 +97,8 @@ class Trainer:
                 self.state = replace(TrainState.from_saved(load_state(checkpoint)), processes=ranks.world)
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates)
+            self.monitor.status("running", update)
+            held.push(lambda kind, error, trace: self.report_failure(error))
             self.engine = task.start(recipe, layout, self.data, ranks, checkpoint is None)
             if checkpoint:
                 self._resume(checkpoint)
@@ -148,9 +154,9 @@ class Trainer:
         """Trains until the recipe's end, early stopping or a signal; returns the process's exit code."""
         settings, state = self.recipe.train, self.state
         if threading.current_thread() is threading.main_thread():  # no other may
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-                signal.signal(number, self._on_signal)
-        self.monitor.status("running", state.update)
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+                if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):  # nohup's
+                    signal.signal(number, self._on_signal)
         if self._validation_due():  # the run was stopped after this update, before its validation
             self._validate()
             self._saved = -1  # so that the checkpoint is written again, with the validation
@@ -176,13 +182,30 @@ class Trainer:
                 return self._finish()
             if done.stop:
                 break
-        name = signal.Signals(self.stop_signal or signal.SIGTERM).name  # a guess if another process got the signal
-        self.monitor.status("preempted", state.update, seconds=round(state.seconds, 1), signal=name)
-        self.monitor.event(state.update, f"stopped by {name} and saved; the same command resumes from here")
+        name, cause = self._stop_cause()
+        self.monitor.status("preempted", state.update, seconds=round(state.seconds, 1), signal=name, cause=cause)
+        self.monitor.event(state.update, f"stopped {cause} and saved; the same command resumes from here")
+        self.ranks.barrier()  # launchers kill the others when the first process has ended
         return PREEMPTED
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self.stop_signal = number
+
+    def report_failure(self, error: BaseException | None) -> None:
+        """Says in STATUS.json that the run has failed, unless it was interrupted or `error` is None."""
+        if isinstance(error, Exception):
+            self.monitor.status("failed", self.state.update, error=f"{type(error).__name__}: {error}")
+
+    def _stop_cause(self) -> tuple[str, str]:
+        """The signal at which the run stops, and why it was sent, on rank 0."""
+        told = b""
+        if self.stop_signal:
+            name = signal.Signals(self.stop_signal).name
+            where = f" to rank {self.ranks.rank} on {socket.gethostname()}" if self.ranks.world > 1 else ""
+            told = json.dumps([name, f"because {lost_launcher()}" if lost_launcher() else f"by {name}{where}"]).encode()
+        causes = self.ranks.gather_bytes(told) or [told]
+        name, cause = json.loads(next(filter(None, causes), b'["SIGTERM", "by a signal"]'))
+        return name, cause
 
     def _report_dropped(self, done: FinishedUpdate) -> None:
         """Reports a dropped update; raises `Diverged` if it was one too many."""
@@ -344,12 +367,13 @@ def train(
     Raises:
         UserError: the run cannot begin or resume, or its gradients stay non-finite (`Diverged`).
     """
-    trainer = Trainer(recipe, ranks, task, watch, explain)
-    try:
-        with trainer.verification.explaining():
-            return trainer.run_to_end()
-    except Exception as error:
-        trainer.monitor.status("failed", trainer.state.update, error=f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        trainer.close()
+    with output_may_be_lost():
+        trainer = Trainer(recipe, ranks, task, watch, explain)
+        try:
+            with trainer.verification.explaining():
+                return trainer.run_to_end()
+        except Exception as error:
+            trainer.report_failure(error)
+            raise
+        finally:
+            trainer.close()

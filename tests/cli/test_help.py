@@ -27,7 +27,8 @@ LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.
         "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "verdict-grid": "studies.verdict_grid.run_grid",
         "demo": "deepnmt.demo.run.make_corpus"}
 # Messages that an example may end with if there is no text, data or checkpoint.
-WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
+WANTED = ("no training has begun there", "there is nothing to compare", "there is no text file",
+          "there is no input file", "there is no file", "there is no prepared data in",
           "there is no folder", "there are 0;", "holds no whole one", "has no log.jsonl", "no checkpoint in",
           "a.de cannot be read", "not here")
 
@@ -164,7 +165,7 @@ def test_help_lists_every_command_in_groups(capsys: pytest.CaptureFixture[str]) 
         text = capsys.readouterr().out
         listed = re.findall(r"^  ([a-z-]+) +(\S.*)$", text, flags=re.MULTILINE)
         assert [name for name, _ in listed] == list(commands) and all(text.endswith(".") for _, text in listed)
-    steps = ["split", "prepare", "profile", "train", "average", "translate", "evaluate"]
+    steps = ["split", "prepare", "profile", "train", "status", "average", "translate", "evaluate"]
     assert list(COMMANDS)[: len(steps)] == steps
 
 

@@ -10,9 +10,11 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from refusals import user_error
 
 import deepnmt
@@ -31,7 +33,7 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_gpu(monkeypatch)
-    with user_error("9 processes were started on this machine, but 1 GPU can be seen"):
+    with user_error("9 processes were started on .*, but 1 GPU can be seen"):
         with processes():
             pass
 
@@ -90,23 +92,75 @@ def test_an_error_on_all_processes_is_reported_once(
     assert capsys.readouterr().err == sentence
 
 
-def test_the_first_process_without_a_gpu_reports_it(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def on_gpus(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], visible: list[str]
+            ) -> tuple[list[int], list[str]]:
+    """Forks a process for each of `visible`, the GPUs it sees, as `srun` would; exit codes and lines of output."""
+    world = str(len(visible))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    step = {"SLURM_STEP_NUM_TASKS": world, "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": world}
+    for name, value in {"DS_ACCELERATOR": "cuda", "MASTER_PORT": str(free_port()), **step}.items():
+        monkeypatch.setenv(name, value)
+
+    def gone(store: dist.Store) -> None:
+        """Waits for the others, as the process group would: the store ends with the first process."""
+        store.add("there", 1)
+        while store.add("there", 0) < len(visible):
+            time.sleep(0.01)
 
     def start(_: list[str]) -> int:
-        with processes():
-            return 0
+        with processes() as ranks:
+            gone(ranks.store)
+            print(ranks.rank, ranks.device, os.environ["LOCAL_RANK"], flush=True)
+        return 0
 
     monkeypatch.setitem(COMMANDS, "train", start)
-    outputs = []
-    for number in ("1", "2"):
-        for name, value in (("RANK", number), ("WORLD_SIZE", "3"), ("LOCAL_RANK", number), ("LOCAL_WORLD_SIZE", "3")):
-            monkeypatch.setenv(name, value)
-        assert main("train", []) == 2
-        outputs.append(capsys.readouterr().err)
-    assert outputs[0].startswith("deepnmt: 3 processes were started") and outputs[1] == ""
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    children = []
+    for rank, names in enumerate(visible):
+        monkeypatch.setenv("SLURM_PROCID", str(rank))
+        monkeypatch.setenv("SLURM_LOCALID", str(rank))
+        uuids = names.split(",")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda uuids=uuids: len(uuids))
+        monkeypatch.setattr(torch.cuda, "get_device_properties",
+                            lambda device, uuids=uuids: SimpleNamespace(name="H100", uuid=uuids[device.index]))
+        if not (child := os.fork()):
+            try:
+                code = main("train", [])
+                sys.stdout.flush()
+                os._exit(code)
+            finally:
+                os._exit(99)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    said = capfd.readouterr()
+    return codes, sorted((said.out + said.err).splitlines())
+
+
+def test_every_task_may_see_its_own_gpu_alone(
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As with --gpus-per-task=1 and --gpu-bind=single:1: the third task's only GPU is its device 0."""
+    found = on_gpus(monkeypatch, capfd, ["a", "b", "c"])
+    assert found == ([0, 0, 0], ["0 cuda:0 0", "1 cuda:0 0", "2 cuda:0 0"])
+
+
+def test_every_task_may_see_all_gpus(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    found = on_gpus(monkeypatch, capfd, ["a,b,c"] * 3)
+    assert found == ([0, 0, 0], ["0 cuda:0 0", "1 cuda:1 1", "2 cuda:2 2"])
+
+
+def test_two_tasks_with_the_same_gpu_are_refused(
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    codes, (said,) = on_gpus(monkeypatch, capfd, ["a", "b", "a"])
+    assert codes == [2, 2, 2] and said.startswith("deepnmt: ranks 0, 2 on ") and "got the same GPU" in said
+
+
+def test_a_process_without_a_gpu_ends_all_with_one_sentence(
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    codes, (said,) = on_gpus(monkeypatch, capfd, ["a,b", "a,b", "a,b"])
+    assert codes == [2, 2, 2]
+    assert said.startswith("deepnmt: 3 processes were started on") and "but 2 GPUs can be seen" in said
 
 
 def test_deepspeeds_warnings_are_hidden_and_its_errors_shown() -> None:

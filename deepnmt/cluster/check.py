@@ -1,0 +1,195 @@
+"""`deepnmt check-cluster`: whether the machines of a run fit together, before it costs hours to find out.
+
+The cheap parts, versions and devices, are compared at every start of several processes (`parallel/meeting.py`). Here
+they are shown, and clocks, folders and the network are tried as well.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepnmt.config import Recipe
+from deepnmt.errors import UserError
+from deepnmt.files import make_run_folder, sha256, table
+from deepnmt.parallel.meeting import ALIKE, SAME, Facts, consult, differences, differing, facts
+from deepnmt.ranks import Ranks
+
+_CLOCKS = 1.0  # seconds that two clocks may differ
+_SLOW = 0.5  # of the median: a connection below this is named
+_REPEATS = 5
+
+
+def check_cluster(recipe: Recipe, ranks: Ranks, megabytes: int = 64) -> tuple[str, list[str]]:
+    """A table of the machines, and a sentence for each difference and fault, on every process. Collective.
+
+    Args:
+        recipe: its run and data folders are tried. The run folder is made if it does not exist.
+        megabytes: the size of the all-reduce that is timed.
+    """
+    if ranks.store is None:
+        raise UserError("check-cluster was started as one process, so there is nothing to compare; start it as you "
+                        "start training, for example srun deepnmt check-cluster my.yaml")
+    told = facts(ranks.device)
+    told["gpus"] = torch.cuda.device_count() if ranks.device.type == "cuda" else 0
+    told["clock"] = _clock(ranks)
+    told |= _folders(Path(recipe.run), Path(recipe.data.folder), ranks)
+    told["seconds"] = _all_reduce_seconds(ranks, megabytes * 2**20)
+    told["link"] = _link(ranks, [n["machine"] for n in _everybody(ranks, {"machine": told["machine"]}, "links")])
+    judged = consult(ranks.store, ranks.rank, ranks.world, "the cluster", told, lambda all_: _judge(all_, megabytes))
+    return judged["text"], judged["faults"]
+
+
+def _everybody(ranks: Ranks, told: Facts, subject: str) -> list[Facts]:
+    """What all processes told, on every process."""
+    assert ranks.store is not None
+    return consult(ranks.store, ranks.rank, ranks.world, subject, told, lambda all_: {"all": list(all_)})["all"]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def _clock(ranks: Ranks) -> float:
+    """Seconds by which this machine's clock is ahead of the first one's, to within the time of a barrier."""
+    found = []
+    for _ in range(_REPEATS):
+        ranks.barrier()
+        now = time.time()
+        found.append(now - ranks.sum([now if ranks.first else 0.0])[0])
+    return statistics.median(found)
+
+
+def _folders(run: Path, data: Path, ranks: Ranks) -> Facts:
+    """What this process sees of the run folder and of the prepared data."""
+    name = ranks.broadcast_bytes(f".tmp-check-{secrets.token_hex(4)}".encode() if ranks.first else None).decode()
+    seen, mine = "", run / f"{name}-{ranks.rank}"
+    try:
+        try:
+            if ranks.first:
+                make_run_folder(run)
+                (run / name).write_text(name, encoding="utf-8")
+        except (UserError, OSError) as error:
+            seen = str(error)
+        ranks.barrier()
+        if not seen:
+            seen = _try_folder(run, name, mine)
+        ranks.barrier()
+        missing = [rank for rank in range(ranks.world) if not (run / f"{name}-{rank}").exists()] if ranks.first else []
+        ranks.barrier()
+    finally:
+        for file in (mine, run / name):
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+    try:
+        fingerprint = sha256(data / "manifest.json")[:8]
+    except OSError as error:
+        fingerprint = f"missing ({error.strerror})"
+    return {"run": seen or "shared", "data": fingerprint, "not_seen": missing}
+
+
+def _try_folder(run: Path, name: str, mine: Path) -> str:
+    """Reads what rank 0 wrote and writes a file beside it; "" or the fault."""
+    until = time.monotonic() + 5  # a network file system may show a new file late
+    while not (run / name).exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    try:
+        if (run / name).read_text(encoding="utf-8") != name:
+            return "another folder"
+    except FileNotFoundError:
+        return "not the first machine's folder" if run.is_dir() else "missing"
+    except OSError as error:
+        return f"not readable ({error.strerror})"
+    try:
+        mine.write_text("", encoding="utf-8")
+    except OSError as error:
+        return f"not writable ({error.strerror})"
+    return ""
+
+
+def _all_reduce_seconds(ranks: Ranks, size: int) -> float:
+    """The time of an all-reduce of `size` bytes on the slowest process, the best of some."""
+    tensor = torch.zeros(size // 4, device=ranks.device)
+    found = []
+    for _ in range(_REPEATS):
+        ranks.barrier()
+        started = time.monotonic()
+        dist.all_reduce(tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        found.append(ranks.max([time.monotonic() - started])[0])
+    return min(found)
+
+
+def _link(ranks: Ranks, machines: Sequence[str], size: int = 16 * 2**20) -> float | None:
+    """Bytes a second from rank 0 to this process, if it is the first one of another machine than rank 0's."""
+    tensor, speed = torch.zeros(size // 4, device=ranks.device), None
+    for rank in (machines.index(machine) for machine in dict.fromkeys(machines)):
+        for _ in range(_REPEATS if rank else 0):
+            ranks.barrier()
+            started = time.monotonic()
+            if ranks.first:
+                dist.send(tensor, rank)
+            elif ranks.rank == rank:
+                dist.recv(tensor, 0)
+                if tensor.is_cuda:
+                    torch.cuda.synchronize(tensor.device)
+                speed = max(speed or 0.0, size / (time.monotonic() - started))
+    return speed
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+def _judge(everything: Sequence[Facts], megabytes: int) -> dict[str, Any]:
+    """The table and the faults, from what all processes told."""
+    nodes: dict[str, list[Facts]] = {}
+    for told in everything:
+        nodes.setdefault(told["machine"], []).append(told)
+    world, first = len(everything), everything[0]
+    rows = [["machine", "processes", "device", "cores", "clock", "run folder", "data", f"from {first['node']}"]]
+    for group in nodes.values():
+        node, gpus = group[0], f"{len(group)} of {group[0]['gpus']} " if group[0]["gpus"] else ""
+        rows.append([node["node"], str(len(group)), f"{gpus}{node['gpu'] or node['device']}",
+                     str(len({core for told in group for core in told["cores"]})), f"{node['clock']:+.2f} s",
+                     node["run"], node["data"], f"{node['link'] / 1e9:.2f} GB/s" if node["link"] else ""])
+    bus = 2 * (world - 1) / world * megabytes * 2**20 / first["seconds"] / 1e9
+    common = [f"{name} {first[key]}" for key, name in (("deepnmt", "deepnmt"), ("torch", "PyTorch"), (
+        "deepspeed", "DeepSpeed"), ("python", "Python"), ("driver", "driver")) if first[key]]
+    lines = [table(rows), f"\n{first['node']} has {', '.join(common)}",
+             f"all-reduce of {megabytes} MiB over {world} processes: {first['seconds'] * 1e3:.1f} ms, "
+             f"{bus:.2f} GB/s in and out of each"]
+    return {"text": "\n".join(lines), "faults": _faults(everything, list(nodes.values()))}
+
+
+def _faults(everything: Sequence[Facts], groups: Sequence[Sequence[Facts]]) -> list[str]:
+    """A phrase for each difference between the machines, and for each thing that would go wrong."""
+    names, first = [told["node"] for told in everything], everything[0]
+    found = differences(everything, SAME | ALIKE)
+    found.append(differing("the data's fingerprint", [told["data"] for told in everything], names))
+    found.append(differing("the number of processes", [str(len(group)) for group in groups],
+                           [group[0]["node"] for group in groups]))
+    if first["data"].startswith("missing"):
+        found.append(f"{first['node']} has no prepared data")
+    for group in groups:
+        node = group[0]
+        if abs(node["clock"]) > _CLOCKS:
+            found.append(f"the clock of {node['node']} is {node['clock']:+.1f} s off that of {first['node']}")
+        if node["run"] != "shared":
+            found.append(f"the run folder on {node['node']}: {node['run']}; all machines must read and write the same")
+    unseen = sorted({names[rank] for rank in first["not_seen"] if everything[rank]["run"] == "shared"})
+    if unseen:
+        found.append(f"{first['node']} does not see what {', '.join(unseen)} wrote into the run folder")
+    links = {group[0]["node"]: group[0]["link"] for group in groups if group[0]["link"]}
+    if len(links) > 2:
+        usual = statistics.median(links.values())
+        found += [f"{node} gets {speed / 1e9:.2f} GB/s from {first['node']}, the median is {usual / 1e9:.2f}"
+                  for node, speed in links.items() if speed < _SLOW * usual]
+    return [phrase for phrase in found if phrase]

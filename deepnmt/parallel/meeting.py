@@ -1,0 +1,284 @@
+"""What the processes of a run tell each other when they meet, before any collective: which machine each is on, and with
+which software. Differences that would train wrongly, or hang, are refused with the names of the machines.
+
+Everything goes through the store, so it works where the collectives would not. To have more compared, call `agree`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import deepnmt
+from deepnmt.errors import UserError
+from deepnmt.parallel.host import address_towards
+from deepnmt.progress import print_status
+from deepnmt.ranks import Ranks
+
+WAIT = timedelta(minutes=10)  # for the last process to come; machines may start minutes apart
+
+_SUBJECT = "the machines"
+
+Facts = dict[str, Any]  # what a process tells, in JSON's types
+Judge = Callable[[Sequence[Facts]], Facts]  # from what every process told, in rank order, to what all of them get
+
+# What must be the same on all machines, by the key in `facts`.
+SAME = {
+    "device": "the device that computes",
+    "deepnmt": "deepnmt's version and code",
+    "torch": "PyTorch's version",
+    "deepspeed": "DeepSpeed's version",
+}
+# What may differ; a start says so.
+ALIKE = {"python": "Python's version", "gpu": "the GPU", "driver": "the GPU's driver"}
+
+
+def facts(device: torch.device) -> Facts:
+    """What this process tells about itself and its machine."""
+    found = {
+        "node": socket.gethostname(),
+        "machine": f"{socket.gethostname()} {_first_line('/proc/sys/kernel/random/boot_id')}",  # names may be the same
+        "address": address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "device": device.type,
+        "deepnmt": f"{deepnmt.__version__} ({code_hash()[:8]})",
+        "torch": torch.__version__,
+        "deepspeed": _version("deepspeed"),
+        "python": platform.python_version(),
+        "gpu": "",
+        "driver": "",
+    }
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        slices = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU that is split, which may have one UUID
+        found |= {"gpu": gpu.name, "driver": _first_line("/proc/driver/nvidia/version"),
+                  "gpu_id": f"{getattr(gpu, 'uuid', device.index)} {slices if 'MIG' in slices else ''}"}
+    return found
+
+
+def code_hash() -> str:
+    """The SHA-256 of deepnmt's modules, names and contents."""
+    package, digest = Path(deepnmt.__file__).parent, hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _first_line(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+# -- telling and deciding ----------------------------------------------------------------------------------------------
+
+
+def consult(store: dist.Store, rank: int, world: int, subject: str, told: Facts, judge: Judge,
+            wait: timedelta = WAIT) -> Facts:
+    """Tells all processes' `told` to rank 0, which judges; returns the judgement on every process. Collective.
+
+    Args:
+        subject: a name that no other call of the run has.
+        wait: how long to wait for the last process.
+
+    Raises:
+        UserError: on every process, if the judgement has an entry "refused", the message; or if a process did not come.
+    """
+    store.set(f"{subject}/{rank}", json.dumps(told))
+    if rank == 0:
+        everything, absent = _collect(store, world, subject, wait)
+        judgement = {"refused": absent} if absent else judge(everything)
+        store.set(f"{subject}/judgement", json.dumps(judgement))
+        if judgement.get("refused"):
+            _let_read(store, world, subject)
+    else:
+        try:
+            store.wait([f"{subject}/judgement"], wait + timedelta(seconds=30))
+            judgement = json.loads(store.get(f"{subject}/judgement"))
+            store.add(f"{subject}/read", 1)
+        except RuntimeError:
+            raise UserError(f"process 0 has ended, or does not answer, while the processes compare {subject}; its own "
+                            "message says why; start all of them again") from None
+    if refused := judgement.get("refused"):
+        raise UserError(refused)
+    return judgement
+
+
+def _collect(store: dist.Store, world: int, subject: str, wait: timedelta) -> tuple[list[Facts], str]:
+    """What every process told, and a sentence about those that did not come within `wait`."""
+    keys = [f"{subject}/{rank}" for rank in range(world)]
+    try:
+        store.wait(keys, wait)
+    except RuntimeError:
+        there = [rank for rank, key in enumerate(keys) if store.check([key])]
+        nodes = Counter(json.loads(store.get(keys[rank])).get("node", "?") for rank in there)
+        return [], (f"{world - len(there)} of {world} processes did not come within {wait.total_seconds():g} s: "
+                    f"{_ranks(sorted(set(range(world)) - set(there)))}; there are "
+                    + ", ".join(f"{count} on {node}" for node, count in nodes.items())
+                    + "; see what the launcher says of the others' machines, and start all of them again")
+    return [json.loads(store.get(key)) for key in keys], ""
+
+
+def _let_read(store: dist.Store, world: int, subject: str) -> None:
+    """Waits a moment until all have read the judgement: the store ends with this process."""
+    until = time.monotonic() + 5
+    while store.add(f"{subject}/read", 0) < world - 1 and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """"ranks 3, 4, 5, ..." of at most eight."""
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank{'s' * (len(numbers) > 1)} {shown}"
+
+
+def agree(ranks: Ranks, subject: str, items: Mapping[str, str], remedy: str) -> None:
+    """Raises `UserError` on every process, naming item, values and machines, if `items` are not the same on all.
+    Collective.
+
+    Args:
+        subject: a name that no other call of the run has.
+        items: values by the name that the message gives them.
+        remedy: the end of the message.
+    """
+    if ranks.store is None:
+        return
+
+    def judge(everything: Sequence[Facts]) -> Facts:
+        names = dict.fromkeys(name for told in everything for name in told["items"])
+        nodes = [told["node"] for told in everything]
+        found = [differing(name, [told["items"].get(name, "not set") for told in everything], nodes) for name in names]
+        return {"refused": "; ".join([*filter(None, found), remedy]) if any(found) else ""}
+
+    consult(ranks.store, ranks.rank, ranks.world, subject, {"node": socket.gethostname(), "items": dict(items)}, judge)
+
+
+def differing(what: str, values: Sequence[str], nodes: Sequence[str]) -> str:
+    """A phrase such as "PyTorch's version is 2.13.0 on n1, 2.11.0 on n2", or "" if all values are the same.
+
+    Args:
+        values, nodes: value and machine of every process, in rank order.
+    """
+    if len(set(values)) < 2:
+        return ""
+    split = {node for node in nodes if len({v for v, n in zip(values, nodes) if n == node}) > 1}
+    places: dict[str, list[str]] = {}
+    for rank, (value, node) in enumerate(zip(values, nodes)):
+        place = f"rank {rank} of {node}" if node in split else node
+        if place not in places.setdefault(value, []):
+            places[value].append(place)
+    most = max(places, key=lambda value: len(places[value]))
+    parts = []
+    for value, where in places.items():
+        rest = value == most and len(where) > 4 and len(places) > 1
+        parts.append(f"{value or 'none'} on {f'the {len(where)} others' if rest else ', '.join(where)}")
+    return f"{what} is " + ", but ".join(parts)
+
+
+# -- the meeting -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a process learns in the meeting.
+
+    Attributes:
+        cores: of its machine that are this process's own part.
+        local_world: processes on its machine.
+        peer: an address on another machine, or the loopback's if there is one machine only.
+    """
+
+    cores: int
+    local_world: int
+    peer: str
+
+
+def alone() -> Met:
+    """What a process knows that has no others to meet."""
+    return Met(len(os.sched_getaffinity(0)), 1, "127.0.0.1")
+
+
+def meet(store: dist.Store, rank: int, world: int, device: torch.device, differ: bool) -> Met:
+    """Compares the machines, and waits for all processes. Collective.
+
+    Args:
+        differ: go on although the machines differ in what `SAME` names, but for the device.
+
+    Raises:
+        UserError: on every process; see `consult`.
+    """
+    judgement = consult(store, rank, world, _SUBJECT, facts(device), partial(judge_meeting, differ=differ))
+    if rank == 0:
+        for note in judgement["notes"]:
+            print_status(f"note: {note}")
+    return Met(*judgement["processes"][rank])
+
+
+def tell_fault(store: dist.Store, rank: int, fault: str) -> None:
+    """Has every process that comes to the meeting raise `fault`, with which this one is about to end."""
+    store.set(f"{_SUBJECT}/{rank}", json.dumps({"node": socket.gethostname(), "fault": fault}))
+    store.add(f"{_SUBJECT}/read", 1)
+    if rank == 0:
+        store.set(f"{_SUBJECT}/judgement", json.dumps({"refused": fault}))
+
+
+def judge_meeting(everything: Sequence[Facts], differ: bool = False) -> Facts:
+    """What a start refuses, what it says, and for each process the values of `Met`."""
+    if faults := [told["fault"] for told in everything if "fault" in told]:
+        return {"refused": faults[0]}
+    refused = differences(everything, {"device": SAME["device"]} if differ else SAME)
+    if refused:
+        refused.append("make them the same on all machines; deepnmt check-cluster shows every difference")
+    sharing: dict[str, list[int]] = {}
+    for rank, told in enumerate(everything):
+        if "gpu_id" in told:
+            sharing.setdefault(f"{told['machine']} {told['gpu_id']}", []).append(rank)
+    for together in sharing.values():
+        if len(together) > 1:
+            refused.append(f"{_ranks(together)} on {everything[together[0]]['node']} got the same GPU; start one "
+                           "process a GPU, and let each see its own GPU or all of them")
+    machines = Counter(told["machine"] for told in everything)
+    first = everything[0]
+    away = next((told["address"] for told in everything if told["machine"] != first["machine"]), "127.0.0.1")
+    peers = [away if told["machine"] == first["machine"] else first["address"] for told in everything]
+    return {"refused": "; ".join(refused), "notes": [] if differ else differences(everything, ALIKE),
+            "processes": list(zip(core_shares(everything), [machines[told["machine"]] for told in everything], peers))}
+
+
+def differences(everything: Sequence[Facts], items: Mapping[str, str]) -> list[str]:
+    """A phrase for each of `items`, phrases by the key in `facts`, that is not the same everywhere."""
+    nodes = [told["node"] for told in everything]
+    found = (differing(what, [told.get(key, "") for told in everything], nodes) for key, what in items.items())
+    return [phrase for phrase in found if phrase]
+
+
+def core_shares(everything: Sequence[Facts]) -> list[int]:
+    """Every process's part of the cores that it may use, each of them shared by all processes that may use it.
+
+    A launcher that has bound every process to cores of its own thus leaves it all of them.
+    """
+    users = Counter((told["machine"], core) for told in everything for core in told["cores"])
+    return [max(1, int(sum(1 / users[told["machine"], core] for core in told["cores"]) + 1e-6)) for told in everything]

@@ -1,0 +1,44 @@
+"""What `srun` tells a task: its rank, the tasks of its node, and where the tasks can meet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_FIRST_PORT, _PORTS = 10_000, 20_000  # below the ports that Linux gives to outgoing connections
+
+
+def place(env: Mapping[str, str]) -> tuple[int, int, int, int] | None:
+    """Rank, world size, local rank and local world size of a task that srun started beside others, else None.
+
+    Within `sbatch` and `salloc` themselves the variables of the job are set too, but not those of a step.
+    """
+    world = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+    if world < 2 or "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
+        return None
+    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "1"))
+    node = int(env.get("SLURM_NODEID", "0"))
+    return int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", "0")), counts[min(node, len(counts) - 1)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """[8, 8, 8, 8, 3] for "8(x4),3"."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
+    """MASTER_ADDR, the first node of the step, and MASTER_PORT, which jobs that share a node do not share."""
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    alone = env.get("SLURM_STEP_NUM_NODES") == "1" or not nodes
+    job, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID", "0"))
+    return {"MASTER_ADDR": "127.0.0.1" if alone else first_node(nodes),
+            "MASTER_PORT": str(_FIRST_PORT + (job * 7 + step) % _PORTS)}
+
+
+def first_node(nodes: str) -> str:
+    """"n07" of "n[07-09,12],m1": the first node of Slurm's way of writing a list."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)

@@ -1,0 +1,31 @@
+"""The two machines, which all tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machines import Machines, Unavailable
+
+
+@pytest.fixture(scope="session")
+def machines(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    """Two machines on which `prepared` can be read. Skips the test, saying why, where they cannot be started."""
+    try:
+        started = Machines(tmp_path_factory.mktemp("scratch"), tmp_path_factory.mktemp("shared"))
+    except Unavailable as why:
+        pytest.skip(str(why))
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(machines: Machines) -> Iterator[None]:
+    """After a test no process of deepnmt is left on the machines; they are ended first if it failed."""
+    yield
+    left = machines.processes("deepnmt")
+    lines = [" ".join(process.cmdline())[:150] for process in left]
+    for process in left:
+        process.kill()
+    assert not lines, lines

@@ -1,0 +1,209 @@
+"""Every launcher on two machines: it trains to one machine's losses, and whatever ends it, the run is saved and nothing
+is left behind. The files of recipes/launch are what is run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import NODES, REPO, Machines
+from run_files import losses, tensors
+from warm import Warm
+
+LAUNCH = REPO / "recipes" / "launch"
+SETTINGS = (f"parallel.ds_config={REPO}/ds_configs/zero1.json", "model.encoder.block=pre_ln",
+            "model.decoder.block=pre_ln", "train.valid_bleu=false")
+LONG = ("train.updates=300", "train.save_every=1000", "train.validate_every=1000")  # time enough to be stopped in
+GONE = 30.0  # seconds within which everything must have ended
+
+
+@pytest.fixture(scope="session")
+def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[int, Path]:
+    """Runs of 12 and of 300 updates on two processes of one machine, by their length."""
+    runs = {12: tmp_path_factory.mktemp("short"), 300: tmp_path_factory.mktemp("long")}
+    for updates, more in ((12, ()), (300, LONG)):
+        warm.train(2, prepared / "recipe.yaml", f"run={runs[updates]}", *SETTINGS, *more)
+        assert warm.wait() == [0, 0], warm.said()
+    return runs
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
+    """The first true value of `condition`; fails with what `what` says after `seconds`."""
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < until, what()
+        time.sleep(0.1)
+    return found
+
+
+def words(prepared: Path, run: Path, *overrides: str) -> str:
+    return shlex.join([str(prepared / "recipe.yaml"), f"run={run}", *SETTINGS, *overrides])
+
+
+def assert_same(run: Path, expected: dict[int, Path], updates: int) -> None:
+    """Losses and weights are those of one machine, to the bit."""
+    assert losses(run) == losses(expected[updates])
+    ours, theirs = tensors(run, updates, "weights"), tensors(expected[updates], updates, "weights")
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def stood(run: Path) -> str:
+    """The `status` in STATUS.json, "" before there is any."""
+    try:
+        return str(json.loads((run / "STATUS.json").read_text())["status"])
+    except FileNotFoundError:
+        return ""
+
+
+def text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+# -- Slurm -------------------------------------------------------------------------------------------------------------
+
+PLACE = """
+import os, torch
+from deepnmt.parallel.launch import processes
+with processes() as ranks:
+    print("place", ranks.rank, ranks.world, ranks.local_rank, ranks.local_world, os.uname().nodename,
+          torch.get_num_threads(), ranks.sum([1.0]), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("form", "places"), [
+    # rank, world, local rank, local world, machine, threads
+    ("--nodes=2 --ntasks=3", ["0 3 0 2 n1 1", "1 3 1 2 n1 1", "2 3 0 1 n2 1"]),
+    ("--ntasks=2", ["0 2 0 2 n1 1", "1 2 1 2 n1 1"]),
+    ("--nodes=2 --ntasks-per-node=1 --cpus-per-task=2", ["0 2 0 1 n1 2", "1 2 0 1 n2 2"]),
+])
+def test_srun(form: str, places: list[str], machines: Machines) -> None:
+    """Nothing is said about where to meet; a task that is bound to cores of its own takes all of them."""
+    script = machines.shared / "place.py"
+    script.write_text(PLACE)
+    code, said = machines.run("n1", f"srun {form} python {script}")
+    found = sorted(line.removeprefix("place ") for line in said.splitlines() if line.startswith("place"))
+    world = places[0].split()[1]
+    assert code == 0 and found == [f"{place} [{world}.0]" for place in places], said
+
+
+def test_sbatch_is_stopped_requeued_and_resumes_to_the_same_bits(
+        machines: Machines, prepared: Path, expected: dict[int, Path]) -> None:
+    """The signal that Slurm sends before the time limit comes in the middle of the run."""
+    run, log = machines.shared / "sbatch", machines.shared / "sbatch.log"
+    code, job = machines.run("n1", f"sbatch --parsable --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 "
+                             f"--cpus-per-task=1 --output={log} {LAUNCH}/train.sbatch {words(prepared, run, *LONG)}",
+                             VENV=sys.prefix)
+    assert code == 0, job
+    job = job.strip()
+
+    def show() -> str:
+        return text(log) + machines.run("n1", f"scontrol show job {job}")[1]
+
+    wait_for(lambda: "update 20/" in text(log), 100, show)
+    assert machines.run("n1", f"scancel --signal=TERM {job}")[0] == 0
+    wait_for(lambda: stood(run) == "finished", 150, show)
+    wait_for(lambda: "JobState=COMPLETED" in show(), 30, show)
+    assert "stopped by SIGTERM to rank " in text(log) and "resuming from" in text(log), text(log)
+    assert "Restarts=1" in show()
+    assert_same(run, expected, 300)
+
+
+# -- deepspeed with a hostfile -----------------------------------------------------------------------------------------
+
+
+def hostfile(machines: Machines, port: int, line: str, name: str) -> tuple[subprocess.Popen[bytes], Path]:
+    """Starts recipes/launch/hostfile.sh on n1, with its files for these machines."""
+    (machines.shared / "hosts").write_text((LAUNCH / "hosts").read_text().replace("node", "n").replace("=8", "=1"))
+    (machines.shared / ".deepspeed_env").write_text(
+        (LAUNCH / ".deepspeed_env").read_text().replace("cuda", "cpu") + "OMP_NUM_THREADS=1\n")
+    said = machines.shared / name
+    return machines.start("n1", f"MASTER_PORT={port} {LAUNCH}/hostfile.sh {line}", said), said
+
+
+@pytest.mark.parametrize(("target", "number", "code"), [
+    ("pdsh", signal.SIGKILL, 75), ("deepspeed", signal.SIGINT, 1), ("deepspeed", signal.SIGKILL, 137)])
+def test_whatever_ends_the_hostfile_run_it_saves_on_both_machines(
+        target: str, number: int, code: int, machines: Machines, prepared: Path, expected: dict[int, Path]) -> None:
+    """It resumes afterwards. DeepSpeed's own exit code after pdsh was killed is 0, so the script asks the run."""
+    run = machines.shared / f"{target}-{number:d}"
+    line = words(prepared, run, *LONG)
+    script, said = hostfile(machines, 29600 + number, line, f"{target}-{number:d}.txt")
+    wait_for(lambda: "update 20/" in text(said), 100, lambda: text(said))
+    (process,) = [p for p in machines.processes("pdsh" if target == "pdsh" else f"bin/{target} ", f"run={run}")
+                  if p.name() == ("pdsh" if target == "pdsh" else "deepspeed")]
+    process.send_signal(number)
+    assert script.wait(GONE) == code, text(said)
+    wait_for(lambda: not machines.processes(f"run={run}"), GONE, lambda: f"left behind\n{text(said)}")
+    stopped = json.loads((run / "STATUS.json").read_text())
+    assert stopped["status"] == "preempted" and "has ended (n" in stopped["cause"], (stopped, text(said))
+    assert 20 <= stopped["update"] < 300
+    if target == "pdsh":
+        script, said = hostfile(machines, 29700, line, "again.txt")
+        assert script.wait(120) == 0, text(said)
+        assert_same(run, expected, 300)
+
+
+# -- torchrun ----------------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_trains_to_one_machines_losses(
+        machines: Machines, prepared: Path, expected: dict[int, Path]) -> None:
+    run = machines.shared / "torchrun"
+    line = f"NODES=2 FIRST=n1 PROCESSES=1 PORT=29800 {LAUNCH}/torchrun.sh {words(prepared, run)}"
+    said = {node: machines.shared / f"torchrun-{node}" for node in NODES}
+    agents = [machines.start(node, line, said[node]) for node in NODES]
+    assert [agent.wait(120) for agent in agents] == [0, 0], "\n".join(map(text, said.values()))
+    assert_same(run, expected, 12)
+
+
+# -- a container -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_process_of_a_container_hands_the_signal_on(machines: Machines, prepared: Path) -> None:
+    """The container's own script as PID 1 of a PID namespace, which is what a container is to signals."""
+    run, said = machines.shared / "container", machines.shared / "container.txt"
+    (entry,) = json.loads(re.findall("^ENTRYPOINT (.*)$", text(LAUNCH / "Containerfile"), re.M)[0])
+    script = REPO / Path(entry).relative_to("/deepnmt")
+    container = machines.start("n1", f"PROCESSES=2 unshare --pid --fork --mount-proc {script} "
+                               + words(prepared, run, *LONG), said)
+    wait_for(lambda: "update 20/" in text(said), 100, lambda: text(said))
+    (first,) = [process for process in machines.processes("torchrun", f"run={run}")
+                if process.parent() is not None and process.parent().name() == "unshare"]
+    first.send_signal(signal.SIGTERM)
+    assert container.wait(GONE) != 0, text(said)
+    assert stood(run) == "preempted" and machines.run("n1", f"deepnmt status {run}")[0] == 75, text(said)
+
+
+# -- check-cluster -----------------------------------------------------------------------------------------------------
+
+
+def test_check_cluster_names_the_machine_that_differs(machines: Machines, prepared: Path) -> None:
+    """n2 has another version of the code and another folder under the run's name; its clock cannot be set here."""
+    run, other = machines.shared / "checked", machines.shared / "other"
+    line = f"check-cluster {words(prepared, run)} --mb 1"
+    code, said = machines.run("n1", f"srun --nodes=2 --ntasks=2 deepnmt {line}")
+    assert code == 0 and "the machines fit together" in said, said
+    assert re.search(r"^n2 .* shared .* GB/s$", said, re.M), said
+    shutil.copytree(REPO / "deepnmt", other / "deepnmt", ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "deepnmt" / "__init__.py").open("a") as file:
+        file.write('__version__ = "9.9.9"\n')
+    on_n2 = f"if [ $(hostname) = n2 ]; then export PYTHONPATH={other}; mount -t tmpfs tmpfs {run}; fi"
+    task = f"unshare --mount bash -c '{on_n2}; exec deepnmt {{}}'"
+    code, said = machines.run("n1", f"srun --nodes=2 --ntasks=2 {task.format(line)}")
+    found = [told for told in said.splitlines() if told.startswith("difference: ")]
+    assert code == 2 and len(found) == 2, said
+    assert re.fullmatch(r"difference: deepnmt's version and code is .* on n1, but 9.9.9 \(.*\) on n2", found[0]), said
+    assert "the run folder on n2: not the first machine's folder" in found[1]
+    code, said = machines.run("n1", f"srun --nodes=2 --ntasks=2 {task.format('train ' + words(prepared, run))}")
+    refused = [told for told in said.splitlines() if told.startswith("deepnmt: ")]
+    assert code == 2 and len(refused) == 1 and "9.9.9" in refused[0] and "on n2; make them the same" in refused[0], said
