@@ -62,6 +62,10 @@ def run_command(
     except UserError as error:
         if not (_is_later_process() if error.reported is None else error.reported):
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)
+        if _is_on_several_machines() and error.reported is None:
+            from deepnmt.parallel.launch import end_others
+
+            end_others(str(error))
         return 2
     except BrokenPipeError:
         return 0
@@ -95,6 +99,13 @@ def versions() -> str:
 def _is_later_process() -> bool:
     """Whether a launcher says that this is not the first process on its machine."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
+
+
+def _is_on_several_machines() -> bool:
+    """Whether a launcher says so: those other machines may not see the same mistake."""
+    env = os.environ
+    here = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", env.get("WORLD_SIZE", "1"))))
+    return here < int(env.get("WORLD_SIZE", "1")) or int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1
 
 
 def _checkpoint(name: str | None, recipe: Recipe) -> str | None:

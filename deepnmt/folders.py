@@ -9,6 +9,7 @@ renames it back; until then readers find it with `displaced`.
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import json
@@ -170,6 +171,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems know it of files
+            raise
     finally:
         os.close(descriptor)
 

@@ -20,8 +20,10 @@ from deepnmt.errors import UserError
 from deepnmt.parallel import slurm
 from deepnmt.parallel.host import LOOPBACK, interface_to, keep_memory, quiet_libraries
 from deepnmt.parallel.launcher import end_with_launcher
-from deepnmt.parallel.meeting import WAIT, alone, meet, tell_fault
+from deepnmt.parallel.meeting import WAIT, alone, let_read, meet, tell_fault
 from deepnmt.ranks import Ranks
+
+_TELLING = timedelta(minutes=1)  # for machines that start later to hear why this one has ended
 
 
 @contextlib.contextmanager
@@ -63,6 +65,18 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False) ->
             # DeepSpeed's own way forgets the groups it has made, which its next engine in this process would take
             comm = sys.modules.get("deepspeed.comm")
             (comm if comm is not None and comm.is_initialized() else dist).destroy_process_group()
+
+
+def end_others(fault: str) -> None:
+    """Ends the processes that wait for this one, or soon will, with the sentence with which it ends before it has met
+    them. The machines may differ in what they find wrong."""
+    rank, world, *_ = rank_from_environment()
+    if world > 1:
+        with contextlib.suppress(UserError, RuntimeError, OSError):
+            store = _open_store(rank, world, _TELLING)
+            tell_fault(store, rank, fault)
+            if rank == 0:
+                let_read(store, world, _TELLING)
 
 
 def rank_from_environment() -> tuple[int, int, int, int]:
@@ -116,7 +130,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _open_store(rank: int, world: int) -> dist.Store:
+def _open_store(rank: int, world: int, wait: timedelta = WAIT) -> dist.Store:
     """Opens the store in which the processes find each other; rank 0 serves it unless torchrun's own process does."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -134,7 +148,7 @@ def _open_store(rank: int, world: int) -> dist.Store:
             raise UserError(f"port {env['MASTER_PORT']}, where the processes meet, cannot be opened: {error.strerror}; "
                             "another run uses it; give the launcher another --master_port") from None
     try:
-        store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, WAIT,
+        store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, wait,
                                           wait_for_workers=False,
                                           master_listen_fd=listener.detach() if listener else None)
     except RuntimeError as error:

@@ -70,7 +70,8 @@ def _pdsh(words: list[str]) -> Iterator[tuple[psutil.Process, str]]:
     """pdsh with these words of launch.py in its command, and the `deepspeed` command, if they run on this machine."""
     for process in psutil.process_iter():
         try:
-            if process.name() != "pdsh" or not set(words) <= set(process.cmdline()):
+            line = process.cmdline()
+            if not line or Path(line[0]).name != "pdsh" or not set(words) <= set(line):
                 continue
             yield process, "pdsh"
             parent = process.parent()

@@ -113,7 +113,7 @@ def consult(store: dist.Store, rank: int, world: int, subject: str, told: Facts,
         judgement = {"refused": absent} if absent else judge(everything)
         store.set(f"{subject}/judgement", json.dumps(judgement))
         if judgement.get("refused"):
-            _let_read(store, world, subject)
+            let_read(store, world, timedelta(seconds=5), subject)
     else:
         try:
             store.wait([f"{subject}/judgement"], wait + timedelta(seconds=30))
@@ -142,9 +142,9 @@ def _collect(store: dist.Store, world: int, subject: str, wait: timedelta) -> tu
     return [json.loads(store.get(key)) for key in keys], ""
 
 
-def _let_read(store: dist.Store, world: int, subject: str) -> None:
-    """Waits a moment until all have read the judgement: the store ends with this process."""
-    until = time.monotonic() + 5
+def let_read(store: dist.Store, world: int, wait: timedelta, subject: str = _SUBJECT) -> None:
+    """Waits, at most `wait`, until all have read the judgement: the store ends with this process."""
+    until = time.monotonic() + wait.total_seconds()
     while store.add(f"{subject}/read", 0) < world - 1 and time.monotonic() < until:
         time.sleep(0.02)
 

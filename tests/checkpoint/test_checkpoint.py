@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import random
 import resource
 import shutil
 import signal
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -530,3 +532,21 @@ def test_a_model_is_not_loaded_from_damaged_or_missing_files(run: Path) -> None:
         load_model(run / "nowhere")
     with user_error("is not a checkpoint and holds no whole one"):
         load_model(run / "checkpoints")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_sync_folders(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE and object stores may refuse it; an error of the disk stays one."""
+    sync = os.fsync
+
+    def refusing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    if number == errno.EIO:
+        with pytest.raises(CheckpointWriteError, match="Input/output error"):
+            tiny_run.write(tiny_run.recipe_of(tmp_path), 10)
+    else:
+        verify(tiny_run.write(tiny_run.recipe_of(tmp_path), 10))

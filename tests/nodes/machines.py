@@ -85,7 +85,7 @@ class Machines:
         """The command that runs `words` (a list, or a line for bash) on a machine, in the shared folder."""
         line = words if isinstance(words, str) else shlex.join(map(str, words))
         return ["nsenter", f"--target={self.pids[node]}", "--mount", "--uts", "--net", "--pid", "--root",
-                "bash", "-c", f"cd {shlex.quote(str(self.shared))}; {line}"]
+                "--wd", "bash", "-c", f"cd {shlex.quote(str(self.shared))}; {line}"]
 
     def start(self, node: str, words: str | list[str | Path], output: Path, **env: str) -> subprocess.Popen[bytes]:
         """Starts a command on a machine; what it says goes into `output`."""
@@ -102,7 +102,7 @@ class Machines:
     def processes(self, *words: str) -> list[psutil.Process]:
         """The processes on the machines whose command line contains all of `words`."""
         found = []
-        for process in psutil.Process(self._holder.pid).children(recursive=True):
+        for process in psutil.Process().children(recursive=True):  # those of `start` are not below the machines' own
             try:
                 line = " ".join(process.cmdline())
             except psutil.NoSuchProcess:

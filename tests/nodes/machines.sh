@@ -22,6 +22,7 @@ overlay() { # SCRATCH, an empty folder; SHARED, a folder that the machines and t
 }
 
 machines() { # SHARED
+    cd /
     export DEBIAN_FRONTEND=noninteractive PATH=$PATH:/usr/sbin:/sbin
     mkdir -p /run/lock /run/munge /run/netns /run/sshd
     if ! { type slurmctld && type slurmd && type srun && type munged && type pdsh && type sshd && type ip; } &> /dev/null; then

@@ -100,11 +100,11 @@ def test_sbatch_is_stopped_requeued_and_resumes_to_the_same_bits(
         machines: Machines, prepared: Path, expected: dict[int, Path]) -> None:
     """The signal that Slurm sends before the time limit comes in the middle of the run."""
     run, log = machines.shared / "sbatch", machines.shared / "sbatch.log"
-    code, job = machines.run("n1", f"sbatch --parsable --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 "
-                             f"--cpus-per-task=1 --output={log} {LAUNCH}/train.sbatch {words(prepared, run, *LONG)}",
-                             VENV=sys.prefix)
-    assert code == 0, job
-    job = job.strip()
+    code, said = machines.run("n1", f"sbatch --parsable --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 "
+                              f"--cpus-per-task=1 --output={log} {LAUNCH}/train.sbatch {words(prepared, run, *LONG)}",
+                              VENV=sys.prefix)
+    assert code == 0, said
+    job = re.findall(r"^\d+$", said, re.M)[0]
 
     def show() -> str:
         return text(log) + machines.run("n1", f"scontrol show job {job}")[1]
@@ -139,8 +139,8 @@ def test_whatever_ends_the_hostfile_run_it_saves_on_both_machines(
     line = words(prepared, run, *LONG)
     script, said = hostfile(machines, 29600 + number, line, f"{target}-{number:d}.txt")
     wait_for(lambda: "update 20/" in text(said), 100, lambda: text(said))
-    (process,) = [p for p in machines.processes("pdsh" if target == "pdsh" else f"bin/{target} ", f"run={run}")
-                  if p.name() == ("pdsh" if target == "pdsh" else "deepspeed")]
+    (process,) = [process for process in machines.processes(f"run={run}")
+                  if target in (process.name(), process.cmdline()[0])]
     process.send_signal(number)
     assert script.wait(GONE) == code, text(said)
     wait_for(lambda: not machines.processes(f"run={run}"), GONE, lambda: f"left behind\n{text(said)}")

@@ -163,6 +163,38 @@ def test_a_process_without_a_gpu_ends_all_with_one_sentence(
     assert said.startswith("deepnmt: 3 processes were started on") and "but 2 GPUs can be seen" in said
 
 
+@pytest.mark.parametrize("faulty", [0, 1, 2])
+def test_a_mistake_on_one_machine_ends_all(
+        faulty: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is found before the processes meet: a recipe that is missing there. The others come to the meeting later."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3",
+                        "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def start(words: list[str]) -> int:
+        if words:
+            raise UserError("there is no recipe here")
+        time.sleep(0.5)
+        with processes():
+            return 0
+
+    monkeypatch.setitem(COMMANDS, "train", start)
+    children = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        if not (child := os.fork()):
+            try:
+                os._exit(main("train", ["none.yaml"] if rank == faulty else []))
+            finally:
+                os._exit(99)
+        children.append(child)
+    begun = time.monotonic()
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [2, 2, 2]
+    assert time.monotonic() - begun < 20
+    assert "deepnmt: there is no recipe here" in capfd.readouterr().err
+
+
 def test_deepspeeds_warnings_are_hidden_and_its_errors_shown() -> None:
     """Although DeepSpeed sets its logger's level on import, which is after `quiet_libraries`."""
     script = ("from deepnmt.parallel.host import quiet_libraries\nquiet_libraries()\n"
