@@ -20,7 +20,7 @@ from deepnmt.errors import UserError
 from deepnmt.parallel import slurm
 from deepnmt.parallel.host import LOOPBACK, interface_to, keep_memory, quiet_libraries
 from deepnmt.parallel.launcher import end_with_launcher
-from deepnmt.parallel.meeting import WAIT, alone, let_read, meet, tell_fault
+from deepnmt.parallel.meeting import WAIT, alone, meet, tell_fault
 from deepnmt.ranks import Ranks
 
 _TELLING = timedelta(minutes=1)  # for machines that start later to hear why this one has ended
@@ -48,7 +48,12 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False) ->
     try:
         if world > 1 or group:
             store = _open_store(rank, world)
-        device = _device(local_rank, local_world, store, rank)
+        try:
+            device = _device(local_rank, local_world)
+        except UserError as error:
+            if store is not None:
+                tell_fault(store, rank, world, str(error), _TELLING)
+            raise
         met = alone()
         if store is not None and world > 1:
             met = meet(store, rank, world, device, differ)
@@ -74,9 +79,7 @@ def end_others(fault: str) -> None:
     if world > 1:
         with contextlib.suppress(UserError, RuntimeError, OSError):
             store = _open_store(rank, world, _TELLING)
-            tell_fault(store, rank, fault)
-            if rank == 0:
-                let_read(store, world, _TELLING)
+            tell_fault(store, rank, world, fault, _TELLING)
 
 
 def rank_from_environment() -> tuple[int, int, int, int]:
@@ -97,7 +100,7 @@ def rank_from_environment() -> tuple[int, int, int, int]:
     return place
 
 
-def _device(local_rank: int, local_world: int, store: dist.Store | None, rank: int) -> torch.device:
+def _device(local_rank: int, local_world: int) -> torch.device:
     """This process's GPU, or the CPU if DS_ACCELERATOR (which DeepSpeed reads too) is not "cuda"."""
     if os.environ["DS_ACCELERATOR"] != "cuda":
         return torch.device("cpu")
@@ -106,12 +109,9 @@ def _device(local_rank: int, local_world: int, store: dist.Store | None, rank: i
     if count == 1 and "SLURM_PROCID" in os.environ:  # srun may show every task its own GPU alone
         ordinal = 0
     if ordinal >= count:
-        error = UserError(f"{local_world} processes were started on {socket.gethostname()}, but {count} "
-                          f"GPU{'s' * (count != 1)} can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu "
-                          "to run on the CPU")
-        if store is not None:
-            tell_fault(store, rank, str(error))
-        raise error
+        raise UserError(f"{local_world} processes were started on {socket.gethostname()}, but {count} "
+                        f"GPU{'s' * (count != 1)} can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu to "
+                        "run on the CPU")
     device = torch.device("cuda", ordinal)
     torch.cuda.set_device(device)
     return device

@@ -113,7 +113,7 @@ def consult(store: dist.Store, rank: int, world: int, subject: str, told: Facts,
         judgement = {"refused": absent} if absent else judge(everything)
         store.set(f"{subject}/judgement", json.dumps(judgement))
         if judgement.get("refused"):
-            let_read(store, world, timedelta(seconds=5), subject)
+            _let_read(store, world, timedelta(seconds=5), subject)
     else:
         try:
             store.wait([f"{subject}/judgement"], wait + timedelta(seconds=30))
@@ -142,7 +142,7 @@ def _collect(store: dist.Store, world: int, subject: str, wait: timedelta) -> tu
     return [json.loads(store.get(key)) for key in keys], ""
 
 
-def let_read(store: dist.Store, world: int, wait: timedelta, subject: str = _SUBJECT) -> None:
+def _let_read(store: dist.Store, world: int, wait: timedelta, subject: str) -> None:
     """Waits, at most `wait`, until all have read the judgement: the store ends with this process."""
     until = time.monotonic() + wait.total_seconds()
     while store.add(f"{subject}/read", 0) < world - 1 and time.monotonic() < until:
@@ -237,12 +237,15 @@ def meet(store: dist.Store, rank: int, world: int, device: torch.device, differ:
     return Met(*judgement["processes"][rank])
 
 
-def tell_fault(store: dist.Store, rank: int, fault: str) -> None:
-    """Has every process that comes to the meeting raise `fault`, with which this one is about to end."""
+def tell_fault(store: dist.Store, rank: int, world: int, fault: str, wait: timedelta) -> None:
+    """Has every process that comes to the meeting raise `fault`, with which this one is about to end; rank 0 waits for
+    them, at most `wait`."""
     store.set(f"{_SUBJECT}/{rank}", json.dumps({"node": socket.gethostname(), "fault": fault}))
-    store.add(f"{_SUBJECT}/read", 1)
     if rank == 0:
         store.set(f"{_SUBJECT}/judgement", json.dumps({"refused": fault}))
+        _let_read(store, world, wait, _SUBJECT)
+    else:
+        store.add(f"{_SUBJECT}/read", 1)
 
 
 def judge_meeting(everything: Sequence[Facts], differ: bool = False) -> Facts:

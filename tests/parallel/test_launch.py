@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,11 +21,13 @@ from refusals import user_error
 import deepnmt
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
+from deepnmt.parallel import launch
 from deepnmt.parallel.launch import free_port, processes
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of nine processes where there is one GPU."""
+    """The last of nine processes where there is one GPU, and no other process."""
+    monkeypatch.setattr(launch, "_TELLING", timedelta(0))
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "9"), ("LOCAL_RANK", "8"), ("LOCAL_WORLD_SIZE", "9")):
         monkeypatch.setenv(name, value)
@@ -102,16 +105,13 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
     for name, value in {"DS_ACCELERATOR": "cuda", "MASTER_PORT": str(free_port()), **step}.items():
         monkeypatch.setenv(name, value)
 
-    def gone(store: dist.Store) -> None:
-        """Waits for the others, as the process group would: the store ends with the first process."""
-        store.add("there", 1)
-        while store.add("there", 0) < len(visible):
-            time.sleep(0.01)
-
     def start(_: list[str]) -> int:
         with processes() as ranks:
-            gone(ranks.store)
             print(ranks.rank, ranks.device, os.environ["LOCAL_RANK"], flush=True)
+            ranks.store.add("done", 1)
+            until = time.monotonic() + 30
+            while ranks.first and ranks.store.add("done", 0) < len(visible):  # the store ends with this process
+                assert time.monotonic() < until
         return 0
 
     monkeypatch.setitem(COMMANDS, "train", start)
