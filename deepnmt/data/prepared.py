@@ -150,6 +150,9 @@ class Split:
         stem = name if variant is None else variant_stem(name, variant)
         self.sources, self.targets = (Side(folder, f"{stem}.{side}", limit) for side in ("src", "trg"))
         self.src_lengths, self.trg_lengths = self.sources.lengths, self.targets.lengths
+        if len(self.src_lengths) != len(self.trg_lengths):
+            raise UserError(f"prepared data {folder} is damaged: {stem} has {len(self.src_lengths)} source sentences, "
+                            f"but {len(self.trg_lengths)} target sentences; {_AGAIN}")
 
     def __len__(self) -> int:
         return len(self.src_lengths)
@@ -182,7 +185,16 @@ class Split:
         return self._text("trg")
 
     def _text(self, side: str) -> list[str]:
-        return (self._folder / f"{self.name}.{side}.txt").read_bytes().decode("utf-8").split("\n")[:-1]
+        file = self._folder / f"{self.name}.{side}.txt"
+        try:
+            lines = file.read_bytes().decode("utf-8").split("\n")[:-1]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"prepared data {self._folder} is damaged: {file.name} cannot be read ({error}); {_AGAIN}"
+                            ) from None
+        if len(lines) != len(self):
+            raise UserError(f"prepared data {self._folder} is damaged: {file.name} has {len(lines)} lines for "
+                            f"{len(self)} sentences; {_AGAIN}")
+        return lines
 
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]

@@ -173,6 +173,8 @@ def read_data(folder: Path) -> None:
         split = data.split(name)
         Stream(split, 256, 1).epoch_size(0)
         collate(split, np.arange(min(3, len(split))), 0, torch.device("cpu"))
+        if name != "train":
+            assert len(split.src_text()) == len(split.trg_text()) == len(split)
 
 
 def read_checkpoint(folder: Path) -> None:

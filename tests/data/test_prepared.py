@@ -158,6 +158,10 @@ def test_data_that_contradict_themselves_are_refused(prepared: Path, tmp_path: P
         ("valid.trg.tokens", lambda data: b"\xff\xff" + data[2:], "has a token 65535, but the vocabulary trg.spm has"),
         ("valid.src.offsets", lambda data: data[:8] + b"\xff" * 8 + data[16:], "does not divide valid.src.tokens"),
         ("valid.src.offsets", lambda data: b"", "does not divide valid.src.tokens"),
+        ("valid.src.offsets", lambda data: data[:1], "valid.src.offsets cannot be read"),
+        ("valid.src.offsets", lambda data: data[:8] + data[16:], "valid has 19 source sentences, but 20 target sen"),
+        ("valid.src.txt", lambda data: data + b"x\n", "valid.src.txt has 21 lines for 20 sentences"),
+        ("valid.src.txt", lambda data: b"\xff" + data, "valid.src.txt cannot be read"),
     ):
         shutil.copytree(prepared / "data", folder)
         (folder / name).write_bytes(content((folder / name).read_bytes()))
@@ -167,5 +171,5 @@ def test_data_that_contradict_themselves_are_refused(prepared: Path, tmp_path: P
         with user_error(words):
             data = PreparedData.open(folder)
             data.verify()
-            data.split("valid")
+            data.split("valid").src_text()
         shutil.rmtree(folder)
