@@ -1,0 +1,95 @@
+"""What a trained model does with its source, measured on validation text: one of three outcomes.
+
+The same targets are scored twice, by the plain loss in nats a target token: with their own sources, and with shuffled
+ones (each sentence gets that of its neighbour in the order of length). The difference is the source's gain.
+
+    stuck        not finite, or at most `MARGIN` better than the frequencies of the target's tokens
+    target only  better than that, but the source's gain is below `GAIN`: a language model of the target
+    translates   the source's gain is `GAIN` or more
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+
+from deepnmt.batch import Batch
+from deepnmt.data.batching import collate, plan_eval
+from deepnmt.data.prepared import Split
+from deepnmt.tokens import PAD
+
+Outcome = Literal["stuck", "target only", "translates"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+GAIN = 0.3  # nats: over 12 tokens the right source makes the sentence exp(3.6) = 37 times as likely as a wrong one
+MARGIN = 0.1  # nats below the frequencies
+SENTENCES = 128  # of the validation text
+_BUDGET = 2048  # tokens of a batch
+_CHUNK = 1000  # sentences read at a time
+
+Evaluate = Callable[[Sequence[Batch]], Sequence[tuple[float, float]]]  # an engine's: (loss, nll) of each batch
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Plain losses of a validation text in nats a target token.
+
+    Attributes:
+        own: with the sentences' own sources.
+        shuffled: with shuffled ones.
+        frequencies: of a model that knows only how frequent each token is.
+    """
+
+    own: float
+    shuffled: float
+    frequencies: float
+
+    @property
+    def gain(self) -> float:
+        """The source's gain."""
+        return self.shuffled - self.own
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome, see above."""
+        if not math.isfinite(self.own) or self.own > self.frequencies - MARGIN:
+            return "stuck"
+        return "translates" if self.gain >= GAIN else "target only"
+
+
+def measure_outcome(evaluate: Evaluate, valid: Split, frequencies: float, device: torch.device) -> Measured:
+    """Scores up to `SENTENCES` sentences of the validation text, spread evenly over its lengths."""
+    plan = plan_eval(valid.src_lengths, valid.trg_lengths, _BUDGET)
+    order = plan.order[np.linspace(0, len(plan.order) - 1, min(SENTENCES, len(plan.order))).astype(np.int64)]
+    own, shuffled, start = [], [], 0
+    before = np.roll(order, 1)
+    while start < len(order):
+        longest = max(int(valid.src_lengths[order[start]]), int(valid.trg_lengths[order[start]]))
+        end = start + max(1, _BUDGET // longest)
+        batch, other = (collate(valid, each[start:end], 0, device) for each in (order, before))
+        own.append(batch)
+        shuffled.append(replace(batch, tensors=(*other.tensors[:2], *batch.tensors[2:])))
+        start = end
+    tokens = sum(batch.tokens for batch in own)
+    scores = (sum(nll for _, nll in evaluate(batches)) / tokens for batches in (own, shuffled))
+    return Measured(*scores, frequencies)
+
+
+def frequencies_loss(train: Split, valid: Split, vocab: int) -> float:
+    """Cross-entropy of the validation text under the tokens' frequencies in the training text, in nats a target token;
+    every count is raised by 1, so that none is 0."""
+
+    def count(split: Split) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """How often each token is a target, eos included, [V]."""
+        counts = np.zeros(vocab)
+        for start in range(0, len(split), _CHUNK):
+            ids, _ = split.targets.with_eos(np.arange(start, min(start + _CHUNK, len(split))))
+            counts += np.bincount(ids[ids != PAD], minlength=vocab)
+        return counts
+
+    trained, tested = 1.0 + count(train), count(valid)
+    return float(-(tested * np.log(trained / trained.sum())).sum() / tested.sum())
