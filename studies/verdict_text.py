@@ -28,7 +28,7 @@ from deepnmt.doctor.diagnose import first_batch
 from deepnmt.doctor.outcome import frequencies_loss, measure_outcome
 from deepnmt.doctor.probes import plain_loss
 from deepnmt.doctor.variants import fresh_model
-from deepnmt.doctor.verdict import other_sources, static_features, trial, trial_features, update_features
+from deepnmt.doctor.verdict import other_sources, static_features, update_features
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
 from deepnmt.training.profile import profile_for
@@ -97,7 +97,7 @@ class TextPoint:
 
 
 def draw(count: int, seed: int, corpora: Sequence[str], depths: Sequence[int], blocks: Sequence[str] = BLOCKS,
-         seconds: tuple[float, float] = (3.0, 16.0)) -> list[TextPoint]:
+         seconds: tuple[float, float] = (3.0, 9.0)) -> list[TextPoint]:
     """Points drawn at random, of a few seconds of one core each. Half of them are likely to learn: a middling rate, a
     warm-up, the widest model."""
     chance = random.Random(seed)
@@ -106,16 +106,16 @@ def draw(count: int, seed: int, corpora: Sequence[str], depths: Sequence[int], b
         encoder = chance.choice(blocks)
         decoder = chance.choice(blocks) if chance.random() < 0.2 else encoder
         layers = [chance.choice(depths), chance.choice(depths)] if chance.random() < 0.3 else [chance.choice(depths)] * 2
-        kind = chance.random() < 0.5
+        kind = chance.random() < 0.6
         budget = chance.choice((80, 120, 160, 240, 320, 400))
-        tokens, width = (800, 64) if kind else (chance.choice((400, 600, 800)), chance.choice((32, 48, 64)))
+        tokens, width = chance.choice((400, 500, 600, 800)), chance.choice((48, 64) if kind else (32, 48, 64))
         cost = budget * (sum(layers) + 2) * (0.0012 + tokens * (width + 48) * 3.5e-8)
         if not seconds[0] < cost < seconds[1]:
             continue
         points.append(TextPoint(
             corpus=chance.choice(corpora), pieces=1000, encoder=encoder, decoder=decoder, encoder_layers=layers[0],
             decoder_layers=layers[1], width=width,
-            rate=round(10 ** (chance.uniform(-2.8, -2.2) if kind else chance.uniform(-3.3, -1.7)), 5),
+            rate=round(10 ** (chance.uniform(-2.7, -2.1) if kind else chance.uniform(-3.3, -1.7)), 5),
             warmup=budget // chance.choice((10, 5, 3)) if kind else chance.choice((0, budget // 10, budget // 3)),
             schedule=chance.choice(("linear", "inverse_sqrt", "inverse_sqrt", "constant")), updates=budget,
             tokens=tokens, dropout=chance.choice((0.0, 0.1)), clip=chance.choice((0.0, 1.0)),
@@ -133,7 +133,7 @@ def stream_trial(recipe: Recipe, data: PreparedData, fresh: Any, device: torch.d
     for number in range(STREAM):
         indices = stream.plan(0)[number % stream.epoch_size(0)]
         reached = stream.split(0).trg_lengths[indices].cumsum()
-        batch = collate(stream.split(0), indices[:max(2, int((reached <= 512).sum()))], number, device)
+        batch = collate(stream.split(0), indices[:max(2, int((reached <= TOKENS).sum()))], number, device)
         rate = recipe.optimizer.lr * min(1.0, (number + 1) / (warm + 1))
         stats = engine.train_step([batch], batch.tokens, rate)
         losses.append(stats.nll / batch.tokens)
@@ -158,9 +158,7 @@ def run_point(point: TextPoint, folder: Path) -> Record:
                            label_smoothing=recipe.train.label_smoothing)
 
     batch = first_batch(recipe, data, TOKENS, device)
-    losses = trial(fresh(), recipe, batch)
-    features = {**static_features(fresh(), batch), **update_features(fresh(), batch, recipe),
-                **trial_features(losses, batch)}
+    features = {**static_features(fresh(), batch), **update_features(fresh(), batch, recipe)}
     streamed = stream_trial(recipe, data, fresh(), device)
     measured = time.monotonic() - started
 
@@ -181,7 +179,6 @@ def run_point(point: TextPoint, folder: Path) -> Record:
         if done.give_up or state.update == point.updates:
             break
     return {"point": asdict(point), "features": features,
-            "trial": [_finite(value) for value in losses],
             "stream": {name: [_finite(each) for each in value] if isinstance(value, list) else _finite(value)
                        for name, value in streamed.items()},
             "batch_tokens": batch.tokens, "update_tokens": tokens / max(1, len(curve)),
