@@ -22,8 +22,7 @@ import torch
 
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.data.batching import Stream, collate
-from deepnmt.data.prepare import prepare
-from deepnmt.data.prepared import PreparedData, open_prepared
+from deepnmt.data.prepared import PreparedData
 from deepnmt.doctor.diagnose import first_batch
 from deepnmt.doctor.outcome import frequencies_loss, measure_outcome
 from deepnmt.doctor.probes import plain_loss
@@ -97,7 +96,7 @@ class TextPoint:
 
 
 def draw(count: int, seed: int, corpora: Sequence[str], depths: Sequence[int], blocks: Sequence[str] = BLOCKS,
-         seconds: tuple[float, float] = (3.0, 9.0)) -> list[TextPoint]:
+         seconds: tuple[float, float] = (1.0, 3.5)) -> list[TextPoint]:
     """Points drawn at random, of a few seconds of one core each. Half of them are likely to learn: a middling rate, a
     warm-up, the widest model."""
     chance = random.Random(seed)
@@ -107,8 +106,8 @@ def draw(count: int, seed: int, corpora: Sequence[str], depths: Sequence[int], b
         decoder = chance.choice(blocks) if chance.random() < 0.2 else encoder
         layers = [chance.choice(depths), chance.choice(depths)] if chance.random() < 0.3 else [chance.choice(depths)] * 2
         kind = chance.random() < 0.6
-        budget = chance.choice((80, 120, 160, 240, 320, 400))
-        tokens, width = chance.choice((400, 500, 600, 800)), chance.choice((48, 64) if kind else (32, 48, 64))
+        budget = chance.choice((60, 80, 120, 160, 200, 240, 320))
+        tokens, width = chance.choice((300, 400, 500, 600)), chance.choice((48, 64) if kind else (32, 48, 64))
         cost = budget * (sum(layers) + 2) * (0.0012 + tokens * (width + 48) * 3.5e-8)
         if not seconds[0] < cost < seconds[1]:
             continue
@@ -146,8 +145,7 @@ def stream_trial(recipe: Recipe, data: PreparedData, fresh: Any, device: torch.d
 def run_point(point: TextPoint, folder: Path) -> Record:
     """Measures and trains one run."""
     recipe, device = point.recipe(folder), torch.device("cpu")
-    prepare(recipe)
-    data = open_prepared(recipe)
+    data = PreparedData.open(recipe.data.folder)
     source, target = (vocab.size for vocab in data.vocabs())
     ranks = Ranks(0, 1, 0, 1, device)
     started, used = time.monotonic(), time.process_time()
