@@ -359,8 +359,9 @@ def _diagnose(words: list[str]) -> None:
     parser = recipe_parser(
         "diagnose",
         "Examines a model on one batch: how layers depend on each other, how far an update moves the output,\n"
-        "gradients, ranges, and how similar layers are. For a recipe it predicts whether training will work. For a\n"
-        "run that has checkpoints it examines the newest.\n\n"
+        "gradients, ranges, and how similar layers are. For a recipe it trains for 40 updates and predicts what the\n"
+        "model will do after more: stuck or diverging, the target side only, or translating. For a run that has\n"
+        "checkpoints it examines the newest, and measures which of the three it does.\n\n"
         "Reads the prepared data. Prints a table and writes JSON, pictures and a page into RUN/diagnosis, or\n"
         "RUN/diagnosis-CHECKPOINT.",
         "deepnmt diagnose my.yaml\n"
@@ -375,14 +376,20 @@ def _diagnose(words: list[str]) -> None:
     which.add_argument("--fresh", action="store_true", help="examine the initial weights of a run")
     add("--output", type=Path, metavar="FOLDER",
         help="the folder of the results (default: RUN/diagnosis or RUN/diagnosis-CHECKPOINT)")
-    add("--tokens", type=int, default=1024, metavar="N", help="target tokens of the batch (default 1024)")
+    add("--tokens", type=int, default=256, metavar="N", help="target tokens of the batch (default 256)")
+    add("--updates", type=int, metavar="N",
+        help="predict what the model does after N updates (default: train.updates)")
+    add("--minutes", type=float, default=10.0, metavar="N",
+        help="where failure is predicted, try no other recipe after N minutes (default 10)")
     add("--processes", type=int, default=1, metavar="N",
         help="processes that training will run on, which the size of an update depends on (default 1)")
     add("--rule", type=Path, metavar="FILE", help="a verdict rule to use in place of deepnmt's own")
     args, recipe = parse(parser, words)
     if args.tokens < 1:
-        raise UserError(f"--tokens is {args.tokens}, must be 1 or more, for example 1024")
-    positive(args, "processes")
+        raise UserError(f"--tokens is {args.tokens}, must be 1 or more, for example 256")
+    positive(args, "processes", "minutes")
+    if args.updates is not None and not 1 <= args.updates <= recipe.train.updates:
+        raise UserError(f"--updates is {args.updates}, must be from 1 to train.updates ({recipe.train.updates})")
     if args.fresh and not Path(args.recipe).is_dir():
         raise UserError(f"--fresh has no effect here because {args.recipe} is a recipe, whose model is always new; "
                         "remove it, or give the folder of a run")
@@ -401,11 +408,12 @@ def _diagnose(words: list[str]) -> None:
             if args.rule is not None:
                 raise UserError(f"--rule {args.rule} has no effect here because a rule judges models before training "
                                 f"and {checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
-            if args.processes != parser.get_default("processes"):
-                raise UserError(f"--processes {args.processes} has no effect here because only a verdict asks for it, "
-                                f"and {checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
+            for name in ("processes", "updates", "minutes"):
+                if (value := getattr(args, name)) != parser.get_default(name):
+                    raise UserError(f"--{name} {value} has no effect here because only a verdict asks for it, and "
+                                    f"{checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
         print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=args.output, tokens=args.tokens,
-                       rule=args.rule, processes=args.processes))
+                       rule=args.rule, processes=args.processes, updates=args.updates, seconds=60 * args.minutes))
 
 
 def _consolidate(words: list[str]) -> None:

@@ -1,8 +1,8 @@
-"""The runs on real text that the doctor's verdict is fitted on and tested with: small models, trained by deepnmt itself.
+"""The runs that the doctor's verdict is fitted on and tested with: small models, trained on real text by deepnmt itself.
 
-Every run is one line of a JSON-lines file: its point, the features measured before training, the outcome measured after
-it (`doctor/outcome.py`). Points are drawn at random from a seed, in a fixed order, so a stopped file is a fair sample,
-and the same command trains the missing ones. Texts are read from the folder `DEEPNMT_CORPORA`.
+Every run is one line of a JSON-lines file: its recipe, the trial before training (`doctor/verdict.py`), and the outcomes
+measured after a quarter, a half and all of its updates (`doctor/outcome.py`). Points are drawn at random from a seed, in
+a fixed order, so a stopped file is a fair sample, and the same command trains the missing ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -21,190 +21,311 @@ from typing import Any
 import torch
 
 from deepnmt.config import Recipe, check_recipe
-from deepnmt.data.batching import Stream, collate
+from deepnmt.data.batching import Stream
+from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
-from deepnmt.doctor.diagnose import first_batch
-from deepnmt.doctor.outcome import frequencies_loss, measure_outcome
-from deepnmt.doctor.probes import plain_loss
-from deepnmt.doctor.variants import fresh_model
-from deepnmt.doctor.verdict import other_sources, static_features, update_features
+from deepnmt.doctor.outcome import OUTCOMES, Measured, frequencies_loss, measure_outcome
+from deepnmt.doctor.variants import fresh_model, initialisation
+from deepnmt.doctor.verdict import SHIPPED, Trial, VerdictRule, features, run_trial
+from deepnmt.errors import UserError
+from deepnmt.files import make_parent_folder, markdown_table
+from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
 from deepnmt.training.profile import profile_for
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates
+from studies.runs import Record, append_runs, read_runs
+from studies.toy_task import ToyTask
+from studies.verdict_fit import Example, Tested, choose, crossed, fit, report
 
-Record = dict[str, Any]
-
-CORPORA = {  # source and target language, training and validation text
+# By text: source and target language, and files of training and validation text in the folder `DEEPNMT_CORPORA`. How
+# they are made from what one downloads: docs/results/verdict.md.
+TEXTS = {
     "multi30k": ("de", "en", "multi30k/train.{}.gz", "multi30k/val.{}.gz"),
     "europarl": ("de", "en", "europarl/train.{}", "europarl/valid.{}"),
     "tatoeba": ("de", "en", "tatoeba/train.{}", "tatoeba/valid.{}"),
     "tatoeba_fr": ("fr", "en", "tatoeba_fr/train.{}", "tatoeba_fr/valid.{}"),
     "newstest": ("de", "en", "newstest/train.{}", "newstest/valid.{}"),
+    "toy": ("de", "en", "toy/train.{}", "toy/valid.{}"),
 }
-BLOCKS = ("post_ln", "pre_ln", "admin", "b2t", "b2t_no_ln", "deepnorm", "rezero", "fixup", "t_fixup",
-          "admin_closed_form")
-TOKENS = 256  # target tokens of the measured batch
-STREAM = 40  # updates of the trial on the recipe's own stream
-INTERVAL = 10
+KINDS = ("text", "depth", "block")  # of groups that are held out in turn
+_INTERVAL = 10  # updates per point of a curve: their mean loss
+_KEPT = ("seed", "batch", "model", "admin", "optimizer", "schedule")  # sections of a recipe in a line
+_RATES = {"good": (-2.7, -2.1), "any": (-3.3, -1.7), "wild": (-2.1, -1.3)}  # decimal logarithms, by kind of point
 
 
 @dataclass(frozen=True)
-class TextPoint:
-    """One run."""
+class Choice:
+    """What points are drawn from, and the seconds of one core that a run may take, as a rough guess."""
 
-    corpus: str
-    pieces: int
-    encoder: str
-    decoder: str
-    encoder_layers: int
-    decoder_layers: int
-    width: int
-    rate: float
-    warmup: int
-    schedule: str
-    updates: int
-    tokens: int
-    dropout: float
-    clip: float
-    smoothing: float
-    optimizer: str
-    init: str
-    seed: int
-
-    def recipe(self, data: Path) -> Recipe:
-        """The recipe of the run, with its prepared data under `data`."""
-        src, trg, train, valid = CORPORA[self.corpus]
-        root = os.environ["DEEPNMT_CORPORA"]
-        texts = {name: {"src": f"{root}/{text.format(src)}", "trg": f"{root}/{text.format(trg)}"}
-                 for name, text in (("train", train), ("valid", valid))}
-        return check_recipe({
-            "run": "-", "seed": self.seed,
-            "data": {"folder": str(data / f"{self.corpus}_{self.pieces}"), "src_lang": src, "trg_lang": trg, **texts,
-                     "workers": 1, "filters": {"max_tokens": 100}},
-            "vocab": {"size": self.pieces, "shared": True}, "batch": {"tokens": self.tokens},
-            "model": {"width": self.width, "heads": 4, "ffn": 2 * self.width, "dropout": self.dropout, "tied": "all",
-                      "max_length": 128,
-                      "encoder": {"block": self.encoder, "layers": self.encoder_layers, "init": self.init},
-                      "decoder": {"block": self.decoder, "layers": self.decoder_layers, "init": self.init}},
-            "optimizer": {"name": self.optimizer, "lr": self.rate, "betas": [0.9, 0.98]},
-            "schedule": {"name": self.schedule, "warmup": self.warmup},
-            "train": {"updates": self.updates, "label_smoothing": self.smoothing, "clip": self.clip},
-            "parallel": {"ds_config": None, "threads": 1},
-        }, "a point of the text runs")
+    texts: tuple[str, ...] = ("multi30k", "tatoeba", "multi30k", "tatoeba", "multi30k", "tatoeba", "europarl", "toy")
+    depths: tuple[int, ...] = (2, 2, 2, 3, 3, 4, 4, 6, 8, 12, 18)
+    blocks: tuple[str, ...] = ("post_ln", "post_ln", "pre_ln", "pre_ln", "admin", "b2t", "b2t_no_ln", "deepnorm",
+                               "rezero", "fixup", "t_fixup", "admin_closed_form")
+    seconds: tuple[float, float] = (0.7, 2.5)
 
 
-def draw(count: int, seed: int, corpora: Sequence[str], depths: Sequence[int], blocks: Sequence[str] = BLOCKS,
-         seconds: tuple[float, float] = (1.0, 3.5)) -> list[TextPoint]:
-    """Points drawn at random, of a few seconds of one core each. Half of them are likely to learn: a middling rate, a
-    warm-up, the widest model."""
+def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
+    """Recipes drawn at random, with their prepared data in `data`. Half of them are likely to learn: a middling rate, a
+    warm-up. A quarter are likely to fail: a high rate, often Post-LN. Larger models get fewer updates."""
     chance = random.Random(seed)
-    points = []
-    while len(points) < count:
-        encoder = chance.choice(blocks)
-        decoder = chance.choice(blocks) if chance.random() < 0.2 else encoder
-        layers = [chance.choice(depths), chance.choice(depths)] if chance.random() < 0.3 else [chance.choice(depths)] * 2
-        kind = chance.random() < 0.6
-        budget = chance.choice((60, 80, 120, 160, 200, 240, 320))
-        tokens, width = chance.choice((300, 400, 500, 600)), chance.choice((48, 64) if kind else (32, 48, 64))
+    drawn: list[Recipe] = []
+    while len(drawn) < count:
+        kind = chance.choice(("good", "good", "wild", "any"))
+        encoder = "post_ln" if kind == "wild" and chance.random() < 0.4 else chance.choice(choice.blocks)
+        decoder = chance.choice(choice.blocks) if chance.random() < 0.2 else encoder
+        layers = [chance.choice(choice.depths)] * 2
+        if chance.random() < 0.3:
+            layers[1] = chance.choice(choice.depths)
+        budget = chance.choice((60, 120, 200, 300, 400))
+        tokens, width = chance.choice((300, 400, 500, 600)), chance.choice((48, 64) if kind == "good" else (32, 48, 64))
         cost = budget * (sum(layers) + 2) * (0.0012 + tokens * (width + 48) * 3.5e-8)
-        if not seconds[0] < cost < seconds[1]:
+        if not choice.seconds[0] < cost < choice.seconds[1]:
             continue
-        points.append(TextPoint(
-            corpus=chance.choice(corpora), pieces=1000, encoder=encoder, decoder=decoder, encoder_layers=layers[0],
-            decoder_layers=layers[1], width=width,
-            rate=round(10 ** (chance.uniform(-2.7, -2.1) if kind else chance.uniform(-3.3, -1.7)), 5),
-            warmup=budget // chance.choice((10, 5, 3)) if kind else chance.choice((0, budget // 10, budget // 3)),
-            schedule=chance.choice(("linear", "inverse_sqrt", "inverse_sqrt", "constant")), updates=budget,
-            tokens=tokens, dropout=chance.choice((0.0, 0.1)), clip=chance.choice((0.0, 1.0)),
-            smoothing=chance.choice((0.0, 0.1)), optimizer="adam" if kind else chance.choice(("adam", "adam", "radam")),
-            init="auto" if kind else chance.choice(("auto", "auto", "depth_scaled")), seed=chance.randrange(1000)))
-    return points
+        text = chance.choice(choice.texts)
+        drawn.append(recipe_of(text, data, pieces=52 if text == "toy" else 1000, seed=chance.randrange(1000), settings={
+            "batch": {"tokens": tokens},
+            "model": {"width": width, "heads": 4, "ffn": 2 * width, "dropout": chance.choice((0.0, 0.1)),
+                      **{side: {"block": block, "layers": count, "init": "auto"}
+                         for side, block, count in zip(SIDES, (encoder, decoder), layers, strict=True)}},
+            "optimizer": {"name": "adam" if kind == "good" else chance.choice(("adam", "adam", "radam")),
+                          "lr": round(10 ** chance.uniform(*_RATES[kind]), 5), "betas": [0.9, 0.98]},
+            "schedule": {"name": chance.choice(("linear", "inverse_sqrt", "inverse_sqrt", "constant")),
+                         "warmup": budget // chance.choice((10, 5, 3) if kind == "good" else (budget + 1, 10, 3))},
+            "train": {"updates": budget, "label_smoothing": chance.choice((0.0, 0.1)), "clip": chance.choice((0.0, 1.0))},
+        }))
+    return drawn
 
 
-def stream_trial(recipe: Recipe, data: PreparedData, fresh: Any, device: torch.device) -> dict[str, Any]:
-    """Short training on the recipe's own stream, with its warm-up shortened."""
-    engine = LocalEngine(fresh, recipe, device)
-    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
-    warm = min(recipe.schedule.warmup, STREAM // 2)
-    losses, norms = [], []
-    for number in range(STREAM):
-        indices = stream.plan(0)[number % stream.epoch_size(0)]
-        reached = stream.split(0).trg_lengths[indices].cumsum()
-        batch = collate(stream.split(0), indices[:max(2, int((reached <= TOKENS).sum()))], number, device)
-        rate = recipe.optimizer.lr * min(1.0, (number + 1) / (warm + 1))
-        stats = engine.train_step([batch], batch.tokens, rate)
-        losses.append(stats.nll / batch.tokens)
-        norms.append(stats.grad_norm)
-    last = [plain_loss(fresh, each) for each in (batch, other_sources(batch))]
-    result = measure_outcome(engine.evaluate, data.split("valid").truncated(recipe.model.max_length), 0.0, device)
-    return {"losses": losses, "norms": norms, "last": last, "own": result.own, "shuffled": result.shuffled}
+def recipe_of(text: str, data: Path, *, pieces: int, seed: int, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe of a run on one of `TEXTS`.
+
+    Raises:
+        UserError: the text is unknown, or the settings have a fault.
+    """
+    if text not in TEXTS:
+        raise UserError(f"unknown text {text!r}; known: {', '.join(TEXTS)}")
+    source, target, train, valid = TEXTS[text]
+    root = os.environ.get("DEEPNMT_CORPORA", ".")
+    texts = {name: {"src": f"{root}/{files.format(source)}", "trg": f"{root}/{files.format(target)}"}
+             for name, files in (("train", train), ("valid", valid))}
+    return check_recipe({
+        "run": text, "seed": seed, "vocab": {"size": pieces, "shared": True},
+        "data": {"folder": str(data / f"{text}_{pieces}"), "src_lang": source, "trg_lang": target, **texts, "workers": 1,
+                 "filters": {"max_tokens": 100}},
+        "parallel": {"ds_config": None, "threads": 1}, "admin": {"tokens": 1024},
+        **settings, "model": {"tied": "all", "max_length": 128, **settings["model"]},
+    }, "a run for the verdict")
 
 
-def run_point(point: TextPoint, folder: Path) -> Record:
-    """Measures and trains one run."""
-    recipe, device = point.recipe(folder), torch.device("cpu")
+def write_toy(folder: Path) -> None:
+    """The toy task as a text: 20,000 training and 600 validation sentences, a letter for each symbol."""
+    folder.mkdir(parents=True, exist_ok=True)
+    task = ToyTask()
+    for name, first, count in (("train", 0, 200), ("valid", 1000, 6)):
+        lines: dict[str, list[str]] = {"de": [], "en": []}
+        for number in range(first, first + count):
+            source, lengths, _, target = task.batch(number, 100).tensors
+            for language, letters, rows in (("de", "abcdefghijkl", source), ("en", "mnopqrstuvwx", target)):
+                lines[language] += [" ".join(letters[symbol - 4] for symbol in row[:length - 1])
+                                    for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)]
+        for language, own in lines.items():
+            (folder / f"{name}.{language}").write_text("\n".join(own) + "\n", encoding="utf-8")
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def run_all(recipes: Sequence[Recipe], output: Path, share: tuple[int, int] = (0, 1)) -> int:
+    """Trains the recipes that are missing in `output`, appending a line for each; returns how many are left.
+
+    Args:
+        share: (k, n): of every n recipes the k-th, from 0, so that n processes can share the work.
+    """
+    make_parent_folder(output, "RUNS")
+    own = recipes[share[0]::share[1]]
+    done = {key_of(record) for record in read_text_runs(output)}
+    missing = [recipe for recipe in own if json.dumps(kept(recipe)) not in done]
+    left = len(missing)
+    for [record] in append_runs(output, ([run_recipe(recipe)] for recipe in missing)):
+        left -= 1
+        gains = " ".join(f"{mark['shuffled'] - mark['own']:.3f}" if mark["own"] is not None else "not finite"
+                         for mark in record["marks"])
+        print(f"{record['text']}: {record['marks'][-1]['outcome']}, gain {gains} ({record['seconds']:.0f} s), {left} left",
+              flush=True)
+    return left
+
+
+def kept(recipe: Recipe) -> dict[str, Any]:
+    """What a line says of its recipe."""
+    tree = recipe.model_dump()
+    return {"text": recipe.run, **{name: tree[name] for name in _KEPT},
+            "train": {name: tree["train"][name] for name in ("updates", "label_smoothing", "clip")}}
+
+
+def key_of(record: Record) -> str:
+    """A key that is equal for equal recipes."""
+    return json.dumps(record["recipe"])
+
+
+def run_recipe(recipe: Recipe) -> Record:
+    """Tries, trains and measures one recipe; returns its line."""
+    if not (Path(recipe.data.folder) / "manifest.json").exists():
+        prepare(recipe)
+    device, started = torch.device("cpu"), time.monotonic()
     data = PreparedData.open(recipe.data.folder)
     source, target = (vocab.size for vocab in data.vocabs())
     ranks = Ranks(0, 1, 0, 1, device)
-    started, used = time.monotonic(), time.process_time()
-    profile = profile_for(recipe, data, ranks)
-
-    def fresh() -> Any:
-        return fresh_model(recipe.model, source, target, recipe.seed, [], profile=profile,
-                           label_smoothing=recipe.train.label_smoothing)
-
-    batch = first_batch(recipe, data, TOKENS, device)
-    features = {**static_features(fresh(), batch), **update_features(fresh(), batch, recipe)}
-    streamed = stream_trial(recipe, data, fresh(), device)
-    measured = time.monotonic() - started
-
+    model, second = (fresh_model(recipe.model, source, target, recipe.seed, [], profile=profile,
+                                 label_smoothing=recipe.train.label_smoothing)
+                     for profile in [profile_for(recipe, data, ranks)] for _ in range(2))
+    trial = run_trial(model, recipe, data, device)
     train, valid = data.split("train"), data.split("valid").truncated(recipe.model.max_length)
     frequencies = frequencies_loss(train, valid, target)
-    model = fresh()
-    engine = LocalEngine(model, recipe, device)
-    stream = Stream(train, recipe.batch.tokens, recipe.seed)
-    state, curve, marks, tokens = TrainState(), [], [], 0
-    for done in updates(engine, stream, recipe, state, ranks):
-        curve.append(done.nll / done.update.tokens)
-        tokens += done.update.tokens
-        at_mark = state.update in (point.updates // 4, point.updates // 2, point.updates)
-        if at_mark or done.give_up:
-            result = measure_outcome(engine.evaluate, valid, frequencies, device)
-            marks.append({"update": state.update, "own": _finite(result.own), "shuffled": _finite(result.shuffled),
-                          "outcome": "stuck" if done.give_up else result.outcome})
-        if done.give_up or state.update == point.updates:
+    engine, state = LocalEngine(second, recipe, device), TrainState()
+    total, losses, marks = recipe.train.updates, [], []
+    for done in updates(engine, Stream(train, recipe.batch.tokens, recipe.seed), recipe, state, ranks):
+        losses.append(done.nll / done.update.tokens)
+        if done.give_up or (done.stats.applied and state.update in (total // 4, total // 2, total)):
+            measured = measure_outcome(engine.evaluate, valid, frequencies, device)
+            marks.append(mark_of(state.update, measured, done.give_up))
+        if done.give_up or state.update == total:
             break
-    return {"point": asdict(point), "features": features,
-            "stream": {name: [_finite(each) for each in value] if isinstance(value, list) else _finite(value)
-                       for name, value in streamed.items()},
-            "batch_tokens": batch.tokens, "update_tokens": tokens / max(1, len(curve)),
-            "mean_target": float(train.trg_lengths.mean()), "mean_source": float(train.src_lengths.mean()),
-            "pairs": len(train), "frequencies": frequencies, "even": math.log(target),
-            "losses": [_finite(fmean(curve[at:at + INTERVAL])) for at in range(0, len(curve), INTERVAL)],
-            "marks": marks, "ended": state.update == point.updates, "outcome": marks[-1]["outcome"],
-            "measuring": round(measured, 1), "cpu": round(time.process_time() - used, 1), "seconds": round(time.monotonic() - started, 1)}
+    means = [fmean(losses[start:start + _INTERVAL]) for start in range(0, len(losses), _INTERVAL)]
+    return {"text": recipe.run, "recipe": kept(recipe), "trial": finite_only(asdict(trial)), "marks": marks,
+            "losses": finite_only(means), "seconds": round(time.monotonic() - started, 1)}
 
 
-def _finite(value: float) -> float | None:
-    return round(float(value), 5) if math.isfinite(value) else None
+def mark_of(update: int, measured: Measured, gave_up: bool = False) -> dict[str, Any]:
+    """A measured outcome, as in a line."""
+    return {"update": update, **finite_only(asdict(measured)), "outcome": "stuck" if gave_up else measured.outcome}
 
 
-def run_points(points: Sequence[TextPoint], output: Path, folder: Path, share: tuple[int, int] = (0, 1)) -> None:
-    """Trains the points missing in the file whose number is `share[0]` modulo `share[1]`."""
-    for number, point in enumerate(points):
-        if number % share[1] != share[0]:
-            continue
-        done = {json.dumps(json.loads(line)["point"]) for line in output.read_text().splitlines()} \
-            if output.exists() else set()
-        if json.dumps(asdict(point)) in done:
-            continue
-        record = run_point(point, folder)
-        with output.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        print(number, point.corpus, point.encoder, point.decoder, f"{point.encoder_layers}L-{point.decoder_layers}L",
-              f"d {point.width}, {point.tokens} tokens, {point.updates} updates, rate {point.rate}, warm-up "
-              f"{point.warmup}: {record['outcome']}",
-              [round((m['shuffled'] or 0) - (m['own'] or 0), 3) for m in record["marks"]],
-              f"{record['measuring']} + {record['seconds'] - record['measuring']:.0f} s", flush=True)
+def finite_only(value: Any) -> Any:
+    """The value with five digits after the point, and None for what is not finite, which JSON cannot express."""
+    if isinstance(value, dict):
+        return {name: finite_only(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [finite_only(each) for each in value]
+    return (round(value, 5) if math.isfinite(value) else None) if isinstance(value, float) else value
+
+
+def read_text_runs(path: Path) -> list[Record]:
+    """The runs of a file, see `read_runs`."""
+    return read_runs(path, "the verdict's runs", {"text", "recipe", "trial", "marks"}, examples_of, '{"text": ',
+                     "give a file of the verdict's runs", "give a file that verdict-runs run wrote")
+
+
+# -- fitting and judging -----------------------------------------------------------------------------------------------
+
+
+def examples_of(record: Record) -> list[Example]:
+    """The examples of a run, one for each measured outcome."""
+    tree = {name: value for name, value in record["recipe"].items() if name != "text"}
+    plain = recipe_of("toy", Path(), pieces=52, seed=0, settings=tree)
+    trial = Trial(**{name: _number(value) for name, value in record["trial"].items()})
+    layers = {side: tree["model"][side]["layers"] for side in SIDES}
+    groups = {"text": record["text"], "depth": depth_group(sum(layers.values())),
+              "block": "/".join(dict.fromkeys(tree["model"][side]["block"] for side in SIDES))}
+    return [Example(features(trial, plain, mark["update"]), mark["outcome"], 1 / len(record["marks"]), groups,
+                    number == len(record["marks"])) for number, mark in enumerate(record["marks"], 1)]
+
+
+def depth_group(layers: int) -> str:
+    """The group of a depth, layers of both stacks together."""
+    return next(f"up to {most}" for most in (4, 6, 8, 12, 24, 1000) if layers <= most)
+
+
+def _number(value: Any) -> Any:
+    """The value as before `finite_only`."""
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    return math.nan if value is None else value
+
+
+def fit_runs(file: Path, ship: bool, names: Sequence[str] | None = None) -> str:
+    """Fits the rule on all runs of a file and writes it next to it as `verdict.json`; returns what it is worth.
+
+    Args:
+        ship: also replaces deepnmt's own rule.
+
+    Raises:
+        UserError: there are too few runs, or the rule cannot be written.
+    """
+    records = read_text_runs(file)
+    examples = [example for record in records for example in examples_of(record)]
+    if len(records) < 40 or {example.outcome for example in examples} != set(OUTCOMES):
+        raise UserError(f"{file} has {len(records)} runs; a rule needs 40 or more, with every outcome among them")
+    used = names or list(VerdictRule.load().names)
+    decay = choose(examples, used)
+    held = {kind: crossed(examples, kind, lambda others: fit(others, decay, used)) for kind in KINDS}
+    ended = [record["marks"][-1]["outcome"] for record in records]
+    rule = replace(fit(examples, decay, used), facts={
+        "runs": len(records), "examples": len(examples), "decay": decay,
+        "outcomes": {name: ended.count(name) for name in OUTCOMES},
+        "held_out": {kind: round(tested.accuracy, 4) for kind, tested in held.items()},
+        "held_out_calibration_error": {kind: round(tested.calibration_error, 4) for kind, tested in held.items()},
+        "seen": seen_in(records), "fitted_on": sorted(map(key_hash, records))})
+    rule.save(file.with_name("verdict.json"))
+    if ship:
+        rule.save(SHIPPED)
+    return "\n".join([f"{len(records)} runs, {len(examples)} measured outcomes, decay {decay}",
+                      *(f"held out by {kind}: {report(tested)}\n{markdown_table(tested.table())}"
+                        for kind, tested in held.items())])
+
+
+def seen_in(records: Sequence[Record]) -> dict[str, Any]:
+    """What the runs had, for `VerdictRule.unseen`."""
+    stacks = [record["recipe"]["model"][side] for record in records for side in SIDES]
+
+    def values(*path: str) -> list[Any]:
+        found = set()
+        for record in records:
+            value = record["recipe"]
+            for name in path:
+                value = value[name]
+            found.add(value)
+        return sorted(found)
+
+    return {"blocks": sorted({stack["block"] for stack in stacks}),
+            "inits": {block: sorted({initialisation(block, stack["init"]) for stack in stacks
+                                     if stack["block"] == block}) for block in BLOCKS
+                      if any(stack["block"] == block for stack in stacks)},
+            "optimizer.name": values("optimizer", "name"), "schedule.name": values("schedule", "name"),
+            "optimizer.weight_decay": values("optimizer", "weight_decay"),
+            "model.attention_dropout": values("model", "attention_dropout"),
+            "model.activation_dropout": values("model", "activation_dropout"), "width": values("model", "width"),
+            "texts": sorted({record["text"] for record in records}), "precisions": ["fp32"]}
+
+
+def key_hash(record: Record) -> str:
+    """A short hash of a run's recipe."""
+    import hashlib
+
+    return hashlib.sha256(key_of(record).encode()).hexdigest()[:12]
+
+
+def judge_runs(file: Path, rule_file: Path | None = None) -> str:
+    """Tests a finished rule (None: deepnmt's own) on runs at their end that it was not fitted on.
+
+    Raises:
+        UserError: there are no such runs, or the rule is missing.
+    """
+    rule = VerdictRule.load(rule_file or SHIPPED)
+    fitted = set(rule.facts.get("fitted_on", []))
+    records = [record for record in read_text_runs(file) if key_hash(record) not in fitted]
+    if not records:
+        raise UserError(f"{file} has no runs that the rule was not fitted on; make others with python -m studies "
+                        "verdict-runs run, for example with --seed 2")
+    ends = [example for record in records for example in examples_of(record) if example.last]
+
+    def tested(some: Sequence[Example]) -> Tested:
+        return Tested([(rule.probabilities(example.values), example.outcome) for example in some])
+
+    lines = [str(report(tested(ends))), markdown_table(tested(ends).table())]
+    for kind in KINDS:
+        for group in sorted({example.groups[kind] for example in ends}):
+            own = [example for example in ends if example.groups[kind] == group]
+            lines.append(f"{kind} {group}: {100 * tested(own).accuracy:.0f} % of {len(own)}")
+    return "\n".join(lines)

@@ -2,12 +2,14 @@
 
 The measurements use one batch of the prepared data, on the available device, in fp32 and without dropout. There are
 two exceptions: updates use dropout as training does, and the share of zeros among fp16 gradients needs an fp16 copy.
+The prediction needs a short training trial (`verdict.py`). At a checkpoint the outcome is measured instead.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, is_dataclass
+import time
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from deepnmt.checkpoint.checkpoint import (
     weights_in,
 )
 from deepnmt.config import Recipe, with_settings
-from deepnmt.data.batching import Stream, collate
+from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.doctor.measures import (
     Growth,
@@ -40,18 +42,14 @@ from deepnmt.doctor.measures import (
     layer_similarity,
     noise_change,
     ranges,
+    restored,
     update_change,
 )
+from deepnmt.doctor.outcome import OUTCOMES, Outcome, frequencies_loss, measure_outcome
 from deepnmt.doctor.page import summary, write_page
 from deepnmt.doctor.probes import plain_loss
 from deepnmt.doctor.variants import alternatives, fresh_model
-from deepnmt.doctor.verdict import (
-    SHIPPED,
-    VerdictRule,
-    features,
-    one_update,
-    precision_features,
-)
+from deepnmt.doctor.verdict import SHIPPED, TRIAL, Trial, VerdictRule, cut_batch, features, run_trial
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.folders import DamagedCheckpoint, original_name
@@ -61,7 +59,7 @@ from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.progress import print_status
+from deepnmt.progress import print_status, show_progress
 from deepnmt.ranks import Ranks
 from deepnmt.training.profile import profile_for
 
@@ -70,6 +68,7 @@ AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")
 MAX_LOST = 0.5  # of a layer's gradients; fp16 is predicted to fail above it; chosen by hand, not fitted
 LOSS_SCALE = 128.0  # of the fp16 measurement, where the layout is not fp16
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)  # of the models built for growth against depth
+_LONGER = (3, 10)  # times the updates, also rated where the model is not predicted to translate
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,10 @@ class Subject:
         profile: of a fresh model with Admin stacks.
         passes: epochs that the checkpoint's run had done, where its schedule counts them.
         scale: the loss scale that the checkpoint's run had reached in fp16.
-        micro_batch: mean target tokens of the run's micro-batches, for a fresh model.
     """
 
     recipe: Recipe
+    data: PreparedData
     model: Transformer
     batch: Batch
     vocabs: tuple[int, int]
@@ -92,7 +91,6 @@ class Subject:
     profile: AdminProfile | None = None
     passes: float = 0.0
     scale: float | None = None
-    micro_batch: float = 0.0
 
     @property
     def trained(self) -> Path | None:
@@ -100,9 +98,34 @@ class Subject:
         return self.checkpoint if self.checkpoint is not None and has_moments(self.checkpoint) else None
 
 
+@dataclass
+class Clock:
+    """Says what an examination does, and since when it has run.
+
+    Attributes:
+        seconds: after which it starts no further trial.
+    """
+
+    seconds: float = math.inf
+    parts: int = 7
+    begun: float = field(default_factory=time.monotonic)
+    part: int = 0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.begun
+
+    def show(self, what: str) -> None:
+        """Prints that the next part begins."""
+        self.part += 1
+        print_status(f"{self.part} of {self.parts}, after {self.elapsed:.0f} s: {what}")
+
+
 def diagnose(
     recipe: Recipe, device: torch.device, *, checkpoint: Path | None = None, output: Path | None = None,
-    tokens: int = 1024, rule: Path | None = None, processes: int = 1,
+    tokens: int = 256, rule: Path | None = None, processes: int = 1, updates: int | None = None,
+    seconds: float = math.inf,
 ) -> str:
     """Examines a recipe's model before training, or a checkpoint, and writes JSON, pictures and a page.
 
@@ -113,6 +136,8 @@ def diagnose(
         rule: a verdict rule other than the one that comes with deepnmt. There is no verdict without a rule, nor at a
             checkpoint.
         processes: how many training will use; the verdict depends on the target tokens of an update over all of them.
+        updates: the verdict is about the model after so many (None: the recipe's).
+        seconds: after so many, no other recipe is tried any more.
 
     Returns:
         The table for the terminal.
@@ -124,6 +149,8 @@ def diagnose(
     verdict_rule = VerdictRule.load(rule or SHIPPED) if has_rule else None
     if processes % (stages := recipe.parallel.pipeline_stages or 1) and processes > 1:
         raise UserError(f"--processes is {processes}, must be a multiple of parallel.pipeline_stages ({stages})")
+    clock = Clock(seconds)
+    clock.show("the first batch and the initial weights" if checkpoint is None else "the weights")
     data = open_prepared(recipe, texts=checkpoint is None)
     data.verify()
     batch = first_batch(recipe, data, tokens, device)
@@ -133,7 +160,7 @@ def diagnose(
         name = f"diagnosis-{original_name(subject.checkpoint)}" if subject.checkpoint else "diagnosis"
         output = Path(recipe.run) / name
     make_run_folder(output, option)
-    findings = examine(subject, verdict_rule, max(1, processes // stages))
+    findings = examine(subject, verdict_rule, max(1, processes // stages), updates, clock)
     write_json(output / "diagnosis.json", _json_ready(findings))
     page = write_page(findings, output)
     return f"{summary(findings)}\n{page}"
@@ -146,14 +173,11 @@ def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.d
         UserError: it has only one sentence.
     """
     stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
-    split, indices = stream.split(0), stream.plan(0)[0]
-    if len(indices) < 2:
+    if len(stream.plan(0)[0]) < 2:
         raise UserError(f"batch.tokens is {recipe.batch.tokens}, so the first micro-batch has only one sentence, but "
                         "diagnose compares sentences with each other; set it higher, for example "
                         f"batch.tokens={2 * recipe.batch.tokens}")
-    reached = split.trg_lengths[indices].cumsum()
-    count = max(2, int((reached <= tokens).sum()))
-    return collate(split, indices[:count], 0, device)
+    return cut_batch(stream, 0, tokens, 0, device)
 
 
 def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Path | None) -> Subject:
@@ -168,9 +192,7 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
     device = batch.device
     if checkpoint is None:
         profile = profile_for(recipe, data, Ranks(0, 1, 0, 1, device))
-        stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
-        mean = float(stream.split(0).trg_lengths.sum()) / stream.epoch_size(0)
-        return Subject(recipe, _fresh(recipe, vocabs, batch, profile), batch, vocabs, None, profile, micro_batch=mean)
+        return Subject(recipe, data, _fresh(recipe, vocabs, batch, profile), batch, vocabs, None, profile)
     loaded = load_model(checkpoint)
     if (loaded.src_vocab.size, loaded.trg_vocab.size) != vocabs:
         raise UserError(f"{loaded.folder} was trained with vocabularies of {loaded.src_vocab.size} and "
@@ -183,8 +205,8 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
         stream = Stream(data.split("train"), own.batch.tokens, own.seed)
         passes = state.epoch + state.micro_batch / stream.epoch_size(state.epoch)
     reached = state.loss_scale if recipe.loss_scale == own.loss_scale else None
-    return Subject(own.model_copy(update={name: getattr(recipe, name) for name in AT_CHECKPOINT}), model, batch, vocabs,
-                   loaded.folder, passes=passes, scale=float(reached["scale"]) if reached else None)
+    return Subject(own.model_copy(update={name: getattr(recipe, name) for name in AT_CHECKPOINT}), data, model, batch,
+                   vocabs, loaded.folder, passes=passes, scale=float(reached["scale"]) if reached else None)
 
 
 def _fresh(
@@ -195,12 +217,18 @@ def _fresh(
                        admin=recipe.admin, profile=profile)
 
 
-def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> dict[str, Any]:
-    """All measurements, in the order of the page; a fresh model also gets its growth against depth and the verdict.
+def examine(
+    subject: Subject, rule: VerdictRule | None, data_world: int = 1, updates: int | None = None,
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """All measurements, in the order of the page; a fresh model also gets its growth against depth and the verdict, a
+    checkpoint its outcome.
 
     Args:
         data_world: data-parallel ranks whose micro-batches go into one update; the verdict depends on it.
+        updates: the verdict is about the model after so many (None: the recipe's).
     """
+    clock = clock or Clock()
     recipe, model, batch, shape = subject.recipe, subject.model, subject.batch, subject.recipe.model
     findings: dict[str, Any] = {"about": {
         "checkpoint": str(subject.checkpoint) if subject.checkpoint else None,
@@ -210,28 +238,33 @@ def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> 
         "learning rate": recipe.optimizer.lr, "schedule": recipe.schedule.name, "warm-up": recipe.schedule.warmup,
         "sentences": len(batch.tensors[0]), "target tokens": batch.tokens, "device": str(batch.device),
     }}
-    print_status("measuring: layer dependency and similarity")
+    clock.show("layer dependency and similarity")
     findings["dependency"] = {side: dependency(model, batch, side) for side in SIDES}
     findings["likeness"] = {side: layer_similarity(model, batch, side) for side in SIDES}
-    print_status("measuring: gradients")
+    clock.show("gradients and activations")
     findings["gradients"] = gradients(model, batch)
     findings["ranges"] = ranges(model, batch)
+    clock.show("gradients in fp16")
     first = half_zeros(model, batch, loss_scale(subject), recipe.batch.accumulation)
     half = working_scale(subject, first) if recipe.parallel.precision == "fp16" else first
     findings["half"] = {**asdict(half), "asked": first.scale, "lost": half.lost}
-    print_status("measuring: output change")
+    clock.show("output change against depth")
     rate = update_rate(subject)
     update = partial(take_update, subject)
     if subject.checkpoint is None:
         findings["growth"], findings["last_ffn"] = growth(subject)
-        findings["verdict"] = judge(subject, rule, half, data_world) if rule is not None else None
+        clock.show(f"a trial of {TRIAL} updates")
+        findings["verdict"] = judge(subject, rule, half, clock, data_world, updates) if rule is not None else None
     else:
+        clock.show("what the model does with its source")
+        findings["outcome"] = outcome_of(subject)
         kinds = {"1 % noise on the matrices": noise_change(model, batch, layers=True),
                  f"one update at rate {rate:g}": update_change(model, batch, update, layers=True)[0]}
         findings["growth"] = {f"{kind}, layer by layer": {
             side: Growth.of(range(1, len(values) + 1), values) for side, values in changes.items()}
             for kind, changes in kinds.items()}
         findings["moved"] = checkpoint_displacements(subject)
+    clock.show("the next update")
     noise = noise_change(model, batch)
     changes, loss = update_change(model, batch, update)
     findings["change"] = {
@@ -242,6 +275,14 @@ def examine(subject: Subject, rule: VerdictRule | None, data_world: int = 1) -> 
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
+
+
+def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
+    """The first update of a fresh model, in place, but at the peak rate, and by Adam instead of RAdam, whose first five
+    updates are plain momentum (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
+    if recipe.optimizer.name.startswith("radam"):
+        recipe = with_settings(recipe, {"optimizer.name": recipe.optimizer.name[1:]})
+    LocalEngine(model, recipe, batch.device).train_step([batch], batch.tokens, recipe.optimizer.lr)
 
 
 def take_update(subject: Subject) -> None:
@@ -318,31 +359,65 @@ def checkpoint_displacements(subject: Subject) -> list[dict[str, Any]]:
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 
-def judge(subject: Subject, rule: VerdictRule, half: HalfZeros, data_world: int = 1) -> dict[str, Any]:
-    """The rule's verdict and, if it predicts failure, its probabilities for other rates, blocks and so on.
+def outcome_of(subject: Subject) -> dict[str, Any]:
+    """The measured outcome of a checkpoint."""
+    recipe, data = subject.recipe, subject.data
+    valid = data.split("valid").truncated(recipe.model.max_length)
+    measured = measure_outcome(LocalEngine(subject.model, recipe, subject.batch.device).evaluate, valid,
+                               frequencies_loss(data.split("train"), valid, subject.vocabs[1]), subject.batch.device)
+    return {**asdict(measured), "gain": measured.gain, "outcome": measured.outcome}
+
+
+def judge(
+    subject: Subject, rule: VerdictRule, half: HalfZeros, clock: Clock, data_world: int = 1, updates: int | None = None
+) -> dict[str, Any]:
+    """The rule's verdict and, unless it is that the model translates, its probabilities for other rates, blocks and so
+    on, as far as the clock allows.
 
     In fp16 the measurements on an fp16 copy (`half`) can predict failure, too.
     """
-    recipe = subject.recipe
+    recipe, begun = subject.recipe, clock.elapsed
     precision = recipe.parallel.precision
-    values = _features(recipe, subject.model, subject, data_world)
+    after = updates or recipe.train.updates
+    with restored(subject.model):
+        trial = _trial(subject, recipe, subject.model)
+    needed = clock.elapsed - begun
+    values = features(trial, recipe, after, data_world)
     verdict = rule.judge(values)
     fp16 = fp16_fault(subject, half) if precision == "fp16" else None
-    instead: dict[str, float] = {}
+    instead: dict[str, dict[Outcome, float]] = {}
+    left_out: list[str] = []
     if fp16 is not None:
-        instead["parallel.precision=bf16"] = rule.probability({**values, **precision_features("bf16")})
-    if not verdict.trains:
-        largest = rule.spans.get("tokens", (0.0, 0.0))[1]  # the rule clips larger batches to this
-        for name, other in alternatives(recipe, larger_batches=values["tokens"] < largest).items():
+        instead["parallel.precision=bf16"] = verdict.probabilities
+    if verdict.outcome != "translates":
+        for longer in (factor * recipe.train.updates for factor in _LONGER):
+            other = with_settings(recipe, {"train.updates": longer})
+            instead[f"train.updates={longer}"] = rule.probabilities(features(trial, other, longer, data_world))
+        for name, other in alternatives(recipe).items():
+            if clock.elapsed + needed > clock.seconds:
+                left_out.append(name)
+                continue
+            print_status(f"a trial with {name} instead, after {clock.elapsed:.0f} s")
             profile = subject.profile if other.model == recipe.model else None
-            model = _fresh(other, subject.vocabs, subject.batch, profile)
-            instead[name] = rule.probability(_features(other, model, subject, data_world))
-    facts = {name: fact for name, fact in rule.facts.items() if name != "fitted_points"}  # too long to read
+            tried = _trial(subject, other, _fresh(other, subject.vocabs, subject.batch, profile))
+            instead[name] = rule.probabilities(features(tried, other, after, data_world))
     return {
-        "trains": verdict.trains and fp16 is None, "probability": verdict.probability, "reasons": verdict.reasons,
-        "fp16": fp16, "features": values, "outside": rule.unseen(recipe, precision) + verdict.outside,
-        "rule": {**facts, "kind": rule.kind, "unvaried": rule.unvaried}, "instead": instead,
+        "outcome": verdict.outcome if fp16 is None else "stuck", "probabilities": verdict.probabilities,
+        "updates": after, "reasons": verdict.reasons, "fp16": fp16, "features": values, "trial": asdict(trial),
+        "course": {number: rule.probabilities(features(trial, recipe, number, data_world)) for number in course(after)},
+        "outside": rule.unseen(recipe, precision) + verdict.outside, "rule": rule.facts, "instead": instead,
+        "left out": left_out,
     }
+
+
+def course(updates: int) -> list[int]:
+    """The numbers of updates for which the verdict is given: a hundredth of them all up to all."""
+    return sorted({max(1, round(updates * share)) for share in (0.01, 0.03, 0.1, 0.3, 1.0)})
+
+
+def _trial(subject: Subject, recipe: Recipe, model: Transformer) -> Trial:
+    with show_progress("trial: {:,} updates", total=TRIAL, unit=" updates", leave=False) as progress:
+        return run_trial(model, recipe, subject.data, subject.batch.device, progress)
 
 
 def loss_scale(subject: Subject) -> float:
@@ -368,11 +443,6 @@ def fp16_fault(subject: Subject, half: HalfZeros) -> str | None:
     if half.lost > MAX_LOST:
         return f"{100 * half.lost:.0f} % of a layer's gradients are lost to fp16 at loss scale {half.scale:g}"
     return None
-
-
-def _features(recipe: Recipe, model: Transformer, subject: Subject, data_world: int) -> dict[str, float]:
-    tokens = max(1, round(subject.micro_batch * recipe.batch.accumulation * data_world))
-    return features(model, subject.batch, recipe, tokens)
 
 
 def _json_ready(value: Any) -> Any:

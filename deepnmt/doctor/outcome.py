@@ -24,7 +24,8 @@ from deepnmt.data.prepared import Split
 from deepnmt.tokens import PAD
 
 Outcome = Literal["stuck", "target only", "translates"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)  # from the worst to the best
+WORDS: dict[str, str] = {"stuck": "stuck or diverging", "target only": "the target side only", "translates": "translates"}
 GAIN = 0.1  # nats: over 12 tokens the right source makes a sentence exp(1.2) = 3.3 times as likely as a wrong one
 MARGIN = 0.1  # nats below the frequencies
 SENTENCES = 128  # of the validation text

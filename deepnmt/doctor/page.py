@@ -12,11 +12,17 @@ from statistics import fmean
 from typing import Any
 
 from deepnmt.doctor import plots
-from deepnmt.doctor.verdict import describe, format_value
+from deepnmt.doctor.outcome import OUTCOMES, WORDS
 from deepnmt.model.blocks import SIDES
 
 Findings = Mapping[str, Any]
-_NO_RULE = "none: this version has no verdict rule; fit one with python -m studies verdict-grid and give it with --rule"
+_NO_RULE = "none: this version has no verdict rule; fit one with python -m studies verdict-runs and give it with --rule"
+UNKNOWABLE = (
+    "how good the translations get: a model that has begun to read its source counts as translating",
+    "a divergence, a loss of numbers to fp16 or learning by heart long after the trial",
+    "whether another seed ends otherwise, where two outcomes are about equally probable",
+    "a fault in the text that the trial's first batches do not show",
+)
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
 h1{font-size:1.6rem}h2{font-size:1.15rem;margin-top:2.2rem;border-top:1px solid #ddd;padding-top:1rem}
@@ -76,17 +82,26 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
         gradient, moved = (fmean(min(pair[kind].values()) for pair in pairs) for kind in ("gradients", "updates"))
         rows.append(("updates", f"over {len(pairs)} pairs of checkpoints the smallest attention matrix has "
                                 f"{gradient:.3g} of the largest one's gradient, and {moved:.3g} of its update"))
+    if outcome := findings.get("outcome"):
+        rows.append(("outcome", f"{WORDS[outcome['outcome']]}: validation loss {outcome['own']:.3f} nats a target "
+                                f"token, {outcome['gain']:+.3f} with shuffled sources; the tokens' frequencies alone "
+                                f"have {outcome['frequencies']:.3f}"))
     if "verdict" in findings:
         rows.append(("verdict", _verdict_words(findings["verdict"]) if findings["verdict"] else _NO_RULE))
     return rows
 
 
 def _verdict_words(verdict: Mapping[str, Any]) -> str:
-    words = f"predicted to {'train' if verdict['trains'] else 'fail'} (probability of training "
+    words = f"after {verdict['updates']:,} updates: {_probabilities(verdict['probabilities'])}"
     if verdict["fp16"]:
-        words = f"predicted to fail in fp16: {verdict['fp16']} (probability of training by the rule alone "
-    words += f"{verdict['probability']:.2f})"
+        words = f"predicted to fail in fp16: {verdict['fp16']} (the rule alone, {words})"
     return f"{words}; unlike the runs that the rule was fitted on" if verdict["outside"] else words
+
+
+def _probabilities(probabilities: Mapping[str, float]) -> str:
+    """The outcomes with their probabilities, the most probable one first."""
+    return ", ".join(f"{WORDS[name]} {probabilities[name]:.2f}"
+                     for name in sorted(OUTCOMES, key=lambda name: -probabilities[name]))
 
 
 # -- pictures and page -------------------------------------------------------------------------------------------------
@@ -118,25 +133,30 @@ def _verdict_box(verdict: Mapping[str, Any]) -> str:
     words = _verdict_words(verdict)
     lines = [f"<b>{escape(words[0].upper() + words[1:])}.</b>"]
     if "runs" in rule:
-        splits = ""
-        if accuracy := rule.get("accuracy_on_random_splits"):
-            splits = (f" ({100 * accuracy['mean']:.0f} % on average over other splits, "
-                      f"{100 * accuracy['least']:.0f} to {100 * accuracy['most']:.0f} %)")
-        lines.append(f" The rule ({rule['kind']}) was fitted on {rule['runs']} runs of small models and was right on "
-                     f"{100 * rule['held_out_accuracy']:.0f} % of {rule['held_out_runs']} others{splits}.")
-    lines += [f" All its runs had the same {escape(describe(name))} ({format_value(name, value)}), so it cannot tell "
-              "what another value would do." for name, value in rule["unvaried"].items()]
-    better = sorted(verdict["instead"].items(), key=lambda item: -item[1])
+        lines.append(f" The rule was fitted on {rule['runs']} runs of small models. On other texts, depths and blocks "
+                     f"than those of its fit it was right on {100 * min(rule['held_out'].values()):.0f} to "
+                     f"{100 * max(rule['held_out'].values()):.0f} %.")
+    rated = sorted(verdict["instead"].items(), key=lambda item: -expected_rank(item[1]))
     for title, items in (
-        ("Largest contributions to the rule's probability", verdict["reasons"]),
+        ("By the number of updates", [f"after {int(number):,}: {_probabilities(probabilities)}"
+                                      for number, probabilities in verdict["course"].items()]),
+        ("Largest contributions to the rule's probabilities", verdict["reasons"]),
         ("This recipe is unlike the runs that the rule was fitted on, so trust the prediction less",
          verdict["outside"]),
-        ("Probability of training, by the same rule, if one setting is changed",
-         [f"{name}: {value:.2f}" for name, value in better]),
+        ("The same, if one setting is changed, the most promising first",
+         [f"{name}: {_probabilities(probabilities)}" for name, probabilities in rated]),
+        ("Not tried, because time was up; set --minutes higher", verdict["left out"]),
+        ("What no prediction of this kind can know", UNKNOWABLE),
     ):
         if items:
             lines.append(f"<p>{title}:</p><ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>")
-    return f"<div class='verdict {'yes' if verdict['trains'] else 'no'}'>{''.join(lines)}</div>"
+    kind = {"stuck": "no", "target only": "no", "translates": "yes"}[verdict["outcome"]]
+    return f"<div class='verdict {kind}'>{''.join(lines)}</div>"
+
+
+def expected_rank(probabilities: Mapping[str, float]) -> float:
+    """0 for a model that is surely stuck, 1 for the target side only, 2 for one that translates."""
+    return sum(rank * probabilities[name] for rank, name in enumerate(OUTCOMES))
 
 
 def _sections(findings: Findings) -> list[tuple[str, str, str, Callable[[Path], None]]]:

@@ -45,19 +45,13 @@ def initialisation(block: str, init: Init) -> str:
     return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused_qkv else init
 
 
-def alternatives(recipe: Recipe, larger_batches: bool) -> dict[str, Recipe]:
+def alternatives(recipe: Recipe) -> dict[str, Recipe]:
     """Variants of a recipe that is predicted to fail, each with one change; the keys are the settings as on the command
-    line.
-
-    Args:
-        larger_batches: whether to include one with larger batches; for a rule that was fitted on several sizes.
-    """
+    line."""
     tried: list[dict[str, Any]] = [{"optimizer.lr": recipe.optimizer.lr * factor} for factor in _FACTORS]
     end = recipe.schedule.step_update or recipe.train.updates
     if recipe.schedule.warmup == 0 and end > 1:
         tried.append({"schedule.warmup": max(1, min(recipe.train.updates // 10, end - 1))})
-    if larger_batches:
-        tried.append({"batch.accumulation": 4 * recipe.batch.accumulation})
     stacks = (recipe.model.encoder, recipe.model.decoder)
     # A profile file fits only the model it was measured on.
     remeasured = {} if recipe.admin.profile is None else {"admin.profile": None}

@@ -1,195 +1,165 @@
-"""Predicts whether a model will train: features measured before training, and a rule that was fitted on runs.
+"""Predicts what a recipe's model will do after a number of updates: features of a short training trial, and a rule.
 
-The rule is a small JSON file that `studies/verdict_fit.py` writes and that comes with deepnmt: a logistic regression on
-some of the features below and their squares (too small can be as bad as too large), or a small decision tree. It also
-records the ranges of the runs it was fitted on, to report where a model is unlike them.
+The trial makes `TRIAL` updates of the recipe on its own text, at its own peak rate. The rule is a small JSON file that
+`studies/verdict_fit.py` writes and that comes with deepnmt: two logistic regressions, one after the other. The first
+gives the probability that the model learns anything at all, the second the probability that a model that does so reads
+its source. It was fitted on runs whose outcome was measured (`outcome.py`), and records what these runs were like, to
+report where a recipe is unlike them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
+
+import torch
 
 from deepnmt.batch import Batch
-from deepnmt.config import Precision, Recipe, with_settings
-from deepnmt.doctor.measures import change, gradients, noise_change, restored, token_similarity, update_change
-from deepnmt.doctor.probes import evaluating, outputs_of, plain_loss
+from deepnmt.config import Precision, Recipe
+from deepnmt.data.batching import Stream, collate
+from deepnmt.data.prepared import PreparedData
+from deepnmt.doctor.outcome import OUTCOMES, Outcome, frequencies_loss, measure_outcome
 from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
+from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.tokens import PAD
+from deepnmt.progress import Progress, no_progress
 
 SHIPPED = Path(__file__).with_name("verdict.json")
-TRIAL = 40  # updates on one batch
-_TRIAL_WARMUP = 20  # at most so many of them for the warm-up
-_REASONS = 6  # of a verdict: the features with the largest contributions
-_FORMAT, _VERSION = "deepnmt-verdict", 3
+TRIAL = 40  # updates
+TOKENS = 256  # target tokens of each of them, at most
+_WARMUP = 20  # at most so many of them for the warm-up
+_END = 5  # updates averaged at the trial's end
+_LEAST = 1e-5  # nats; a smaller gain counts as this
+_FORMAT, _VERSION = "deepnmt-verdict", 4
+_STAGES = ("learns", "translates")
 
-# What each feature is, in words. "Change": see `measures.py`; all logarithms are to base 10.
+# What each feature is, in words. All logarithms are to base 10.
 FEATURES: dict[str, str] = {
-    "noise_encoder": "log change of the encoder's output under 1 % noise on the matrices",
-    "noise_decoder": "log change of the decoder's output under 1 % noise on the matrices",
-    "update_encoder": "log change of the encoder's output after one optimizer update at the peak rate",
-    "update_decoder": "log change of the decoder's output after one optimizer update at the peak rate",
-    "update_loss": "change of the batch's loss by that update, nats a token",
-    "trial_loss": "loss at the end of 40 updates on this one batch, above the entropy of its tokens",
-    "trial_fall": "how far that loss fell over the last 15 of them, nats a token",
-    "trial_source": "rise of the loss after these 40 updates if every sentence gets another source, nats a token",
-    "gradient_encoder": "log gradient norm of the encoder's lowest output over its highest",
-    "gradient_decoder": "log gradient norm of the decoder's lowest output over its highest",
-    "gradient_source": "log gradient norm of the encoder's top over the decoder's top",
-    "alike_encoder": "cosine between the encoder's outputs at different positions",
-    "alike_decoder": "cosine between the decoder's outputs at different positions",
-    "source_signal": "log change of the decoder's output when every sentence gets another source",
+    "trial_loss": "validation loss at the end of the trial below that of the tokens' frequencies, nats a token",
+    "trial_fall": "how far the training loss fell over the second half of the trial, nats a token",
+    "trial_gain": "log gain of the source at the end of the trial, nats a token",
+    "budget": "log learning rates of all updates, summed, over those of the trial",
+    "tokens": "log target tokens of all updates",
+    "length": "log target tokens of a sentence",
     "layers": "log layers of both stacks",
-    "rate": "log peak learning rate",
-    "warmup": "1 with a warm-up, 0 without",
-    "tokens": "log target tokens of an update",
-    "bf16": "1 in bf16, 0 otherwise",
-    "fp16": "1 in fp16, 0 otherwise",
 }
-_LOGARITHMS = ("layers", "rate", "tokens")  # shown to a reader without the log
-# Settings that all runs had in common, by their name among the rule's facts.
-_SETTINGS = {
-    "schedule": "schedule.name", "dropout": "model.dropout", "attention_dropout": "model.attention_dropout",
-    "activation_dropout": "model.activation_dropout", "weight_decay": "optimizer.weight_decay", "clip": "train.clip",
-    "label_smoothing": "train.label_smoothing",
-}
+_LOGARITHMS = ("trial_gain", "budget", "tokens", "length", "layers")  # shown to a reader without the log
+# Settings of which the rule's facts list the values that its runs had.
+_SETTINGS = ("optimizer.name", "schedule.name", "optimizer.weight_decay", "model.attention_dropout",
+             "model.activation_dropout")
 
 
 def describe(name: str) -> str:
     """A feature in words, for a reader."""
-    return FEATURES[name].removeprefix("log ") if name in _LOGARITHMS else FEATURES[name]
+    return FEATURES[name].removeprefix("log ")
 
 
 def format_value(name: str, value: float) -> str:
     """A feature's value, for a reader."""
-    if name not in _LOGARITHMS:
-        return f"{value:.3g}"
-    return f"{10**value:.2g}" if name == "rate" else f"{10**value:,.0f}"
+    return f"{10**value:.2g}" if name in _LOGARITHMS else f"{value:.2f}"
 
 
-def features(model: Transformer, batch: Batch, recipe: Recipe, tokens: int) -> dict[str, float]:
-    """All `FEATURES` of a recipe's model before training, on one batch; its weights are restored.
+# -- the trial ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short training of a recipe's model on the recipe's text.
+
+    Attributes:
+        losses: plain training losses of its updates, nats a target token; not finite after a divergence.
+        norms: the gradient's norms.
+        own, shuffled, frequencies: of the validation text after it, see `outcome.Measured`.
+        rates: its learning rates, summed.
+        length: mean target tokens of a sentence of the training text.
+        micro_batch: mean target tokens of a micro-batch of the recipe, which in the trial is cut to `TOKENS`.
+        epoch: target tokens of the training text.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    own: float
+    shuffled: float
+    frequencies: float
+    rates: float
+    length: float
+    micro_batch: float
+    epoch: float
+
+
+def run_trial(
+    model: Transformer, recipe: Recipe, data: PreparedData, device: torch.device, progress: Progress = no_progress
+) -> Trial:
+    """Trains a fresh model for `TRIAL` updates, in place, in fp32, on the first micro-batches of the recipe's own
+    training, each cut to about `TOKENS` target tokens.
+
+    The rate is the peak after a warm-up of the recipe's length, but of at most half the trial.
+    """
+    engine = LocalEngine(model, recipe, device)
+    train, valid = data.split("train"), data.split("valid").truncated(recipe.model.max_length)
+    stream = Stream(train, recipe.batch.tokens, recipe.seed)
+    rates = trial_rates(recipe)
+    losses, norms = [], []
+    for number, rate in enumerate(rates):
+        batch = cut_batch(stream, number % stream.epoch_size(0), TOKENS, number, device)
+        stats = engine.train_step([batch], batch.tokens, rate)
+        losses.append(stats.nll / batch.tokens)
+        norms.append(stats.grad_norm)
+        progress(number + 1)
+    epoch = float(stream.split(0).trg_lengths.sum())
+    measured = measure_outcome(engine.evaluate, valid, frequencies_loss(train, valid, model.output_weight.size(0)),
+                               device)
+    return Trial(losses, norms, measured.own, measured.shuffled, measured.frequencies, sum(rates),
+                 float(train.trg_lengths.mean()), epoch / stream.epoch_size(0), epoch)
+
+
+def cut_batch(stream: Stream, number: int, tokens: int, key: int, device: torch.device) -> Batch:
+    """A micro-batch of the first epoch, truncated to about `tokens` target tokens, but to no fewer than two
+    sentences."""
+    split, indices = stream.split(0), stream.plan(0)[number]
+    reached = split.trg_lengths[indices].cumsum()
+    return collate(split, indices[:max(2, int((reached <= tokens).sum()))], key, device)
+
+
+def trial_rates(recipe: Recipe) -> list[float]:
+    """The learning rates of a trial."""
+    warmup = min(recipe.schedule.warmup, _WARMUP)
+    return [recipe.optimizer.lr * min(1.0, update / (warmup + 1)) for update in range(1, TRIAL + 1)]
+
+
+def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) -> dict[str, float]:
+    """All `FEATURES` of a recipe after a number of updates.
 
     Args:
-        tokens: target tokens of an update.
+        data_world: data-parallel ranks whose micro-batches go into one update.
     """
-    with restored(model):
-        losses = trial(model, recipe, batch)
-    return {**static_features(model, batch), **update_features(model, batch, recipe), **trial_features(losses, batch),
-            "rate": math.log10(recipe.optimizer.lr), "warmup": float(recipe.schedule.warmup > 0),
-            "tokens": math.log10(tokens), **precision_features(recipe.parallel.precision)}
-
-
-def precision_features(precision: Precision) -> dict[str, float]:
-    """The features that encode a precision."""
-    return {name: float(precision == name) for name in ("bf16", "fp16")}
-
-
-def static_features(model: Transformer, batch: Batch) -> dict[str, float]:
-    """The features that do not depend on the learning rate."""
-    norms, noise = gradients(model, batch), noise_change(model, batch)
-    with evaluating(model):
-        before, after = outputs_of(model, batch), outputs_of(model, other_sources(batch))
-    (encoder_low, *_, encoder_top), (decoder_low, *_, decoder_top) = (
-        [_log(norm) for norm in norms.of_stack(side)] for side in ("encoder", "decoder"))
+    end, middle = fmean(trial.losses[-_END:]), fmean(trial.losses[TRIAL // 2:TRIAL // 2 + _END])
+    finite = math.isfinite(trial.own) and math.isfinite(end)
+    tokens = trial.micro_batch * recipe.batch.accumulation * data_world  # of an update
+    rates = sum(learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates,
+                              (number - 1) * tokens / trial.epoch) for number in range(1, updates + 1))
     return {
-        "noise_encoder": _log(noise["encoder"][0]),
-        "noise_decoder": _log(noise["decoder"][0]),
-        "gradient_encoder": encoder_low - encoder_top,
-        "gradient_decoder": decoder_low - decoder_top,
-        "gradient_source": encoder_top - decoder_top,
-        "alike_encoder": token_similarity(before["encoder"][0]),
-        "alike_decoder": token_similarity(before["decoder"][0]),
-        "source_signal": _log(change(before["decoder"][0], after["decoder"][0])),
-        "layers": math.log10(len(model.encoder.layers) + len(model.decoder.layers)),
+        "trial_loss": _clamped(trial.frequencies - trial.own) if finite else -10.0,
+        "trial_fall": _clamped(middle - end) if finite else -10.0,
+        "trial_gain": math.log10(max(trial.shuffled - trial.own, _LEAST)) if finite else math.log10(_LEAST),
+        "budget": math.log10(max(rates / trial.rates, 1e-6)),
+        "tokens": math.log10(updates * tokens),
+        "length": math.log10(trial.length),
+        "layers": math.log10(recipe.model.encoder.layers + recipe.model.decoder.layers),
     }
-
-
-def update_features(model: Transformer, batch: Batch, recipe: Recipe) -> dict[str, float]:
-    """The features of one update."""
-    loss = plain_loss(model, batch)
-    changes, after = update_change(model, batch, partial(one_update, model, recipe, batch))
-    return {
-        "update_encoder": _log(changes["encoder"][0]),
-        "update_decoder": _log(changes["decoder"][0]),
-        "update_loss": _clamped(after - loss) if math.isfinite(after) else 10.0,
-    }
-
-
-def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
-    """The first update of a fresh model, in place, but at the peak rate, and by Adam instead of RAdam, whose first five
-    updates are plain momentum or none (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
-    _fresh_engine(model, recipe, batch).train_step([batch], batch.tokens, recipe.optimizer.lr)
-
-
-def _fresh_engine(model: Transformer, recipe: Recipe, batch: Batch) -> LocalEngine:
-    """An engine for the model, with Adam instead of RAdam."""
-    if recipe.optimizer.name.startswith("radam"):
-        recipe = with_settings(recipe, {"optimizer.name": recipe.optimizer.name[1:],
-                                        "optimizer.unrectified": "momentum"})
-    return LocalEngine(model, recipe, batch.device)
-
-
-def trial(model: Transformer, recipe: Recipe, batch: Batch) -> list[float]:
-    """Updates a fresh model on one batch, in place, and returns the plain losses that `trial_features` takes. As in
-    training, every update has its own dropout masks; as in `one_update`, Adam replaces RAdam."""
-    engine = _fresh_engine(model, recipe, batch)
-    losses = [engine.train_step([replace(batch, key=batch.key + number)], batch.tokens, rate).nll / batch.tokens
-              for number, rate in enumerate(trial_rates(recipe.optimizer.lr, recipe.schedule.warmup))]
-    return [*losses, *(plain_loss(model, each) for each in (batch, other_sources(batch)))]
-
-
-def trial_rates(rate: float, warmup: int) -> list[float]:
-    """The `TRIAL` learning rates of a trial: the peak, after the recipe's warm-up shortened to at most 20 updates."""
-    shortened = min(warmup, _TRIAL_WARMUP)
-    return [rate * min(1.0, update / (shortened + 1)) for update in range(1, TRIAL + 1)]
-
-
-def trial_features(losses: Sequence[float], batch: Batch) -> dict[str, float]:
-    """The features of a trial. A model that is stuck learns no more than the frequencies of the batch's tokens.
-
-    Args:
-        losses: plain losses in nats a target token: at each of `TRIAL` updates, and after them on the batch and on
-            its `other_sources`.
-    """
-    *during, own, other = losses
-    end, middle = fmean(during[-5:]), fmean(during[-20:-15])
-    if not math.isfinite(end):
-        return {"trial_loss": 10.0, "trial_fall": -10.0, "trial_source": 0.0}
-    targets = batch.tensors[3]
-    counts = targets[targets != PAD].unique(return_counts=True)[1].double()
-    shares = counts / counts.sum()
-    entropy = float(-(shares * shares.log()).sum())  # of the target tokens by their frequencies in the batch
-    return {"trial_loss": _clamped(end - entropy), "trial_fall": _clamped(middle - end),
-            "trial_source": _clamped(other - own)}
 
 
 def _clamped(value: float) -> float:
-    """The value clipped to [-10, 10] nats; 0 for NaN."""
-    return min(max(value, -10.0), 10.0) if not math.isnan(value) else 0.0
-
-
-def other_sources(batch: Batch) -> Batch:
-    """The batch with every target paired with the source of the sentence before it."""
-    src, lengths, *target = batch.tensors
-    return replace(batch, tensors=(src.roll(1, 0), lengths.roll(1, 0), *target))
-
-
-def _log(value: float) -> float:
-    """log10 clipped to [-8, 6], so that zero and overflow give finite numbers."""
-    if math.isnan(value):
-        return 6.0
-    return min(max(math.log10(value), -8.0), 6.0) if value > 0 else -8.0
+    """The value clipped to [-10, 10] nats."""
+    return min(max(value, -10.0), 10.0)
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
@@ -197,122 +167,91 @@ def _log(value: float) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rule's prediction for one model.
+    """The rule's prediction for one model and number of updates.
 
     Attributes:
-        trains: whether it is predicted to train.
-        probability: of training.
-        reasons: the features with the largest contributions, the largest first, in words.
+        outcome: the most probable one.
+        probabilities: of each outcome.
+        reasons: the features by the size of their contributions, the largest first, in words.
         outside: features beyond the range of the runs that the rule was fitted on, in words.
     """
 
-    trains: bool
-    probability: float
+    outcome: Outcome
+    probabilities: dict[Outcome, float]
     reasons: list[str]
     outside: list[str]
 
 
 @dataclass(frozen=True)
 class VerdictRule:
-    """A rule that predicts from features whether a model trains, fitted on runs.
+    """A rule that predicts an outcome from features, fitted on runs.
+
+    With z = (x - centre) / scale, each stage has p = 1 / (1 + exp(-(bias + Σ weight · z))). P(stuck) = 1 - p(learns),
+    P(translates) = p(learns) · p(translates), and P(target only) is the rest.
 
     Attributes:
-        kind: logistic: probability = 1 / (1 + exp(-(bias + Σ weights · z + squares · z² + by_rate · z · z_rate))), z =
-            (x - centre) / scale; tree: nested thresholds.
         names: the features it uses.
-        body: logistic: centre, scale, weights, squares, by_rate (lists in the order of `names`), bias; tree: nodes of
-            feature, threshold, low and high, and leaves of probability and runs.
-        spans: by feature, its smallest and largest value among the runs. The logistic rule clips values to it, because
-            squares do not extrapolate.
-        facts: the runs it was fitted on, and its accuracy on held-out runs.
-
-    If all runs had the same value of a feature, the rule knows nothing about that feature, and other values of it are
-    not reported as outside.
+        centre, scale: of each.
+        learns, translates: the stages, each a weight by feature and a `bias`.
+        spans: by feature, its smallest and largest value among the runs. Values are clipped to it.
+        facts: the runs it was fitted on, and how right it was on runs that it was not fitted on.
     """
 
-    kind: Literal["logistic", "tree"]
     names: list[str]
-    body: dict[str, Any]
+    centre: dict[str, float]
+    scale: dict[str, float]
+    learns: dict[str, float]
+    translates: dict[str, float]
     spans: dict[str, list[float]]
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def probability(self, values: Mapping[str, float]) -> float:
-        """The probability that a model with these features trains."""
-        if self.kind == "logistic":
-            score = self.body["bias"] + sum(self._contributions(values).values())
-            return 1 / (1 + math.exp(-min(max(score, -500.0), 500.0)))
-        return float(self._leaf(values)[0]["probability"])
+    def probabilities(self, values: Mapping[str, float]) -> dict[Outcome, float]:
+        """The probability of each outcome for a model with these features."""
+        learns, translates = (1 / (1 + math.exp(-min(max(stage["bias"] + sum(self._contributions(stage, values).values()
+                                                                             ), -500.0), 500.0)))
+                              for stage in (self.learns, self.translates))
+        return {"stuck": 1 - learns, "target only": learns * (1 - translates), "translates": learns * translates}
 
     def judge(self, values: Mapping[str, float]) -> Verdict:
         """The verdict with its reasons."""
-        reasons = self._leaf(values)[1] if self.kind == "tree" else []
-        if self.kind == "logistic":
-            largest_first = sorted(self._contributions(values).items(), key=lambda item: -abs(item[1]))
-            for name, contribution in largest_first[:_REASONS]:
-                value, clipped = values[name], self._clipped(name, values)
-                note = (f" (clipped to {format_value(name, clipped)}, the nearest value among the rule's runs)"
-                        if abs(clipped - value) >= 1e-9 else "")
-                reasons.append(f"{describe(name)}: {format_value(name, value)}{note} counts "
-                               f"{'for' if contribution > 0 else 'against'} training ({contribution:+.2f})")
+        probabilities = self.probabilities(values)
+        contributions = [(contribution, name, words) for stage, words in (
+            (self.learns, "learning anything"), (self.translates, "reading the source"))
+            for name, contribution in self._contributions(stage, values).items()]
+        reasons = [f"{describe(name)}: {format_value(name, values[name])} counts "
+                   f"{'for' if contribution > 0 else 'against'} {words} ({contribution:+.2f})"
+                   for contribution, name, words in sorted(contributions, key=lambda item: -abs(item[0]))
+                   if abs(contribution) >= 0.1]
         outside = [f"{describe(name)} is {format_value(name, values[name])}; the runs had {format_value(name, low)} to "
-                   f"{format_value(name, high)}" for name, (low, high) in self.spans.items()
-                   if low < high and not low - 1e-9 <= values[name] <= high + 1e-9]
-        probability = self.probability(values)
-        return Verdict(probability >= 0.5, probability, reasons, outside)
-
-    @property
-    def unvaried(self) -> dict[str, float]:
-        """The features that were the same in all runs, and their values."""
-        return {name: low for name, (low, high) in self.spans.items() if low == high}
+                   f"{format_value(name, high)}, and the nearest of these is taken"
+                   for name, (low, high) in self.spans.items() if not low - 1e-9 <= values[name] <= high + 1e-9]
+        return Verdict(max(OUTCOMES, key=probabilities.__getitem__), probabilities, reasons, outside)
 
     def unseen(self, recipe: Recipe, precision: Precision = "fp32") -> list[str]:
-        """What a recipe has that none of the runs had, in words: blocks, initialisation, optimizer, schedule, dropout,
-        label smoothing, weight decay, clipping and precision. Settings missing from the rule's facts are not checked.
-        """
-        facts, stacks, unseen = self.facts, (recipe.model.encoder, recipe.model.decoder), []
-        blocks = "/".join(stack.block for stack in stacks)
-        known = facts.get("accuracy_on_a_block_left_out", {})
-        if known and blocks not in known:
-            unseen.append(f"no run had the blocks {blocks}; on pairs of blocks left out of its fit, the rule was right "
-                          f"on {100 * min(known.values()):.0f} to {100 * max(known.values()):.0f} % of the runs")
-        optimizer = recipe.optimizer.name
-        if facts.get("optimizer", optimizer) != optimizer:
-            unseen.append(f"optimizer.name is {optimizer}; all runs had {facts['optimizer']}")
-        ours, theirs = ("/".join(initialisation(stack.block, init or stack.init) for stack in stacks)
-                        for init in (None, facts.get("init")))
-        # A rule that does not list its runs' initialisations was fitted on runs with one `init`.
-        inits = facts.get("inits", {}).get(blocks, [theirs if blocks in known else ours])
-        if ours not in inits:
-            unseen.append(f"the initialisation is {ours} (encoder/decoder); runs of these blocks had "
-                          f"{' or '.join(inits)}")
-        unseen += [f"{setting} is {value}; all runs had {facts[fact]}" for fact, setting in _SETTINGS.items()
-                   if fact in facts and (value := attrgetter(setting)(recipe)) != facts[fact]]
-        if precision not in facts.get("precisions", [precision]):
-            unseen.append(f"the precision is {precision}; the runs had {' or '.join(facts['precisions'])}")
+        """What a recipe has that none of the runs had, in words: blocks, initialisation, optimizer, schedule, some
+        other settings, and the precision. What the rule's facts do not list is not checked."""
+        seen, unseen = self.facts.get("seen", {}), []
+        for side in ("encoder", "decoder"):
+            stack = recipe.model.stack(side)
+            if stack.block not in seen.get("blocks", [stack.block]):
+                unseen.append(f"no run had the {side} block {stack.block}")
+            elif (init := initialisation(stack.block, stack.init)) not in seen.get("inits", {}).get(
+                    stack.block, [init]):
+                unseen.append(f"the {side}'s initialisation is {init}; runs with {stack.block} had "
+                              f"{' or '.join(seen['inits'][stack.block])}")
+        for setting in _SETTINGS:
+            if (value := attrgetter(setting)(recipe)) not in seen.get(setting, [value]):
+                unseen.append(f"{setting} is {value}; the runs had {' or '.join(map(str, seen[setting]))}")
+        if (width := recipe.model.width) > max(seen.get("width", [width])):
+            unseen.append(f"model.width is {width}; the runs had up to {max(seen['width'])}")
+        if precision not in seen.get("precisions", [precision]):
+            unseen.append(f"the precision is {precision}; the runs had {' or '.join(seen['precisions'])}")
         return unseen
 
-    def _clipped(self, name: str, values: Mapping[str, float]) -> float:
-        """A feature's value, clipped to the range of the runs."""
-        low, high = self.spans[name]
-        return min(max(values[name], low), high)
-
-    def _contributions(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each feature's term of the logistic score."""
-        body = self.body
-        z = {name: (self._clipped(name, values) - centre) / scale
-             for name, centre, scale in zip(self.names, body["centre"], body["scale"], strict=True)}
-        columns = zip(self.names, body["weights"], body["squares"], body["by_rate"], strict=True)
-        return {name: (weight + by_rate * z.get("rate", 0.0)) * z[name] + square * z[name]**2
-                for name, weight, square, by_rate in columns}
-
-    def _leaf(self, values: Mapping[str, float]) -> tuple[dict[str, Any], list[str]]:
-        """The leaf of a decision tree, and the comparisons on the way to it, in words."""
-        node, path = self.body, []
-        while "feature" in node:
-            name, low = node["feature"], values[node["feature"]] <= node["threshold"]
-            path.append(f"{FEATURES[name]}: {values[name]:.3g} {'≤' if low else '>'} {node['threshold']:.3g}")
-            node = node["low"] if low else node["high"]
-        return node, path
+    def _contributions(self, stage: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
+        """Each feature's term of a stage's score."""
+        return {name: stage[name] * (min(max(values[name], low), high) - self.centre[name]) / self.scale[name]
+                for name in self.names for low, high in [self.spans[name]]}
 
     def save(self, path: Path) -> None:
         """Writes JSON. Raises `UserError` if it cannot."""
@@ -335,16 +274,18 @@ class VerdictRule:
             if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
                 raise KeyError
             rule = cls(**content)
-            needed = ("centre", "scale", "weights", "squares", "by_rate", "bias") if rule.kind == "logistic" else ()
-            if not all(name in rule.body for name in needed) or not set(rule.names) <= set(rule.spans):
+            for needed in (rule.centre, rule.scale, rule.learns, rule.translates, rule.spans):
+                if not set(rule.names) <= set(needed):
+                    raise KeyError
+            if "bias" not in rule.learns or "bias" not in rule.translates:
                 raise KeyError
         except OSError as error:
             raise UserError(f"verdict rule {path} cannot be read ({error.strerror}); fit one with "
-                            "python -m studies verdict-grid fit") from None
+                            "python -m studies verdict-runs fit") from None
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(f"{path} is not a verdict rule of version {_VERSION}; fit one with python -m studies "
-                            "verdict-grid fit") from None
+                            "verdict-runs fit") from None
         if unknown := [name for name in rule.names if name not in FEATURES]:
             raise UserError(f"{path} has unknown features: {', '.join(unknown)}; known: {', '.join(FEATURES)}; fit a "
-                            "new rule with python -m studies verdict-grid fit")
+                            "new rule with python -m studies verdict-runs fit")
         return rule
