@@ -73,58 +73,53 @@ def admin_profile(words: list[str]) -> None:
     print(compare_profiles(args.profiles, args.output))
 
 
-def verdict_grid(words: list[str]) -> None:
-    """Train many small models, and fit the doctor's verdict on them."""
+def verdict_runs(words: list[str]) -> None:
+    """Train many small models on real text, and fit the doctor's verdict on them."""
     parser = plain_parser(
-        "verdict-grid",
-        "run      trains small models over blocks, depths, rates and warm-ups, and appends a line of JSON for each to\n"
-        "         RUNS; run it again to train the missing ones\n"
-        "measure  adds the features that old lines lack, without training\n"
-        "fit      fits the verdict rule on these runs, tests it on held-out runs, and writes rule, table and picture\n"
-        "judge    reports the accuracy of a finished rule on runs it was not fitted on",
-        "python -m studies verdict-grid run runs/verdict/runs.jsonl --blocks post_ln pre_ln admin\n"
-        "  python -m studies verdict-grid fit runs/verdict/runs.jsonl\n"
-        "  python -m studies verdict-grid judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
+        "verdict-runs",
+        "run    trains small models drawn at random, and appends a line of JSON for each to RUNS; run it again to\n"
+        "       train the missing ones\n"
+        "fit    fits the verdict's rule on these runs, and tests it with texts, depths and blocks held out\n"
+        "judge  reports how right a finished rule is on runs it was not fitted on, and draws a picture beside RUNS\n"
+        "toy    writes the toy task as a text into the folder RUNS\n\n"
+        "Texts are read from the folder that DEEPNMT_CORPORA names; docs/results/verdict.md says how they are made.",
+        "python -m studies verdict-runs run runs/verdict/runs.jsonl --count 80\n"
+        "  python -m studies verdict-runs fit runs/verdict/runs.jsonl\n"
+        "  python -m studies verdict-runs judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
     )
-    parser.add_argument("action", choices=["run", "measure", "fit", "judge"])
+    parser.add_argument("action", choices=["run", "fit", "judge", "toy"])
     parser.add_argument("runs", type=Path, metavar="RUNS", help="file of runs, one line of JSON each")
-    add_options(parser, BLOCKS, ("--rates", "R", float, [], "peak learning rates (default 1e-3 3e-3 1e-2 3e-2)"),
-                ("--depths", "N", int, [], "layers of each stack (default 6 12 18 36)"),
-                ("--sentences", "N", int, [8], "sentences per batch (default 8)"),
-                ("--seeds", "N", int, [1], "default 1"),
-                THREADS, SECONDS, ("--rule", "FILE", Path, None, "judge: a rule other than deepnmt's own"))
-    parser.add_argument("--precisions", nargs="+", choices=["fp32", "bf16", "fp16"], default=["fp32"],
-                        help="default fp32")
-    parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], metavar="INIT",
-                        help=f"initialisations: {', '.join(get_args(Init))} (default auto)")
-    parser.add_argument("--mark", choices=["source", "context"], default="source",
-                        help="fit: a run counts as learned if it uses the source (default), or at least its own output")
+    add_options(parser, BLOCKS, ("--depths", "N", int, [], "layers of a stack, drawn from these"),
+                ("--texts", "TEXT", str, [], "texts (default: multi30k tatoeba europarl toy)"),
+                ("--count", "N", int, 80, "number of runs (default 80)"),
+                ("--seed", "N", int, 1, "of the draw (default 1)"),
+                ("--share", "N", int, [0, 1], "K N: train the K-th of every N runs, from 0 (default 0 1)"),
+                ("--data", "FOLDER", Path, Path("data/verdict"), "prepared texts (default: %(default)s)"),
+                ("--rule", "FILE", Path, None, "judge: a rule other than deepnmt's own"))
     parser.add_argument("--ship", action="store_true", help="fit: replace deepnmt's own rule")
     args = parser.parse_args(words)
-    actions = {"mark": "fit", "ship": "fit", "rule": "judge"}  # by option; all others belong to "run"
+    actions = {"ship": "fit", "rule": "judge"}  # by option; all others belong to "run"
     for name, value in vars(args).items():
         action = actions.get(name, "run")
         if name not in ("action", "runs") and action != args.action and value != parser.get_default(name):
-            raise UserError(f"--{name} has no effect here because it belongs to verdict-grid {action}; remove it")
-    positive(args, "threads")
-    for name in ("depths", "sentences", "rates"):
-        for value in getattr(args, name):
-            if not 0 < value < float("inf"):
-                raise UserError(f"--{name} has {value}, but all values must be above 0 and finite")
-    if min(args.seeds) < 0:
-        raise UserError(f"--seeds has {min(args.seeds)}, but all values must be 0 or more")
-    from studies.verdict_grid import Settings, fit_grid, grid, judge_runs, measure_again, run_grid
+            raise UserError(f"--{name} has no effect here because it belongs to verdict-runs {action}; remove it")
+    positive(args, "depths", "count")
+    if len(args.share) != 2 or not 0 <= args.share[0] < args.share[1]:
+        raise UserError(f"--share is {' '.join(map(str, args.share))}, must be two numbers, the first from 0 and below "
+                        "the second, for example 0 2")
+    from studies.verdict_text import Choice, draw, fit_runs, judge_runs, run_all, write_toy
 
     if args.action == "fit":
-        print(fit_grid(args.runs, args.ship, args.mark))
+        print(fit_runs(args.runs, args.ship))
     elif args.action == "judge":
         print(judge_runs(args.runs, args.rule))
-    elif args.action == "measure":
-        print(f"{measure_again(args.runs)} runs measured again")
+    elif args.action == "toy":
+        write_toy(args.runs)
     else:
-        use_threads(args.threads)
-        points = grid(args.blocks, args.depths, args.rates, args.sentences, args.seeds, args.precisions, args.inits)
-        left = run_grid(points, Settings(), args.runs, args.seconds)
+        use_threads(1)
+        asked = {"blocks": tuple(args.blocks), "depths": tuple(args.depths), "texts": tuple(args.texts)}
+        choice = Choice(**{name: values for name, values in asked.items() if values})
+        left = run_all(draw(args.count, args.seed, choice, args.data), args.runs, tuple(args.share))
         print(f"{left} runs left" if left else "all runs done")
 
 
@@ -282,7 +277,7 @@ def saves(words: list[str]) -> None:
 STUDIES: dict[str, Command] = {
     "compare": compare,
     "admin-profile": admin_profile,
-    "verdict-grid": verdict_grid,
+    "verdict-runs": verdict_runs,
     "reproduce": reproduce,
     "compare-blocks": compare_blocks,
     "benchmark": benchmark,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from deepnmt.config import Precision
 from deepnmt.plots import GREY, HEIGHT, LEGEND, panels, save, style
 
-_LABEL, _SMALL = 8.0, 6.5  # points
+_LABEL = 8.0  # points
 _NAMES_WIDTH = 0.62  # of the curves' width: the space for names to their right
 _MARGIN_BELOW = 0.35  # nats below the lowest end of a curve
 
@@ -165,49 +163,26 @@ def plot_cells(
     save(figure, path)
 
 
-Kind = tuple[str, int, str]  # precision, sentences per batch, initialisation
-Cells = dict[tuple[str, int, float], list[float]]  # final losses by block, layers and rate
+def plot_reliability(pairs: Sequence[tuple[float, bool]], path: Path, bins: int) -> None:
+    """How often predictions are right, against how probable they were said to be, with the number of runs in each bin.
 
-
-def plot_grid(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The runs of a verdict grid: a row of panels for each precision, batch size and initialisation, with warm-up at
-    the left and without at the right; in a panel, a row for each block and a column for each depth and rate.
-
-    The colour is the final loss, a mean over seeds, divided by the highest loss that counts as learned: blue below 1,
-    red with a dot above.
+    Args:
+        pairs: the probability of the predicted outcome, and whether it came.
+        path: the PNG to write.
+        bins: of equal width, from 0 to 1.
     """
-    cells: dict[Kind, dict[bool, Cells]] = defaultdict(lambda: {True: defaultdict(list), False: defaultdict(list)})
-    for record in records:
-        point = record["point"]
-        name = point["encoder"] if point["encoder"] == point["decoder"] else f"{point['encoder']} / {point['decoder']}"
-        kind = point.get("precision", "fp32"), point.get("sentences", 0), point.get("init", "auto")
-        ended = cells[kind][bool(point["warmup"])][name, point["layers"], point["rate"]]
-        ended.append(min(record["final"] / record["bar"], 2.0))
-    names = sorted({name for sides in cells.values() for side in sides.values() for name, *_ in side})
-    order = get_args(Precision)
-    kinds = sorted(cells, key=lambda kind: (order.index(kind[0]), kind[2] != "auto", kind[1] != 8, *kind[1:]))
-    titles = [f"{_title(kind)}, {'warm-up' if warmup else 'no warm-up'}" for kind in kinds for warmup in (True, False)]
-    title = (f"{len(records)} runs of the toy task by block, layers and peak learning rate: blue learned, red with a "
-             "dot did not")
-    figure, grid = panels(titles, "", "", title, columns=2, heights=[0.13 * len(names) + 0.95] * len(kinds))
-    for axes, side in zip(grid, [cells[kind][warmup] for kind in kinds for warmup in (True, False)], strict=True):
-        columns = sorted({(layers, rate) for _, layers, rate in side})
-        table = np.full((len(names), max(1, len(columns))), np.nan)
-        for (name, layers, rate), values in side.items():
-            table[names.index(name), columns.index((layers, rate))] = np.mean(values)
-        image = axes.imshow(table, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
-        axes.plot(*np.argwhere(table >= 1).T[::-1], "o", color="white", markersize=2.2, markeredgecolor="black",
-                  markeredgewidth=0.3)
-        axes.set_yticks(range(len(names)), names, fontsize=_SMALL)
-        axes.set_xticks(range(len(columns)), [f"{layers}L {rate:g}" for layers, rate in columns], rotation=90,
-                        fontsize=_SMALL)
-        axes.grid(visible=False)
-    bar = figure.colorbar(image, ax=grid, label="final loss / highest loss that counts as learned", shrink=0.5)
-    bar.ax.tick_params(labelsize="small")
+    figure, [axes] = panels([f"How often the verdict is right on {len(pairs)} runs, by the probability it states"],
+                            "probability of the predicted outcome", "share of right predictions")
+    axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", label="as often as it says")
+    sure = np.array([probability for probability, _ in pairs])
+    right = np.array([float(came) for _, came in pairs])
+    places = np.minimum((sure * bins).astype(int), bins - 1)
+    points = [(sure[places == number].mean(), right[places == number].mean(), int((places == number).sum()))
+              for number in range(bins) if (places == number).any()]
+    axes.plot([x for x, _, _ in points], [y for _, y, _ in points], label="the verdict", **style(0, 1))
+    for x, y, count in points:
+        axes.annotate(f"{count} runs", (x, y), (4, -10), textcoords="offset points", fontsize=_LABEL)
+    axes.set_xlim(0.3, 1.02)
+    axes.set_ylim(0.0, 1.05)
+    axes.legend(**LEGEND)
     save(figure, path)
-
-
-def _title(kind: Kind) -> str:
-    precision, size, init = kind
-    return ", ".join(filter(None, [precision, f"{size} sentences" if size else "",
-                                   f"init: {init}" if init != "auto" else ""]))

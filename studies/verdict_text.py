@@ -1,18 +1,19 @@
-"""The runs that the doctor's verdict is fitted on and tested with: small models, trained on real text by deepnmt itself.
+"""The runs that the doctor's verdict is fitted on and tested with: small models that deepnmt trains on real text.
 
-Every run is one line of a JSON-lines file: its recipe, the trial before training (`doctor/verdict.py`), and the outcomes
-measured after a quarter, a half and all of its updates (`doctor/outcome.py`). Points are drawn at random from a seed, in
-a fixed order, so a stopped file is a fair sample, and the same command trains the missing ones.
+Every run is one line of a JSON-lines file: its recipe, the trial before training (`doctor/verdict.py`), and the
+outcomes measured after a quarter, a half and all of its updates (`doctor/outcome.py`). Points are drawn at random from
+a seed, in a fixed order, so a stopped file is a fair sample, and the same command trains the missing ones.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -24,9 +25,9 @@ from deepnmt.config import Recipe, check_recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
-from deepnmt.doctor.outcome import OUTCOMES, Measured, frequencies_loss, measure_outcome
+from deepnmt.doctor.outcome import OUTCOMES, Measured, frequencies, measure_outcome
 from deepnmt.doctor.variants import fresh_model, initialisation
-from deepnmt.doctor.verdict import SHIPPED, Trial, VerdictRule, features, run_trial
+from deepnmt.doctor.verdict import SHIPPED, TRIAL, Trial, VerdictRule, features, run_trial, targets
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.blocks import BLOCKS, SIDES
@@ -35,9 +36,10 @@ from deepnmt.ranks import Ranks
 from deepnmt.training.profile import profile_for
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates
+from studies.plots import plot_reliability
 from studies.runs import Record, append_runs, read_runs
 from studies.toy_task import ToyTask
-from studies.verdict_fit import Example, Tested, choose, crossed, fit, report
+from studies.verdict_fit import BINS, Example, Tested, choose, crossed, fit, report
 
 # By text: source and target language, and files of training and validation text in the folder `DEEPNMT_CORPORA`. How
 # they are made from what one downloads: docs/results/verdict.md.
@@ -63,12 +65,16 @@ class Choice:
     depths: tuple[int, ...] = (2, 2, 2, 3, 3, 4, 4, 6, 8, 12, 18)
     blocks: tuple[str, ...] = ("post_ln", "post_ln", "pre_ln", "pre_ln", "admin", "b2t", "b2t_no_ln", "deepnorm",
                                "rezero", "fixup", "t_fixup", "admin_closed_form")
-    seconds: tuple[float, float] = (0.7, 2.5)
+    seconds: tuple[float, float] = (0.8, 4.0)
 
 
 def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
     """Recipes drawn at random, with their prepared data in `data`. Half of them are likely to learn: a middling rate, a
-    warm-up. A quarter are likely to fail: a high rate, often Post-LN. Larger models get fewer updates."""
+    warm-up. A quarter are likely to fail: a high rate, often Post-LN. Larger models get fewer updates.
+
+    Raises:
+        UserError: a text or a block is unknown.
+    """
     chance = random.Random(seed)
     drawn: list[Recipe] = []
     while len(drawn) < count:
@@ -78,7 +84,7 @@ def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
         layers = [chance.choice(choice.depths)] * 2
         if chance.random() < 0.3:
             layers[1] = chance.choice(choice.depths)
-        budget = chance.choice((60, 120, 200, 300, 400))
+        budget = chance.choice((60, 120, 200, 300, 300, 400))
         tokens, width = chance.choice((300, 400, 500, 600)), chance.choice((48, 64) if kind == "good" else (32, 48, 64))
         cost = budget * (sum(layers) + 2) * (0.0012 + tokens * (width + 48) * 3.5e-8)
         if not choice.seconds[0] < cost < choice.seconds[1]:
@@ -93,7 +99,8 @@ def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
                           "lr": round(10 ** chance.uniform(*_RATES[kind]), 5), "betas": [0.9, 0.98]},
             "schedule": {"name": chance.choice(("linear", "inverse_sqrt", "inverse_sqrt", "constant")),
                          "warmup": budget // chance.choice((10, 5, 3) if kind == "good" else (budget + 1, 10, 3))},
-            "train": {"updates": budget, "label_smoothing": chance.choice((0.0, 0.1)), "clip": chance.choice((0.0, 1.0))},
+            "train": {"updates": budget, "label_smoothing": chance.choice((0.0, 0.1)),
+                      "clip": chance.choice((0.0, 1.0))},
         }))
     return drawn
 
@@ -112,8 +119,8 @@ def recipe_of(text: str, data: Path, *, pieces: int, seed: int, settings: Mappin
              for name, files in (("train", train), ("valid", valid))}
     return check_recipe({
         "run": text, "seed": seed, "vocab": {"size": pieces, "shared": True},
-        "data": {"folder": str(data / f"{text}_{pieces}"), "src_lang": source, "trg_lang": target, **texts, "workers": 1,
-                 "filters": {"max_tokens": 100}},
+        "data": {"folder": str(data / f"{text}_{pieces}"), "src_lang": source, "trg_lang": target, **texts,
+                 "workers": 1, "filters": {"max_tokens": 100}},
         "parallel": {"ds_config": None, "threads": 1}, "admin": {"tokens": 1024},
         **settings, "model": {"tied": "all", "max_length": 128, **settings["model"]},
     }, "a run for the verdict")
@@ -152,8 +159,8 @@ def run_all(recipes: Sequence[Recipe], output: Path, share: tuple[int, int] = (0
         left -= 1
         gains = " ".join(f"{mark['shuffled'] - mark['own']:.3f}" if mark["own"] is not None else "not finite"
                          for mark in record["marks"])
-        print(f"{record['text']}: {record['marks'][-1]['outcome']}, gain {gains} ({record['seconds']:.0f} s), {left} left",
-              flush=True)
+        print(f"{record['text']}: {record['marks'][-1]['outcome']}, gain {gains} ({record['seconds']:.0f} s), "
+              f"{left} left", flush=True)
     return left
 
 
@@ -182,13 +189,13 @@ def run_recipe(recipe: Recipe) -> Record:
                      for profile in [profile_for(recipe, data, ranks)] for _ in range(2))
     trial = run_trial(model, recipe, data, device)
     train, valid = data.split("train"), data.split("valid").truncated(recipe.model.max_length)
-    frequencies = frequencies_loss(train, valid, target)
+    surprise = frequencies(train, target)
     engine, state = LocalEngine(second, recipe, device), TrainState()
     total, losses, marks = recipe.train.updates, [], []
     for done in updates(engine, Stream(train, recipe.batch.tokens, recipe.seed), recipe, state, ranks):
         losses.append(done.nll / done.update.tokens)
         if done.give_up or (done.stats.applied and state.update in (total // 4, total // 2, total)):
-            measured = measure_outcome(engine.evaluate, valid, frequencies, device)
+            measured = measure_outcome(engine.evaluate, valid, surprise, device)
             marks.append(mark_of(state.update, measured, done.give_up))
         if done.give_up or state.update == total:
             break
@@ -228,8 +235,10 @@ def examples_of(record: Record) -> list[Example]:
     layers = {side: tree["model"][side]["layers"] for side in SIDES}
     groups = {"text": record["text"], "depth": depth_group(sum(layers.values())),
               "block": "/".join(dict.fromkeys(tree["model"][side]["block"] for side in SIDES))}
-    return [Example(features(trial, plain, mark["update"]), mark["outcome"], 1 / len(record["marks"]), groups,
-                    number == len(record["marks"])) for number, mark in enumerate(record["marks"], 1)]
+    marks = [mark for mark in record["marks"] if mark["update"] > TRIAL] or record["marks"][-1:]
+    return [Example(features(trial, plain, mark["update"]), targets(Measured(*(
+        _number(mark[name]) for name in ("own", "shuffled", "frequencies")))), mark["outcome"], 1 / len(marks), groups,
+        mark is marks[-1]) for mark in marks]
 
 
 def depth_group(layers: int) -> str:
@@ -244,7 +253,7 @@ def _number(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-def fit_runs(file: Path, ship: bool, names: Sequence[str] | None = None) -> str:
+def fit_runs(file: Path, ship: bool) -> str:
     """Fits the rule on all runs of a file and writes it next to it as `verdict.json`; returns what it is worth.
 
     Args:
@@ -257,11 +266,10 @@ def fit_runs(file: Path, ship: bool, names: Sequence[str] | None = None) -> str:
     examples = [example for record in records for example in examples_of(record)]
     if len(records) < 40 or {example.outcome for example in examples} != set(OUTCOMES):
         raise UserError(f"{file} has {len(records)} runs; a rule needs 40 or more, with every outcome among them")
-    used = names or list(VerdictRule.load().names)
-    decay = choose(examples, used)
-    held = {kind: crossed(examples, kind, lambda others: fit(others, decay, used)) for kind in KINDS}
+    decay = choose(examples)
+    held = {kind: crossed(examples, kind, lambda others: fit(others, decay)) for kind in KINDS}
     ended = [record["marks"][-1]["outcome"] for record in records]
-    rule = replace(fit(examples, decay, used), facts={
+    rule = replace(fit(examples, decay), facts={
         "runs": len(records), "examples": len(examples), "decay": decay,
         "outcomes": {name: ended.count(name) for name in OUTCOMES},
         "held_out": {kind: round(tested.accuracy, 4) for kind, tested in held.items()},
@@ -301,13 +309,12 @@ def seen_in(records: Sequence[Record]) -> dict[str, Any]:
 
 def key_hash(record: Record) -> str:
     """A short hash of a run's recipe."""
-    import hashlib
-
     return hashlib.sha256(key_of(record).encode()).hexdigest()[:12]
 
 
 def judge_runs(file: Path, rule_file: Path | None = None) -> str:
-    """Tests a finished rule (None: deepnmt's own) on runs at their end that it was not fitted on.
+    """Tests a finished rule (None: deepnmt's own) on runs at their end that it was not fitted on; draws a picture of
+    its reliability next to the file.
 
     Raises:
         UserError: there are no such runs, or the rule is missing.
@@ -323,7 +330,10 @@ def judge_runs(file: Path, rule_file: Path | None = None) -> str:
     def tested(some: Sequence[Example]) -> Tested:
         return Tested([(rule.probabilities(example.values), example.outcome) for example in some])
 
-    lines = [str(report(tested(ends))), markdown_table(tested(ends).table())]
+    whole = tested(ends)
+    plot_reliability([(max(said.values()), max(OUTCOMES, key=said.__getitem__) == came) for said, came in whole.pairs],
+                     file.with_suffix(".png"), BINS)
+    lines = [str(report(whole)), markdown_table(whole.table())]
     for kind in KINDS:
         for group in sorted({example.groups[kind] for example in ends}):
             own = [example for example in ends if example.groups[kind] == group]

@@ -45,7 +45,7 @@ from deepnmt.doctor.measures import (
     restored,
     update_change,
 )
-from deepnmt.doctor.outcome import OUTCOMES, Outcome, frequencies_loss, measure_outcome
+from deepnmt.doctor.outcome import Outcome, frequencies, measure_outcome
 from deepnmt.doctor.page import summary, write_page
 from deepnmt.doctor.probes import plain_loss
 from deepnmt.doctor.variants import alternatives, fresh_model
@@ -364,7 +364,7 @@ def outcome_of(subject: Subject) -> dict[str, Any]:
     recipe, data = subject.recipe, subject.data
     valid = data.split("valid").truncated(recipe.model.max_length)
     measured = measure_outcome(LocalEngine(subject.model, recipe, subject.batch.device).evaluate, valid,
-                               frequencies_loss(data.split("train"), valid, subject.vocabs[1]), subject.batch.device)
+                               frequencies(data.split("train"), subject.vocabs[1]), subject.batch.device)
     return {**asdict(measured), "gain": measured.gain, "outcome": measured.outcome}
 
 
@@ -403,6 +403,7 @@ def judge(
             instead[name] = rule.probabilities(features(tried, other, after, data_world))
     return {
         "outcome": verdict.outcome if fp16 is None else "stuck", "probabilities": verdict.probabilities,
+        "expected": {"below the frequencies": verdict.drop, "gain": verdict.gain},
         "updates": after, "reasons": verdict.reasons, "fp16": fp16, "features": values, "trial": asdict(trial),
         "course": {number: rule.probabilities(features(trial, recipe, number, data_world)) for number in course(after)},
         "outside": rule.unseen(recipe, precision) + verdict.outside, "rule": rule.facts, "instead": instead,
@@ -411,8 +412,9 @@ def judge(
 
 
 def course(updates: int) -> list[int]:
-    """The numbers of updates for which the verdict is given: a hundredth of them all up to all."""
-    return sorted({max(1, round(updates * share)) for share in (0.01, 0.03, 0.1, 0.3, 1.0)})
+    """The numbers of updates for which the verdict is given: from a hundredth, but more than the trial's, up to all."""
+    shares = (0.01, 0.03, 0.1, 0.3)
+    return sorted({updates, *(round(updates * share) for share in shares if updates * share > TRIAL)})
 
 
 def _trial(subject: Subject, recipe: Recipe, model: Transformer) -> Trial:

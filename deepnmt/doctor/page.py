@@ -92,7 +92,10 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
 
 
 def _verdict_words(verdict: Mapping[str, Any]) -> str:
-    words = f"after {verdict['updates']:,} updates: {_probabilities(verdict['probabilities'])}"
+    expected = verdict["expected"]
+    words = (f"after {verdict['updates']:,} updates: {_probabilities(verdict['probabilities'])}; expected are a "
+             f"validation loss {expected['below the frequencies']:.2f} nats below that of the tokens' frequencies, and "
+             f"{expected['gain']:.2g} nats that the source gains")
     if verdict["fp16"]:
         words = f"predicted to fail in fp16: {verdict['fp16']} (the rule alone, {words})"
     return f"{words}; unlike the runs that the rule was fitted on" if verdict["outside"] else words
@@ -140,7 +143,7 @@ def _verdict_box(verdict: Mapping[str, Any]) -> str:
     for title, items in (
         ("By the number of updates", [f"after {int(number):,}: {_probabilities(probabilities)}"
                                       for number, probabilities in verdict["course"].items()]),
-        ("Largest contributions to the rule's probabilities", verdict["reasons"]),
+        ("What counts most, against an average run", verdict["reasons"]),
         ("This recipe is unlike the runs that the rule was fitted on, so trust the prediction less",
          verdict["outside"]),
         ("The same, if one setting is changed, the most promising first",

@@ -1,10 +1,10 @@
 """Predicts what a recipe's model will do after a number of updates: features of a short training trial, and a rule.
 
 The trial makes `TRIAL` updates of the recipe on its own text, at its own peak rate. The rule is a small JSON file that
-`studies/verdict_fit.py` writes and that comes with deepnmt: two logistic regressions, one after the other. The first
-gives the probability that the model learns anything at all, the second the probability that a model that does so reads
-its source. It was fitted on runs whose outcome was measured (`outcome.py`), and records what these runs were like, to
-report where a recipe is unlike them.
+`studies/verdict_fit.py` writes and that comes with deepnmt: two linear regressions with their spreads. One expects how
+far the validation loss will be below that of the tokens' frequencies, the other the source's gain. From these follow
+the probabilities of the outcomes (`outcome.py`). The rule was fitted on runs of which both were measured, and records
+what these runs were like, to report where a recipe is unlike them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Precision, Recipe
 from deepnmt.data.batching import Stream, collate
 from deepnmt.data.prepared import PreparedData
-from deepnmt.doctor.outcome import OUTCOMES, Outcome, frequencies_loss, measure_outcome
+from deepnmt.doctor.outcome import GAIN, OUTCOMES, Measured, Outcome, frequencies, measure_outcome
 from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
@@ -36,22 +36,27 @@ SHIPPED = Path(__file__).with_name("verdict.json")
 TRIAL = 40  # updates
 TOKENS = 256  # target tokens of each of them, at most
 _WARMUP = 20  # at most so many of them for the warm-up
-_END = 5  # updates averaged at the trial's end
-_LEAST = 1e-5  # nats; a smaller gain counts as this
+_END = 10  # of them make up its end
+LEAST_DROP, MOST_DROP = -0.4, 2.5  # nats below the frequencies; what lies outside counts as these
+LEAST_GAIN, MOST_GAIN = 1e-4, 3.0  # nats; what lies outside counts as these
+_NO_GAIN = 1.25e-4  # nats; a smaller gain is none
+_FLOOR = 0.02  # no outcome is given a smaller probability
 _FORMAT, _VERSION = "deepnmt-verdict", 4
-_STAGES = ("learns", "translates")
 
-# What each feature is, in words. All logarithms are to base 10.
+# What each feature is, in words. All logarithms are to base 10. A rule may also use products, as in `a*b`.
 FEATURES: dict[str, str] = {
-    "trial_loss": "validation loss at the end of the trial below that of the tokens' frequencies, nats a token",
-    "trial_fall": "how far the training loss fell over the second half of the trial, nats a token",
-    "trial_gain": "log gain of the source at the end of the trial, nats a token",
+    "trial_loss": "validation loss after the trial, below that of the tokens' frequencies, nats a token",
+    "trial_norm": "log gradient norm over the last 10 updates of the trial",
+    "trial_gain": "log gain of the source after the trial, nats a token",
+    "below": "1 if the validation loss after the trial is below that of the frequencies, 0 if not",
+    "blind": "1 if the source has no gain after the trial, 0 if it has",
     "budget": "log learning rates of all updates, summed, over those of the trial",
-    "tokens": "log target tokens of all updates",
     "length": "log target tokens of a sentence",
+    "width": "log model width",
     "layers": "log layers of both stacks",
+    "batch": "log target tokens of an update",
 }
-_LOGARITHMS = ("trial_gain", "budget", "tokens", "length", "layers")  # shown to a reader without the log
+_LOGARITHMS = [name for name, words in FEATURES.items() if words.startswith("log ")]  # shown without the log
 # Settings of which the rule's facts list the values that its runs had.
 _SETTINGS = ("optimizer.name", "schedule.name", "optimizer.weight_decay", "model.attention_dropout",
              "model.activation_dropout")
@@ -59,7 +64,11 @@ _SETTINGS = ("optimizer.name", "schedule.name", "optimizer.weight_decay", "model
 
 def describe(name: str) -> str:
     """A feature in words, for a reader."""
-    return FEATURES[name].removeprefix("log ")
+    return " × ".join(FEATURES[part].removeprefix("log ") for part in name.split("*"))
+
+
+def _values_of(name: str, values: Mapping[str, float]) -> str:
+    return " of " + " × ".join(format_value(part, values[part]) for part in name.split("*"))
 
 
 def format_value(name: str, value: float) -> str:
@@ -106,8 +115,7 @@ def run_trial(
     engine = LocalEngine(model, recipe, device)
     train, valid = data.split("train"), data.split("valid").truncated(recipe.model.max_length)
     stream = Stream(train, recipe.batch.tokens, recipe.seed)
-    rates = trial_rates(recipe)
-    losses, norms = [], []
+    rates, losses, norms = trial_rates(recipe), [], []
     for number, rate in enumerate(rates):
         batch = cut_batch(stream, number % stream.epoch_size(0), TOKENS, number, device)
         stats = engine.train_step([batch], batch.tokens, rate)
@@ -115,8 +123,7 @@ def run_trial(
         norms.append(stats.grad_norm)
         progress(number + 1)
     epoch = float(stream.split(0).trg_lengths.sum())
-    measured = measure_outcome(engine.evaluate, valid, frequencies_loss(train, valid, model.output_weight.size(0)),
-                               device)
+    measured = measure_outcome(engine.evaluate, valid, frequencies(train, model.output_weight.size(0)), device)
     return Trial(losses, norms, measured.own, measured.shuffled, measured.frequencies, sum(rates),
                  float(train.trg_lengths.mean()), epoch / stream.epoch_size(0), epoch)
 
@@ -141,25 +148,40 @@ def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) ->
     Args:
         data_world: data-parallel ranks whose micro-batches go into one update.
     """
-    end, middle = fmean(trial.losses[-_END:]), fmean(trial.losses[TRIAL // 2:TRIAL // 2 + _END])
-    finite = math.isfinite(trial.own) and math.isfinite(end)
     tokens = trial.micro_batch * recipe.batch.accumulation * data_world  # of an update
     rates = sum(learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates,
                               (number - 1) * tokens / trial.epoch) for number in range(1, updates + 1))
+    norms = trial.norms[-_END:]
+    finite = math.isfinite(trial.own + trial.shuffled + sum(trial.losses) + sum(norms))
+    gain = trial.shuffled - trial.own if finite else 0.0
     return {
-        "trial_loss": _clamped(trial.frequencies - trial.own) if finite else -10.0,
-        "trial_fall": _clamped(middle - end) if finite else -10.0,
-        "trial_gain": math.log10(max(trial.shuffled - trial.own, _LEAST)) if finite else math.log10(_LEAST),
+        "trial_loss": _drop(trial.frequencies - trial.own) if finite else LEAST_DROP,
+        "trial_norm": math.log10(max(fmean(norms), 1e-3)) if finite else 1.0,
+        "trial_gain": math.log10(_gain(gain)),
+        "below": float(finite and trial.own < trial.frequencies),
+        "blind": float(gain < _NO_GAIN),
         "budget": math.log10(max(rates / trial.rates, 1e-6)),
-        "tokens": math.log10(updates * tokens),
         "length": math.log10(trial.length),
+        "width": math.log10(recipe.model.width),
         "layers": math.log10(recipe.model.encoder.layers + recipe.model.decoder.layers),
+        "batch": math.log10(tokens),
     }
 
 
-def _clamped(value: float) -> float:
-    """The value clipped to [-10, 10] nats."""
-    return min(max(value, -10.0), 10.0)
+def targets(measured: Measured) -> tuple[float, float]:
+    """What the rule expects of a measured outcome: nats below the frequencies, and the gain's logarithm; both within
+    limits, and the least of them for what is not finite."""
+    finite = math.isfinite(measured.own + measured.shuffled)
+    return (_drop(measured.frequencies - measured.own) if finite else LEAST_DROP,
+            math.log10(_gain(measured.gain if finite else 0.0)))
+
+
+def _drop(value: float) -> float:
+    return min(max(value, LEAST_DROP), MOST_DROP)
+
+
+def _gain(value: float) -> float:
+    return min(max(value, LEAST_GAIN), MOST_GAIN)
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
@@ -172,60 +194,90 @@ class Verdict:
     Attributes:
         outcome: the most probable one.
         probabilities: of each outcome.
+        drop, gain: the expected nats below the frequencies, and the expected gain of the source in nats.
         reasons: the features by the size of their contributions, the largest first, in words.
         outside: features beyond the range of the runs that the rule was fitted on, in words.
     """
 
     outcome: Outcome
     probabilities: dict[Outcome, float]
+    drop: float
+    gain: float
     reasons: list[str]
     outside: list[str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A linear regression: constant + Σ weight · (x - centre) / scale, by feature or product of features.
+
+    Attributes:
+        spread: the standard deviation of what a run had about what was expected of it, for runs not fitted on.
+    """
+
+    constant: float
+    weights: dict[str, float]
+    centre: dict[str, float]
+    scale: dict[str, float]
+    spread: float
+
+    def contributions(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Each feature's term."""
+        return {name: weight * (math.prod(values[part] for part in name.split("*")) - self.centre[name])
+                / self.scale[name] for name, weight in self.weights.items()}
+
+    def expected(self, values: Mapping[str, float]) -> float:
+        """The value of the line."""
+        return self.constant + sum(self.contributions(values).values())
+
+    def below(self, mark: float, values: Mapping[str, float]) -> float:
+        """The probability of ending below the mark, by a logistic distribution."""
+        z = math.pi / math.sqrt(3) * (mark - self.expected(values)) / self.spread
+        return 1 / (1 + math.exp(-min(max(z, -40.0), 40.0)))
 
 
 @dataclass(frozen=True)
 class VerdictRule:
     """A rule that predicts an outcome from features, fitted on runs.
 
-    With z = (x - centre) / scale, each stage has p = 1 / (1 + exp(-(bias + Σ weight · z))). P(stuck) = 1 - p(learns),
-    P(translates) = p(learns) · p(translates), and P(target only) is the rest.
+    A model is stuck if its validation loss is not below that of the frequencies. One that is not stuck translates if
+    the source's gain is `GAIN` or more.
 
     Attributes:
-        names: the features it uses.
-        centre, scale: of each.
-        learns, translates: the stages, each a weight by feature and a `bias`.
+        loss: expects how far the validation loss is below that of the tokens' frequencies, in nats.
+        gain: expects the logarithm of the source's gain in nats.
         spans: by feature, its smallest and largest value among the runs. Values are clipped to it.
         facts: the runs it was fitted on, and how right it was on runs that it was not fitted on.
     """
 
-    names: list[str]
-    centre: dict[str, float]
-    scale: dict[str, float]
-    learns: dict[str, float]
-    translates: dict[str, float]
+    loss: Line
+    gain: Line
     spans: dict[str, list[float]]
     facts: dict[str, Any] = field(default_factory=dict)
 
     def probabilities(self, values: Mapping[str, float]) -> dict[Outcome, float]:
-        """The probability of each outcome for a model with these features."""
-        learns, translates = (1 / (1 + math.exp(-min(max(stage["bias"] + sum(self._contributions(stage, values).values()
-                                                                             ), -500.0), 500.0)))
-                              for stage in (self.learns, self.translates))
-        return {"stuck": 1 - learns, "target only": learns * (1 - translates), "translates": learns * translates}
+        """The probability of each outcome for a model with these features, none below `_FLOOR`."""
+        clipped = self._clipped(values)
+        stuck = self.loss.below(0.0, clipped)
+        translates = (1 - stuck) * (1 - self.gain.below(math.log10(GAIN), clipped))
+        plain: dict[Outcome, float] = {"stuck": stuck, "target only": 1 - stuck - translates, "translates": translates}
+        return {outcome: _FLOOR + (1 - len(plain) * _FLOOR) * value for outcome, value in plain.items()}
 
     def judge(self, values: Mapping[str, float]) -> Verdict:
         """The verdict with its reasons."""
-        probabilities = self.probabilities(values)
-        contributions = [(contribution, name, words) for stage, words in (
-            (self.learns, "learning anything"), (self.translates, "reading the source"))
-            for name, contribution in self._contributions(stage, values).items()]
-        reasons = [f"{describe(name)}: {format_value(name, values[name])} counts "
-                   f"{'for' if contribution > 0 else 'against'} {words} ({contribution:+.2f})"
-                   for contribution, name, words in sorted(contributions, key=lambda item: -abs(item[0]))
-                   if abs(contribution) >= 0.1]
+        probabilities, clipped = self.probabilities(values), self._clipped(values)
+        contributions = [(contribution, name, contribution * factor, words) for line, factor, words in (
+            (self.loss, 1.0, "{:+.2f} nats of the loss below the frequencies"),
+            (self.gain, 1.0, "{:+.2f} powers of ten of the source's gain"))
+            for name, contribution in line.contributions(clipped).items()]
+        reasons = [f"{describe(name)}{_values_of(name, values)}: {words.format(shown)}"
+                   for contribution, name, shown, words in sorted(contributions, key=lambda item: -abs(item[0]))
+                   if abs(contribution) >= 0.05]
         outside = [f"{describe(name)} is {format_value(name, values[name])}; the runs had {format_value(name, low)} to "
                    f"{format_value(name, high)}, and the nearest of these is taken"
                    for name, (low, high) in self.spans.items() if not low - 1e-9 <= values[name] <= high + 1e-9]
-        return Verdict(max(OUTCOMES, key=probabilities.__getitem__), probabilities, reasons, outside)
+        return Verdict(max(OUTCOMES, key=probabilities.__getitem__), probabilities, self.loss.expected(clipped),
+                       10 ** self.gain.expected(clipped), reasons, outside)
 
     def unseen(self, recipe: Recipe, precision: Precision = "fp32") -> list[str]:
         """What a recipe has that none of the runs had, in words: blocks, initialisation, optimizer, schedule, some
@@ -248,10 +300,9 @@ class VerdictRule:
             unseen.append(f"the precision is {precision}; the runs had {' or '.join(seen['precisions'])}")
         return unseen
 
-    def _contributions(self, stage: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
-        """Each feature's term of a stage's score."""
-        return {name: stage[name] * (min(max(values[name], low), high) - self.centre[name]) / self.scale[name]
-                for name in self.names for low, high in [self.spans[name]]}
+    def _clipped(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The features, clipped to the range of the runs."""
+        return {name: min(max(values[name], low), high) for name, (low, high) in self.spans.items()}
 
     def save(self, path: Path) -> None:
         """Writes JSON. Raises `UserError` if it cannot."""
@@ -273,11 +324,10 @@ class VerdictRule:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
                 raise KeyError
-            rule = cls(**content)
-            for needed in (rule.centre, rule.scale, rule.learns, rule.translates, rule.spans):
-                if not set(rule.names) <= set(needed):
-                    raise KeyError
-            if "bias" not in rule.learns or "bias" not in rule.translates:
+            rule = cls(Line(**content.pop("loss")), Line(**content.pop("gain")), **content)
+            used = {part for line in (rule.loss, rule.gain) for name in line.weights for part in name.split("*")}
+            if any(line.weights.keys() - each.keys() for line in (rule.loss, rule.gain)
+                   for each in (line.centre, line.scale)) or used - rule.spans.keys():
                 raise KeyError
         except OSError as error:
             raise UserError(f"verdict rule {path} cannot be read ({error.strerror}); fit one with "
@@ -285,7 +335,7 @@ class VerdictRule:
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(f"{path} is not a verdict rule of version {_VERSION}; fit one with python -m studies "
                             "verdict-runs fit") from None
-        if unknown := [name for name in rule.names if name not in FEATURES]:
+        if unknown := [name for name in rule.spans if name not in FEATURES]:
             raise UserError(f"{path} has unknown features: {', '.join(unknown)}; known: {', '.join(FEATURES)}; fit a "
                             "new rule with python -m studies verdict-runs fit")
         return rule

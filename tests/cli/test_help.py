@@ -24,7 +24,7 @@ from studies import __main__ as studies
 ROOT = Path(__file__).resolve().parents[2]
 # Functions that would run for minutes or write the demo's corpus: they fail once the arguments are accepted.
 LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
-        "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "verdict-grid": "studies.verdict_grid.run_grid",
+        "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "verdict-runs": "studies.verdict_text.run_all",
         "demo": "deepnmt.demo.run.make_corpus"}
 # Messages that an example may end with if there is no text, data or checkpoint.
 WANTED = ("no training has begun there", "there is nothing to compare", "there is no text file",

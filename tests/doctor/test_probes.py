@@ -7,7 +7,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from deepnmt.batch import Batch
 from deepnmt.config import Block, load_recipe
+from deepnmt.data.prepared import PreparedData
 from deepnmt.doctor import measures
 from deepnmt.doctor.diagnose import Subject, fp16_fault, working_scale
 from deepnmt.doctor.measures import (
@@ -191,7 +192,8 @@ def test_half_precision_zeros() -> None:
 def test_fp16_fails_if_no_loss_scale_works() -> None:
     demo = Path(__file__).parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml"
     recipe = load_recipe(demo, ["loss_scale.floor=0.25"])
-    subject = Subject(recipe, model_of("post_ln", noise=0.2), batch(), (40, 40), None)
+    data = cast(PreparedData, None)  # which the check of fp16 does not read
+    subject = Subject(recipe, data, model_of("post_ln", noise=0.2), batch(), (40, 40), None)
 
     def fault(scale: float, **changes: float) -> str | None:
         scales = recipe.loss_scale.model_copy(update=changes)

@@ -1,123 +1,196 @@
-"""The verdict's rule, by hand and as a file, and its features."""
+"""The verdict's rule, by hand and as a file; its trial and features; the measured outcome."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from deepnmt.config import with_settings
+from deepnmt.batch import Batch
+from deepnmt.config import load_recipe, with_settings
+from deepnmt.data.prepared import open_prepared
+from deepnmt.doctor import outcome
+from deepnmt.doctor.outcome import Measured, frequencies, guess, measure_outcome
 from deepnmt.doctor.variants import fresh_model
-from deepnmt.doctor.verdict import FEATURES, TRIAL, VerdictRule, features, precision_features, trial
+from deepnmt.doctor.verdict import (
+    FEATURES,
+    TRIAL,
+    Line,
+    Trial,
+    VerdictRule,
+    features,
+    run_trial,
+    targets,
+    trial_rates,
+)
 from deepnmt.errors import UserError
-from deepnmt.model.init import new_model
-from studies.verdict_grid import PROBE, Point, Settings, measure_points
+from deepnmt.tokens import PAD
 
-TINY = Settings(width=8, heads=2, ffn=8, updates=4, warmup=2)
-
-
-def test_logistic_rule_by_hand(tmp_path: Path) -> None:
-    body = {"centre": [1.0, 0.0], "scale": [2.0, 1.0], "weights": [3.0, -1.0], "squares": [0.0, 0.25],
-            "by_rate": [0.0, 0.5], "bias": 0.5}
-    rule = VerdictRule("logistic", ["rate", "layers"], body, {"rate": [-4.0, -2.0], "layers": [0.0, 2.0]}, {"runs": 9})
-    values = {"rate": -3.0, "layers": 1.5}
-    rate = (-3.0 - 1) / 2
-    expected = 1 / (1 + math.exp(-(3.0 * rate - 1.5 + 0.25 * 1.5**2 + 0.5 * 1.5 * rate + 0.5)))
-    assert rule.probability(values) == pytest.approx(expected)
-    verdict = rule.judge({"rate": -1.0, "layers": 1.5})
-    assert not verdict.trains and verdict.reasons[0].startswith(
-        "peak learning rate: 0.1 (clipped to 0.01, the nearest value among the rule's runs) counts against training (-")
-    assert verdict.outside == ["peak learning rate is 0.1; the runs had 0.0001 to 0.01"]
-    assert verdict.reasons[1].startswith("layers of both stacks: 32 counts against training (-")
-    assert verdict.probability == rule.probability({"rate": -2.0, "layers": 1.5})  # clipped to the spans
-    rule.save(tmp_path / "rule.json")
-    assert VerdictRule.load(tmp_path / "rule.json") == rule
-    fixed = replace(rule, spans={**rule.spans, "rate": [-2.0, -2.0]})
-    assert fixed.judge({"rate": -1.0, "layers": 1.5}).outside == [] and fixed.unvaried == {"rate": -2.0}
+CPU = torch.device("cpu")
+LOSS = Line(0.5, {"budget": 0.3, "layers": -0.1, "budget*layers": 0.2},
+            {"budget": 1.0, "layers": 0.0, "budget*layers": 0.5}, {"budget": 2.0, "layers": 1.0, "budget*layers": 0.5}, 0.4)
+GAIN = Line(-2.0, {"budget": 0.5}, {"budget": 0.0}, {"budget": 1.0}, 0.6)
+RULE = VerdictRule(LOSS, GAIN, {"budget": [-4.0, 3.0], "layers": [0.0, 2.0]}, {"runs": 9})
+TRIED = Trial([3.0] * TRIAL, [9.0] * 30 + [0.1] * 10, 4.0, 4.01, 5.0, 0.25, 20.0, 100.0, 9000.0)
 
 
-def test_what_no_run_had_of_a_recipe() -> None:
-    rule = VerdictRule.load()
-    plain = Point("post_ln", "pre_ln", 2, 1e-3, True).recipe(TINY)
-    assert rule.unseen(plain) == []  # among the rule's pairs, by Adam, with init: auto
-    assert rule.unseen(Point("b2t", "b2t", 2, 1e-3, True).recipe(TINY)) == []  # its auto is depth_scaled
-    scaled = with_settings(plain, {"model.encoder.init": "depth_scaled", "model.decoder.init": "depth_scaled"})
-    assert rule.unseen(scaled) == ["the initialisation is depth_scaled/depth_scaled (encoder/decoder); runs of these "
-                                   "blocks had xavier/xavier"]
-    theirs = with_settings(Point("b2t", "b2t", 2, 1e-3, True).recipe(TINY), {"model.encoder.init": "published"})
-    assert rule.unseen(theirs) == ["the initialisation is published/depth_scaled (encoder/decoder); runs of these "
-                                   "blocks had depth_scaled/depth_scaled"]
-    assert rule.unseen(with_settings(plain, {"model.encoder.init": "published"})) == []  # Post-LN's is xavier
-    rule = replace(rule, facts={**rule.facts, "inits": {"post_ln/pre_ln": ["xavier/xavier", "xavier_separate/xavier"]}})
-    [answers] = rule.unseen(Point("pre_ln", "post_ln", 2, 1e-3, True).recipe(TINY))
-    assert answers == ("no run had the blocks pre_ln/post_ln; on pairs of blocks left out of its fit, the rule was "
-                       "right on 61 to 94 % of the runs")
-    scaled = with_settings(scaled, {"optimizer.name": "sgd"})
-    assert rule.unseen(scaled) == [
-        "optimizer.name is sgd; all runs had adam",
-        "the initialisation is depth_scaled/depth_scaled (encoder/decoder); runs of these blocks had xavier/xavier or "
-        "xavier_separate/xavier"]
-    assert replace(rule, facts={}).unseen(scaled) == []
-    facts = {"schedule": "linear", "dropout": 0.0, "label_smoothing": 0.0, "clip": 0.0, "weight_decay": 0.0,
-             "attention_dropout": 0.0, "activation_dropout": 0.0, "precisions": ["bf16", "fp32"]}
-    ours = with_settings(scaled, {
-        "schedule.name": "inverse_sqrt", "model.dropout": 0.1, "model.attention_dropout": 0.3,
-        "model.activation_dropout": 0.4, "optimizer.weight_decay": 0.01, "optimizer.decay_norms_and_biases": False,
-        "train.label_smoothing": 0.2, "train.clip": 1.0})
-    assert replace(rule, facts=facts).unseen(ours, "fp16") == [
-        "schedule.name is inverse_sqrt; all runs had linear", "model.dropout is 0.1; all runs had 0.0",
-        "model.attention_dropout is 0.3; all runs had 0.0", "model.activation_dropout is 0.4; all runs had 0.0",
-        "optimizer.weight_decay is 0.01; all runs had 0.0", "train.clip is 1.0; all runs had 0.0",
-        "train.label_smoothing is 0.2; all runs had 0.0", "the precision is fp16; the runs had bf16 or fp32"]
-    assert replace(rule, facts=facts).unseen(plain, "bf16") == []
+def logistic(z: float) -> float:
+    return 1 / (1 + math.exp(-math.pi / math.sqrt(3) * z))
 
 
-def test_tree_rule_by_hand() -> None:
-    body = {"feature": "rate", "threshold": -2.5, "low": {"probability": 0.9, "runs": 5},
-            "high": {"feature": "warmup", "threshold": 0.5, "low": {"probability": 0.1, "runs": 6},
-                     "high": {"probability": 0.6, "runs": 7}}}
-    rule = VerdictRule("tree", ["rate", "warmup"], body, {"rate": [-4, -2]})
-    answers = [rule.probability({"rate": r, "warmup": w}) for r, w in ((-3, 0), (-2, 0), (-2, 1), (-2.5, 0))]
-    assert answers == [0.9, 0.1, 0.6, 0.9]
-    assert rule.judge({"rate": -2, "warmup": 1}).reasons == [
-        f"{FEATURES['rate']}: -2 > -2.5", f"{FEATURES['warmup']}: 1 > 0.5"]
+def test_rule_by_hand(tmp_path: Path) -> None:
+    values = {"budget": 2.0, "layers": 1.5}
+    drop, gain = 0.5 + 0.3 * 0.5 - 0.1 * 1.5 + 0.2 * (3.0 - 0.5) / 0.5, -2.0 + 0.5 * 2.0
+    assert (LOSS.expected(values), GAIN.expected(values)) == pytest.approx((drop, gain))
+    stuck, reads = logistic(-drop / 0.4), 1 - logistic((math.log10(0.2) - gain) / 0.6)
+    plain = {"stuck": stuck, "target only": (1 - stuck) * (1 - reads), "translates": (1 - stuck) * reads}
+    assert sum(plain.values()) == pytest.approx(1)
+    assert RULE.probabilities(values) == pytest.approx({name: 0.02 + 0.94 * p for name, p in plain.items()})
+    verdict = RULE.judge({"budget": 5.0, "layers": 1.5})  # the budget is clipped to 3
+    assert verdict.probabilities == RULE.probabilities({"budget": 3.0, "layers": 1.5})
+    assert verdict.outcome == "translates" and verdict.gain == pytest.approx(10**-0.5)
+    assert verdict.drop == pytest.approx(0.5 + 0.3 - 0.15 + 0.2 * (4.5 - 0.5) / 0.5)
+    assert verdict.outside == [
+        "learning rates of all updates, summed, over those of the trial is 1e+05; the runs had 0.0001 to 1e+03, and "
+        "the nearest of these is taken"]
+    rates = "learning rates of all updates, summed, over those of the trial"
+    assert verdict.reasons == [
+        f"{rates} × layers of both stacks of 1e+05 × 32: +1.60 nats of the loss below the frequencies",
+        f"{rates} of 1e+05: +1.50 powers of ten of the source's gain",
+        f"{rates} of 1e+05: +0.30 nats of the loss below the frequencies",
+        "layers of both stacks of 32: -0.15 nats of the loss below the frequencies"]
+    RULE.save(tmp_path / "rule.json")
+    assert VerdictRule.load(tmp_path / "rule.json") == RULE
 
 
-HEAD = '{"format": "deepnmt-verdict", "version": 3, "kind": "logistic", "names": ["rate"], '
+def test_what_no_run_had_of_a_recipe(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=b2t", "model.decoder.block=pre_ln"])
+    assert RULE.unseen(recipe) == []  # its facts list nothing
+    seen = {"blocks": ["b2t", "pre_ln"], "inits": {"b2t": ["depth_scaled"], "pre_ln": ["xavier"]}, "width": [8, 16],
+            "optimizer.name": ["adam"], "schedule.name": ["linear", recipe.schedule.name], "precisions": ["fp32"]}
+    rule = replace(RULE, facts={"seen": {**seen, "width": [8, recipe.model.width]}})
+    assert rule.unseen(recipe) == []
+    other = with_settings(recipe, {"model.encoder.init": "xavier", "model.decoder.block": "fixup",
+                                   "optimizer.name": "sgd", "schedule.name": "constant"})
+    assert replace(RULE, facts={"seen": {**seen, "width": [8]}}).unseen(other, "bf16") == [
+        "the encoder's initialisation is xavier; runs with b2t had depth_scaled",
+        "no run had the decoder block fixup", "optimizer.name is sgd; the runs had adam",
+        f"schedule.name is constant; the runs had linear or {recipe.schedule.name}",
+        f"model.width is {recipe.model.width}; the runs had up to 8", "the precision is bf16; the runs had fp32"]
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", "7", '"rule"', '{"format": "deepnmt-verdict", "version": 1}',
-                                  HEAD + '"body": {}, "spans": {"rate": [0, 1]}}', HEAD + '"body": [], "spans": {}}',
-                                  None])
+HEAD = '{"format": "deepnmt-verdict", "version": 4, "spans": {}, "gain": {}, '
+LINE = '{"constant": 1, "weights": {"budget": 1}, "centre": {}, "scale": {}, "spread": 1}'
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", "7", '"rule"', '{"format": "deepnmt-verdict", "version": 3}',
+                                  HEAD + '"loss": {}}', HEAD.replace("{}, ", f"{LINE}, ") + f'"loss": {LINE}}}',
+                                  HEAD + '"loss": []}', None])
 def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "rule.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match="verdict-grid"):
+    with pytest.raises(UserError, match="verdict-runs"):
         VerdictRule.load(path)
 
 
-def test_the_doctor_measures_what_the_grid_measured() -> None:
-    """The features of `measure_points`, on which the rule is fitted, equal those of `diagnose`."""
-    points = [Point("post_ln", "admin", 2, 3e-3, warm, 3, precision="bf16") for warm in (True, False)]
-    batch, first, size = TINY.task.batch(0, PROBE), TINY.task.batch(0, 3), TINY.task.vocabulary
-    for point, found in zip(points, measure_points(points, TINY), strict=True):
-        recipe = point.recipe(TINY)
-        model = fresh_model(recipe.model, size, size, point.seed, [first])
-        asked = {**features(model, batch, recipe, first.tokens), **precision_features("bf16")}
-        assert asked.keys() == found.keys() == FEATURES.keys()
-        assert asked == pytest.approx(found, rel=1e-3, abs=1e-3)
+def test_a_rule_with_an_unknown_feature(tmp_path: Path) -> None:
+    odd = Line(1.0, {"mood": 1.0}, {"mood": 0.0}, {"mood": 1.0}, 1.0)
+    VerdictRule(odd, odd, {"mood": [0.0, 1.0]}).save(tmp_path / "rule.json")
+    with pytest.raises(UserError, match="unknown features: mood; known: trial_loss"):
+        VerdictRule.load(tmp_path / "rule.json")
 
 
-def test_a_trial_updates_as_training_does() -> None:
-    """Every update has its own dropout masks, and Adam replaces RAdam."""
-    recipe = Point("pre_ln", "pre_ln", 1, 1e-3, True).recipe(TINY)
-    size, batch = TINY.task.vocabulary, TINY.task.batch(0, 3)
-    still = with_settings(recipe, {"optimizer.lr": 1e-30, "model.dropout": 0.3})  # a rate that moves no weight
-    during = trial(new_model(still.model, size, size, 1), still, batch)[:TRIAL]
-    assert len(set(during)) == TRIAL
-    by = {name: trial(new_model(recipe.model, size, size, 1), with_settings(
-        recipe, {"optimizer.name": name}), batch) for name in ("adam", "radam")}
-    assert by["radam"] == by["adam"]
+def test_features_by_hand(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", [
+        "optimizer.lr=0.01", "schedule.name=linear", "schedule.warmup=0", "train.updates=4", "batch.accumulation=3"])
+    values = features(TRIED, recipe, 2, data_world=2)
+    layers = recipe.model.encoder.layers + recipe.model.decoder.layers
+    expected = {
+        "trial_loss": 1.0, "trial_norm": -1.0, "trial_gain": -2.0, "below": 1.0, "blind": 0.0, "length": math.log10(20),
+        "budget": math.log10((0.01 + 0.0075) / 0.25), "width": math.log10(recipe.model.width),
+        "layers": math.log10(layers), "batch": math.log10(100 * 3 * 2)}
+    assert values == pytest.approx(expected, abs=1e-6) and set(values) == set(FEATURES)
+    broken = features(replace(TRIED, losses=[math.nan] * TRIAL), recipe, 2, data_world=2)
+    assert broken == pytest.approx({**expected, "trial_loss": -0.4, "trial_norm": 1.0, "trial_gain": -4.0, "below": 0.0,
+                                    "blind": 1.0}, abs=1e-6)
+    worse = features(replace(TRIED, own=9.0, shuffled=9.0001), recipe, 2, data_world=2)
+    assert (worse["trial_loss"], worse["trial_gain"], worse["below"], worse["blind"]) == (-0.4, -4.0, 0.0, 1.0)
+
+
+def test_what_the_regressions_are_to_expect() -> None:
+    assert targets(Measured(4.0, 4.1, 5.0)) == pytest.approx((1.0, -1.0))
+    assert targets(Measured(9.0, 9.0, 5.0)) == (-0.4, -4.0) == targets(Measured(math.nan, 1.0, 5.0))
+    assert targets(Measured(1.0, 9.0, 5.0)) == pytest.approx((2.5, math.log10(3)))
+
+
+def test_a_trial_trains_the_recipe(prepared: Path) -> None:
+    """Its losses are those of a run with the trial's rates, up to the batches, and fall; the warm-up is shortened."""
+    recipe = load_recipe(prepared / "recipe.yaml", ["schedule.warmup=4000", "train.updates=9000"])
+    assert trial_rates(recipe)[:21] == pytest.approx([recipe.optimizer.lr * min(1, n / 21) for n in range(1, 22)])
+    assert trial_rates(with_settings(recipe, {"schedule.warmup": 3}))[:4] == pytest.approx(
+        [recipe.optimizer.lr * n / 4 for n in range(1, 5)])
+    data, counted = open_prepared(recipe), []
+    source, target = (vocab.size for vocab in data.vocabs())
+    model = fresh_model(with_settings(recipe, {"model.encoder.block": "pre_ln", "model.decoder.block": "pre_ln"}).model,
+                        source, target, 1, [])
+    made = run_trial(model, recipe, data, CPU, counted.append)
+    assert counted == list(range(1, TRIAL + 1)) and len(made.losses) == len(made.norms) == TRIAL
+    assert made.losses[-1] < made.losses[0] - 1 and made.own < made.frequencies and min(made.norms) > 0
+    assert made.rates == pytest.approx(sum(trial_rates(recipe)))
+
+
+def test_outcomes_by_hand() -> None:
+    assert [Measured(own, shuffled, 5.0).outcome for own, shuffled in (
+        (5.0, 9.0), (math.nan, 5.0), (4.99, 5.1), (4.8, 5.0001), (3.0, 3.15))] == [
+        "stuck", "stuck", "target only", "translates", "target only"]
+    assert Measured(4.0, 4.5, 5.0).gain == 0.5
+
+
+def test_shuffled_sources_are_those_of_another_sentence(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, passed = open_prepared(load_recipe(prepared / "recipe.yaml", [])), []
+    valid, surprise = data.split("valid"), torch.full((data.vocabs()[1].size,), 3.0)
+
+    def evaluate(batches: Sequence[Batch]) -> list[tuple[float, float]]:
+        passed.append(batches)
+        return [(0.0, 2.0 * batch.tokens) for batch in batches]
+
+    monkeypatch.setattr(outcome, "_BUDGET", 60)
+    measured = measure_outcome(evaluate, valid, surprise, CPU)
+    own, shuffled = passed
+    assert measured == Measured(2.0, 2.0, pytest.approx(3.0)) and len(own) > 1
+    assert sum(len(batch.tensors[0]) for batch in own) == len(valid) and valid.src_lengths.sum() == sum(
+        int(batch.tensors[1].sum()) for batch in shuffled)
+    for a, b in zip(own, shuffled, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a.tensors[2:], b.tensors[2:], strict=True))
+
+    def sources(batches: Sequence[Batch]) -> list[list[int]]:
+        return [row[:length] for batch in batches
+                for row, length in zip(batch.tensors[0].tolist(), batch.tensors[1].tolist(), strict=True)]
+
+    assert sources(shuffled) == [sources(own)[-1], *sources(own)[:-1]] != sources(own)
+    monkeypatch.setattr(outcome, "SENTENCES", 5)
+    measure_outcome(evaluate, valid, surprise, CPU)
+    assert sum(len(batch.tensors[0]) for batch in passed[2]) == 5
+
+
+def test_frequencies_by_hand(prepared: Path) -> None:
+    data = open_prepared(load_recipe(prepared / "recipe.yaml", []))
+    size, train = data.vocabs()[1].size, data.split("train")
+    counts = np.ones(size)
+    for i in range(len(train)):
+        np.add.at(counts, train.targets.with_eos(np.array([i]))[0], 1)
+    surprise = frequencies(train, size)
+    assert surprise.numpy() == pytest.approx(-np.log(counts / counts.sum()))
+    targeted = torch.tensor([[5, 2, PAD], [7, 7, 2]])
+    assert guess(surprise, targeted) == pytest.approx(float(surprise[[5, 2, 7, 7, 2]].mean()))
+
+
+def test_the_shipped_rule_can_be_read() -> None:
+    rule = VerdictRule.load()
+    assert set(rule.spans) == set(FEATURES) and rule.facts["runs"] >= 40
