@@ -10,7 +10,6 @@ ones (each sentence gets that of its neighbour in the order of length). The diff
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args

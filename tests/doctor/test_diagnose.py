@@ -211,8 +211,8 @@ def test_a_run_and_its_checkpoints(
     assert measured["outcome"] in ("stuck", "target only") and 0 < measured["own"] < 10
     assert measured["gain"] == pytest.approx(measured["shuffled"] - measured["own"])
     assert re.search(r"^outcome +(stuck or diverging|the target side only): validation loss \d\.\d{3} nats a target "
-                     r"token, [+-]0\.\d{3} with shuffled sources; the tokens' frequencies alone have \d\.\d{3}$", output,
-                     flags=re.MULTILINE)
+                     r"token, [+-]0\.\d{3} with shuffled sources; the tokens' frequencies alone have \d\.\d{3}$",
+                     output, flags=re.MULTILINE)
     assert "--updates 3 has no effect here because only a verdict asks for it" in refused(
         "diagnose", run, "--updates", "3", ONE)
     assert "optimizer.lr=1e-3 has no effect here because " in refused("diagnose", run, "optimizer.lr=1e-3", ONE)

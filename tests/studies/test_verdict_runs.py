@@ -68,7 +68,8 @@ def test_the_fit_against_pytorchs_loss() -> None:
     for out in range(24):
         kept = torch.arange(24) != out
         scaled = columns[kept].T * weight[kept]
-        errors.append(float(y[out] - columns[out] @ torch.linalg.solve(scaled @ columns[kept] + penalty, scaled @ y[kept])))
+        without = torch.linalg.solve(scaled @ columns[kept] + penalty, scaled @ y[kept])
+        errors.append(float(y[out] - columns[out] @ without))
     expected = (weight * torch.tensor(errors, dtype=torch.float64).square()).sum() / weight.sum()
     assert line.spread == pytest.approx(float(expected.sqrt()), rel=1e-4)
 
