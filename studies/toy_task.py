@@ -47,12 +47,6 @@ class ToyTask:
         return self.symbols + _FIRST
 
     @property
-    def frequencies_only(self) -> float:
-        """Nats a target token of a model that knows only the symbols' frequencies and when a sentence ends."""
-        length = (self.shortest + self.longest) / 2
-        return math.log(self.symbols) * length / (length + 1)
-
-    @property
     def target_only(self) -> float:
         """Nats a target token of a model that uses its own output, not the source, and guesses the first symbol."""
         length = (self.shortest + self.longest) / 2

@@ -67,7 +67,7 @@ from deepnmt.training.profile import profile_for
 AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")
 MAX_LOST = 0.5  # of a layer's gradients; fp16 is predicted to fail above it; chosen by hand, not fitted
 LOSS_SCALE = 128.0  # of the fp16 measurement, where the layout is not fp16
-_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)  # of the models built for growth against depth
+_DEPTHS = (1, 2, 4, 8, 16, 32, 64)  # of the models built for growth against depth
 _LONGER = (3, 10)  # times the updates, also rated where the model is not predicted to translate
 
 
@@ -279,9 +279,10 @@ def examine(
 
 def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
     """The first update of a fresh model, in place, but at the peak rate, and by Adam instead of RAdam, whose first five
-    updates are plain momentum (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
+    updates are plain momentum or none (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
     if recipe.optimizer.name.startswith("radam"):
-        recipe = with_settings(recipe, {"optimizer.name": recipe.optimizer.name[1:]})
+        recipe = with_settings(recipe, {"optimizer.name": recipe.optimizer.name[1:],
+                                        "optimizer.unrectified": "momentum"})
     LocalEngine(model, recipe, batch.device).train_step([batch], batch.tokens, recipe.optimizer.lr)
 
 
