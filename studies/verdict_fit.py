@@ -126,9 +126,13 @@ def crossed(examples: Sequence[Example], kind: str, make: Callable[[Sequence[Exa
 
 def choose(examples: Sequence[Example]) -> float:
     """The decay with the lowest log loss, summed over texts, depths and blocks held out in turn."""
-    kinds = examples[0].groups
     return min(DECAYS, key=lambda decay: sum(crossed(examples, kind, lambda others: fit(others, decay)).log_loss
-                                             for kind in kinds))
+                                             for kind in kinds_of(examples)))
+
+
+def kinds_of(examples: Sequence[Example]) -> list[str]:
+    """The kinds of groups of which there are several."""
+    return [kind for kind in examples[0].groups if len({example.groups[kind] for example in examples}) > 1]
 
 
 def report(tested: Tested) -> dict[str, Any]:

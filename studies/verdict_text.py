@@ -39,7 +39,7 @@ from deepnmt.training.updates import updates
 from studies.plots import plot_reliability
 from studies.runs import Record, append_runs, read_runs
 from studies.toy_task import ToyTask
-from studies.verdict_fit import BINS, Example, Tested, choose, crossed, fit, report
+from studies.verdict_fit import BINS, Example, Tested, choose, crossed, fit, kinds_of, report
 
 # By text: source and target language, and files of training and validation text in the folder `DEEPNMT_CORPORA`. How
 # they are made from what one downloads: docs/results/verdict.md.
@@ -267,7 +267,7 @@ def fit_runs(file: Path, ship: bool) -> str:
     if len(records) < 40 or {example.outcome for example in examples} != set(OUTCOMES):
         raise UserError(f"{file} has {len(records)} runs; a rule needs 40 or more, with every outcome among them")
     decay = choose(examples)
-    held = {kind: crossed(examples, kind, lambda others: fit(others, decay)) for kind in KINDS}
+    held = {kind: crossed(examples, kind, lambda others: fit(others, decay)) for kind in kinds_of(examples)}
     ended = [record["marks"][-1]["outcome"] for record in records]
     rule = replace(fit(examples, decay), facts={
         "runs": len(records), "examples": len(examples), "decay": decay,

@@ -61,7 +61,7 @@ def read(folder: Path) -> dict[str, Any]:
 def write_rule(folder: Path, weight: float) -> str:
     """The file of a rule: a model is stuck if `weight` is below 0; else it translates after many updates."""
     loss = Line(weight, {}, {}, {}, 1.0)
-    gain = Line(-1.0, {"budget": 1.0}, {"budget": 1.0}, {"budget": 0.2}, 1.0)
+    gain = Line(-1.0, {"budget": 1.0}, {"budget": 0.5}, {"budget": 0.2}, 1.0)
     VerdictRule(loss, gain, {"budget": [-3.0, 3.0]}, {"runs": 9, "held_out": {"text": 0.8, "block": 0.9}}).save(
         folder / "rule.json")
     return str(folder / "rule.json")

@@ -140,7 +140,7 @@ def write_runs(file: Path, count: int, first: int = 0) -> None:
     [recipe] = draw(1, 1, Choice(texts=("toy",), blocks=("pre_ln",)), Path())
     for number in range(first, first + count):
         kind = OUTCOMES[number % 3]
-        own = 5.0 - 2 * (kind != "stuck")
+        own = 5.3 if kind == "stuck" else 3.0
         shuffled = own + (1.0 if kind == "translates" else 1e-5)
         trial = Trial([5.0] * 40, [1.0] * 40, own, shuffled, 5.0, 0.1, 6.0, 300.0, 9000.0)
         marks = [{"update": 60, "own": own, "shuffled": shuffled, "frequencies": 5.0, "outcome": kind}]
