@@ -80,8 +80,8 @@ def measure_outcome(evaluate: Evaluate, valid: Split, surprise: Tensor, device: 
         shuffled.append(replace(batch, tensors=(*other.tensors[:2], *batch.tensors[2:])))
         start = end
     tokens = sum(batch.tokens for batch in own)
-    scores = [sum(nll for _, nll in evaluate(batches)) / tokens for batches in (own, shuffled)]
-    return Measured(*scores, sum(guess(surprise, batch.tensors[3]) * batch.tokens for batch in own) / tokens)
+    first, second = (sum(nll for _, nll in evaluate(batches)) / tokens for batches in (own, shuffled))
+    return Measured(first, second, sum(guess(surprise, batch.tensors[3]) * batch.tokens for batch in own) / tokens)
 
 
 def frequencies(train: Split, vocab: int) -> Tensor:
