@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -114,7 +115,7 @@ class Ranks:
     def raise_everywhere(self, check: Callable[[], Result]) -> Result:
         """Calls `check` on every rank and returns its result; a UserError on one rank is raised on all of them.
 
-        Machines may see different files. Without this, ranks whose `check` passed would wait for the others for ever.
+        Machines may see different files; the message says on which it was. Without this, ranks whose `check` passed would wait for the others for ever.
         Collective; `check` itself must not communicate.
 
         Raises:
@@ -126,7 +127,8 @@ class Ranks:
         try:
             result = check()
         except UserError as error:
-            message = str(error).encode() or b"?"
+            where = f" (on {socket.gethostname()})" if self.local_world < self.world else ""
+            message = (str(error) + where).encode() or b"?"
         if self.sum([float(len(message))])[0]:
             messages = self.gather_bytes(message)
             raise UserError(self.broadcast_bytes(next(filter(None, messages)) if messages else None).decode())

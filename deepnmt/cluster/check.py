@@ -22,6 +22,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256, table
 from deepnmt.parallel.meeting import ALIKE, SAME, Facts, consult, differences, differing, facts
 from deepnmt.ranks import Ranks
+from deepnmt.training.agreement import fault_of_shared
 
 _CLOCKS = 1.0  # seconds that two clocks may differ
 _SLOW = 0.5  # of the median: a connection below this is named
@@ -97,16 +98,8 @@ def _folders(run: Path, data: Path, ranks: Ranks) -> Facts:
 
 def _try_folder(run: Path, name: str, mine: Path) -> str:
     """Reads what rank 0 wrote and writes a file beside it; "" or the fault."""
-    until = time.monotonic() + 5  # a network file system may show a new file late
-    while not (run / name).exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    try:
-        if (run / name).read_text(encoding="utf-8") != name:
-            return "another folder"
-    except FileNotFoundError:
-        return "not the first machine's folder" if run.is_dir() else "missing"
-    except OSError as error:
-        return f"not readable ({error.strerror})"
+    if fault := fault_of_shared(run, name):
+        return fault
     try:
         mine.write_text("", encoding="utf-8")
     except OSError as error:

@@ -1,6 +1,14 @@
 """The recipe: one YAML file with all settings of a run, typed and checked before anything else. Imports no torch."""
 
-from deepnmt.config.load import changed_settings, check_recipe, dump_recipe, load_recipe, override, with_settings
+from deepnmt.config.load import (
+    changed_settings,
+    check_recipe,
+    dump_recipe,
+    flatten,
+    load_recipe,
+    override,
+    with_settings,
+)
 from deepnmt.config.sections import (
     HISTORY_BLOCKS,
     PROFILED_BLOCKS,
@@ -50,6 +58,7 @@ __all__ = [
     "changed_settings",
     "check_recipe",
     "dump_recipe",
+    "flatten",
     "load_recipe",
     "override",
     "with_settings",

@@ -108,16 +108,16 @@ def with_settings(section: Part, changes: Mapping[str, Any]) -> Part:
 
 def changed_settings(old: Section, new: Section) -> list[str]:
     """The settings that differ between two recipes, or between two sections, as `key: old -> new`."""
-    before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
+    before, after = flatten(old.model_dump()), flatten(new.model_dump())
     return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(before.keys() | after.keys())
             if before.get(key) != after.get(key)]
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by their dotted keys."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        leaves |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves
 
 

@@ -393,6 +393,9 @@ class Parallel(Section):
     again in the backward pass, to save memory; 0: all activations are kept."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads per process; 0: the machine's cores, shared among its processes."""
+    same_paths: bool = True
+    """Whether paths of files and folders must be the same on all machines, as every other setting; false: only what
+    they hold is compared."""
 
     def faults(self) -> Iterator[str]:
         if self.ds_config is None and self.precision != "fp32":

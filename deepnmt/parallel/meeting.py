@@ -33,6 +33,7 @@ from deepnmt.ranks import Ranks
 WAIT = timedelta(minutes=10)  # for the last process to come; machines may start minutes apart
 
 _SUBJECT = "the machines"
+_NAMED = 5  # differences that a message names
 
 Facts = dict[str, Any]  # what a process tells, in JSON's types
 Judge = Callable[[Sequence[Facts]], Facts]  # from what every process told, in rank order, to what all of them get
@@ -171,7 +172,9 @@ def agree(ranks: Ranks, subject: str, items: Mapping[str, str], remedy: str) -> 
         names = dict.fromkeys(name for told in everything for name in told["items"])
         nodes = [told["node"] for told in everything]
         found = [differing(name, [told["items"].get(name, "not set") for told in everything], nodes) for name in names]
-        return {"refused": "; ".join([*filter(None, found), remedy]) if any(found) else ""}
+        found = [phrase for phrase in found if phrase]
+        more = [f"{len(found) - _NAMED} more differ"] if len(found) > _NAMED else []
+        return {"refused": "; ".join([*found[:_NAMED], *more, remedy]) if found else ""}
 
     consult(ranks.store, ranks.rank, ranks.world, subject, {"node": socket.gethostname(), "items": dict(items)}, judge)
 

@@ -17,6 +17,7 @@ from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
+from deepnmt.training.agreement import agree_on_contents, agree_on_recipe
 
 
 def profile(recipe: Recipe, ranks: Ranks) -> Path:
@@ -36,8 +37,10 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
     if recipe.admin.profile is not None:
         raise UserError(f"admin.profile is {recipe.admin.profile}, which training reads instead of measuring; set "
                         "admin.profile=null to measure, or train with the file as it is")
+    agree_on_recipe(recipe, ranks)
     data = ranks.raise_everywhere(partial(open_prepared, recipe))
     ranks.raise_everywhere(lambda: data.verify() if ranks.local_rank == 0 else None)
+    agree_on_contents(recipe, None, data.fingerprint, {}, ranks)
     ranks.raise_everywhere(lambda: make_run_folder(Path(recipe.run)) if ranks.first else None)
     measured = profile_for(recipe, data, ranks)
     if measured and ranks.first:

@@ -10,16 +10,28 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from deepnmt.checkpoint.checkpoint import STATE, DamagedCheckpoint, has_moments, load_state, recover_checkpoints
+from deepnmt.checkpoint.checkpoint import (
+    STATE,
+    DamagedCheckpoint,
+    has_moments,
+    list_checkpoints,
+    load_state,
+    newest_checkpoint,
+    recover_checkpoints,
+    verify_files,
+)
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
-from deepnmt.files import make_run_folder
+from deepnmt.files import make_run_folder, sha256
+from deepnmt.folders import MANIFEST
 from deepnmt.optim import MOMENT_SETTINGS, moment_names
 from deepnmt.parallel.settings import data_ranks
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
+from deepnmt.training.agreement import agree_on_folder
 from deepnmt.training.state import TrainState
 
 # Settings, or groups of them, that cannot change on resuming: a new value would make it another run, or have no effect.
@@ -38,7 +50,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
     file system without locks nothing is locked.
 
     Raises:
-        UserError: on every rank; other processes still train there after `LOCK_WAIT` seconds, the run folder cannot be
+        UserError: on every rank; not all machines see the same folder, other processes still train there after `LOCK_WAIT` seconds, the run folder cannot be
             written to, or a checkpoint that a kill left renamed cannot get its name back.
     """
     with ExitStack() as held:
@@ -49,6 +61,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
                 recover_checkpoints(run / "checkpoints")
 
         ranks.raise_everywhere(take)
+        agree_on_folder(run, ranks)
         yield
 
 
@@ -97,6 +110,57 @@ def _write_holder(descriptor: int, folder: Path, text: str) -> None:
             os.fchmod(descriptor, 0o600 | 0o666 & folder.stat().st_mode)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
+
+
+def agree_on_checkpoint(checkpoints: Path, ranks: Ranks) -> Path | None:
+    """The newest undamaged checkpoint, which rank 0 finds; None if there is none. Collective.
+
+    Raises:
+        UserError: on every rank; there are checkpoints but all are damaged, so that a new run would overwrite them; or
+            a machine sees another checkpoint of that name.
+    """
+    def find() -> bytes:
+        newest = newest_checkpoint(checkpoints, on_skip=lambda why: print(f"skipped: {why}", flush=True))
+        if newest is None and list_checkpoints(checkpoints):
+            raise UserError(f"every checkpoint in {checkpoints} is damaged, so the run cannot resume; restore a good "
+                            "copy, train into another folder with run=FOLDER, or delete them to start over")
+        return f"{newest.name} {sha256(newest / MANIFEST)}".encode() if newest else b""
+
+    found = ranks.raise_everywhere(lambda: find() if ranks.first else b"")
+    name, _, manifest = ranks.broadcast_bytes(found).decode().partition(" ")
+
+    def compare() -> None:
+        file = checkpoints / name / MANIFEST
+        try:
+            fault = "" if sha256(file) == manifest else "is not the one that process 0 sees"
+        except OSError as error:
+            fault = f"cannot be read ({error.strerror})"
+        if fault:
+            raise UserError(f"{file} {fault} on {socket.gethostname()}; all machines must see the same run folder")
+
+    if name:
+        ranks.raise_everywhere(compare)
+    return checkpoints / name if name else None
+
+
+def read_state(checkpoint: Path, recipe: Recipe, fingerprint: str, ranks: Ranks) -> tuple[list[str], TrainState]:
+    """What has changed since a checkpoint, see `changes_since`, and its state, on every rank. Collective.
+
+    Raises:
+        UserError: on every rank; see `changes_since`, or one of them cannot read a file of it.
+    """
+    def read() -> tuple[list[str], TrainState]:
+        changes = changes_since(checkpoint, recipe, fingerprint, ranks.world)
+        for name in verify_files(checkpoint, ())["files"]:
+            try:
+                with open(checkpoint / name, "rb") as file:
+                    file.read(1)
+            except OSError as error:
+                raise UserError(f"{checkpoint / name} cannot be read on {socket.gethostname()}: {error.strerror}; all "
+                                "machines must see the same run folder") from None
+        return changes, replace(TrainState.from_saved(load_state(checkpoint)), processes=ranks.world)
+
+    return ranks.raise_everywhere(read)
 
 
 def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int) -> list[str]:

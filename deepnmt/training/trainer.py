@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from deepnmt.checkpoint.average import check_average_last
 from deepnmt.checkpoint.checkpoint import (
     CheckpointWriteError,
     list_checkpoints,
-    load_state,
     make_room,
     moments_in,
-    newest_checkpoint,
     prune,
     weights_in,
 )
@@ -36,10 +33,11 @@ from deepnmt.parallel.launcher import lost_launcher
 from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
 from deepnmt.progress import output_may_be_lost
 from deepnmt.ranks import Ranks
+from deepnmt.training.agreement import agree_on_contents, agree_on_recipe
 from deepnmt.training.divergence import Explain, diverged
 from deepnmt.training.log import Monitor
 from deepnmt.training.plan import disk_note
-from deepnmt.training.resume import changes_since, run_lock
+from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.task import TRANSLATION, Task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
@@ -74,7 +72,8 @@ class Trainer:
         self.run = Path(recipe.run)
         self.checkpoints = self.run / "checkpoints"
         check_average_last(recipe)
-        layout = layout_of(recipe, ranks.world)
+        agree_on_recipe(recipe, ranks)
+        layout = ranks.raise_everywhere(lambda: layout_of(recipe, ranks.world))
         check_with_deepspeed(layout)
         task.check(recipe)
         begun = bool(list_checkpoints(self.checkpoints))
@@ -82,6 +81,7 @@ class Trainer:
         # each machine checks what it reads; what takes longer goes on beside the first updates
         self.verification = Verification(lambda: task.verify(self.data) if ranks.local_rank == 0 else None)
         ranks.raise_everywhere(lambda: self.verification.wait(AT_ONCE))
+        agree_on_contents(recipe, layout.config, self.data.fingerprint, task.files(self.data), ranks)
         self.stream = task.stream(recipe, self.data)
         self.state = TrainState(data_fingerprint=self.data.fingerprint, processes=ranks.world)
         self.stop_signal = 0
@@ -90,11 +90,10 @@ class Trainer:
         self._not_deleted: CheckpointWriteError | None = None
         with ExitStack() as held, self.verification.explaining():  # released if anything here fails, else by `close`
             held.enter_context(run_lock(self.run, ranks))
-            checkpoint = self._agree_on_checkpoint()
+            checkpoint = agree_on_checkpoint(self.checkpoints, ranks)
             changes: list[str] = []
             if checkpoint:
-                changes = changes_since(checkpoint, recipe, self.data.fingerprint, ranks.world)
-                self.state = replace(TrainState.from_saved(load_state(checkpoint)), processes=ranks.world)
+                changes, self.state = read_state(checkpoint, recipe, self.data.fingerprint, ranks)
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates)
             self.monitor.status("running", update)
@@ -123,21 +122,6 @@ class Trainer:
         if self.ranks.first:
             with reporting(f"{self.run / 'recipe.yaml'}", "free disk space, or set run to another folder"):
                 write_text(self.run / "recipe.yaml", dump_recipe(self.recipe))
-
-    def _agree_on_checkpoint(self) -> Path | None:
-        """Finds the newest undamaged checkpoint on rank 0; returns it on every rank.
-
-        Raises `UserError` if there are checkpoints but all are damaged: a new run would overwrite them.
-        """
-        name = b""
-        if self.ranks.first:
-            newest = newest_checkpoint(self.checkpoints, on_skip=lambda why: print(f"skipped: {why}", flush=True))
-            name = newest.name.encode() if newest else b""
-        name = self.ranks.broadcast_bytes(name)
-        if not name and list_checkpoints(self.checkpoints):
-            raise UserError(f"every checkpoint in {self.checkpoints} is damaged, so the run cannot resume; restore a "
-                            "good copy, train into another folder with run=FOLDER, or delete them to start over")
-        return self.checkpoints / name.decode() if name else None
 
     def _resume(self, checkpoint: Path) -> None:
         state = self.state
