@@ -115,7 +115,8 @@ class Ranks:
     def raise_everywhere(self, check: Callable[[], Result]) -> Result:
         """Calls `check` on every rank and returns its result; a UserError on one rank is raised on all of them.
 
-        Machines may see different files; the message says on which it was. Without this, ranks whose `check` passed would wait for the others for ever.
+        Machines may see different files; the message says on which it was. Without this, ranks whose `check` passed
+        would wait for the others for ever.
         Collective; `check` itself must not communicate.
 
         Raises:

@@ -85,7 +85,8 @@ def agree_on_folder(folder: Path, ranks: Ranks) -> None:
 
 
 def fault_of_shared(folder: Path, name: str) -> str:
-    """What is wrong with a folder in which another process has written its name into a file `name`; "" if it is seen."""
+    """What is wrong with a folder in which another process has written a file that holds its own `name`; "" if nothing
+    is."""
     until = time.monotonic() + _SHOW_LATE
     while not (folder / name).exists() and time.monotonic() < until:
         time.sleep(0.1)

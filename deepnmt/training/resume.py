@@ -50,8 +50,9 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
     file system without locks nothing is locked.
 
     Raises:
-        UserError: on every rank; not all machines see the same folder, other processes still train there after `LOCK_WAIT` seconds, the run folder cannot be
-            written to, or a checkpoint that a kill left renamed cannot get its name back.
+        UserError: on every rank; not all machines see the same folder, other processes still train there after
+            `LOCK_WAIT` seconds, the run folder cannot be written to, or a checkpoint that a kill left renamed cannot
+            get its name back.
     """
     with ExitStack() as held:
         def take() -> None:

@@ -148,6 +148,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"data__test": "x"}, ["data.test: is 'x', must be a valid mapping"]),
     ({"optimizer__betas": [0.9]}, ["optimizer.betas: is [0.9], must have at least 2 items, not 1"]),
     ({"train__updates": None}, ["train.updates: is missing; this setting has no default"]),
+    ({"parallel__same_paths": "sometimes"}, ["parallel.same_paths: is 'sometimes', must be a valid boolean"]),
     ({"train__checkpoint_form": "shard"},
      ["train.checkpoint_form: is 'shard', must be one of auto, one_file, shards; did you mean shards?"]),
     ({"data": None}, ["data: is missing; this setting has no default"]),

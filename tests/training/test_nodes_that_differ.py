@@ -1,10 +1,11 @@
 """Two processes that differ in recipe, data, code or run folder, as two machines may: both end with exit code 2 and one
-sentence, in seconds. They are forked, and the second one is changed; tests/nodes has machines."""
+sentence, in seconds. They are forked, each works in a folder of its own; tests/nodes has machines."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,51 +13,146 @@ from run_files import losses
 from warm import Warm, without_pictures
 
 from deepnmt.cli import main
+from deepnmt.config import load_recipe
+from deepnmt.data.prepare import prepare
 
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0  # far below any timeout of a collective; most of it is waiting for a core
-SETTINGS = ("model.encoder.block=pre_ln", "model.decoder.block=pre_ln", "train.valid_bleu=false")
-PLACE = r"rank 1 of \S+"
+HOST = os.uname().nodename
+BOTH = ("run=run", "data.folder=data", f"parallel.ds_config={ROOT}/ds_configs/zero1.json", "model.encoder.block=pre_ln",
+        "model.decoder.block=pre_ln", "train.valid_bleu=false", "train.validate_every=100",
+        "data.train={src: absent, trg: absent}")
 
 
-def differ(recipe: str, runs: str, *changes: str) -> int:
-    """Runs on each rank; `changes` are overrides, or names of functions here, of the second."""
+def differ(recipe: str, folders: str, *overrides: str) -> int:
+    """Runs on each rank, in its folder; `only:` marks an override, or a function here, of the second one."""
     without_pictures()
-    overrides = [f"run={runs}", "parallel.ds_config=ds_configs/zero1.json", *SETTINGS]
-    if os.environ["RANK"] == "1":
-        for change in changes:
-            overrides += [change] if "=" in change else globals()[change]()
-    return main("train", [recipe, *overrides])
+    rank = os.environ["RANK"]
+    os.chdir(Path(folders) / rank)
+    words = [word.removeprefix("only:") for word in overrides if rank == "1" or not word.startswith("only:")]
+    for name in words:
+        if "=" not in name:
+            globals()[name]()
+    return main("train", [recipe, *BOTH, *(word for word in words if "=" in word)])
 
 
-def other_code() -> list[str]:
+def other_code() -> None:
     from deepnmt.parallel import meeting
 
     meeting.code_hash = lambda: "f" * 64
-    return []
 
 
-def said(warm: Warm, codes: list[int]) -> str:
-    """What both said; they have ended with `codes` in time, without a traceback and with one sentence."""
-    found = warm.wait(SECONDS)
-    text = warm.said()
-    assert found == codes and "Traceback" not in text, text
-    sentences = [line for line in text.splitlines() if line.startswith("deepnmt: ")]
-    assert len(sentences) == (codes[0] != 0), text
-    return sentences[0] if sentences else text
+def no_state() -> None:
+    from deepnmt.checkpoint.checkpoint import DamagedCheckpoint
+    from deepnmt.training import resume
+
+    def gone(folder: Path) -> None:
+        raise DamagedCheckpoint(folder, "state.json is missing")
+
+    resume.load_state = gone
+
+
+def no_look_at_the_folder() -> None:
+    from deepnmt.training import resume
+
+    resume.agree_on_folder = lambda *_: None
+
+
+@pytest.fixture
+def train(prepared: Path, tmp_path: Path, warm: Warm) -> Callable[..., str]:
+    """Trains in the folders 0 and 1, wants exit codes of `code` in time, no traceback, and at 2 one sentence, which it
+    returns."""
+    for rank in "01":
+        (tmp_path / rank).mkdir(exist_ok=True)
+        (tmp_path / rank / "data").symlink_to(prepared / "data")
+
+    def run(*overrides: str, code: int = 2) -> str:
+        warm.start(2, "test_nodes_that_differ:differ", prepared / "recipe.yaml", tmp_path, *overrides)
+        codes, text = warm.wait(SECONDS), warm.said()
+        assert codes == [code, code] and "Traceback" not in text, (codes, text)
+        sentences = [line for line in text.splitlines() if line.startswith("deepnmt: ")]
+        assert len(sentences) == (code != 0), text
+        return sentences[0] if sentences else text
+
+    return run
 
 
 @pytest.mark.parametrize(("change", "phrase"), [
-    ("optimizer.lr=0.02", "optimizer.lr is 0.005 on rank 0 of {host}, but 0.02 on rank 1 of {host}; start all"),
-    ("seed=8", "seed is 7 on rank 0 of {host}, but 8 on rank 1 of {host}; start all"),
-    ("train.updates=9", "train.updates is 12 on rank 0 of {host}, but 9 on rank 1 of {host}; start all"),
-    ("train.save_every=5", "train.save_every is 3 on rank 0 of {host}, but 5 on rank 1 of {host}; start all"),
-    ("model.encoder.layers=3", "model.encoder.layers is 2 on rank 0 of {host}, but 3 on rank 1 of {host}; start all"),
-    ("parallel.ds_config=null", "parallel.ds_config is ds_configs/zero1.json on rank 0 of {host}, but None on rank 1"),
-    ("run=elsewhere", "but elsewhere on rank 1 of {host}; start all machines with the same recipe and overrides; if "
-     "only paths of files and folders differ, set parallel.same_paths=false"),
+    ("optimizer.lr=0.02", f"optimizer.lr is 0.005 on rank 0 of {HOST}, but 0.02 on rank 1 of {HOST}; start all"),
+    ("seed=8", f"seed is 7 on rank 0 of {HOST}, but 8 on rank 1 of {HOST}; start all"),
+    ("train.updates=9", f"train.updates is 12 on rank 0 of {HOST}, but 9 on rank 1 of {HOST}; start all"),
+    ("train.save_every=5", f"train.save_every is 3 on rank 0 of {HOST}, but 5 on rank 1 of {HOST}; start all"),
+    ("model.encoder.layers=3", f"model.encoder.layers is 2 on rank 0 of {HOST}, but 3 on rank 1 of {HOST}; start all"),
+    ("parallel.ds_config=null", f"ds_configs/zero1.json on rank 0 of {HOST}, but None on rank 1 of {HOST}; start all"),
+    ("run=other", f"run is run on rank 0 of {HOST}, but other on rank 1 of {HOST}; start all machines with the same "
+     "recipe and overrides; if only paths of files and folders differ, set parallel.same_paths=false on all"),
     ("other_code", "deepnmt's version and code is "),
 ])
-def test_one_setting(change: str, phrase: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
-    warm.start(2, "test_nodes_that_differ:differ", prepared / "recipe.yaml", tmp_path / "run", change)
-    assert phrase.format(host=os.uname().nodename) in said(warm, [2, 2])
-    assert not (tmp_path / "run").exists()
+def test_another_setting(change: str, phrase: str, train: Callable[..., str], tmp_path: Path) -> None:
+    assert phrase in train(f"only:{change}")
+    assert not list(tmp_path.glob("*/run"))
+
+
+@pytest.mark.parametrize(("kept", "named"), [
+    (slice(None, None, -1), ["the data's fingerprint"]),
+    (slice(None, None, 2), ["the data's fingerprint", "the vocabulary src.spm", "the vocabulary trg.spm"]),
+])
+def test_other_data_under_the_same_path(
+        kept: slice, named: list[str], prepared: Path, train: Callable[..., str], tmp_path: Path) -> None:
+    texts = {}
+    for side, language in (("src", "en"), ("trg", "de")):
+        lines = (prepared / "text" / f"train.{language}").read_text().splitlines(keepends=True)
+        texts[side] = tmp_path / f"train.{language}"
+        texts[side].write_text("".join(lines[kept]))
+    (tmp_path / "1" / "data").unlink()
+    prepare(load_recipe(prepared / "recipe.yaml", [f"data.folder={tmp_path}/1/data", "data.train={src: %s, trg: %s}" % (
+        texts["src"], texts["trg"])]))
+    sentence = train()
+    assert all(f"{name} is " in sentence for name in named) and sentence.count(" is ") == len(named), sentence
+    assert f"on rank 1 of {HOST}; give all machines the same files" in sentence
+
+
+def test_another_deepspeed_json_under_the_same_path(train: Callable[..., str], tmp_path: Path) -> None:
+    for rank, stage in enumerate("12"):
+        text = (ROOT / "ds_configs" / f"zero{stage}.json").read_text()
+        (tmp_path / str(rank) / "zero.json").write_text(text)
+    assert (f"zero_optimization.stage in parallel.ds_config is 1 on rank 0 of {HOST}, but 2 on rank 1 of {HOST}"
+            in train("parallel.ds_config=zero.json"))
+
+
+def test_paths_may_differ_if_the_recipe_says_so(train: Callable[..., str], prepared: Path, tmp_path: Path) -> None:
+    """The second machine has a copy of the data, and sees the run folder elsewhere; it resumes there too."""
+    shutil.copytree(prepared / "data", tmp_path / "1" / "copy")
+    (tmp_path / "1" / "mounted").symlink_to(tmp_path / "0")
+    other = ("parallel.same_paths=false", "only:run=mounted/run", "only:data.folder=copy")
+    train("train.updates=6", *other, code=0)
+    train("train.updates=9", *other, code=0)
+    train("train.updates=9", "only:run=../0/run", "run=../0/run", code=0)
+    assert len(losses(tmp_path / "0" / "run")) == 9
+
+
+def test_a_run_folder_that_is_not_shared_is_refused_at_the_first_start(
+        train: Callable[..., str], tmp_path: Path) -> None:
+    refused = f"the run folder run is missing on {HOST}; every machine reads the checkpoints in it"
+    assert refused in train()
+    (tmp_path / "1" / "run").mkdir()
+    assert f"the run folder run is not the first machine's folder on {HOST}" in train()
+    assert [file.name for file in (tmp_path / "0" / "run").iterdir()] == [".lock"]
+
+
+def test_half_of_one_checkpoint_and_half_of_another(train: Callable[..., str], tmp_path: Path) -> None:
+    """The second machine holds another run of that name."""
+    train("run=../0/run", code=0)
+    train("run=../1/run", "optimizer.lr=0.02", code=0)
+    assert f"the run folder run is not the first machine's folder on {HOST}" in train("train.updates=15")
+    newest = "run/checkpoints/update-00000012"
+    assert (f"{newest}/manifest.json is not the one that process 0 sees on {HOST}"
+            in train("train.updates=15", "no_look_at_the_folder"))
+    shutil.rmtree(tmp_path / "1" / newest)
+    assert f"{newest}/manifest.json cannot be read (No such" in train("train.updates=15", "no_look_at_the_folder")
+
+
+def test_a_file_that_one_machine_cannot_read_on_resuming(train: Callable[..., str]) -> None:
+    both = "run=../0/run"
+    train(both, "train.updates=3", code=0)
+    assert "state.json is missing" in train(both, "only:no_state")
