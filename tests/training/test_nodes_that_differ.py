@@ -105,8 +105,8 @@ def test_other_data_under_the_same_path(
         texts[side] = tmp_path / f"train.{language}"
         texts[side].write_text("".join(lines[kept]))
     (tmp_path / "1" / "data").unlink()
-    prepare(load_recipe(prepared / "recipe.yaml", [f"data.folder={tmp_path}/1/data", "data.train={src: %s, trg: %s}" % (
-        texts["src"], texts["trg"])]))
+    prepare(load_recipe(prepared / "recipe.yaml", [
+        f"data.folder={tmp_path}/1/data", f"data.train={{src: {texts['src']}, trg: {texts['trg']}}}"]))
     sentence = train()
     assert all(f"{name} is " in sentence for name in named) and sentence.count(" is ") == len(named), sentence
     assert f"on rank 1 of {HOST}; give all machines the same files" in sentence
