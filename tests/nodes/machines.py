@@ -8,10 +8,12 @@ programs are not installed.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -54,7 +56,8 @@ class Machines:
                           if os.stat(path).st_dev != root})
         self._holder = subprocess.Popen(
             ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", _SCRIPT, "overlay",
-             scratch, shared, *outside], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+             scratch, shared, *outside], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL))  # a killed test leaves nothing, either
         said = self._until_ready()
         if said is not None:
             self.close()
