@@ -61,7 +61,7 @@ class Saved:
 
 
 class Saver:
-    """Writes the checkpoints of a run. Its construction, `save` and `wait` are collective.
+    """Writes the checkpoints of a run. Its construction, `save`, `done` and `wait` are collective.
 
     Args:
         checkpoints: the folder they are in.
@@ -71,7 +71,7 @@ class Saver:
     """
 
     def __init__(self, checkpoints: Path, ranks: Ranks, parts: Iterable[Part], sharded: bool) -> None:
-        self.checkpoints, self.sharded, self.ranks = checkpoints, sharded, ranks.aside()
+        self.checkpoints, self.sharded, self._main, self.ranks = checkpoints, sharded, ranks, ranks.aside()
         self._owned: list[Place] = []
         self._moments: list[str] = []
         sizes: list[int] = []
@@ -117,8 +117,8 @@ class Saver:
         return sum(slot.nbytes for slot in self._copy)
 
     def done(self) -> bool:
-        """Whether this process has finished writing what `save` began."""
-        return self._writing is not None and self._writing.done()
+        """Whether `wait` has something to report, and would return it at once on every process. Collective."""
+        return self._writing is not None and not self._main.sum([float(not self._writing.done())])[0]
 
     def wait(self) -> Saved | None:
         """Waits until the checkpoint that `save` began is on the disk; None if there is none.

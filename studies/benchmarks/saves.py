@@ -86,7 +86,7 @@ def run_saves(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         started = time.perf_counter()
         saver.save(engine.owned(), TrainingState(number + 1, 0, 0, 0, None, {}), dump_recipe(recipe), {})
         stalls.append(ranks.max([time.perf_counter() - started])[0])
-        while ranks.sum([float(not saver.done())])[0]:
+        while not saver.done():
             beside.append(update(3 + number))
         saved = saver.wait()
         assert saved is not None

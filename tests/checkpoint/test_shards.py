@@ -70,6 +70,10 @@ def save(run: str) -> None:
                 saver.save(parts, tiny_run.state_of(10), dump_recipe(recipe), tiny_run.VOCABS)
                 for part in parts:  # training goes on
                     part.weight.zero_()
+                turns = 0.0
+                while not saver.done():
+                    turns += 1
+                assert ranks.max([turns, -turns]) == [turns, -turns], "all processes learn of it at the same moment"
                 saver.wait()
             saver.close()
 
