@@ -54,9 +54,9 @@ class Monitor:
                 self.print_line(f"{folder / 'log.jsonl'} has {damaged} damaged line(s), which readers of it leave out")
         self._board = _Appended(folder / "tensorboard" /
                                 f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}")
-        self._add_to_board(file_version="brain.Event:2")
-        # TensorBoard then forgets what a killed attempt wrote of later updates
-        self._add_to_board(step=update + 1, session_log=SessionLog(status=SessionLog.START))
+        # at a START TensorBoard forgets what a killed attempt wrote of later updates
+        self._add_to_board({"file_version": "brain.Event:2"},
+                           {"step": update + 1, "session_log": SessionLog(status=SessionLog.START)})
 
     def print_line(self, message: str) -> None:
         """Prints a line to standard error, above the progress bar."""
@@ -160,14 +160,15 @@ class Monitor:
 
     def _write_figures(self, group: str, update: int, figures: Mapping[str, float]) -> None:
         """Adds figures to TensorBoard."""
-        for name, value in figures.items():
-            self._add_to_board(step=update, summary=scalar(f"{group}/{name}", value))
+        self._add_to_board(*({"step": update, "summary": scalar(f"{group}/{name}", value)}
+                             for name, value in figures.items()))
 
-    def _add_to_board(self, **fields: Any) -> None:
-        record = io.BytesIO()
-        RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
+    def _add_to_board(self, *events: dict[str, Any]) -> None:
+        records = io.BytesIO()
+        for fields in events:
+            RecordWriter(records).write(Event(wall_time=time.time(), **fields).SerializeToString())
         with self._reporting("tensorboard"):
-            self._board.write(record.getvalue())
+            self._board.write(records.getvalue())
 
 
 class _Appended:
