@@ -63,10 +63,13 @@ def plain_parser(command: str, text: str, examples: str, program: str = "deepnmt
     return parser
 
 
-def recipe_parser(command: str, text: str, examples: str, program: str = "deepnmt") -> Parser:
-    """A parser of a recipe and overrides; commands add their own options."""
+def recipe_parser(command: str, text: str, examples: str, program: str = "deepnmt",
+                  default: str | None = None) -> Parser:
+    """A parser of a recipe and overrides; commands add their own options. `default`: the recipe if none is given."""
     parser = plain_parser(command, text, examples, program)
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe (a YAML file), or the folder of a run")
+    what = "a recipe (a YAML file, or a name that `deepnmt recipes` lists), or the folder of a run"
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?" if default else None, default=default,
+                        help=f"{what} (default {default})" if default else what)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
                         help="settings of the recipe to change, for example model.encoder.layers=18 train.updates=300")
     return parser
@@ -75,6 +78,8 @@ def recipe_parser(command: str, text: str, examples: str, program: str = "deepnm
 def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Recipe]:
     """Options may stand between overrides. A run's folder is the run, wherever it was moved since it was trained."""
     args = parser.parse_intermixed_args(words)
+    if (default := parser.get_default("recipe")) and "=" in args.recipe:  # the recipe was left out, a setting was not
+        args.recipe, args.overrides = default, [args.recipe, *args.overrides]
     folder = Path(args.recipe)
     if (folder / "manifest.json").is_file():
         raise UserError(f"{folder} is a checkpoint, not a recipe or a run; give the folder of the run, and name the "

@@ -21,9 +21,11 @@ from deepnmt.arguments import (
 )
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError, nearest
+from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes
 
 Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
+_LEFT_OUT = ("deepspeed", "filelock", "matplotlib", "tensorboard")  # where deepnmt is installed for inference only
 INTERRUPTED = 130  # what a shell reports of a program that SIGINT ended
 
 
@@ -58,7 +60,13 @@ def run_command(
             near = nearest(command, commands)
             hint = f"; did you mean {near}? see" if near else "; see"
             raise UserError(f"unknown command {command!r}{hint} {program} --help")
-        return commands[command](words) or 0
+        try:
+            return commands[command](words) or 0
+        except ModuleNotFoundError as error:
+            if error.name not in _LEFT_OUT:
+                raise
+            raise UserError(f"{command} needs {error.name}, which is not installed here; run pip install "
+                            f"{error.name}") from None
     except UserError as error:
         if not (_is_later_process() if error.reported is None else error.reported):
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)
@@ -119,6 +127,43 @@ def _checkpoint(name: str | None, recipe: Recipe) -> str | None:
 
 _CHECKPOINT = ("best (by validation), newest, averaged, or the folder of a checkpoint (default: the run's average if "
                "there is one, else its newest checkpoint)")
+
+
+def _recipes(words: list[str]) -> None:
+    """List the recipes that come with deepnmt."""
+    plain_parser(
+        "recipes",
+        "Lists the recipes that come with deepnmt. Each name can be given wherever a command takes a RECIPE.",
+        "deepnmt recipes",
+    ).parse_args(words)
+    for name, title in shipped_recipes().items():
+        print(f"{name:<25} {title}")
+
+
+def _copy(words: list[str]) -> None:
+    """Copy one of them into a file of your own, to change it."""
+    parser = plain_parser(
+        "copy",
+        "Copies a recipe that comes with deepnmt, so that you can change it. In front of it stands a line that tells\n"
+        "editors with YAML support where the schema of recipes is, so that they complete and check settings.",
+        "deepnmt copy demo/admin_18l-18l my.yaml",
+    )
+    parser.add_argument("name", metavar="NAME", help="the recipe's name, as `deepnmt recipes` lists it")
+    parser.add_argument("file", metavar="FILE", type=Path, help="the new file")
+    args = parser.parse_args(words)
+    if not (recipe := find_shipped(args.name)).is_file():
+        near = nearest(args.name, shipped_recipes())
+        hint = f"did you mean {near}? " if near else ""
+        raise UserError(f"there is no recipe {args.name}; {hint}deepnmt recipes lists those that come with it")
+    text = f"# yaml-language-server: $schema={SCHEMA}\n{recipe.read_text(encoding='utf-8')}"
+    try:
+        args.file.parent.mkdir(parents=True, exist_ok=True)
+        with args.file.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{args.file} exists already; give another name, or remove it") from None
+    except OSError as error:
+        raise UserError(f"{args.file} cannot be written: {error.strerror}") from None
 
 
 def _split(words: list[str]) -> None:
@@ -463,9 +508,11 @@ def _demo(words: list[str]) -> int:
         "demo",
         "Takes every step from text to a score: writes a corpus with a small grammar, prepares it, trains under\n"
         "deepspeed on two processes, averages, translates and scores. Run it again and it reuses what it finds.\n\n"
-        "Reads a recipe whose training texts are train.en and train.de; recipes/demo/ of a checkout holds one.\n"
-        "Writes these texts, the recipe's data.folder and its run folder.",
-        "deepnmt demo recipes/demo/admin_18l-18l.yaml",
+        "Reads a recipe whose training texts are train.en and train.de, by default demo/admin_18l-18l, which comes\n"
+        "with deepnmt. Writes these texts, the recipe's data.folder and its run folder, below the current folder.",
+        "deepnmt demo\n"
+        "deepnmt demo my.yaml --pairs 20000",
+        default="demo/admin_18l-18l",
     )
     parser.add_argument("--pairs", type=int, default=110_000, metavar="N",
                         help="training pairs (default 110,000); with fewer than 10,000 the other texts shrink too")
@@ -483,8 +530,8 @@ def _gpu_report(words: list[str]) -> int:
         "that they reach. Then it trains and scores Tatoeba German-English for eight minutes, or for what is left of\n"
         "the budget. With --part layouts it takes 300 updates of 60L-12L in fp16 instead, under ZeRO-1 and as a\n"
         "pipeline of one stage. Each call takes less than ten minutes.\n\n"
-        "Reads the recipes in recipes/tatoeba of a checkout and the pairs that --tsv names. Writes a JSON file and a\n"
-        "Markdown page into a new folder.",
+        "Reads the recipes in recipes/tatoeba, which come with deepnmt, and the pairs that --tsv names. Writes a JSON\n"
+        "file and a Markdown page into a new folder.",
         "deepnmt gpu-report --tsv deu-eng.tsv.gz --output runs/gpu_report",
     )
     add = parser.add_argument
@@ -543,6 +590,7 @@ def _check_cluster(words: list[str]) -> int:
 
 
 _GROUPS: dict[str, dict[str, Command]] = {
+    "Recipes to begin with": {"recipes": _recipes, "copy": _copy},
     "From text to a score, in the order of use": {
         "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "status": _status,
         "average": _average,

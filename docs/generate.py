@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference/ that follow from the code: `python docs/generate.py`."""
+"""Writes what follows from the code, pages of docs/reference/ and the recipe's schema: `python docs/generate.py`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if str(ROOT) not in sys.path:
 
 from deepnmt.cli import COMMANDS, main  # noqa: E402
 from deepnmt.config.sections import Recipe, Section  # noqa: E402
+from deepnmt.shipped import SCHEMA  # noqa: E402
 from studies import __main__ as studies  # noqa: E402
 
 RECIPE = """\
@@ -35,8 +36,12 @@ defaults; those marked *required* have none. A name that deepnmt does not know i
 faults of a recipe are reported together, each in one sentence.
 
 [recipes/demo/admin_18l-18l.yaml](../../recipes/demo/admin_18l-18l.yaml) contains every setting,
-with comments. `deepnmt train RECIPE --dry-run` prints a recipe with all its defaults filled in, and
-trains nothing.
+with comments. `deepnmt recipes` lists the recipes that come with deepnmt, and `deepnmt copy NAME
+my.yaml` copies one. `deepnmt train RECIPE --dry-run` prints a recipe with all its defaults filled
+in, and trains nothing.
+
+An editor with YAML support completes settings and marks mistakes if the recipe's first line names
+the schema, `deepnmt/config/recipe.schema.json`. `deepnmt copy` writes that line.
 
 Override any setting on the command line by its full name. Values are read as YAML:
 
@@ -177,9 +182,15 @@ def _fenced(text: str) -> str:
     return f"```text\n{text}\n```\n"
 
 
+def recipe_schema() -> str:
+    """The JSON schema of a recipe, with which editors complete and check settings."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
 def generated() -> dict[Path, str]:
-    """Every page that this file writes."""
-    return {REFERENCE / "recipe.md": recipe_page(), REFERENCE / "commands.md": commands_page()}
+    """Every file that this one writes."""
+    return {REFERENCE / "recipe.md": recipe_page(), REFERENCE / "commands.md": commands_page(), SCHEMA: recipe_schema()}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch
+from installed import build, make_environment
 from refusals import Refused
 from warm import Warm, without_pictures
 
@@ -71,9 +72,21 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this checkout."""
+    return build(tmp_path_factory.mktemp("wheel"), "wheel")
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment in which deepnmt is installed from the wheel."""
+    return make_environment(tmp_path_factory.mktemp("installed"), wheel)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The rooms whose files take minutes come first, so that no worker is left alone with one at the end."""
-    first = ("parallel", "train", "gpu_report", "demo", "project", "studies", "doctor")
+    first = ("parallel", "training", "gpu_report", "demo", "project", "studies", "doctor")
     items.sort(key=lambda item: first.index(item.path.parent.name) if item.path.parent.name in first else len(first))
 
 

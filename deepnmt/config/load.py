@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 
 from deepnmt.config.sections import Corpus, Recipe, Section
 from deepnmt.errors import UserError, nearest
+from deepnmt.shipped import find_shipped, shipped_recipes
 
 Part = TypeVar("Part", bound=BaseModel)
 
@@ -31,13 +32,13 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Reads and checks a recipe.
 
     Args:
-        path: a YAML file, or a run folder with its `recipe.yaml`.
+        path: a YAML file, a run folder with its `recipe.yaml`, or the name of a recipe that comes with deepnmt.
         overrides: `dotted.key=value` strings; values are read as YAML.
 
     Raises:
         UserError: with all faults, one a line.
     """
-    file = Path(path)
+    file = find_shipped(path)
     if file.is_dir():
         if not (file / "recipe.yaml").is_file():
             raise UserError(f"{file} holds no recipe.yaml; give a recipe, or the folder of a run that was started")
@@ -160,7 +161,9 @@ def read_tree(file: Path) -> dict[str, Any]:
             raise UserError(f"recipe {file} has more than {_MAX_BYTES:,} bytes, so it is no recipe; give another file")
         tree = _parse_yaml(text.decode())
     except FileNotFoundError:
-        raise UserError(f"there is no recipe {file}; recipes/ holds those that come with deepnmt") from None
+        near = nearest(str(file).removeprefix("recipes/").removesuffix(".yaml"), shipped_recipes())
+        hint = f"did you mean {near}? " if near else ""
+        raise UserError(f"there is no recipe {file}; {hint}deepnmt recipes lists those that come with it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {file} cannot be read: {error}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example the date 2026-13-01

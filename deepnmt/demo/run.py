@@ -38,7 +38,7 @@ def run_demo(recipe: Recipe, pairs: int) -> int:
     started = time.monotonic()
     if [Path(file).name for file in (*recipe.data.train.src, *recipe.data.train.trg)] != ["train.en", "train.de"]:
         raise UserError("the demo writes its own texts, train.en and train.de, but data.train names others; use "
-                        "recipes/demo/admin_18l-18l.yaml or a copy of it")
+                        "demo/admin_18l-18l or a copy of it")
     if pairs < 10:
         raise UserError(f"--pairs is {pairs}, must be 10 or more")
     run, texts, scores_file = Path(recipe.run), Path(recipe.data.train.src[0]).parent, Path(recipe.run) / "scores.json"
@@ -84,10 +84,9 @@ def _train(recipe: Recipe) -> None:
         return
     run.mkdir(parents=True, exist_ok=True)
     (run / "demo.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    launcher = Path(sys.executable).parent / "deepspeed"
-    command = [launcher, "--quiet", "--num_accelerators", "2", "--master_port", str(free_port()), _MAIN, "train",
-               run / "demo.yaml"]
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_accelerators", "2",
+               "--master_port", str(free_port()), _MAIN, "train", run / "demo.yaml"]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
     code = subprocess.run(list(map(str, command)), env=env, check=False).returncode
     if code:
         raise UserError(f"training ended with code {code}, see above; the same command resumes from the newest "

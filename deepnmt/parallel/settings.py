@@ -12,11 +12,9 @@ import contextlib
 import copy
 import io
 import json
-import sys
 from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -24,6 +22,7 @@ from pydantic import ValidationError
 from deepnmt.config import Precision, Recipe
 from deepnmt.errors import UserError, nearest
 from deepnmt.parallel.pipeline.partition import check_stages
+from deepnmt.shipped import find_shipped
 
 TESTED_DEEPSPEED = ("0.19.8",)  # versions that passed the canary tests
 
@@ -107,7 +106,7 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
             f"evenly among {stages} stages; start a multiple of {stages}, or set it to one of {near}"
         )
     data_parallel = data_ranks(recipe, world)
-    tree = _read(Path(path))
+    tree = _read(path)
     faults = [f"{key} must be written: {why}" for key, why in _REQUIRED.items() if _get(tree, key) is None]
     _choose_precision(tree, precision, faults)
     owned: dict[str, tuple[str, float]] = {
@@ -261,12 +260,12 @@ class _AskedKeys(KeysView[str]):
     """`key in tree.keys()` asks the tree."""
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: str) -> dict[str, Any]:
     """The JSON object at `path`, or, if there is no such file, the one of that name that comes with deepnmt."""
-    homes = (Path(__file__).resolve().parents[2], Path(sys.prefix, "share", "deepnmt"))
-    file = next((p for p in (path, *(home / path for home in homes)) if p.is_file()), None)
-    if file is None:
-        raise UserError(f"parallel.ds_config: there is no file {path}; ds_configs/ holds those that come with deepnmt")
+    file = find_shipped(path)
+    if not file.is_file():
+        raise UserError(f"parallel.ds_config: there is no file {path}; ds_configs/zero0.json, zero1.json, zero2.json, "
+                        "zero3.json and zero3_offload.json come with deepnmt")
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

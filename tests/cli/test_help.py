@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from installed import environment
 
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
@@ -30,7 +30,7 @@ LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.
 WANTED = ("no training has begun there", "there is nothing to compare", "there is no text file",
           "there is no input file", "there is no file", "there is no prepared data in",
           "there is no folder", "there are 0;", "holds no whole one", "has no log.jsonl", "no checkpoint in",
-          "a.de cannot be read", "not here")
+          "a.de cannot be read", "my.yaml exists already", "not here")
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -64,9 +64,8 @@ def after_the_program(example: list[str], command: str) -> list[str]:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder with a recipe my.yaml, the folder of its run and `recipes/`, but no text, data or checkpoint. Only the
-    variables that recipes use are set."""
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    """A folder with a recipe my.yaml and the folder of its run, but no text, data or checkpoint. Only the variables
+    that recipes use are set."""
     (tmp_path / "my.yaml").write_text((ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8"))
     (tmp_path / "runs" / "my").mkdir(parents=True)
     shutil.copy(tmp_path / "my.yaml", tmp_path / "runs" / "my" / "recipe.yaml")
@@ -102,8 +101,8 @@ def test_every_example_is_accepted(
             words.append("--dry-run")
         code = program(command)[1](command, words)
         said = capsys.readouterr().err
-        assert code == (0 if command == "train" else 2), said
-        assert command == "train" or any(want in said for want in WANTED), said
+        assert code == (0 if command in ("train", "recipes") else 2), said
+        assert code == 0 or any(want in said for want in WANTED), said
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +118,15 @@ def workplace(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_examples_run(workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training under both launchers from any folder, then other commands on the run."""
+def test_examples_run(workplace: Path, installed: Path, capsys: pytest.CaptureFixture[str],
+                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training under both launchers, with deepnmt from the wheel, then other commands on the run."""
     monkeypatch.chdir(workplace)
     for example in examples("train", capsys)[2:]:
         launcher, *words = example
         port = "--master_port"
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-        found = shutil.which(launcher, path=path) or launcher
-        done = subprocess.run([found, port, str(free_port()), *words], capture_output=True, text=True, timeout=300,
-                              check=False, env={**env, "PATH": path, "PYTHONPATH": str(ROOT)})
+        done = subprocess.run([installed / launcher, port, str(free_port()), *words], capture_output=True, text=True,
+                              timeout=300, check=False, env=environment(installed))
         assert done.returncode == 0, f"{example}\n{done.stdout}\n{done.stderr}"
         assert "finished after 4 updates" in done.stderr
     for command in ("average", "fold", "translate", "evaluate"):
@@ -165,7 +162,7 @@ def test_help_lists_every_command_in_groups(capsys: pytest.CaptureFixture[str]) 
         text = capsys.readouterr().out
         listed = re.findall(r"^  ([a-z-]+) +(\S.*)$", text, flags=re.MULTILINE)
         assert [name for name, _ in listed] == list(commands) and all(text.endswith(".") for _, text in listed)
-    steps = ["split", "prepare", "profile", "train", "status", "average", "translate", "evaluate"]
+    steps = ["recipes", "copy", "split", "prepare", "profile", "train", "status", "average", "translate", "evaluate"]
     assert list(COMMANDS)[: len(steps)] == steps
 
 

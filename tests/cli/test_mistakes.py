@@ -150,7 +150,7 @@ def changed(**settings: Any) -> str:
     (changed(zero_optimization=1), ["zero_optimization.stage must be written"]),
     (changed()[:-1], ["is not valid JSON"]),
     ("[]", ["must hold one JSON object"]),
-    (None, ["there is no file", "ds_configs/ holds those that come with deepnmt"]),
+    (None, ["there is no file", "zero3_offload.json come with deepnmt"]),
 ])
 def test_deepspeed_configurations(prepared: Path, refused: Refused, tmp_path: Path, content: str | None,
                                   said: list[str]) -> None:

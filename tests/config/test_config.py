@@ -308,7 +308,7 @@ def test_faulty_files(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
-    with user_error(r"there is no recipe .*none\.yaml; recipes/ holds"):
+    with user_error(r"there is no recipe .*none\.yaml; deepnmt recipes lists"):
         load_recipe(tmp_path / "none.yaml")
     with user_error(r"holds no recipe\.yaml; give a recipe, or the folder of a run"):
         load_recipe(tmp_path)

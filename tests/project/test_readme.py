@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from installed import environment
 
 from deepnmt.config.sections import Recipe
 from deepnmt.parallel.launch import free_port
@@ -71,19 +71,18 @@ def workplace(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_command(command: str, folder: Path) -> str:
-    """Runs a command as it stands, but for a port of its own; returns its standard output."""
+def run_command(command: str, folder: Path, installed: Path) -> str:
+    """Runs a command as it stands, but for a port of its own, with deepnmt from the wheel; returns what it prints."""
     if command.startswith("deepspeed "):
         command = command.replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600, check=False,
-                          cwd=folder, env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)})
+                          cwd=folder, env=environment(installed))
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-def test_every_command_runs_in_order(workplace: Path) -> None:
-    answers = {command: run_command(command, workplace) for command in commands()}
+def test_every_command_runs_in_order(workplace: Path, installed: Path) -> None:
+    answers = {command: run_command(command, workplace, installed) for command in commands()}
     run = workplace / "runs" / "my"
     assert (workplace / "data" / "my" / "manifest.json").is_file()
     described = answers["deepnmt train my.yaml --dry-run"]

@@ -1,0 +1,122 @@
+"""What comes with a wheel, and what works in which environment."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from installed import LIBRARIES, ROOT, build, environment, install, make_environment
+
+from deepnmt.cli import main
+from deepnmt.shipped import SCHEMA, shipped_recipes
+
+SMALL = ["vocab.size=300", "model.width=16", "model.heads=2", "model.ffn=32", "model.encoder.layers=2",
+         "model.decoder.layers=2", "train.updates=4", "train.save_every=2", "train.validate_every=4",
+         "admin.tokens=256", "schedule.warmup=1", "data.workers=1"]
+FIRST_HOUR = (ROOT / "docs/guide/first_hour.md").read_text(encoding="utf-8")
+
+
+def run(programs: Path, folder: Path, *words: object, program: str = "deepnmt") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([programs / program, *map(str, words)], capture_output=True, text=True, timeout=600,
+                          check=False, cwd=folder, env=environment(programs))
+
+
+def test_the_wheel_holds_every_recipe_and_configuration(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("recipes", "ds_configs"):
+        files = [file for file in (ROOT / folder).rglob("*") if file.is_file()]
+        assert files and {f"deepnmt/{file.relative_to(ROOT)}" for file in files} <= names
+    assert "deepnmt/config/recipe.schema.json" in names and not any(name.startswith("tests/") for name in names)
+
+
+def test_the_source_distribution_has_tests_and_docs(tmp_path: Path) -> None:
+    with tarfile.open(build(tmp_path, "sdist")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"tests/project/test_wheel.py", "tests/fixtures/run_of_0_1/recipe.yaml", "docs/index.md", "Makefile",
+            "recipes/demo/admin_18l-18l.yaml", "studies/__main__.py", "constraints.txt"} <= names
+    assert not any("__pycache__" in name for name in names)
+
+
+def test_the_demo_ends_with_a_score_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    done = run(installed, tmp_path, "demo", "--pairs", 600, *SMALL)
+    assert done.returncode == 0 and "BLEU" in done.stdout, done.stderr
+    assert {file.name for file in tmp_path.iterdir()} == {"data", "runs"}
+
+
+def test_a_recipe_is_listed_copied_and_trained(installed: Path, tmp_path: Path, prepared: Path) -> None:
+    listed = run(installed, tmp_path, "recipes").stdout
+    assert [line.split()[0] for line in listed.splitlines()] == list(shipped_recipes())
+    done = run(installed, tmp_path, "copy", "demo/admin_18l-18l", "my/own.yaml")
+    assert done.returncode == 0, done.stderr
+    first, rest = (tmp_path / "my" / "own.yaml").read_text(encoding="utf-8").split("\n", 1)
+    assert rest == (ROOT / "recipes/demo/admin_18l-18l.yaml").read_text(encoding="utf-8")
+    schema = first.removeprefix("# yaml-language-server: $schema=")
+    assert Path(schema).is_relative_to(installed.parent) and json.loads(Path(schema).read_text(encoding="utf-8"))
+    again = run(installed, tmp_path, "copy", "demo/admin_18l-18l", "my/own.yaml")
+    assert again.returncode == 2 and "exists already" in again.stderr
+    wrong = run(installed, tmp_path, "copy", "demo/admin_18l", "x.yaml")
+    assert wrong.returncode == 2 and "did you mean demo/admin_18l-18l?" in wrong.stderr
+
+
+@pytest.mark.parametrize("option", ["--target", "--user"])
+def test_other_ways_to_install(option: str, wheel: Path, installed: Path, tmp_path: Path,
+                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip's --target needs PYTHONPATH; --user is for an interpreter outside of a virtual environment."""
+    env = environment(installed)
+    if option == "--target":
+        python = str(installed / "python")
+        install(wheel, Path(python), "--target", str(tmp_path / "lib"))
+        env |= {"PYTHONPATH": str(tmp_path / "lib")}
+        home = tmp_path / "lib"
+    else:
+        python = str(Path(sys.executable).resolve())
+        monkeypatch.setenv("PYTHONUSERBASE", str(tmp_path / "user"))
+        install(wheel, Path(python), "--user", "--break-system-packages")
+        env |= {"PYTHONUSERBASE": str(tmp_path / "user"), "PYTHONPATH": str(LIBRARIES)}
+        home = tmp_path / "user"
+    (tmp_path / "empty").mkdir()
+    script = f"import deepnmt; assert deepnmt.__file__.startswith({str(home)!r}), deepnmt.__file__; " \
+             "from deepnmt.cli import main; import sys; sys.exit(main())"
+    done = subprocess.run([python, "-c", script, "train", "demo/admin_18l-18l", "--dry-run"], capture_output=True,
+                          text=True, timeout=600, check=False, cwd=tmp_path / "empty", env=env)
+    assert done.returncode == 0 and "ZeRO" in done.stdout, done.stderr  # it has read recipe and ds_config
+
+
+@pytest.mark.parametrize("name", list(shipped_recipes()))
+def test_every_recipe_fits_the_schema(name: str) -> None:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    tree = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8"))
+    for key in ("lr", "eps"):  # 1e-8 is a text in YAML 1.1
+        tree["optimizer"][key] = float(tree["optimizer"].get(key, 1e-8))
+    jsonschema.validate(tree, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**tree, "trian": {}}, schema)
+
+
+def test_translation_needs_the_listed_packages_alone(wheel: Path, prepared: Path, tmp_path: Path) -> None:
+    """A run is trained here and used in an environment with the packages that the first hour's page lists."""
+    lists = re.search(r"pip install --no-deps deepnmt-.*\n((?:pip install .*\\\n)?.*)\n", FIRST_HOUR)
+    assert lists
+    packages = lists[1].removeprefix("pip install ").replace("\\\n", " ").split()
+    programs = make_environment(tmp_path / "env", wheel, only=packages)
+    for name in ("deepspeed", "tensorboard", "matplotlib"):
+        assert "No module" in run(programs, tmp_path, "-c", f"import {name}", program="python").stderr
+    tiny = ["train.updates=2", "train.save_every=1", "train.validate_every=2"]
+    code = main("train", [str(prepared / "recipe.yaml"), f"run={tmp_path / 'run'}", *tiny])
+    assert code == 0
+    for words in (["average", "run"], ["fold", "run"], ["translate", "run", "--input", prepared / "text" / "test.en"],
+                  ["evaluate", "run"]):
+        done = run(programs, tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+    done = run(programs, tmp_path, "train", prepared / "recipe.yaml", "run=other", *tiny,
+               "parallel.ds_config=ds_configs/zero1.json")
+    assert done.returncode == 2 and "which is not installed here; run pip install" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
