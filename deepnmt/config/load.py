@@ -339,10 +339,14 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
+def _is_corpus(kind: Any) -> bool:
+    return _is_section(kind) and issubclass(kind, Corpus)
+
+
 def _repair(tree: dict[str, Any], path: Key) -> None:
     """Removes the setting at a path from the tree, or replaces it by a placeholder if it is required."""
     for depth in range(1, len(path)):  # of a corpus or a list the whole, not a part of it
-        if _section_at(path[:depth]) is Corpus or isinstance(path[depth], int):
+        if _is_corpus(_section_at(path[:depth])) or isinstance(path[depth], int):
             path = path[:depth]
             break
     *groups, name = path
@@ -352,7 +356,7 @@ def _repair(tree: dict[str, Any], path: Key) -> None:
     if not isinstance(node, dict):
         return  # a section above it has been repaired, or it is not in the tree
     field = _known_at(tuple(groups)).get(str(name))
-    if _section_at(path) is Corpus or (field is not None and field.is_required()):
+    if _is_corpus(_section_at(path)) or (field is not None and field.is_required()):
         node[name] = _placeholder(field.annotation if field else Corpus)
     else:
         node.pop(name, None)
@@ -360,7 +364,7 @@ def _repair(tree: dict[str, Any], path: Key) -> None:
 
 def _placeholder(kind: Any) -> Any:
     """A valid value for a setting without a default: a large number, a text, or a section of such."""
-    if kind is Corpus:
+    if _is_corpus(kind):
         return dict(_VALID_CORPUS)
     if not _is_section(kind):
         return "-" if kind is str else 10**9

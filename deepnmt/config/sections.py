@@ -7,8 +7,9 @@ Comments beside a setting name the table with a row for each of its values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -58,6 +59,9 @@ class Corpus(Section):
     """Files of tab-separated columns, instead of `src` and `trg`."""
     columns: list[Count] = Field(default=[1, 2], min_length=2, max_length=2)
     """The columns of source and target in the `tsv` files, counted from 1."""
+    tag: Annotated[str, Field(pattern=r"^\S+$")] | None = None
+    """A tag in front of every source sentence, such as `<2de>` for a target language or `<BT>` for back-translation.
+    It is one piece of the vocabulary, and no translation contains it."""
 
     def faults(self) -> Iterator[str]:
         if self.tsv and (self.src or self.trg):
@@ -66,6 +70,66 @@ class Corpus(Section):
             yield "give 'src' and 'trg' files, or 'tsv' files"
         elif len(self.src) != len(self.trg):
             yield f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; give as many of one as of the other"
+
+
+class ScoredCorpus(Corpus):
+    """A parallel corpus that is scored."""
+
+    trg_lang: str | None = None
+    """The target language, by which SacreBLEU tokenises; null: `data.trg_lang`."""
+
+
+class WeightedCorpus(Corpus):
+    """One of several parallel corpora of a training text."""
+
+    weight: Positive = 1.0
+    """How often the corpus is used: 3 is as if it were given three times."""
+
+
+class _Corpora(Corpus):
+    """One parallel corpus, or several by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect(cls, tree: Any) -> Any:
+        """`{news: {...}, bt: {...}}` is short for `{corpora: {news: {...}, bt: {...}}}`."""
+        if not isinstance(tree, dict):
+            return tree
+        named = {key: value for key, value in tree.items() if key not in cls.model_fields and isinstance(value, dict)}
+        if not named:
+            return tree
+        corpora = dict(tree.get("corpora", {}))
+        for name, corpus in named.items():  # both forms at once: a run's recipe with a setting of the command line
+            corpora[name] = {**corpora.get(name, {}), **corpus}
+        return {**{key: value for key, value in tree.items() if key not in named}, "corpora": corpora}
+
+    def faults(self) -> Iterator[str]:
+        corpora = getattr(self, "corpora", {})
+        if not corpora:
+            yield from super().faults()
+        elif self.src or self.trg or self.tsv or self.tag:
+            yield f"give either the files of one corpus, or corpora by name ({', '.join(corpora)}), not both"
+        for name in corpora:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+                yield f"corpora.{name}: a corpus's name has letters, digits, '_', '-' and '.' only"
+
+
+class TrainText(_Corpora):
+    """The training text: one parallel corpus, or several by name, as in `train: {news: {...}, bt: {...}}`."""
+
+    corpora: dict[str, WeightedCorpus] = Field(default_factory=dict)
+    """Several corpora by name, instead of `src`, `trg` or `tsv`."""
+    temperature: Positive = 1.0
+    """Above 1, small corpora are used more often and large ones less: shares become their power 1/temperature. Only
+    with several corpora."""
+
+
+class ValidText(_Corpora, ScoredCorpus):
+    """The validation text: one parallel corpus, or several by name. Several are scored one by one, and the BLEU that
+    decides about the best checkpoint is their mean."""
+
+    corpora: dict[str, ScoredCorpus] = Field(default_factory=dict)
+    """Several corpora by name, instead of `src`, `trg` or `tsv`."""
 
 
 class Filters(Section):
@@ -91,11 +155,11 @@ class Data(Section):
     """The source language, such as `de`."""
     trg_lang: str
     """The target language, such as `en`; it also decides how SacreBLEU tokenises."""
-    train: Corpus
+    train: TrainText
     """The training text."""
-    valid: Corpus
+    valid: ValidText
     """The validation text, for the loss and the BLEU during training."""
-    test: dict[str, Corpus] = Field(default_factory=dict)
+    test: dict[str, ScoredCorpus] = Field(default_factory=dict)
     """Test sets by name, for `deepnmt evaluate`."""
     filters: Filters = Filters()
     """Which training pairs are left out."""
@@ -114,8 +178,11 @@ class Vocab(Section):
 
     kind: Literal["bpe", "unigram"] = "bpe"
     """The SentencePiece model."""
-    size: Annotated[int, Field(ge=8, le=65000)] = 8000
-    """Pieces, the four special ones (unk, bos, eos, pad) included."""
+    size: Annotated[int, Field(ge=8, le=1_000_000)] = 8000
+    """Pieces, the four special ones (unk, bos, eos, pad) and tags included."""
+    tags: list[Annotated[str, Field(pattern=r"^\S+$")]] = Field(default_factory=list)
+    """Tags that source sentences begin with in the text itself, a space after them. Those of `tag` need not be
+    listed."""
     shared: bool = True
     """One vocabulary for both languages."""
     byte_fallback: bool = False

@@ -7,8 +7,8 @@ numbers are the raw output of a bit generator, which NumPy guarantees not to cha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,7 @@ class EpochPlan:
     """N sentences in M micro-batches.
 
     Attributes:
-        order: int64 [N], every sentence index once.
+        order: int64 [N], sentence indices.
         starts: int64 [M+1]; micro-batch m is order[starts[m]:starts[m+1]].
         waste: the share of padding in all positions of both sides, from 0 to 1.
     """
@@ -157,11 +157,16 @@ class Update:
 class Stream:
     """The micro-batches of all epochs, one after the other. To jump to any position costs one epoch's plan."""
 
-    def __init__(self, split: Split, tokens: int, seed: int) -> None:
-        """`tokens` is the budget of a micro-batch. Raises `UserError` if the split is empty."""
+    def __init__(self, split: Split, tokens: int, seed: int, rows: Callable[[int], Indices] | None = None) -> None:
+        """Raises `UserError` if the split is empty.
+
+        Args:
+            tokens: the budget of a micro-batch.
+            rows: from an epoch to the numbers of its sentences; by default an epoch has each sentence once.
+        """
         if len(split) == 0:
             raise UserError(f"the {split.name} text has 0 sentences; give another corpus, or loosen data.filters")
-        self._plain, self._tokens, self._seed = split, tokens, seed
+        self._plain, self._tokens, self._seed, self._rows = split, tokens, seed, rows
         self._epoch = -1
 
     def split(self, epoch: int) -> Split:
@@ -215,7 +220,13 @@ class Stream:
             return
         variants = self._plain.variants
         self._split = self._plain.variant(epoch % variants) if variants else self._plain
-        self._plan = plan_epoch(self._split.src_lengths, self._split.trg_lengths, self._tokens, self._seed, epoch)
+        lengths = self._split.src_lengths, self._split.trg_lengths
+        if self._rows is None:
+            self._plan = plan_epoch(*lengths, self._tokens, self._seed, epoch)
+        else:
+            rows = self._rows(epoch)
+            plan = plan_epoch(lengths[0][rows], lengths[1][rows], self._tokens, self._seed, epoch)
+            self._plan = replace(plan, order=rows[plan.order])
         self._epoch = epoch
 
 

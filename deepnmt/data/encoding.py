@@ -54,7 +54,7 @@ class EncodingJob:
 
 
 class Pieces(NamedTuple):
-    """N concatenated sentences: `tokens` uint16 of all of them, and `lengths` int64 [N] in pieces."""
+    """N concatenated sentences: `tokens` uint32 of all of them, and `lengths` int64 [N] in pieces."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
@@ -106,7 +106,7 @@ class Encoder:
 
 
 def _pack(sentences: list[list[int]]) -> Pieces:
-    flat = np.fromiter(itertools.chain.from_iterable(sentences), dtype=np.uint16)
+    flat = np.fromiter(itertools.chain.from_iterable(sentences), dtype=np.uint32)
     return Pieces(flat, np.fromiter(map(len, sentences), dtype=np.int64))
 
 

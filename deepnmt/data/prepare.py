@@ -19,9 +19,10 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from deepnmt.config import Corpus, Recipe
-from deepnmt.data.batching import plan_epoch, random_order
+from deepnmt.data.batching import random_order
 from deepnmt.data.encoding import CHUNK, SEED, EncodingJob, encode_pairs
 from deepnmt.data.filters import KEPT, Codes, filter_by_text, tally
+from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import (
     REMEDY,
     PreparedData,
@@ -31,10 +32,11 @@ from deepnmt.data.prepared import (
     corpora,
     on_this_machine,
     prepared_settings,
+    tags_of,
     variant_stem,
     write_manifest,
 )
-from deepnmt.data.text import Pair, input_files, read_pairs, write_pairs
+from deepnmt.data.text import Pair, corpora_of, input_files, read_pairs, write_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
@@ -71,8 +73,7 @@ def prepare(recipe: Recipe) -> Path:
                      f"left out: {_format_reasons(split['left_out'])}; "
                      f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
                      f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}")
-    train = data.split("train")
-    plan = plan_epoch(train.src_lengths, train.trg_lengths, recipe.batch.tokens, recipe.seed, 0)
+    plan = training_stream(recipe, data).plan(0)
     print_status(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
                  f"{plan.waste:.1%} of the positions are padding")
     return folder
@@ -84,12 +85,15 @@ def _show_pairs(what: str, total: int | None = None) -> AbstractContextManager[P
                        unit=" pairs", unit_scale=True, mininterval=0.5)
 
 
-def _read_with_progress(name: str, corpus: Corpus) -> Iterator[Pair]:
-    """The pairs of a text, with progress."""
+def _read_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: bool) -> Iterator[Pair]:
+    """The pairs of a text, with progress. `ends` is filled: after how many pairs each of its corpora ends."""
+    done = 0
     with _show_pairs(f"{name}: reading") as progress:
-        for done, pair in enumerate(read_pairs(corpus), start=1):
-            progress(done)
-            yield pair
+        for part, corpus in corpora_of(text).items():
+            for done, pair in enumerate(read_pairs(corpus, tags), start=done + 1):  # noqa: B020
+                progress(done)
+                yield pair
+            ends[part] = done
 
 
 def _fingerprints(corpus: Corpus) -> list[dict[str, Any]]:
@@ -147,8 +151,10 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
     data, vocab = recipe.data, recipe.vocab
     inputs = {name: _fingerprints(corpus) for name, corpus in texts.items()}
     codes: dict[str, Codes] = {}
+    tags = tags_of(recipe)
+    ends: dict[str, dict[str, int]] = {name: {} for name in texts}
     for name in [*(name for name in texts if name != "train"), "train"]:
-        pairs = _read_with_progress(name, texts[name])
+        pairs = _read_with_progress(name, texts[name], ends[name], tags=name != "train")
         codes[name] = filter_by_text(pairs, data.filters) if name == "train" else _copy_text(folder, name, pairs)
     _require_pairs(codes["train"])
 
@@ -160,12 +166,13 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
     chosen[kept if len(kept) <= most else kept[random_order(len(kept), SEED)[:most]]] = True
 
     def text(*sides: int) -> Iterator[str]:
-        for pair, taken in zip(read_pairs(data.train), chosen, strict=True):
+        for pair, taken in zip(read_pairs(data.train, tags=False), chosen, strict=True):
             if taken:
                 yield from (pair[side] for side in sides)
 
-    models = [train_vocabulary(text(*sides), vocab) for sides in ([(0, 1)] if vocab.shared else [(0,), (1,)])]
-    vocabs = {}
+    models = ([train_vocabulary(text(0, 1), vocab, tags)] if vocab.shared else
+              [train_vocabulary(text(0), vocab, tags), train_vocabulary(text(1), vocab)])
+    vocabs: dict[str, dict[str, Any]] = {}
     for side, model in (("src", models[0]), ("trg", models[-1])):
         (folder / f"{side}.spm").write_bytes(model)
         trained = Vocabulary(model)
@@ -174,7 +181,8 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
     job = EncodingJob(models[0], models[-1])
     sampled = replace(job, filters=data.filters, variants=data.subword_variants, kind=vocab.kind,
                       alpha=data.subword_alpha)
-    splits = {name: _encode(folder, name, texts[name], text_codes, sampled if name == "train" else job,
+    splits = {name: _encode(folder, name, texts[name], text_codes, ends[name], sampled if name == "train" else job,
+                            (vocabs["src"]["size"], vocabs["trg"]["size"]),
                             data.workers or len(os.sched_getaffinity(0)))
               for name, text_codes in codes.items()}
     write_manifest(folder, {"settings": prepared_settings(recipe), "inputs": inputs, "vocab": vocabs,
@@ -187,15 +195,21 @@ def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Codes:
     return np.full(count, KEPT, dtype=np.uint8)
 
 
-def _encode(folder: Path, name: str, corpus: Corpus, codes: Codes, job: EncodingJob, workers: int
-            ) -> dict[str, Any]:
-    """Writes a split's arrays and returns its counts for the manifest. Pairs that `codes` leaves out are skipped."""
+def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str, int], job: EncodingJob,
+            sizes: tuple[int, int], workers: int) -> dict[str, Any]:
+    """Writes a split's arrays and returns its counts for the manifest. Pairs that `codes` leaves out are skipped.
+
+    Args:
+        ends: after how many pairs each corpus of the text ends.
+        sizes: of the two vocabularies.
+    """
     stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
-    writers = [[SideWriter(folder, f"{stem}.{side}") for side in ("src", "trg")] for stem in stems]
+    writers = [[SideWriter(folder, f"{stem}.{side}", size) for side, size in zip(("src", "trg"), sizes)]
+               for stem in stems]
     kept = np.flatnonzero(codes == KEPT)
     encoded: list[Codes] = []
     unknown = [0, 0]
-    pairs = (pair for pair, code in zip(read_pairs(corpus), codes, strict=True) if code == KEPT)
+    pairs = (pair for pair, code in zip(read_pairs(text), codes, strict=True) if code == KEPT)
     with _show_pairs(f"{name}: encoding", len(kept)) as progress:
         for chunk in encode_pairs(pairs, job, min(workers, 1 + len(kept) // CHUNK)):
             for sides, side_writers in zip(chunk.sides, writers, strict=True):
@@ -208,7 +222,13 @@ def _encode(folder: Path, name: str, corpus: Corpus, codes: Codes, job: Encoding
     final = codes.copy()
     final[kept] = np.concatenate(encoded)
     _require_pairs(final)
-    return {"read": len(final), "pairs": int(np.count_nonzero(final == KEPT)), "left_out": tally(final),
+    corpora = {part: int(np.count_nonzero(final[start:end] == KEPT))
+               for (part, end), start in zip(ends.items(), [0, *ends.values()])}
+    if empty := [part for part, pairs in corpora.items() if not pairs]:
+        raise UserError(f"data.filters leave out all pairs of {', '.join(empty)} in data.{name}; loosen them, or "
+                        "remove the corpus")
+    return {**({} if "" in corpora else {"corpora": corpora}), "read": len(final),
+            "pairs": int(np.count_nonzero(final == KEPT)), "left_out": tally(final),
             "src_tokens": writers[0][0].end, "trg_tokens": writers[0][1].end, "src_unknown": unknown[0],
             "trg_unknown": unknown[1], "variants": job.variants}
 

@@ -4,6 +4,7 @@
 size and hash of every other file. For a side of a split, e.g. `train.src`:
 
     train.src.tokens        uint16, little-endian: the pieces of all sentences, without bos and eos
+    train.src.tokens32      the same in uint32, for a vocabulary of more than 65,536 pieces
     train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
     train.v03.src.tokens    the same for sampled segmentation 3 of the training text
     valid.src.txt           the text itself, one sentence a line; not for the training text
@@ -25,19 +26,20 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError
 
 from deepnmt.config import Corpus, Filters, Recipe, Vocab
-from deepnmt.data.text import input_files
+from deepnmt.data.text import corpora_of, input_files
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.tokens import EOS, PAD
 
 FORMAT, VERSION = "deepnmt-data", 1
-TOKEN, OFFSET = np.dtype("<u2"), np.dtype("<i8")
+TOKENS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<u2"), "tokens32": np.dtype("<u4")}  # suffix to type
+OFFSET = np.dtype("<i8")
 REMEDY = "set data.folder to a new folder, or, if no run needs this one any more, delete it to prepare it again"
 _AGAIN = "delete the folder and run deepnmt prepare again"
 
 Lengths = npt.NDArray[np.int32]
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Indices = npt.NDArray[np.int64]
 
 
@@ -47,15 +49,18 @@ class SideWriter:
     Files are open only during `add`, because there may be many variants.
     """
 
-    def __init__(self, folder: Path, stem: str) -> None:
-        self._tokens, self._offsets = folder / f"{stem}.tokens", folder / f"{stem}.offsets"
+    def __init__(self, folder: Path, stem: str, vocab: int = 0) -> None:
+        """`vocab`: the size of the vocabulary."""
+        suffix = "tokens" if vocab <= 1 << 16 else "tokens32"
+        self._kind = TOKENS[suffix]
+        self._tokens, self._offsets = folder / f"{stem}.{suffix}", folder / f"{stem}.offsets"
         self.end = 0
         self._tokens.touch()
         self._offsets.write_bytes(np.zeros(1, OFFSET).tobytes())
 
     def add(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
         """Adds concatenated sentences: `tokens` of all of them, and `lengths` [N] in pieces."""
-        for file, array in ((self._tokens, tokens.astype(TOKEN)),
+        for file, array in ((self._tokens, tokens.astype(self._kind)),
                             (self._offsets, self.end + np.cumsum(lengths, dtype=OFFSET))):
             with open(file, "ab") as stream:
                 stream.write(array.tobytes())
@@ -108,7 +113,8 @@ class Side:
     """
 
     def __init__(self, folder: Path, stem: str, limit: int | None) -> None:
-        self._tokens = _array(folder / f"{stem}.tokens", TOKEN)
+        suffix = "tokens" if (folder / f"{stem}.tokens").exists() else "tokens32"
+        self._tokens = _array(folder / f"{stem}.{suffix}", TOKENS[suffix])
         self._offsets = _array(folder / f"{stem}.offsets", OFFSET)
         pieces = np.diff(self._offsets)
         ends = self._offsets[[0, -1]].tolist() if len(self._offsets) else []
@@ -212,6 +218,7 @@ class _Input(BaseModel, strict=True):
 
 class _Split(BaseModel, strict=True):
     variants: Natural
+    corpora: dict[str, Natural] = {}
 
 
 class _Manifest(BaseModel, strict=True, extra="forbid"):
@@ -292,8 +299,8 @@ class PreparedData:
         sizes = dict(zip(("src", "trg"), (vocab.size for vocab in self.vocabs())))
         for name in self.manifest["files"]:
             side, kind = name.split(".")[-2:]
-            if kind == "tokens":
-                highest = int(_array(self.folder / name, TOKEN).max(initial=0))
+            if kind in TOKENS:
+                highest = int(_array(self.folder / name, TOKENS[kind]).max(initial=0))
                 if highest >= sizes.get(side, 0):
                     raise UserError(f"prepared data {self.folder} is damaged: {name} has a token {highest}, but the "
                                     f"vocabulary {side}.spm has {sizes.get(side, 0)}; {_AGAIN}")
@@ -313,6 +320,11 @@ class PreparedData:
         if name not in self.splits:
             raise UserError(f"prepared data {self.folder} has no split {name!r}; it has {', '.join(self.splits)}")
         return Split(self.folder, name, self.manifest["splits"][name]["variants"])
+
+    def corpora(self, name: str) -> dict[str, int]:
+        """The corpora of a split by name, in their order, with the pairs of each; a single one has an empty name."""
+        split = self.manifest["splits"][name]
+        return dict(split.get("corpora") or {"": len(self.split(name))})
 
     def vocabs(self) -> tuple[Vocabulary, Vocabulary]:
         """The source and target vocabularies; equal if they are shared."""
@@ -345,15 +357,16 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
     """Raises `UserError`, naming the first setting that differs, if a folder was prepared with other settings."""
     # a filter newer than the data counts as its default, which leaves nothing out
     then = _filters_and_vocab(Filters(), Vocab()) | data.manifest["settings"]
-    for key, value in prepared_settings(recipe).items():
-        if then.get(key) != value:
+    now = prepared_settings(recipe)
+    for key in (*now, "data.train.corpora", "data.valid.corpora"):
+        if then.get(key) != (value := now.get(key)):
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, but the recipe has "
                             f"{value}; {REMEDY}")
 
 
 def on_this_machine(corpus: Corpus) -> bool:
-    """Whether all files of a corpus are on this machine; prepared data can be used without them."""
-    return all(Path(file).exists() for file in [*corpus.src, *corpus.trg, *corpus.tsv])
+    """Whether all files of a text are on this machine; prepared data can be used without them."""
+    return all(Path(file).exists() for one in corpora_of(corpus).values() for file in [*one.src, *one.trg, *one.tsv])
 
 
 def changed_texts_error(data: PreparedData, name: str) -> UserError:
@@ -370,12 +383,38 @@ def prepared_settings(recipe: Recipe) -> dict[str, Any]:
     settings["data.subword_variants"] = data.subword_variants
     if data.subword_variants:
         settings["data.subword_alpha"] = data.subword_alpha
-    return settings | {f"data.{name}.columns": corpus.columns for name, corpus in corpora(recipe).items() if corpus.tsv}
+    for name, text in corpora(recipe).items():
+        parts = corpora_of(text)
+        if tuple(parts) != ("",) or text.tag:
+            settings[f"data.{name}.corpora"] = [[part, corpus.tag] for part, corpus in parts.items()]
+        for part, corpus in parts.items():
+            if corpus.tsv:
+                settings[f"data.{name}{part and '.' + part}.columns"] = corpus.columns
+    return settings
 
 
 def _filters_and_vocab(filters: Filters, vocab: Vocab) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, section in (("data.filters", filters), ("vocab", vocab))
             for key, value in section.model_dump().items()}
+
+
+def tags_of(recipe: Recipe) -> list[str]:
+    """The tags of the vocabulary: those that the recipe lists and those of the training text.
+
+    Raises:
+        UserError: the validation text or a test has another one.
+    """
+    def of(text: Corpus) -> list[str]:
+        return [corpus.tag for corpus in corpora_of(text).values() if corpus.tag]
+
+    tags = list(dict.fromkeys([*recipe.vocab.tags, *of(recipe.data.train)]))
+    for name, text in corpora(recipe).items():
+        for tag in of(text):
+            if tag not in tags:
+                raise UserError(f"data.{name} has the tag {tag!r}, which is not a piece of the vocabulary, whose tags "
+                                f"are {', '.join(tags) or 'none'}; give a corpus of data.train this tag, or list it in "
+                                "vocab.tags")
+    return tags
 
 
 def corpora(recipe: Recipe) -> dict[str, Corpus]:

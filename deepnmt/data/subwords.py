@@ -40,7 +40,7 @@ class Sampler(ABC):
         generator = random.Random(seed)
         batch = []
         for text in texts:
-            ids: list[int] = []
+            ids, text = self._vocab.split_tags(text)
             for word in _WORDS.findall(self._vocab.normalize(text)):
                 for piece in self.sample(word, generator):
                     if piece != UNK or ids[-1:] != [UNK]:  # like SentencePiece: one unk for several in a row

@@ -57,9 +57,15 @@ def read_lines(source: Path | None) -> Iterator[str]:
         raise
 
 
-def input_files(corpus: Corpus) -> list[Path]:
-    """The files of a corpus, in a fixed order. Raises `UserError` if one does not exist or is not a file."""
-    files = [Path(name) for name in corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))]
+def corpora_of(text: Corpus) -> dict[str, Corpus]:
+    """The corpora of a text by name; a single one has an empty name."""
+    return getattr(text, "corpora", None) or {"": text}
+
+
+def input_files(text: Corpus) -> list[Path]:
+    """The files of a text, in a fixed order. Raises `UserError` if one does not exist or is not a file."""
+    files = [Path(name) for corpus in corpora_of(text).values()
+             for name in corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))]
     for file in files:
         if not file.exists():
             raise UserError(f"there is no text file {file}; correct its path in the recipe's data section")
@@ -68,20 +74,26 @@ def input_files(corpus: Corpus) -> list[Path]:
     return files
 
 
-def read_pairs(corpus: Corpus) -> Iterator[Pair]:
-    """Yields (source, target) for every line, without surrounding whitespace.
+def read_pairs(text: Corpus, tags: bool = True) -> Iterator[Pair]:
+    """Yields (source, target) for every line of every corpus, without surrounding whitespace.
+
+    Args:
+        tags: put a corpus's tag, and a space, in front of its sources.
 
     Raises:
         UserError: a file is missing; see `read_lines`; two files differ in their number of lines; a TSV line has too
             few columns; the corpus has no lines.
     """
-    files = input_files(corpus)
-    empty = True
-    for src, trg in (_tsv_pairs(files, corpus.columns) if corpus.tsv else _aligned_pairs(files)):
-        empty = False
-        yield src.strip(), trg.strip()
-    if empty:
-        raise UserError(f"there is no text in {', '.join(map(str, files))}: the corpus has 0 lines; give another file")
+    for corpus in corpora_of(text).values():
+        files = input_files(corpus)
+        empty = True
+        tag = f"{corpus.tag} " if corpus.tag and tags else ""
+        for src, trg in (_tsv_pairs(files, corpus.columns) if corpus.tsv else _aligned_pairs(files)):
+            empty = False
+            yield tag + src.strip(), trg.strip()
+        if empty:
+            raise UserError(f"there is no text in {', '.join(map(str, files))}: the corpus has 0 lines; give another "
+                            "file")
 
 
 def write_pairs(files: Sequence[Path], pairs: Iterable[Pair]) -> int:

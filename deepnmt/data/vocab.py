@@ -30,8 +30,10 @@ class Piece(NamedTuple):
     score: float
 
 
-def train_vocabulary(sentences: Iterable[str], settings: config.Vocab) -> bytes:
+def train_vocabulary(sentences: Iterable[str], settings: config.Vocab, tags: Sequence[str] = ()) -> bytes:
     """Trains a SentencePiece model and returns its file; the same sentences and settings give the same bytes.
+
+    `tags` become control symbols: pieces that no text is segmented into.
 
     Training runs on one thread, because with more the sums of the unigram model depend on scheduling. It reads an
     iterator, so that the file contains no path. SentencePiece skips lines over 4,192 bytes.
@@ -46,7 +48,7 @@ def train_vocabulary(sentences: Iterable[str], settings: config.Vocab) -> bytes:
             sentence_iterator=iter(sentences), model_writer=model, model_type=settings.kind, vocab_size=settings.size,
             unk_id=UNK, bos_id=BOS, eos_id=EOS, pad_id=PAD, byte_fallback=settings.byte_fallback,
             character_coverage=settings.character_coverage, normalization_rule_name="identity", num_threads=1,
-            minloglevel=2,
+            minloglevel=2, control_symbols=list(tags),
         )
     except RuntimeError as error:
         raise _size_fault(str(error), settings) from None
@@ -74,6 +76,7 @@ class Vocabulary:
         bytes: the content of its file.
         fingerprint: the SHA-256 of `bytes`.
         size: the number of pieces.
+        tags: the ids of tags by their text.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -91,6 +94,8 @@ class Vocabulary:
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.size: int = self._processor.get_piece_size()
         self._bytes = any(self._processor.is_byte(i) for i in range(self.size))
+        self.tags: dict[str, int] = {self._processor.id_to_piece(i): i for i in range(self.size)
+                                     if self._processor.is_control(i) and i not in special}
 
     @classmethod
     def load(cls, file: Path) -> Vocabulary:
@@ -100,13 +105,25 @@ class Vocabulary:
         except OSError as error:
             raise UserError(f"vocabulary {file} cannot be read: {error.strerror or error}") from None
 
+    def split_tags(self, text: str) -> tuple[list[int], str]:
+        """The ids of the tags that a text begins with, and the rest of it."""
+        ids: list[int] = []
+        while self.tags and (word := text.partition(" ")[0]) in self.tags:
+            ids.append(self.tags[word])
+            text = text[len(word) + 1:]
+        return ids, text
+
     def encode(self, text: str) -> list[int]:
-        """The ids of the best segmentation, without bos and eos. No text is encoded as bos, eos or pad."""
-        return self._processor.encode(text)
+        """The ids of the best segmentation, without bos and eos. No text is encoded as bos, eos or pad, and as a tag
+        only at its beginning."""
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """`encode` for many texts at once, on one thread."""
-        return self._processor.encode(texts, num_threads=1)
+        if not self.tags:
+            return self._processor.encode(texts, num_threads=1)
+        tags, rest = zip(*map(self.split_tags, texts)) if texts else ((), ())
+        return [[*some, *ids] for some, ids in zip(tags, self._processor.encode(list(rest), num_threads=1))]
 
     def normalize(self, text: str) -> str:
         """The text that is segmented: runs of spaces are one, and every word begins with `SPACE`."""

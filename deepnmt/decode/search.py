@@ -12,7 +12,7 @@ at n (`next_tokens.LengthPenalty`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -99,6 +99,7 @@ class _Step(NamedTuple):
 def _grow_hypotheses(
     stepper: Stepper, limits: Tensor, sums: Tensor, keep: int, penalty: LengthPenalty,
     extend: Callable[[Tensor, Tensor, Tensor, int], _Step], is_done: Callable[[Tensor, _Step, Tensor], Tensor],
+    barred: Sequence[int],
 ) -> list[list[Candidate]]:
     """Grows hypotheses token by token until every sentence is done; those that reach their limit are truncated.
 
@@ -111,6 +112,7 @@ def _grow_hypotheses(
         extend: makes a step, from logits [b·K, V], sentences [b], log-probabilities [b, K] and the new length.
         is_done: which sentences [b] are done, from their indices [b], their step, and the scores [b] that another
             hypothesis must beat to be among the N best.
+        barred: tokens that no hypothesis may contain, as if the model gave them no probability.
     """
     device, longest = limits.device, int(limits.max())
     finished = _Finished(len(limits), keep, longest, device)
@@ -118,9 +120,12 @@ def _grow_hypotheses(
     tokens = torch.zeros(*sums.shape, longest, dtype=torch.int64, device=device)
     last = torch.full((sums.numel(),), BOS, device=device)
     for length in range(1, longest + 1):
-        # All search methods pass here. To force or forbid tokens (a given prefix, banned words), set the other logits
-        # [b·K, V] of token number `length` of these sentences [b] to -inf.
-        step = extend(stepper.step(last), sentences, sums, length)
+        # All search methods pass here. To force tokens (a given prefix), set the other logits [b·K, V] of token number
+        # `length` of these sentences [b] to -inf.
+        logits = stepper.step(last)
+        if barred:
+            logits[:, barred] = -torch.inf
+        step = extend(logits, sentences, sums, length)
         divisor, parents, sums = penalty.divisor(length), step.parents, step.live
         finished.add(sentences, step.ended, tokens, length - 1, divisor, ended=True)
         if parents is not None:
@@ -157,7 +162,7 @@ def _compacted(done: Tensor) -> Tensor:
 
 def beam_search(
     stepper: Stepper, limits: Tensor, beams: int, nbest: int, penalty: LengthPenalty, patience: float | None = None,
-    finish: Literal["any", "best"] = "any", min_length: int = 0,
+    finish: Literal["any", "best"] = "any", min_length: int = 0, barred: Sequence[int] = (),
 ) -> list[list[Candidate]]:
     """Beam search: the best `nbest` hypotheses of each sentence, best first.
 
@@ -185,6 +190,7 @@ def beam_search(
         patience: > 0; None: search until no better hypothesis is possible.
         finish: which hypotheses may end.
         min_length: fewest tokens before eos, if the limit allows.
+        barred: tokens that no hypothesis may contain.
     """
     device = limits.device
     counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses that ended among the K best
@@ -214,7 +220,7 @@ def beam_search(
     def is_done(sentences: Tensor, step: _Step, worst: Tensor) -> Tensor:
         return (step.live[:, 0] / last_divisors[sentences] <= worst) | (counts[sentences] >= most)
 
-    return _grow_hypotheses(stepper, limits, start, nbest, penalty, extend, is_done)
+    return _grow_hypotheses(stepper, limits, start, nbest, penalty, extend, is_done, barred)
 
 
 # Chooses the next tokens [b·K], from logits [b·K, V] (-inf: forbidden), sentences [b] and the step, from 0.
@@ -245,7 +251,8 @@ def make_sampler(uniforms: Tensor, temperature: float) -> ChooseToken:
 
 
 def decode_independently(
-    stepper: Stepper, limits: Tensor, count: int, choose: ChooseToken, penalty: LengthPenalty, min_length: int = 0
+    stepper: Stepper, limits: Tensor, count: int, choose: ChooseToken, penalty: LengthPenalty, min_length: int = 0,
+    barred: Sequence[int] = (),
 ) -> list[list[Candidate]]:
     """`count` hypotheses of each sentence, each extended independently until eos or the limit; best first.
 
@@ -259,6 +266,7 @@ def decode_independently(
         choose: chooses the next tokens.
         penalty: for the score.
         min_length: fewest tokens before eos, if the limit allows.
+        barred: tokens that no hypothesis may contain.
     """
 
     def extend(logits: Tensor, sentences: Tensor, sums: Tensor, length: int) -> _Step:
@@ -273,4 +281,4 @@ def decode_independently(
 
     start = torch.zeros(len(limits), count, device=limits.device)
     return _grow_hypotheses(stepper, limits, start, count, penalty, extend,
-                            lambda _, step, __: (step.live == -torch.inf).all(1))
+                            lambda _, step, __: (step.live == -torch.inf).all(1), barred)

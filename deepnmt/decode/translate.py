@@ -269,7 +269,8 @@ def translate_lines(
         if warn and len(pieces) >= longest:
             log.warning("line %d has %d tokens; only its first %d are translated (model.max_length is %d)",
                         number, len(pieces), longest - 1, longest)
-        sources.append([*pieces[: longest - 1], EOS] if pieces else [])
+        words = src_vocab.split_tags(text.strip())[1]  # a line of tags alone is empty
+        sources.append([*pieces[: longest - 1], EOS] if pieces and words else [])
     # Hypotheses searched at once for a sentence. A batch counts the tokens of each, and padding, so its memory does not
     # grow with the beam.
     width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest}[settings.method]
@@ -280,7 +281,7 @@ def translate_lines(
         while done < len(order):
             batch = order[done : done + max(1, settings.batch_tokens // (len(sources[order[done]]) * width))]
             searched = _search(model, [sources[i] for i in batch], [ids[i] for i in batch], settings, width, seed,
-                               stepper)
+                               stepper, list(trg_vocab.tags.values()))
             for i, candidates in zip(batch, searched, strict=True):
                 results[i] = [Hypothesis(one_line(trg_vocab.decode(c.tokens)), c.score, c.log_prob, len(c.tokens),
                                          c.ended) for c in candidates]
@@ -291,9 +292,15 @@ def translate_lines(
 
 def _search(
     model: Transformer, sources: Sequence[Sequence[int]], numbers: Sequence[int], settings: config.Translate,
-    width: int, seed: int, stepper: MakeStepper,
+    width: int, seed: int, stepper: MakeStepper, barred: Sequence[int],
 ) -> list[list[Candidate]]:
-    """Searches one batch. `sources`: token ids with eos; `numbers`: their line numbers. Best hypotheses first."""
+    """Searches one batch; the best hypotheses come first.
+
+    Args:
+        sources: token ids with eos.
+        numbers: their line numbers.
+        barred: tokens that no hypothesis may contain.
+    """
     device = model.output_weight.device
     lengths = [len(source) for source in sources]
     most = [min(_max_length(model), max(1, int(settings.max_ratio * n) + settings.max_extra)) for n in lengths]
@@ -303,15 +310,15 @@ def _search(
     penalty = LengthPenalty(settings.length_penalty, settings.alpha)
     if settings.method == "beam":
         return beam_search(state, limits, width, settings.nbest, penalty, settings.patience, settings.finish,
-                           settings.min_length)
+                           settings.min_length, barred)
     if settings.method == "greedy":
-        return decode_independently(state, limits, width, choose_greedily, penalty, settings.min_length)
+        return decode_independently(state, limits, width, choose_greedily, penalty, settings.min_length, barred)
     uniforms = torch.zeros(len(numbers), width, max(most))
     for row, number, limit in zip(uniforms, numbers, most, strict=True):
         generator = np.random.default_rng((seed, number))
         row[:, :limit] = torch.from_numpy(generator.random((width, limit), dtype=np.float32))
     return decode_independently(state, limits, width, make_sampler(uniforms.to(device), settings.temperature), penalty,
-                                settings.min_length)
+                                settings.min_length, barred)
 
 
 def _max_length(model: Transformer) -> int:

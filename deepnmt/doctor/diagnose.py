@@ -30,7 +30,7 @@ from deepnmt.checkpoint.checkpoint import (
     weights_in,
 )
 from deepnmt.config import Recipe, with_settings
-from deepnmt.data.batching import Stream
+from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.doctor.measures import (
     Growth,
@@ -172,7 +172,7 @@ def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.d
     Raises:
         UserError: it has only one sentence.
     """
-    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    stream = training_stream(recipe, data)
     if len(stream.plan(0)[0]) < 2:
         raise UserError(f"batch.tokens is {recipe.batch.tokens}, so the first micro-batch has only one sentence, but "
                         "diagnose compares sentences with each other; set it higher, for example "
@@ -202,7 +202,7 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
     model.label_smoothing = own.train.label_smoothing
     passes = 0.0
     if own.schedule.step_epoch is not None:  # only then, because `epoch_size` plans a whole epoch
-        stream = Stream(data.split("train"), own.batch.tokens, own.seed)
+        stream = training_stream(own, data)
         passes = state.epoch + state.micro_batch / stream.epoch_size(state.epoch)
     reached = state.loss_scale if recipe.loss_scale == own.loss_scale else None
     return Subject(own.model_copy(update={name: getattr(recipe, name) for name in AT_CHECKPOINT}), data, model, batch,

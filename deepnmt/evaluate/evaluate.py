@@ -173,7 +173,8 @@ def _load_test_set(recipe: Recipe, spec: str) -> EvaluationSet:
         return EvaluationSet(name, _lines(paths[0]), [_lines(paths[1])])
     if spec in recipe.data.test:
         pairs = list(read_pairs(recipe.data.test[spec]))
-        return EvaluationSet(spec, [src for src, _ in pairs], [[trg for _, trg in pairs]])
+        return EvaluationSet(spec, [src for src, _ in pairs], [[trg for _, trg in pairs]],
+                             recipe.data.test[spec].trg_lang)
     if spec not in DATASETS:
         near = difflib.get_close_matches(spec, [*recipe.data.test, *DATASETS], n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""

@@ -30,11 +30,13 @@ LOWER_IS_BETTER = ("ter",)
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A test set: `references[r][i]` is the r-th reference translation of `sources[i]`."""
+    """A test set: `references[r][i]` is the r-th reference translation of `sources[i]`; `lang` is their language if it
+    is not that of the other sets."""
 
     name: str
     sources: list[str]
     references: list[list[str]]
+    lang: str | None = None
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -140,7 +142,7 @@ def score_systems(systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence
     """
     scores = {
         system: {
-            test.name: score_lines(lines, test.references, lang, f"{system} on {test.name}")
+            test.name: score_lines(lines, test.references, test.lang or lang, f"{system} on {test.name}")
             for test, lines in zip(sets, translations, strict=True)
         }
         for system, translations in systems.items()
@@ -148,7 +150,8 @@ def score_systems(systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence
     comparisons = []
     if len(systems) > 1:
         for number, test in enumerate(sets):
-            comparisons += compare({system: texts[number] for system, texts in systems.items()}, test, lang)
+            hypotheses = {system: texts[number] for system, texts in systems.items()}
+            comparisons += compare(hypotheses, test, test.lang or lang)
     return Report(scores, comparisons)
 
 

@@ -95,6 +95,8 @@ class Monitor:
         self._write("valid", update, record)
         self._write_figures("valid", update, {k: v for k, v in record.items() if isinstance(v, (int, float))})
         bleu = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
+        each = [f"{key.removesuffix('/bleu')} {value:.1f}" for key, value in record.items() if key.endswith("/bleu")]
+        bleu += f" ({', '.join(each)})" if each else ""
         self.print_line(f"validation at update {update}: loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}"
                  f"{' (best so far)' if record['best'] else ''}")
 

@@ -13,7 +13,7 @@ import torch
 from deepnmt.checkpoint.average import check_average_last
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
-from deepnmt.data.batching import Stream
+from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import SIDES, LayerPosition, Side
@@ -174,7 +174,7 @@ def describe(recipe: Recipe) -> str:
         sizes = (source.size, target.size)
         train = data.split("train")
         ratio = train.source_per_target
-        stream = Stream(train, recipe.batch.tokens, recipe.seed)
+        stream = training_stream(recipe, data)
         per_update = data_parallel * recipe.batch.accumulation
         epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.waste(0):.1f} %)"
     parameters = count_parameters(recipe.model, *sizes)

@@ -9,7 +9,7 @@ import numpy as np
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
-from deepnmt.data.batching import Stream
+from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, reporting
@@ -99,7 +99,7 @@ def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> lis
     The batch is the run's first micro-batches: as many as have at most `admin.tokens` target tokens together, at least
     one, and none of the second epoch. Ranks take them in turn, so the last ranks may get none.
     """
-    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    stream = training_stream(recipe, data)
     plan = stream.plan(0)
     tokens = np.add.reduceat(stream.split(0).trg_lengths[plan.order], plan.starts[:-1], dtype=np.int64)
     count = max(1, int((tokens.cumsum() <= recipe.admin.tokens).sum()))

@@ -38,6 +38,8 @@ from deepnmt.training.state import TrainState
 _FIXED = ("seed", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters", "batch.tokens",
           "admin", "train.best_by")
 
+_MIXTURE = (".weight", ".temperature", ".tag")  # of data.train: they decide which sentences an epoch has
+
 LOCK_WAIT = 120.0  # seconds to wait for processes that are stopping and still save
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file system without locks
 
@@ -183,7 +185,8 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
         fixed += MOMENT_SETTINGS
     if state.loss_scale is not None:  # the initial one would have no effect
         fixed.append("loss_scale.initial_power")
-    rejected = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in fixed)]
+    rejected = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in fixed)
+                or (c.partition(":")[0].startswith("data.train.") and c.partition(":")[0].endswith(_MIXTURE))]
     if rejected:
         raise UserError(f"{recipe.run} holds a run begun with other settings:\n  " + "\n  ".join(rejected)
                         + "\nrestore them, or train into another folder with run=FOLDER")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
 from deepnmt.config import Recipe
-from deepnmt.data.batching import Stream
+from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.parallel.build import partition_of, start_engine
@@ -64,11 +64,8 @@ class Task:
 
 def _check(recipe: Recipe) -> None:
     if recipe.train.valid_bleu:
-        make_scorers(recipe.data.trg_lang)
-
-
-def _stream(recipe: Recipe, data: PreparedData) -> Stream:
-    return Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
+        for corpus in (recipe.data.valid, *recipe.data.valid.corpora.values()):
+            make_scorers(corpus.trg_lang or recipe.data.trg_lang)
 
 
 def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:
@@ -89,4 +86,4 @@ def _files(data: PreparedData) -> dict[str, bytes]:
     return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
 
 
-TRANSLATION = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files)
+TRANSLATION = Task(_check, open_prepared, PreparedData.verify, training_stream, _start, validate, _files)

@@ -250,6 +250,9 @@ class Trainer:
         record = {"loss": result.loss, "perplexity": result.perplexity, "best": improved}
         if result.bleu is not None:
             record |= {"bleu": result.bleu, "signature": result.signature}
+        for name, one in result.corpora.items():
+            figures = {"loss": one.loss, "perplexity": one.perplexity, "bleu": one.bleu}
+            record |= {f"{name}/{figure}": value for figure, value in figures.items() if value is not None}
         state.validations.append({"update": state.update, "value": value, **record})
         self.monitor.valid(state.update, {**record, "training_seconds": state.seconds})
         return improved

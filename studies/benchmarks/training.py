@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import find_checkpoint, load_model
 from deepnmt.config import Model, Recipe, Translate, check_recipe
-from deepnmt.data.batching import Position, Stream
+from deepnmt.data.batching import Position
+from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
 from deepnmt.decode.translate import cast_weights, translate_shards
@@ -146,7 +147,7 @@ def _train_rate(job: dict[str, Any], ranks: Ranks) -> float:
     else:
         engine = start_engine(recipe, layout_of(recipe, ranks.world), (source.size, target.size), ranks)
         step = lambda batches, tokens: engine.train_step(batches, tokens, 1e-4)  # noqa: E731
-    stream = Stream(data.split("train"), recipe.batch.tokens, recipe.seed)
+    stream = training_stream(recipe, data)
     total, started = 0, 0.0
     for update in range(2 * job["updates"]):
         if update % job["updates"] == 0:

@@ -80,7 +80,7 @@ def settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
     """The dotted name and the default of every setting; a corpus and the named tests count as one setting each."""
     for name, field in section.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Corpus:
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Corpus):
             yield from settings(kind, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field.default
