@@ -183,6 +183,13 @@ def compare_blocks(words: list[str]) -> None:
         if name in given(args) and (name in options or args.warmups):
             raise UserError(f"{name} has no effect here because the study sets it for every run; remove it and use "
                             f"{option}")
+    if len(set(args.rates)) == 1:
+        raise UserError("--rates has one value, so there is nothing to search; give two or more, or set optimizer.lr")
+    if args.search_updates is not None:
+        positive(args, "search_updates")
+        if not args.rates:
+            raise UserError("--search-updates has no effect here because no rates are searched; add --rates, or remove "
+                            "it")
     from studies.blocks import Plan, study
     from studies.variants import list_variants
 

@@ -89,6 +89,12 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
     Raises:
         UserError: the prepared data are missing, or the folder cannot be written or has a `runs.jsonl` of another kind.
     """
+    short = plan.search_updates or max(1, recipe.train.updates // 3)
+    for variant in variants:  # so that a fault ends the study before its first run
+        for seed in plan.seeds:
+            replace(variant, seed=seed).recipe(recipe)
+        for rate in plan.rates:
+            replace(variant, rate=rate, updates=short).recipe(recipe)
     settings = shared_settings(recipe, open_prepared(recipe))
     make_run_folder(output, "--output")
     file, deadline = plan.runs or output / "runs.jsonl", time.monotonic() + plan.seconds
@@ -100,19 +106,18 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
     def trained(wanted: Sequence[Variant]) -> list[Record]:
         """The runs of these variants, the missing ones trained; fewer if the time is over."""
         nonlocal missing
-        left = [variant for variant in wanted if variant not in known]
+        left = [variant for variant in dict.fromkeys(wanted) if variant not in known]
         records = _results(left, recipe, plan.processes, deadline, output / "weights" if plan.keep_weights else None)
         for number, [record] in enumerate(append_runs(file, ([record] for record in records)), 1):
             variant = Variant(**record["system"])
             known[variant] = record
             print_status(f"{number} of {len(left)}: {variant.text}: {text_of(record['valid'])} "
                          f"({record['seconds']:.0f} s)")
-        missing = sum(variant not in known for variant in wanted)
-        return [known[variant] for variant in wanted if variant in known]
+        missing = sum(variant not in known for variant in left)
+        return [known[variant] for variant in dict.fromkeys(wanted) if variant in known]
 
     rate_of, searched = {variant: variant.rate for variant in variants}, []
     if plan.rates:
-        short = plan.search_updates or max(1, recipe.train.updates // 3)
         tried: dict[Variant, dict[float, float]] = {variant: {} for variant in variants if variant.source}
         while points := {replace(variant, rate=rate, updates=short): variant for variant, losses in tried.items()
                          for rate in further_rates(plan.rates, losses)}:

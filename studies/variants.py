@@ -82,7 +82,7 @@ class Variant(Stacks):
             tree["model"][side] |= {"block": getattr(self, side), "layers": self.layers, "init": self.init}
         tree["schedule"]["warmup"] = self.warmup
         tree["train"]["updates"], tree["optimizer"]["lr"], tree["seed"] = self.updates, self.rate, self.seed
-        return check_recipe(tree, f"the recipe with {self.name}, {self.layers} layers, schedule.warmup {self.warmup}")
+        return check_recipe(tree, f"the recipe with {self.text}, schedule.warmup {self.warmup}")
 
 
 def list_variants(
