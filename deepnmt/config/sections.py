@@ -215,7 +215,8 @@ class Stack(Section):
     `xavier_separate` does not; `depth_scaled` is `xavier` with every matrix times layers^-1/2. `auto` is
     `depth_scaled` for b2t and b2t_no_ln and `xavier` for the others. `published` is what the code of the block's
     authors does, scalars and biases included. `fairseq` is `xavier` but for what fairseq 0.12.2 leaves to PyTorch: FFN
-    matrices and the biases of query, key, value and FFN, uniform in ±1/√columns; it learns faster from few tokens."""
+    matrices and the biases of query, key, value and FFN, uniform in ±1/√columns. post_ln learns faster with it from few
+    tokens."""
     output_change: Literal["log", "constant", "linear"] = "log"
     """How the output's change grows with depth at first (with admin_closed_form only): with its logarithm, not at all,
     or in proportion."""
