@@ -89,13 +89,14 @@ def fit(
 ) -> VerdictRule:
     """The rule with the smallest weighted sum of squared errors + decay · |weights|² of the standardised features."""
     weight = np.array([example.weight for example in examples])
-    lines = []
-    for number, names in enumerate((loss, gain)):
+
+    def line(number: int, names: Sequence[str]) -> Line:
         x = np.array([[math.prod(example.values[part] for part in name.split("*")) for name in names]
                       for example in examples])
-        lines.append(_regression(x, np.array([example.reached[number] for example in examples]), weight, decay, names))
+        return _regression(x, np.array([example.reached[number] for example in examples]), weight, decay, names)
+
     values = {name: [example.values[name] for example in examples] for name in FEATURES}
-    return VerdictRule(*lines, {name: [min(own), max(own)] for name, own in values.items()})
+    return VerdictRule(line(0, loss), line(1, gain), {name: [min(own), max(own)] for name, own in values.items()})
 
 
 def _regression(x: Array, y: Array, weight: Array, decay: float, names: Sequence[str]) -> Line:
@@ -107,10 +108,10 @@ def _regression(x: Array, y: Array, weight: Array, decay: float, names: Sequence
     solution = inverse @ ((columns * weight[:, None]).T @ y)
     leverage = weight * np.einsum("ij,jk,ik->i", columns, inverse, columns)
     left = (y - columns @ solution) / np.maximum(1 - leverage, 0.2)
-    rounded = [{name: round(float(value), 6) for name, value in zip(names, each, strict=True)}
-               for each in (solution[1:], centre, scale)]
+    weights, middle, width = ({name: round(float(value), 6) for name, value in zip(names, each, strict=True)}
+                              for each in (solution[1:], centre, scale))
     spread = float(np.sqrt((weight * left**2).sum() / weight.sum()))
-    return Line(round(float(solution[0]), 6), *rounded, round(spread, 6))
+    return Line(round(float(solution[0]), 6), weights, middle, width, round(spread, 6))
 
 
 def crossed(examples: Sequence[Example], kind: str, make: Callable[[Sequence[Example]], VerdictRule]) -> Tested:
