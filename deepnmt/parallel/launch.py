@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from deepnmt.errors import UserError
-from deepnmt.parallel import slurm
+from deepnmt.parallel import slurm, watch
 from deepnmt.parallel.host import LOOPBACK, interface_to, keep_memory, quiet_libraries
 from deepnmt.parallel.launcher import end_with_launcher
 from deepnmt.parallel.meeting import WAIT, alone, meet, tell_fault
+from deepnmt.parallel.watch import Watch
 from deepnmt.ranks import Ranks
 
 _TELLING = timedelta(minutes=1)  # for machines that start later to hear why this one has ended
@@ -60,8 +61,16 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False) ->
         torch.set_num_threads(threads or met.cores)
         if store is not None:
             _open_group(store, rank, world, device, local_rank, met.peer)
+        if world > 1:
+            watch.current = Watch(_client(world, WAIT), rank, met.nodes)
         yield Ranks(rank, world, local_rank, met.local_world, device, store=store)
-    except UserError as error:
+        if watch.current is not None:
+            watch.current.leave(None)
+    except BaseException as error:
+        if watch.current is not None:
+            watch.current.leave(error)
+        if not isinstance(error, UserError):
+            raise
         if store is not None and error.reported is None:
             error.reported = _reported_elsewhere(store, rank, str(error))
         raise
@@ -70,6 +79,9 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False) ->
             # DeepSpeed's own way forgets the groups it has made, which its next engine in this process would take
             comm = sys.modules.get("deepspeed.comm")
             (comm if comm is not None and comm.is_initialized() else dist).destroy_process_group()
+        if watch.current is not None:
+            watch.current.close()
+            watch.current = None
 
 
 def end_others(fault: str) -> None:
@@ -156,9 +168,20 @@ def _open_store(rank: int, world: int, wait: timedelta = WAIT) -> dist.Store:
         what = "cannot be opened" if rank == 0 else "does not answer"
         raise UserError(f"{where} {what} on {socket.gethostname()}: {str(error).splitlines()[0]}; see that process 0 "
                         "runs, and that its machine has this name and lets the port through") from None
-    if agent:  # after a restart the store still holds the keys of the previous attempt
-        store = dist.PrefixStore(f"deepnmt/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return store
+    return _of_this_attempt(store)
+
+
+def _client(world: int, wait: timedelta) -> dist.Store:
+    """Another connection to the store: what one waits for does not hold up the other."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return _of_this_attempt(dist.TCPStore(address, port, world, False, wait, wait_for_workers=False))
+
+
+def _of_this_attempt(store: dist.Store) -> dist.Store:
+    """After a restart torchrun's store still holds the keys of the previous attempt."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    return dist.PrefixStore(f"deepnmt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _open_group(store: dist.Store, rank: int, world: int, device: torch.device, local_rank: int, peer: str) -> None:

@@ -212,11 +212,13 @@ class Met:
         cores: of its machine that are this process's own part.
         local_world: processes on its machine.
         peer: an address on another machine, or the loopback's if there is one machine only.
+        nodes: the machine's name of every process.
     """
 
     cores: int
     local_world: int
     peer: str
+    nodes: Sequence[str] = ()
 
 
 def alone() -> Met:
@@ -237,7 +239,7 @@ def meet(store: dist.Store, rank: int, world: int, device: torch.device, differ:
     if rank == 0:
         for note in judgement["notes"]:
             print_status(f"note: {note}")
-    return Met(*judgement["processes"][rank])
+    return Met(*judgement["processes"][rank], judgement["nodes"])
 
 
 def tell_fault(store: dist.Store, rank: int, world: int, fault: str, wait: timedelta) -> None:
@@ -271,6 +273,7 @@ def judge_meeting(everything: Sequence[Facts], differ: bool = False) -> Facts:
     away = next((told["address"] for told in everything if told["machine"] != first["machine"]), "127.0.0.1")
     peers = [away if told["machine"] == first["machine"] else first["address"] for told in everything]
     return {"refused": "; ".join(refused), "notes": [] if differ else differences(everything, ALIKE),
+            "nodes": [told["node"] for told in everything],
             "processes": list(zip(core_shares(everything), [machines[told["machine"]] for told in everything], peers))}
 
 

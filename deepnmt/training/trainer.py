@@ -28,6 +28,7 @@ from deepnmt.config import Recipe, Train, dump_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import read_log, reporting, write_text
 from deepnmt.optim import warmup_note
+from deepnmt.parallel import watch as watch_
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.launcher import lost_launcher
 from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
@@ -116,7 +117,12 @@ class Trainer:
                                in_shards(recipe, self.engine.parameters, ranks.world))
             self.hook: UpdateHook = watch(recipe, self.engine, ranks) if watch else lambda number: nullcontext()
             ranks.raise_everywhere(self._write_recipe)
+            if watch_.current is not None:
+                watch_.current.when_lost = self._report_loss
             self._lock = held.pop_all()
+
+    def _report_loss(self, sentence: str) -> None:
+        self.monitor.status("lost", self.state.update, error=sentence)
 
     def _write_recipe(self) -> None:
         if self.ranks.first:
