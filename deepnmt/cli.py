@@ -244,6 +244,8 @@ def _train(words: list[str]) -> int:
         "    2  a mistake in the recipe, the data or the command line, or a run that diverged; a message says which\n"
         "   75  stopped by a signal (SIGTERM, SIGUSR1, SIGHUP, Ctrl-C) or with its launcher, and saved; the same\n"
         "       command resumes\n"
+        "   76  another process of the run has ended, was stopped or is cut off; the same command resumes from the\n"
+        "       newest checkpoint\n"
         "  130  stopped by Ctrl-C before the first update",
         "deepnmt train my.yaml\n"
         "deepnmt train my.yaml model.encoder.block=b2t train.updates=300 --dry-run\n"
@@ -277,7 +279,7 @@ def _status(words: list[str]) -> int:
         "Reads STATUS.json and the lock of the run folder. Prints a line.\n\n"
         "exit codes:\n"
         "    0  finished\n"
-        "    1  ended without saying so: killed, or its machine went down; the same command resumes it\n"
+        "    1  ended without saying so, or with a lost process; the same command resumes it\n"
         "    2  failed, or no training has begun there; the line says which\n"
         "    3  running\n"
         "   75  stopped by a signal or with its launcher, and saved; the same command resumes it",

@@ -13,8 +13,6 @@ from deepnmt.folders import DamagedCheckpoint, read_json
 
 FINISHED, ENDED, FAILED, RUNNING, PREEMPTED = 0, 1, 2, 3, 75  # exit codes of `deepnmt status`
 
-_CODES = {"finished": FINISHED, "failed": FAILED, "preempted": PREEMPTED}
-
 
 @dataclass(frozen=True)
 class Status:
@@ -45,6 +43,8 @@ def run_status(run: Path) -> Status:
         return Status(FINISHED, f"{run} is finished, {at}{age}")
     if word == "preempted":
         return Status(PREEMPTED, f"{run} was stopped {why} {at}{age}, and saved; the same command resumes it")
+    if word == "lost":
+        return Status(ENDED, f"{run} ended {at}{age}: {why}")
     if word == "failed":
         return Status(FAILED, f"{run} has failed {at}{age}: {why}")
     return Status(ENDED, f"{run} ended without saying so, after its last word {at}{age}: it was killed, or its machine "
