@@ -239,7 +239,7 @@ def meet(store: dist.Store, rank: int, world: int, device: torch.device, differ:
     if rank == 0:
         for note in judgement["notes"]:
             print_status(f"note: {note}")
-    return Met(*judgement["processes"][rank], judgement["nodes"])
+    return Met(*judgement["processes"][rank], nodes=judgement["nodes"])
 
 
 def tell_fault(store: dist.Store, rank: int, world: int, fault: str, wait: timedelta) -> None:
