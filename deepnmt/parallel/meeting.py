@@ -239,7 +239,8 @@ def meet(store: dist.Store, rank: int, world: int, device: torch.device, differ:
     if rank == 0:
         for note in judgement["notes"]:
             print_status(f"note: {note}")
-    return Met(*judgement["processes"][rank], nodes=judgement["nodes"])
+    cores, local_world, peer = judgement["processes"][rank]
+    return Met(cores, local_world, peer, judgement["nodes"])
 
 
 def tell_fault(store: dist.Store, rank: int, world: int, fault: str, wait: timedelta) -> None:
