@@ -22,15 +22,16 @@ VOCABS = {"src.spm": VOCAB, "trg.spm": VOCAB}
 
 
 def recipe_of(
-    run: Path, test: dict[str, config.Corpus] | None = None, model: Mapping[str, int | str] | None = None
+    run: Path, test: dict[str, dict[str, list[str]]] | None = None, model: Mapping[str, int | str] | None = None
 ) -> config.Recipe:
     """A recipe with one layer on each side; `model` changes settings of the model."""
-    corpus = config.Corpus(src=["train.en"], trg=["train.de"])
+    texts = {"src": ["train.en"], "trg": ["train.de"]}
+    data = {"folder": "data", "src_lang": "en", "trg_lang": "de", "train": texts, "valid": texts, "test": test or {}}
     stack = {"layers": 1, "block": "b2t"}
     settings = {"width": 8, "heads": 2, "ffn": 16, "max_length": 300, "encoder": stack, "decoder": stack}
     return config.Recipe(
         run=str(run),
-        data=config.Data(folder="data", src_lang="en", trg_lang="de", train=corpus, valid=corpus, test=test or {}),
+        data=config.Data.model_validate(data),
         model=config.Model.model_validate({**settings, **(model or {})}),
         train=config.Train(updates=10),
     )

@@ -23,6 +23,7 @@ from deepnmt.checkpoint.checkpoint import list_checkpoints, moments_in, newest_c
 from deepnmt.checkpoint.saving import Saver
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.errors import UserError
+from deepnmt.parallel import watch
 from deepnmt.parallel.launch import processes
 from deepnmt.ranks import Ranks
 
@@ -89,6 +90,9 @@ def faulty(run: str, rank: str, at: str) -> None:
     """Runs on each rank: recovers from the last time, and saves update 20, in which process `rank` is killed at change
     `at` (0: none)."""
     with processes(threads=1) as ranks:
+        assert watch.current is not None
+        watch.current.close()
+        watch.current = None  # it would wait ten seconds before it says who is lost
         if Path(run).exists():
             recover(Path(run), ranks)
         prepare(Path(run), ranks)

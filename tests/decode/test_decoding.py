@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -36,11 +36,16 @@ METHODS = {
 class Numbers:
     """A vocabulary whose pieces are their ids."""
 
+    tags: ClassVar[dict[str, int]] = {}
+
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
+
+    def split_tags(self, text: str) -> tuple[list[int], str]:
+        return [], text
 
 
 def sharp(block: config.Block = "post_ln") -> Transformer:

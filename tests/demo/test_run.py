@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_only_the_scores_of_this_average_are_reused(tmp_path: Path) -> None:
-    corpus = config.Corpus(src=["test.en"], trg=["test.de"])
+    corpus = {"src": ["test.en"], "trg": ["test.de"]}
     recipe = tiny_run.recipe_of(tmp_path / "run", {"test": corpus})
     for update in (10, 20):
         tiny_run.write(recipe, update)

@@ -46,9 +46,9 @@ def _write(file: Path, lines: list[str]) -> str:
 def recipe(tmp_path: Path) -> config.Recipe:
     """With the test sets "first" (all three lines) and "second" (two, as TSV with the target first)."""
     test = {
-        "first": config.Corpus(src=[_write(tmp_path / "a.en.gz", SOURCES)], trg=[_write(tmp_path / "a.de", TARGETS)]),
-        "second": config.Corpus(tsv=[_write(tmp_path / "b.tsv", [f"{t}\t{s}" for s, t in zip(SOURCES[:2], TARGETS)])],
-                                columns=[2, 1]),
+        "first": {"src": [_write(tmp_path / "a.en.gz", SOURCES)], "trg": [_write(tmp_path / "a.de", TARGETS)]},
+        "second": {"tsv": [_write(tmp_path / "b.tsv", [f"{t}\t{s}" for s, t in zip(SOURCES[:2], TARGETS)])],
+                   "columns": [2, 1]},
     }
     return tiny_run.recipe_of(tmp_path / "run", test)
 

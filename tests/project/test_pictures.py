@@ -17,8 +17,6 @@ CURVES = {name: [(update, 5.0 / update) for update in range(1, 9)] for name in (
 LOSSES = {name: [loss for _, loss in points] for name, points in CURVES.items()}
 PANEL = studies.Panel("6L-6L", CURVES, dict.fromkeys(CURVES, "learned"), {"even guess": 8.0})
 ROWS = [{"micro_batches": count, "idle": [0.5, 0.4], "mean": 0.45, "formula": 0.5, "expected": 0.4} for count in (1, 2)]
-RUNS = [{"point": {"encoder": block, "decoder": block, "layers": 6, "rate": 0.01, "warmup": warmup}, "final": 1.0,
-         "bar": 1.5} for block in CURVES for warmup in (True, False)]
 GROWTH = Growth.of([1, 2, 4], [0.1, 0.2, 0.4])
 LOG = [{"type": "train", "update": 5, "loss": 3.5, "learning_rate": 1e-3},
        {"type": "valid", "update": 5, "loss": 3.0, "bleu": 12.5}]
@@ -32,7 +30,6 @@ PICTURES = {
     "study": lambda: studies.plot_study([PANEL, PANEL], PATH, "title"),
     "idle": lambda: studies.plot_idle_time(ROWS, 2, PATH),
     "comparison": lambda: studies.plot_comparison({"a": dict(CURVES["admin"])}, PATH, "title", "loss, nats per token"),
-    "grid": lambda: studies.plot_grid(RUNS, PATH),
 }
 
 
@@ -45,7 +42,7 @@ def test_a_picture_has_title_and_labels(name: str, monkeypatch: pytest.MonkeyPat
     [figure] = figures
     assert figure.get_suptitle() and figure.get_figwidth() == plots.WIDTH
     axes = [axes for axes in figure.axes if axes.get_visible()]
-    named = {"half": "y", "grid": ""}.get(name, "xy")  # the others have words as ticks
+    named = {"half": "y"}.get(name, "xy")  # the others have words as ticks
     for axis in named:
         assert any([getattr(figure, f"get_sup{axis}label")(), *(getattr(a, f"get_{axis}label")() for a in axes)])
     for each in axes:

@@ -319,7 +319,8 @@ def test_names_are_spread() -> None:
     ("--search-updates 5", "--search-updates has no effect here because no rates are searched"),
     ("--rates 1e-3 0", "rate 0, seed"),
     ("--seeds 1 -1", "seed -1"),
-    ("train.updates=30 --rates 1e-3 2e-3 --search-updates 4", "schedule.warmup (4) must be below train.updates (4)"),
+    ("schedule.name=linear train.updates=30 --rates 1e-3 2e-3 --search-updates 4",
+     "schedule.warmup (4) must be below train.updates (4)"),
     *((words, f"{name} has no effect here because the study sets it for every run; remove it and use {option}\n")
       for words, name, option in (("model.encoder.block=b2t", "model.encoder.block", "--blocks"),
                                   ('model={"decoder":{"layers":3}}', "model.decoder.layers", "--depths"),

@@ -57,9 +57,9 @@ def test_runs_that_cannot_be_read(prepared: Path, tmp_path: Path, sentence: Refu
     (tmp_path / "bytes").mkdir()
     (tmp_path / "bytes" / "runs.jsonl").write_bytes(b"\xff\n")
     (tmp_path / "folder" / "runs.jsonl").mkdir(parents=True)
-    for name in ("bytes", "folder"):
+    for name, fault in (("bytes", "cannot be read as JSON lines: "), ("folder", "cannot be written: Is a directory")):
         message = sentence("compare-blocks", prepared / "recipe.yaml", *BLOCKS, "--output", tmp_path / name)
-        assert f"{tmp_path}/{name}/runs.jsonl cannot be read as JSON lines: " in message
+        assert f"{tmp_path}/{name}/runs.jsonl {fault}" in message
 
 
 def test_a_study_for_several_processes_writes_nothing(prepared: Path, tmp_path: Path, sentence: Refused) -> None:
