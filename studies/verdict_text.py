@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from deepnmt.config import Recipe, check_recipe
-from deepnmt.data.batching import Stream
+from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
 from deepnmt.doctor.outcome import OUTCOMES, Measured, frequencies, measure_outcome
@@ -192,7 +192,7 @@ def run_recipe(recipe: Recipe) -> Record:
     surprise = frequencies(train, target)
     engine, state = LocalEngine(second, recipe, device), TrainState()
     total, losses, marks = recipe.train.updates, [], []
-    for done in updates(engine, Stream(train, recipe.batch.tokens, recipe.seed), recipe, state, ranks):
+    for done in updates(engine, training_stream(recipe, data), recipe, state, ranks):
         losses.append(done.nll / done.update.tokens)
         if done.give_up or (done.stats.applied and state.update in (total // 4, total // 2, total)):
             measured = measure_outcome(engine.evaluate, valid, surprise, device)

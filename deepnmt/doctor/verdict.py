@@ -23,6 +23,7 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.config import Precision, Recipe
 from deepnmt.data.batching import Stream, collate
+from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData
 from deepnmt.doctor.outcome import GAIN, OUTCOMES, Measured, Outcome, frequencies, measure_outcome
 from deepnmt.doctor.variants import initialisation
@@ -114,7 +115,7 @@ def run_trial(
     """
     engine = LocalEngine(model, recipe, device)
     train, valid = data.split("train"), data.split("valid").truncated(recipe.model.max_length)
-    stream = Stream(train, recipe.batch.tokens, recipe.seed)
+    stream = training_stream(recipe, data)
     rates, losses, norms = trial_rates(recipe), [], []
     for number, rate in enumerate(rates):
         batch = cut_batch(stream, number % stream.epoch_size(0), TOKENS, number, device)
