@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -129,16 +130,18 @@ def initial_moment(moment: Moment, weight: torch.Tensor) -> torch.Tensor:
 
 
 class RunProgress(NamedTuple):
-    """The current update (the first counts as `schedule.count_from`), the run's last one, and passes over the training
-    text before this update."""
+    """The current update (the first counts as `schedule.count_from`), the run's last one, passes over the training text
+    before this update, and the values of the validations before it, of which a lower one is better."""
 
     update: int
     last_update: int
     passes: float
+    validations: Sequence[float] = ()
 
 
 def learning_rate(
-    peak: float, schedule: config.Schedule, update: int, last_update: int, passes: float = 0.0
+    peak: float, schedule: config.Schedule, update: int, last_update: int, passes: float = 0.0,
+    validations: Sequence[float] = (),
 ) -> float:
     """The learning rate of an update. It is a pure function, so that a resumed run has nothing to restore.
 
@@ -147,12 +150,12 @@ def learning_rate(
 
     Args:
         update: the number of the update, from 1.
-        passes: passes over the training text before this update, which `schedule.step_epoch` needs.
+        passes, validations: see `RunProgress`; `schedule.step_epoch` and plateau need them.
     """
     update += schedule.count_from - 1
     if update < schedule.warmup:
         return schedule.start + (peak - schedule.start) * update / schedule.warmup
-    return SCHEDULES[schedule.name](peak, schedule, RunProgress(update, last_update, passes))
+    return SCHEDULES[schedule.name](peak, schedule, RunProgress(update, last_update, passes, validations))
 
 
 def _inverse_sqrt(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
@@ -172,8 +175,35 @@ def _constant(peak: float, schedule: config.Schedule, now: RunProgress) -> float
 
 def _linear(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
     """A straight line to `schedule.final` at the last update."""
-    done = min(1.0, (now.update - schedule.warmup) / max(1, now.last_update - schedule.warmup))
-    return peak + (schedule.final - peak) * done
+    return peak + (schedule.final - peak) * _done(schedule.warmup, now)
+
+
+def _cosine(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
+    """Half a cosine to `schedule.final` at the last update. Loshchilov and Hutter 2017, SGDR, eq. 5, one period."""
+    return schedule.final + (peak - schedule.final) * (1 + math.cos(math.pi * _done(schedule.warmup, now))) / 2
+
+
+def _wsd(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
+    """Warm-up, stable, decay: the peak, and in the last `schedule.decay` updates a straight line to `schedule.final`.
+    Hu et al. 2024, MiniCPM, section 4; the line is that of Hägele et al. 2024, Scaling Laws and Compute-Optimal
+    Training Beyond Fixed Training Durations."""
+    return peak + (schedule.final - peak) * _done(now.last_update - (schedule.decay or 1), now)
+
+
+def _done(first: int, now: RunProgress) -> float:
+    """How much of the way from update `first` to the last one is done, 0 to 1."""
+    return min(1.0, max(0, now.update - first) / max(1, now.last_update - first))
+
+
+def _plateau(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
+    """The peak times `step_factor` for every `schedule.patience` validations in a row without a new best."""
+    best, waited, drops = math.inf, 0, 0
+    for value in now.validations:
+        waited = 0 if value < best else waited + 1
+        best = min(best, value)
+        if waited == schedule.patience:
+            waited, drops = 0, drops + 1
+    return peak * schedule.step_factor**drops
 
 
 def _step(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
@@ -197,6 +227,9 @@ SCHEDULES: dict[str, Callable[[float, config.Schedule, RunProgress], float]] = {
     "constant": _constant,
     "linear": _linear,
     "step": _step,
+    "cosine": _cosine,
+    "wsd": _wsd,
+    "plateau": _plateau,
 }
 
 

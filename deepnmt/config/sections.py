@@ -346,6 +346,21 @@ class Optimizer(Section):
             yield "decay_norms_and_biases: false has no effect because weight_decay is 0; set it to null"
 
 
+# Settings of the learning rate that belong to schedules: the schedules that know them, and what those that cannot do
+# without it need it for.
+SCHEDULE_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "count_from": (("inverse_sqrt", "inverse_sqrt_decay", "constant", "plateau"), ""),
+    "decay_period": (("inverse_sqrt_decay",), "the updates after which its rate is divided by sqrt(2)"),
+    "final": (("linear", "cosine", "wsd"), ""),
+    "decay": (("wsd",), "the updates in which the rate falls at the end"),
+    "patience": (("plateau",), "the validations in a row without a new best after which the rate drops"),
+    "step_epoch": (("step",), ""),
+    "step_update": (("step",), ""),
+    "step_factor": (("step", "plateau"), ""),
+    "after_step": (("step",), ""),
+}
+
+
 class Schedule(Section):
     """The learning rate over updates: `warmup` updates of linear rise to the peak `optimizer.lr`, then the named curve.
 
@@ -354,27 +369,35 @@ class Schedule(Section):
     """
 
     # The curves: optim.py, `SCHEDULES`
-    name: Literal["inverse_sqrt", "inverse_sqrt_decay", "constant", "linear", "step"] = "inverse_sqrt"
+    name: Literal["inverse_sqrt", "inverse_sqrt_decay", "constant", "linear", "step", "cosine", "wsd",
+                  "plateau"] = "inverse_sqrt"
     """The curve after the warm-up. `inverse_sqrt_decay` falls as sqrt(P / (P + k)) after k updates, with P =
-    `decay_period`. `step` is constant until an epoch begins or an update is reached; then the rate is multiplied by
-    `step_factor`."""
+    `decay_period`. `linear` and `cosine` (half a cosine) fall to `final` at the run's end. `step` is constant until an
+    epoch begins or an update is reached; then the rate is multiplied by `step_factor`. `wsd` (warm-up, stable, decay)
+    is constant until the last `decay` updates, and falls to `final` in them, linearly. `plateau` is constant until
+    `patience` validations in a row bring no new best; then the rate is multiplied by `step_factor`, each time."""
     warmup: Annotated[int, Field(ge=0)] = 4000
-    """Updates of linear rise to `optimizer.lr`; below `train.updates` with linear, below `step_update` with step."""
+    """Updates of linear rise to `optimizer.lr`; below `train.updates` with linear and cosine, below `step_update` with
+    step, at most `train.updates` - `decay` with wsd."""
     start: Annotated[float, Field(ge=0.0)] = 0.0
     """The rate from which the warm-up rises, fairseq's `--warmup-init-lr`; at most `optimizer.lr`."""
     count_from: Annotated[int, Field(ge=0, le=1)] = 1
     """What the first update counts as. With 0, as in fairseq, it has the rate `start`, and every later one what the
-    update before it has with 1 (not with linear and step)."""
+    update before it has with 1 (with inverse_sqrt, inverse_sqrt_decay, constant and plateau only)."""
     decay_period: Count | None = None
     """P of inverse_sqrt_decay, which needs it."""
     final: Annotated[float, Field(ge=0.0)] = 0.0
-    """The rate at the last update (with linear only)."""
+    """The rate at the last update (with linear, cosine and wsd only)."""
+    decay: Count | None = None
+    """Updates in which the rate falls at the end; wsd needs it."""
+    patience: Count | None = None
+    """Validations in a row without a new best, by `train.best_by`, after which the rate drops; plateau needs it."""
     step_epoch: Annotated[int, Field(ge=2)] | None = None
     """The epoch, counted from 1, at whose beginning the rate drops; step needs this or `step_update`."""
     step_update: Annotated[int, Field(ge=2)] | None = None
     """The update at which the rate drops, instead of `step_epoch`."""
     step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """What the rate is multiplied by at the drop (with step only)."""
+    """What the rate is multiplied by at a drop (with step and plateau only)."""
     after_step: Literal["constant", "inverse_sqrt"] = "inverse_sqrt"
     """The curve after the drop (with step only)."""
 
@@ -382,23 +405,17 @@ class Schedule(Section):
         given = [step for step in (self.step_epoch, self.step_update) if step is not None]
         if self.name == "step" and len(given) != 1:
             yield f"name: step needs either step_epoch or step_update; {len(given)} of them are given"
-        if self.name != "step" and given:
-            yield f"step_epoch and step_update need name: step, but name is {self.name}; remove them"
-        if self.name != "step" and (self.step_factor, self.after_step) != (0.1, "inverse_sqrt"):
-            yield (f"step_factor ({self.step_factor:g}) and after_step ({self.after_step}) need name: step, "
-                   f"but name is {self.name}; remove them, or set them to 0.1 and inverse_sqrt")
+        for setting, (names, meaning) in SCHEDULE_OPTIONS.items():
+            value, default = getattr(self, setting), type(self).model_fields[setting].default
+            needs = f"name: {', '.join(names[:-1])}{' or ' * (len(names) > 1)}{names[-1]}"
+            if self.name in names and meaning and value is None:
+                yield f"name: {self.name} needs {setting}, {meaning}"
+            if self.name not in names and value != default:
+                shown = f"{value:g}" if isinstance(value, float) else value
+                yield (f"{setting} ({shown}) needs {needs}, but name is {self.name}; remove {setting}"
+                       + (f", or set it to {default}" if default else ""))
         if self.start and not self.warmup:
             yield f"start ({self.start:g}) needs a warm-up, but warmup is 0; remove start"
-        if self.count_from == 0 and self.name in ("linear", "step"):
-            yield (f"count_from (0) needs name: inverse_sqrt, inverse_sqrt_decay or constant, but name is {self.name}; "
-                   "remove it, or set it to 1")
-        if self.name == "inverse_sqrt_decay" and self.decay_period is None:
-            yield "name: inverse_sqrt_decay needs decay_period, the updates after which its rate is divided by sqrt(2)"
-        if self.name != "inverse_sqrt_decay" and self.decay_period is not None:
-            yield (f"decay_period ({self.decay_period}) needs name: inverse_sqrt_decay, but name is {self.name}; "
-                   "remove decay_period")
-        if self.final and self.name != "linear":
-            yield f"final ({self.final:g}) needs name: linear, but name is {self.name}; remove final"
         if self.name == "step" and self.step_update is not None and self.step_update <= self.warmup:
             yield f"step_update ({self.step_update}) must be above warmup ({self.warmup})"
 
@@ -585,9 +602,15 @@ class Recipe(Section):
                    "stage sends on only the last; set parallel.pipeline_stages: 0, or choose another block")
         if self.train.best_by == "bleu" and not self.train.valid_bleu:
             yield "train.best_by: bleu needs train.valid_bleu: true"
-        if self.schedule.name == "linear" and self.schedule.warmup >= self.train.updates:
+        if self.schedule.name in ("linear", "cosine") and self.schedule.warmup >= self.train.updates:
             yield (f"schedule.warmup ({self.schedule.warmup}) must be below train.updates "
-                   f"({self.train.updates}) with schedule.name: linear")
+                   f"({self.train.updates}) with schedule.name: {self.schedule.name}")
+        if self.schedule.name == "wsd" and self.schedule.warmup + (self.schedule.decay or 0) > self.train.updates:
+            yield (f"schedule.warmup ({self.schedule.warmup}) and schedule.decay ({self.schedule.decay}) must not "
+                   f"be above train.updates ({self.train.updates}) together")
+        if self.schedule.patience and 0 < self.train.patience <= self.schedule.patience:
+            yield (f"schedule.patience ({self.schedule.patience}) must be below train.patience "
+                   f"({self.train.patience}), or the run ends before its rate drops")
         if self.schedule.start > self.optimizer.lr:
             yield (f"schedule.start ({self.schedule.start:g}) must not be above optimizer.lr "
                    f"({self.optimizer.lr:g}), the rate at the end of the warm-up")

@@ -302,8 +302,9 @@ def update_rate(subject: Subject) -> float:
     recipe = subject.recipe
     if subject.trained is None:
         return recipe.optimizer.lr
-    return learning_rate(recipe.optimizer.lr, recipe.schedule, load_state(subject.trained).update + 1,
-                         recipe.train.updates, subject.passes)
+    state = load_state(subject.trained)
+    return learning_rate(recipe.optimizer.lr, recipe.schedule, state.update + 1, recipe.train.updates, subject.passes,
+                         [validation["value"] for validation in state.extra["validations"]])
 
 
 def growth(subject: Subject) -> tuple[dict[str, dict[str, Growth]], dict[str, list[float]]]:

@@ -68,7 +68,8 @@ def updates(
         started, number, limit = time.monotonic(), state.update + 1, recipe.train.max_seconds
         update = batches.update(state.position, engine.data_world * recipe.batch.accumulation, engine.data_rank,
                                 engine.data_world, ranks.device)
-        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates, update.passes)
+        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates, update.passes,
+                             [validation["value"] for validation in state.validations])
         with hook(number) as measure:
             stats = engine.train_step(update.batches, update.tokens, rate)
         measured = measure(stats) if measure and stats.applied else {}

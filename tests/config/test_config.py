@@ -202,9 +202,15 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"optimizer": {"name": "sgd", "betas": [0.9, 0.99], "eps": 1e-8}},
      ["optimizer: betas ([0.9, 0.99]) and eps (1e-08) have no effect with name: sgd; remove them"]),
     ({"schedule": {"final": 1e-5, "step_factor": 0.5}},
-     ["schedule: step_factor (0.5) and after_step (inverse_sqrt) need name: step, but name is inverse_sqrt; remove "
-      "them, or set them to 0.1 and inverse_sqrt",
-      "schedule: final (1e-05) needs name: linear, but name is inverse_sqrt; remove final"]),
+     ["schedule: final (1e-05) needs name: linear, cosine or wsd, but name is inverse_sqrt; remove final",
+      "schedule: step_factor (0.5) needs name: step or plateau, but name is inverse_sqrt; remove step_factor, or set "
+      "it to 0.1"]),
+    ({"schedule": {"name": "cosine", "warmup": 10}},
+     ["schedule.warmup (10) must be below train.updates (10) with schedule.name: cosine"]),
+    ({"schedule": {"name": "wsd", "warmup": 3, "decay": 8}},
+     ["schedule.warmup (3) and schedule.decay (8) must not be above train.updates (10) together"]),
+    ({"schedule": {"name": "plateau", "patience": 2}, "train": {"updates": 10, "patience": 2}},
+     ["schedule.patience (2) must be below train.patience (2), or the run ends before its rate drops"]),
     ({"schedule": {"name": "step", "warmup": 0, "step_epoch": 50}, "train": {"updates": 10, "epochs": 3}},
      ["schedule.step_epoch (50) must not be above train.epochs (3), the run's end"]),
     ({"schedule": {"name": "step", "warmup": 0, "step_update": 400}},

@@ -12,6 +12,7 @@ from tiny_engines import batch_of, export_state, fairseq_rule
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, Schedule, check_recipe
+from deepnmt.data.batching import START, Update
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
 from deepnmt.optim import (
@@ -24,6 +25,9 @@ from deepnmt.optim import (
     warmup_note,
 )
 from deepnmt.parallel.local import LocalEngine
+from deepnmt.ranks import Ranks
+from deepnmt.training.state import TrainState
+from deepnmt.training.updates import updates
 
 Name = Literal["adam", "adamw", "radam", "radamw", "sgd"]
 
@@ -44,6 +48,9 @@ def test_every_schedule_of_a_recipe_has_its_function() -> None:
     (Schedule(name="constant", warmup=10, start=0.2, count_from=0), {1: 0.2, 6: 0.6, 11: 1.0, 900: 1.0}),
     (Schedule(name="constant", warmup=10), {5: 0.5, 900: 1.0}),
     (Schedule(name="linear", warmup=100, final=0.1), {100: 1.0, 550: 0.55, 1000: 0.1}),
+    (Schedule(name="cosine", warmup=100, final=0.1), {50: 0.5, 100: 1.0, 400: 0.775, 550: 0.55, 700: 0.325, 1000: 0.1}),
+    (Schedule(name="wsd", warmup=10, decay=200, final=0.1), {5: 0.5, 800: 1.0, 900: 0.55, 1000: 0.1, 1001: 0.1}),
+    (Schedule(name="wsd", warmup=0, decay=1000), {1: 0.999, 500: 0.5, 1000: 0.0}),
     (Schedule(name="step", warmup=10, step_update=100), {5: 0.5}),
     (Schedule(name="step", warmup=0, step_update=100), {99: 1.0, 100: 0.1}),
     (Schedule(name="step", warmup=0, step_update=100, step_factor=0.5), {400: 0.25}),
@@ -53,6 +60,29 @@ def test_every_schedule_of_a_recipe_has_its_function() -> None:
 def test_learning_rate(schedule: Schedule, rates: dict[int, float]) -> None:
     found = {update: learning_rate(1.0, schedule, update, 1000) for update in rates}
     assert found == pytest.approx(rates, abs=1e-12)
+
+
+@pytest.mark.parametrize(("validations", "rate"), [
+    ([], 1.0), ([3, 2, 2.5, 2.4], 0.5), ([3, 2, 2.5], 1.0), ([3, 2, 2.5, 1.9, 1.9], 1.0), ([3, 2, 2, 2, 2, 2], 0.25),
+    ([3, 2, 2, 2, 1, 2, 2], 0.25), ([3, 2, 2, 2, 2], 0.5)])
+def test_a_plateau_halves_the_rate_for_two_validations_without_a_new_best(validations: list[float], rate: float
+                                                                          ) -> None:
+    schedule = Schedule(name="plateau", warmup=4, patience=2, step_factor=0.5)
+    assert learning_rate(1.0, schedule, 2, 1000, 0.0, validations) == 0.5  # in the warm-up
+    assert learning_rate(1.0, schedule, 900, 1000, 0.0, validations) == rate
+
+
+def test_an_update_takes_the_rate_that_the_validations_left() -> None:
+    """A run that resumes has them in its state, so its rate is that of the unbroken run."""
+    recipe = recipe_of({"lr": 1.0}, {"name": "plateau", "warmup": 0, "patience": 1})
+    state = TrainState(update=5, validations=[{"update": 1, "value": 2.0}, {"update": 5, "value": 2.5}])
+
+    class Batches:
+        def update(self, *_: object) -> Update:
+            return Update([micro_batch(1)], 4, 0.0, START)
+
+    next(updates(engine_of({"lr": 1.0}), Batches(), recipe, state, Ranks.alone()))
+    assert (state.update, state.interval.rate) == (6, pytest.approx(0.1))
 
 
 @pytest.mark.parametrize(("passes", "rate"), [(0.0, 1.0), (6.99, 1.0), (7.0, 0.1), (28.0, 0.05)])
@@ -74,7 +104,10 @@ def test_the_step_at_an_epoch_is_that_at_its_first_update() -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"name": "step"}, "schedule: name: step needs either step_epoch or step_update; 0 of them are given"),
     ({"name": "step", "step_epoch": 3, "step_update": 5000}, "needs either .* 2 of them are given"),
-    ({"name": "constant", "step_epoch": 3}, "need name: step, but name is constant; remove them"),
+    ({"name": "constant", "step_epoch": 3}, r"step_epoch \(3\) needs name: step, but name is constant; remove step_e"),
+    ({"name": "wsd", "warmup": 0}, "name: wsd needs decay, the updates in which the rate falls at the end"),
+    ({"name": "plateau"}, "name: plateau needs patience, the validations in a row without a new best"),
+    ({"name": "cosine", "decay": 5}, r"decay \(5\) needs name: wsd, but name is cosine; remove decay"),
     ({"name": "step", "step_update": 4000}, r"step_update \(4000\) must be above warmup \(4000\)"),
     ({"start": 1e-7, "warmup": 0}, r"start \(1e-07\) needs a warm-up, but warmup is 0; remove start"),
     ({"start": 0.5}, r"schedule.start \(0.5\) must not be above optimizer.lr \(0.0005\)"),
