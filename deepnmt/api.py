@@ -12,6 +12,7 @@ mistake in a recipe, a file or an argument raises `UserError`, whose message is 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import os
@@ -110,14 +111,43 @@ class Run:
             For each sentence at most `nbest` hypotheses, best first. Each has text, score, log-probability, number of
             tokens, and whether it ended by itself.
         """
+        return self._translate(sentences, self._searching(sentences, seed, settings))
+
+    def stream(
+        self, sentences: Iterable[str], *, ahead: int = 1, seed: int | None = None, **settings: Any
+    ) -> Iterator[str]:
+        """Translates sentences as they come, from a generator, a socket or a person, in memory that does not grow.
+
+        Args:
+            sentences, seed, settings: see `translate`, which gives the same translations.
+            ahead: how many sentences to take before they are translated, together. More is faster, but the first has
+                to wait for the last of them.
+
+        Returns:
+            An iterator over the best translation of each sentence, in their order.
+
+        Raises:
+            UserError: see `translate`; or `ahead` is below 1.
+        """
+        if ahead < 1:
+            raise UserError(f"ahead is {ahead}, must be 1 or more")
+        recipe, texts, start = self._searching(sentences, seed, settings), iter(sentences), itertools.count(0, ahead)
+        chunks = iter(lambda: list(itertools.islice(texts, ahead)), [])
+        return (best[0].text for chunk in chunks for best in self._translate(chunk, recipe, next(start)))
+
+    def _searching(self, sentences: Iterable[str], seed: int | None, settings: Settings) -> Recipe:
+        """The recipe with other settings of the search, and the seed that it draws with."""
         if isinstance(sentences, str):
             raise UserError("sentences is a single string, must be a list of sentences, for example ['a dog']")
-        recipe = _changed(self.recipe, {f"translate.{name}": value for name, value in settings.items()})
-        search = recipe.translate
-        model = self.model if search.precision == "fp32" else self._half
+        changes = {f"translate.{name}": value for name, value in settings.items()}
+        return _changed(self.recipe, changes if seed is None else {**changes, "seed": seed})
+
+    def _translate(self, sentences: Iterable[str], recipe: Recipe, start: int = 0) -> list[list[Hypothesis]]:
+        """`start`: sentences translated before these."""
+        model = self.model if recipe.translate.precision == "fp32" else self._half
         with _threads(recipe):
-            return list(translate_shards(model, (self.source_vocab, self.target_vocab), sentences, search,
-                                         Ranks.alone(self.device), seed=recipe.seed if seed is None else seed))
+            return list(translate_shards(model, (self.source_vocab, self.target_vocab), sentences, recipe.translate,
+                                         Ranks.alone(self.device), seed=recipe.seed, start=start))
 
     def evaluate(self, tests: Sequence[str] | None = None, *, seed: int | None = None, **settings: Any) -> Report:
         """Translates test sets and scores them with SacreBLEU, as `deepnmt evaluate` does, but writes no file.

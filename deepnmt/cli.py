@@ -333,7 +333,8 @@ def _translate(words: list[str]) -> None:
     parser = recipe_parser(
         "translate",
         "Translates a text line by line: line N of the output is the translation of line N of the input.\n"
-        "The recipe's translate section sets the search, and translate.NAME=VALUE changes it for this call.\n\n"
+        "The recipe's translate section sets the search, and translate.NAME=VALUE changes it for this call.\n"
+        "Lines from a pipe are answered as they come, so a program can write one and read its translation.\n\n"
         "Reads a checkpoint of the run, and a file or standard input. Writes a file or standard output.\n"
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt translate runs/my --input in.txt --output out.txt\n"

@@ -7,6 +7,8 @@ so they cannot misalign the two sides. Error messages name file and line.
 from __future__ import annotations
 
 import itertools
+import os
+import select
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,6 +22,7 @@ from deepnmt.errors import UserError
 
 Pair = tuple[str, str]
 LONGEST_LINE = 2**24  # bytes
+ARRIVING = 2**20  # bytes, about 10,000 sentences
 COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 
 
@@ -36,13 +39,7 @@ def read_lines(source: Path | None) -> Iterator[str]:
         with (nullcontext(sys.stdin.buffer) if source is None else
               xopen(source, "rb", threads=0) if suffix else source.open("rb")) as stream:
             for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE + 1), b""), start=1):
-                if len(line) > LONGEST_LINE:
-                    raise UserError(f"{name}, line {number}: longer than {LONGEST_LINE >> 20} MiB, so it is no "
-                                    "sentence; give a text with one sentence a line")
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start + 1} of the "
-                        "line); convert the text, for example with iconv -t UTF-8") from None
+                yield _sentence(line, number, name)
     except EOFError:
         raise UserError(f"{name} is truncated after line {number}: the {suffix} stream has no end; copy it again"
                         ) from None
@@ -55,6 +52,48 @@ def read_lines(source: Path | None) -> Iterator[str]:
         if isinstance(error, OSError):
             raise UserError(f"{name} cannot be read: {error.strerror or error}; give an existing text file") from None
         raise
+
+
+def arriving_lines(descriptor: int, name: str) -> Iterator[list[str]]:
+    """The lines of a pipe or a terminal as they come: each item has all that arrived by then, `ARRIVING` or so at most.
+
+    Args:
+        descriptor: of the pipe. Nothing may have read from it through a buffer.
+        name: for messages.
+
+    Raises:
+        UserError: a line is not UTF-8 or cannot be a sentence. Those before it have been yielded.
+    """
+    number, rest, ended = 0, b"", False
+    while not ended:
+        block = os.read(descriptor, ARRIVING)
+        rest, ended = rest + block, not block
+        if block and len(rest) < ARRIVING and select.select([descriptor], [], [], 0)[0]:
+            continue
+        end = rest.rfind(b"\n") + 1
+        if ended or len(rest) - end > LONGEST_LINE:
+            end = len(rest)
+        whole, rest = rest[:end].split(b"\n"), rest[end:]
+        lines: list[str] = []
+        try:
+            for line in whole if whole[-1] else whole[:-1]:
+                number += 1
+                lines.append(_sentence(line, number, name))
+        finally:
+            if lines:
+                yield lines
+
+
+def _sentence(line: bytes, number: int, name: str) -> str:
+    """Line `number` of a text as text, without its end. Raises `UserError`."""
+    if len(line) > LONGEST_LINE:
+        raise UserError(f"{name}, line {number}: longer than {LONGEST_LINE >> 20} MiB, so it is no sentence; give a "
+                        "text with one sentence a line")
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason} at byte {error.start + 1} of the "
+                        "line); convert the text, for example with iconv -t UTF-8") from None
 
 
 def corpora_of(text: Corpus) -> dict[str, Corpus]:

@@ -11,6 +11,8 @@ import io
 import itertools
 import json
 import logging
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 from deepnmt import config
 from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model, require_model
-from deepnmt.data.text import read_lines
+from deepnmt.data.text import arriving_lines, read_lines
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import Candidate, beam_search, choose_greedily, decode_independently, make_sampler
@@ -77,7 +79,8 @@ def translate_files(
 
     Args:
         folder: as for `checkpoint.load_model`.
-        source: UTF-8 text, plain or .gz; "-" is standard input (with one process only).
+        source: UTF-8 text, plain or .gz; "-" is standard input (with one process only). Lines of a pipe or a terminal
+            are translated as they arrive.
         target: the output file, which appears when it is complete; "-" is standard output.
         settings: of the search.
         output_format: see `format_hypotheses`.
@@ -109,17 +112,30 @@ def translate_files(
     loaded = load_for_search(folder, settings, ranks, expected)
     begin = time.perf_counter()
     written = 0
-    with show_progress("{:,} lines translated", unit=" lines", leave=False) as progress:
-        translated = translate_shards(loaded.model, loaded.vocabs, read_lines(lines_in), settings, ranks, seed=seed,
-                                      stepper=stepper, progress=progress if ranks.first else no_progress)
-        if not ranks.first:
-            return sum(1 for _ in translated)  # none
-        with open_output(lines_out) as out:
-            for written, hypotheses in enumerate(translated, start=1):
+    arriving = lines_in is None and _is_pipe(sys.stdin)
+    texts = arriving_lines(sys.stdin.fileno(), "standard input") if arriving else [read_lines(lines_in)]
+    with (show_progress("{:,} lines translated", unit=" lines", leave=False) as progress,
+          open_output(lines_out if ranks.first else Path(os.devnull)) as out):
+        for text in texts:
+            for hypotheses in translate_shards(loaded.model, loaded.vocabs, text, settings, ranks, seed=seed,
+                                               stepper=stepper, start=written,
+                                               progress=progress if ranks.first else no_progress):
+                written += 1
                 out.write(format_hypotheses(written, hypotheses, output_format))
+            out.flush()
+    if not ranks.first:
+        return 0
     seconds = time.perf_counter() - begin
     print_status(f"{written:,} lines in {seconds:.1f} s: {written / seconds:.1f} lines/s")
     return written
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    """Whether a program or a person may be waiting for answers at the other end. Notebooks have no descriptor."""
+    try:
+        return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def load_for_search(
@@ -202,15 +218,15 @@ def translate_shards(
     stepper: MakeStepper = CachedStepper,
     progress: Progress = no_progress,
     warn: bool = True,
+    start: int = 0,
 ) -> Iterator[list[Hypothesis]]:
     """`translate_lines` for any number of lines, shared among processes. Yields every line's hypotheses in order on
     rank 0, nothing on other ranks. Collective: all processes pass the same `lines` and exhaust the iterator.
 
     Works in chunks of `CHUNK` lines. Each process takes every `world`-th line of a chunk in order of length, so that
     all finish at about the same time; `progress` assumes that the others are as far as this process. Results are
-    gathered as JSON; nothing is unpickled.
+    gathered as JSON; nothing is unpickled. `start`: lines translated before these.
     """
-    start = 0
     stream = iter(lines)
     while chunk := list(itertools.islice(stream, CHUNK)):
         mine = sorted(range(len(chunk)), key=lambda i: (-len(chunk[i]), i))[ranks.rank :: ranks.world]

@@ -124,6 +124,24 @@ def test_translations_equal_the_command(
     assert not run.model.training and next(run.model.parameters()).dtype == torch.float32
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_stream_takes_no_more_sentences_than_it_answers(run: deepnmt.Run, threads: None, ahead: int) -> None:
+    taken = []
+
+    def arriving() -> Iterator[str]:
+        for text in TEXT:
+            taken.append(text)
+            yield text
+
+    stream = run.stream(arriving(), ahead=ahead, method="sample", seed=5)
+    assert taken == []
+    first = next(stream)
+    assert len(taken) == ahead
+    assert [first, *stream] == run.translate(TEXT, method="sample", seed=5) != run.translate(TEXT, method="sample")
+    with user_error("ahead is 0, must be 1 or more"):
+        run.stream(TEXT, ahead=0)
+
+
 def test_scores_equal_the_command(run: deepnmt.Run, threads: None) -> None:
     assert main("evaluate", [str(run.folder)]) == 0
     written = json.loads((run.folder / "scores.json").read_text(encoding="utf-8"))

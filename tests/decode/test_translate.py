@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from warm import Warm
 
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
+from deepnmt.data.text import arriving_lines
 from deepnmt.decode import translate
 from deepnmt.decode.steppers import RecomputingStepper
 from deepnmt.decode.translate import Hypothesis, translate_files, translate_lines, translate_shards
@@ -71,6 +74,40 @@ def test_gz_and_standard_streams_give_the_same_output(
         capsys.readouterr()
         translate_files(checkpoint, "-", "-", SETTINGS)
         assert capsys.readouterr().out.encode() == (tmp_path / "out").read_bytes()
+
+
+@pytest.mark.timeout(100, method="thread")  # it would wait for an answer
+def test_a_pipe_is_answered_line_by_line(
+    checkpoint: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each line is written once the answer to the one before it is there. Samples depend on the line's number."""
+    settings = SETTINGS.model_copy(update={"method": "sample"})
+    (questions, ask), (answer, answers) = os.pipe(), os.pipe()
+    with (open(questions, encoding="utf-8") as stdin, open(answers, "w", encoding="utf-8") as stdout,
+          open(answer, encoding="utf-8") as reader, ThreadPoolExecutor(1) as thread):
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setattr("sys.stdout", stdout)
+        done = thread.submit(translate_files, checkpoint, "-", "-", settings)
+        said = []
+        for text in ("a dog sees ", "the tree\n", "\n", "two cats\nthe old red house is in the garden\n",
+                     " \t \nbirds\na\nsing sing"):
+            os.write(ask, text.encode())
+            said += [reader.readline() for _ in range(text.count("\n"))]
+        os.close(ask)
+        assert done.result() == 8
+        said.append(reader.readline())
+    assert said == [best[0].text + "\n" for best in expected(loaded, settings)]
+
+
+def test_a_fault_in_a_pipe_follows_the_answers_before_it(tmp_path: Path) -> None:
+    questions, ask = os.pipe()
+    os.write(ask, "\ufeffein\u2028Haus\r\n\nmäh\n".encode() + b"\xff\nrest")
+    texts = arriving_lines(questions, "standard input")
+    assert next(texts) == ["ein\u2028Haus", "", "mäh"]
+    with user_error("standard input, line 4: not valid UTF-8"):
+        next(texts)
+    os.close(ask)
+    os.close(questions)
 
 
 def test_nbest_lists(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_path: Path) -> None:
