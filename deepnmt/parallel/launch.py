@@ -146,19 +146,19 @@ def _open_store(rank: int, world: int, wait: timedelta = WAIT) -> dist.Store:
     """Opens the store in which the processes find each other; rank 0 serves it unless torchrun's own process does."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
-    env.setdefault("MASTER_PORT", str(free_port()))
     listener = None
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not agent and address in LOOPBACK:  # else the store would listen on every interface
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("127.0.0.1", int(env["MASTER_PORT"])))
+            listener.bind(("127.0.0.1", int(env.get("MASTER_PORT", "0"))))  # 0: any free one, for a process alone
             listener.listen()
         except OSError as error:
             listener.close()
             raise UserError(f"port {env['MASTER_PORT']}, where the processes meet, cannot be opened: {error.strerror}; "
                             "another run uses it; give the launcher another --master_port") from None
+    env.setdefault("MASTER_PORT", str(listener.getsockname()[1] if listener else free_port()))
     try:
         store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, wait,
                                           wait_for_workers=False,
