@@ -25,6 +25,7 @@ from deepnmt.parallel.watch import Watch
 from deepnmt.ranks import Ranks
 
 _TELLING = timedelta(minutes=1)  # for machines that start later to hear why this one has ended
+_COLLECTIVE = timedelta(hours=6)  # that processes may wait for each other; the watch knows better when it is too long
 
 
 @contextlib.contextmanager
@@ -192,7 +193,7 @@ def _open_group(store: dist.Store, rank: int, world: int, device: torch.device, 
     if device.type == "cpu" and (network := interface_to(peer)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
-                            timeout=timedelta(minutes=30))
+                            timeout=_COLLECTIVE)
 
 
 def _reported_elsewhere(store: dist.Store, rank: int, message: str) -> bool:

@@ -65,7 +65,8 @@ def memory_estimate(
     recipe: Recipe, layout: Layout, parameters: int, vocab: int, partition: Partition | None = None
 ) -> dict[str, float]:
     """Bytes of memory a process needs: weights, gradients, optimizer (fp32 master weights and moments), activations,
-    and the loss over a target vocabulary of size `vocab`.
+    the loss over a target vocabulary of size `vocab`, and on a CPU the copy from which a checkpoint is written. The
+    first of several processes also puts a checkpoint of one file together.
 
     For a pipeline (with a `partition`) that of the fullest stage: its parameters, and the activations of as many
     micro-batches as it has in flight. With recomputation: the activations of one group of layers, and the input of
@@ -85,17 +86,21 @@ def memory_estimate(
     if group:
         layers = model.encoder.layers + model.decoder.layers
         kept, wide = kept * min(1.0, group / layers) + layers / group, wide * min(1.0, group / layers)
+    state, processes = 4 * (1 + len(moment_names(recipe))), world * max(1, layout.stages)
+    put_together = parameters if processes > 1 and not in_shards(recipe, parameters, processes) else 0
     if partition is not None:
         parameters = max(map(partition.parameters, range(partition.stages)))
         in_flight = min(partition.stages, recipe.batch.accumulation)
         share_of_layers = in_flight * max(map(partition.cost, range(partition.stages)))
         kept, wide = kept * share_of_layers, wide * share_of_layers
+    copied = state * (parameters / world + put_together)  # see `checkpoint.saving`
     return {
         "weights": parameters * size / share[0],
         "gradients": parameters * 4 / share[1],
         "optimizer": parameters * kept_by_optimizer / share[2],
         "activations": tokens * model.width * size * (kept + wide + _ENDS),
         "loss": loss_bytes(tokens, vocab, model.width, size, device),
+        **({"checkpoint copy": copied} if device == "cpu" else {}),  # a GPU's is in the machine's memory
     }
 
 

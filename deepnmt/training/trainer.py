@@ -153,6 +153,7 @@ class Trainer:
             self._save(last=self._ended())
         if self._ended():
             return self._finish()
+        watch_.begin(watch_.UPDATE)
         for done in updates(self.engine, self.stream, self.recipe, state, self.ranks, self.hook,
                             lambda: self.stop_signal != 0):
             if self.saver.done():
@@ -172,6 +173,7 @@ class Trainer:
                 return self._finish()
             if done.stop:
                 break
+            watch_.begin(watch_.UPDATE)
         name, cause = self._stop_cause()
         self.monitor.status("preempted", state.update, seconds=round(state.seconds, 1), signal=name, cause=cause)
         self.monitor.event(state.update, f"stopped {cause} and saved; the same command resumes from here")
@@ -203,6 +205,7 @@ class Trainer:
         self.monitor.event(self.state.update, f"skipped update {done.number}: its gradient is not finite "
                            f"(loss scale {scale:g})", loss=str(done.loss))
         if done.give_up:
+            watch_.begin("")  # to be explained
             raise diverged(self.recipe, self.engine, self.ranks, done.update.batches,
                            self.engine.data_world / done.update.tokens, scale, self.explain)
 
@@ -245,6 +248,7 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Validates; returns whether this is the best validation so far."""
+        watch_.begin(watch_.VALIDATION)
         state, result = self.state, self.task.validate(self.recipe, self.data, self.engine, self.ranks)
         value = -(result.bleu or 0.0) if self.recipe.train.best_by == "bleu" else result.loss
         best = state.best
@@ -287,6 +291,7 @@ class Trainer:
     def _settle(self, last: bool = False) -> None:
         """Waits for the checkpoint that is being written and reports it. If it could not be written, training
         continues, unless it is the `last` or one too many; see `_save_failed`."""
+        watch_.begin(watch_.SAVE)
         try:
             saved = self.saver.wait()
         except UserError as fault:
