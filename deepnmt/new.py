@@ -68,7 +68,8 @@ _VARIANTS_FROM = 8  # epochs from which sampled segmentations help
 def table(hardware: Hardware) -> str:
     """The table for one kind of machine in Markdown, as docs/guide/new_recipe.md shows it."""
     rows = [f"| {'more' if math.isinf(row.pairs) else f'{row.pairs:,}'} | {row.vocab:,} | "
-            f"{row.encoder}L-{row.decoder}L, d {row.width}, FFN {row.ffn} | {row.dropout}, {row.rate:g} | {row.tokens:,} | {row.epochs} |"
+            f"{row.encoder}L-{row.decoder}L, d {row.width}, FFN {row.ffn} | {row.dropout}, {row.rate:g} | "
+            f"{row.tokens:,} | {row.epochs} |"
             for row in TABLE[hardware]]
     return "\n".join(["| pairs, up to | vocabulary | layers | dropout, peak rate | tokens | epochs |",
                       "|---|---|---|---|---|---|", *rows])
