@@ -40,7 +40,7 @@ from deepnmt.training.log import Monitor
 from deepnmt.training.plan import disk_note
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
 from deepnmt.training.state import Interval, TrainState
-from deepnmt.training.task import TRANSLATION, Task
+from deepnmt.training.task import TASKS, Task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
 from deepnmt.training.verification import AT_ONCE, Verification
 
@@ -61,14 +61,16 @@ class Trainer:
     """One run in one run folder. Every method is collective.
 
     Args:
+        task: None: the recipe's.
         watch: makes the hook around the run's updates; the figures that the hook measures are logged.
         explain: see `divergence.Explain`.
     """
 
     def __init__(
-        self, recipe: Recipe, ranks: Ranks, task: Task = TRANSLATION,
+        self, recipe: Recipe, ranks: Ranks, task: Task | None = None,
         watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None, explain: Explain | None = None,
     ) -> None:
+        task = task or TASKS[recipe.task]
         self.recipe, self.ranks, self.task, self.explain = recipe, ranks, task, explain
         self.run = Path(recipe.run)
         self.checkpoints = self.run / "checkpoints"
@@ -356,7 +358,7 @@ class Trainer:
 
 
 def train(
-    recipe: Recipe, ranks: Ranks, task: Task = TRANSLATION,
+    recipe: Recipe, ranks: Ranks, task: Task | None = None,
     watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None, explain: Explain | None = None,
 ) -> int:
     """Trains the recipe into its run folder, resuming if that holds a checkpoint; returns the exit code. For `watch`
