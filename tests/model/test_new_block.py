@@ -64,7 +64,7 @@ def trial(folder: str, layout: str) -> None:
             optimizer={"name": "sgd", "lr": 1.0}, parallel=parallel(layout.removeprefix("pipeline_"), stages))
         engine = start_engine(recipe, layout_of(recipe, ranks.world), (VOCAB, VOCAB), ranks)
         before = {state.name: state.weight for state in export_state(engine)}
-        assert type(dict(engine.module.named_modules())["decoder.layers.1.rule"]).__name__ == "Sandwich" or stages
+        assert any(type(module).__name__ == "Sandwich" for module in engine.module.modules())
         step(engine, batches(1, 2), ranks, rate=1.0)
         found = {state.name: before[state.name] - state.weight for state in export_state(engine)}
         engine.close()
