@@ -81,6 +81,8 @@ class RMSNorm(Norm, nn.RMSNorm):
     On a CPU, 16-bit inputs are normed in fp32, as by `LayerNorm`.
     """
 
+    eps: float
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] to the same shape and type."""
         if x.dtype in (torch.float32, torch.float64) or x.device.type != "cpu":

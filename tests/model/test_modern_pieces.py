@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from deepnmt import config
 from deepnmt.model.attention import SelfAttention
-from deepnmt.model.blocks import NORMS, RMSNorm
+from deepnmt.model.blocks import BLOCKS, NORMS, RMSNorm
 from deepnmt.model.feedforward import ACTIVATIONS, FeedForward
 from deepnmt.model.init import Initialiser, fill, new_model
 from deepnmt.model.positions import POSITIONS, rotated
@@ -49,6 +49,8 @@ def test_every_setting_has_its_row() -> None:
         annotation = config.Model.model_fields[setting].annotation
         assert annotation is not None and set(annotation.__args__) == table.keys()
     assert {name for name, kind in ACTIVATIONS.items() if kind.rows == 2} == set(config.sections.GATED)
+    assert {name for name, block in BLOCKS.items() if block.feed_forward is not FeedForward} == set(
+        config.sections.UNGATED_BLOCKS)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
