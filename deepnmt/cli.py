@@ -25,7 +25,8 @@ from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes
 
 Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
-_LEFT_OUT = ("deepspeed", "filelock", "matplotlib", "tensorboard")  # where deepnmt is installed for inference only
+# Where deepnmt is installed for inference only, or without the libraries of an export.
+_LEFT_OUT = ("deepspeed", "filelock", "matplotlib", "tensorboard", "ctranslate2", "transformers", "onnx", "onnxruntime")
 INTERRUPTED = 130  # what a shell reports of a program that SIGINT ended
 
 
@@ -164,47 +165,6 @@ def _copy(words: list[str]) -> None:
         raise UserError(f"{args.file} exists already; give another name, or remove it") from None
     except OSError as error:
         raise UserError(f"{args.file} cannot be written: {error.strerror}") from None
-
-
-def _new(words: list[str]) -> None:
-    """Write a recipe for a text of your own."""
-    parser = plain_parser(
-        "new",
-        "Looks at a parallel text, holds sentences out of it for validation and test, and writes a recipe for it,\n"
-        "whose comments say why. docs/guide/new_recipe.md has the table it chooses from.\n\n"
-        "Writes FILE, and training, validation and test text into data/NAME/text, where NAME is that of FILE.",
-        "deepnmt new my.yaml --src corpus.de --trg corpus.en\n"
-        "deepnmt new my.yaml --src corpus.txt.gz --trg corpus2.txt.gz --langs de en --machine gpu",
-    )
-    add = parser.add_argument
-    add("file", metavar="FILE", type=Path, help="the recipe, a name that ends in .yaml")
-    add("--src", metavar="FILE", required=True, help="source sentences, one a line; plain, .gz, .xz, .zst or .bz2")
-    add("--trg", metavar="FILE", required=True, help="their translations, line by line")
-    add("--langs", nargs=2, metavar=("SRC", "TRG"), help="languages (default: the suffixes of both files)")
-    add("--valid", nargs=2, metavar=("SRC", "TRG"), help="a validation text of your own; needs --test")
-    add("--test", nargs=2, metavar=("SRC", "TRG"), help="a test text of your own; needs --valid")
-    add("--machine", choices=["cpu", "gpu"], help="where it will train (default: like this machine)")
-    args = parser.parse_args(words)
-    if bool(args.valid) != bool(args.test):
-        raise UserError("--valid and --test go together: give both texts, or neither, and sentences are held out")
-    from deepnmt.config import Corpus
-    from deepnmt.data.text import COMPRESSED
-    from deepnmt.new import new_recipe
-
-    def language(name: str) -> str:
-        path = Path(name)
-        suffix = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.removeprefix(".")
-        if not suffix.isalpha() or len(suffix) > 3:
-            raise UserError(f"{name} does not end in a language such as .de; add --langs SRC TRG, for example "
-                            "--langs de en")
-        return suffix
-
-    def text(files: list[str] | None) -> Corpus | None:
-        return Corpus(src=[files[0]], trg=[files[1]]) if files else None
-
-    langs = tuple(args.langs or map(language, (args.src, args.trg)))
-    print(new_recipe(args.file, Corpus(src=[args.src], trg=[args.trg]), langs, args.machine,
-                     text(args.valid), text(args.test)))
 
 
 def _split(words: list[str]) -> None:
@@ -541,9 +501,60 @@ def _fold(words: list[str]) -> None:
     parser.add_argument("--output", metavar="FOLDER", help="the folder of the folded model (default: RUN/folded)")
     args, recipe = parse(parser, words)
     settable(args, ["run"], "a trained model is folded as it is")
-    from deepnmt.export import EXPORTERS
+    from deepnmt.export.post_ln import fold_run
 
-    print(EXPORTERS["post_ln"](recipe, _checkpoint(args.checkpoint, recipe), args.output))
+    print(fold_run(recipe, _checkpoint(args.checkpoint, recipe), args.output))
+
+
+def _export(words: list[str]) -> None:
+    """Write a trained model for CTranslate2, Hugging Face or ONNX, and prove it."""
+    parser = recipe_parser(
+        "export",
+        "Writes a trained model in the form of another program, and compares the two on a text: the log-probability\n"
+        "of every token of the references, greedy translations, and BLEU of a beam search. The folder is kept only\n"
+        "if they are the same. Its README.md shows how to translate with it where deepnmt is not installed.\n\n"
+        "  ctranslate2   CTranslate2, the fast engine for CPUs and GPUs; translate.backend=ctranslate2 uses it, too\n"
+        "  huggingface   transformers: MarianMTModel (Post-LN) or PegasusForConditionalGeneration (Pre-LN)\n"
+        "  onnx          two ONNX graphs, of any block\n"
+        "  post_ln       a checkpoint of plain Post-LN, as deepnmt fold writes it\n\n"
+        "Reads a checkpoint of the run and its validation text. Writes RUN/ctranslate2 and so on, or the folder that\n"
+        "--output names.",
+        "deepnmt export runs/my --to ctranslate2\n"
+        "deepnmt export runs/my --to ctranslate2 --precision int8 --output runs/my/int8\n"
+        "deepnmt export runs/my --to huggingface --checkpoint best --licence cc-by-4.0",
+    )
+    add = parser.add_argument
+    add("--to", required=True, choices=["ctranslate2", "huggingface", "onnx", "post_ln"],
+        help="the program, or the form")
+    add("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
+    add("--output", metavar="FOLDER", help="the folder to write (default: RUN/ctranslate2 and so on; RUN/folded)")
+    add("--precision", default="fp32", choices=["fp32", "bf16", "int16", "int8"],
+        help="number format of the weights (default fp32; the others for ctranslate2); the comparison is made in "
+        "fp32, and what the other costs is printed")
+    add("--text", metavar="SRC,REF", help="two text files to compare on (default: the recipe's validation text)")
+    add("--lines", type=int, default=1000, metavar="N",
+        help="compare on the first N lines, and score the references of up to 200 (default 1000)")
+    add("--licence", default="unknown", metavar="NAME",
+        help="the model's licence, for its page, by its name on Hugging Face such as cc-by-4.0 (default unknown)")
+    args, recipe = parse(parser, words)
+    settable(args, ["run", "parallel.threads"], "a trained model is exported as it is")
+    positive(args, "lines")
+    checkpoint = _checkpoint(args.checkpoint, recipe)
+    if args.to == "post_ln":
+        for name in ("precision", "text", "lines", "licence"):
+            if getattr(args, name) != parser.get_default(name):
+                raise UserError(f"--{name} has no effect with --to post_ln, which compares logits in float64 and "
+                                "writes a checkpoint; remove it")
+        from deepnmt.export.post_ln import fold_run
+
+        print(fold_run(recipe, checkpoint, args.output))
+        return
+    from deepnmt.export.job import export_run
+    from deepnmt.parallel.launch import processes
+
+    with processes(recipe.parallel.threads):
+        print(export_run(recipe, args.to, checkpoint, args.output, precision=args.precision, text=args.text,
+                         lines=args.lines, licence=args.licence))
 
 
 def _demo(words: list[str]) -> int:
@@ -634,13 +645,14 @@ def _check_cluster(words: list[str]) -> int:
 
 
 _GROUPS: dict[str, dict[str, Command]] = {
-    "Recipes to begin with": {"recipes": _recipes, "copy": _copy, "new": _new},
+    "Recipes to begin with": {"recipes": _recipes, "copy": _copy},
     "From text to a score, in the order of use": {
         "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "status": _status,
         "average": _average,
         "translate": _translate, "evaluate": _evaluate,
     },
-    "Examine a model, or convert it": {"diagnose": _diagnose, "fold": _fold, "consolidate": _consolidate},
+    "Examine a model, or convert it": {"diagnose": _diagnose, "export": _export, "fold": _fold,
+                                      "consolidate": _consolidate},
     "Try deepnmt, a GPU, or a cluster": {"demo": _demo, "gpu-report": _gpu_report, "check-cluster": _check_cluster},
 }
 COMMANDS: dict[str, Command] = {name: run for group in _GROUPS.values() for name, run in group.items()}

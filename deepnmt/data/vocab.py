@@ -105,6 +105,10 @@ class Vocabulary:
         except OSError as error:
             raise UserError(f"vocabulary {file} cannot be read: {error.strerror or error}") from None
 
+    def names(self) -> list[str]:
+        """The texts of all pieces, in the order of their ids, special pieces and tags included."""
+        return [self._processor.id_to_piece(i) for i in range(self.size)]
+
     def split_tags(self, text: str) -> tuple[list[int], str]:
         """The ids of the tags that a text begins with, and the rest of it."""
         ids: list[int] = []

@@ -12,6 +12,9 @@ The first sub-layer has no norm before it. Its x is sqrt(D) · embedding + posit
 softmax or the other stack. So ω_1 becomes the stack's `input_gain`, a vector [D] that multiplies that sum, and tables
 and tyings stay as they are. It is left out if ω_1 is 1 everywhere.
 
+Two more blocks are Post-LN in other words: rezero_post_ln, whose factor a goes into the last matrix of each sub-layer,
+and looks_linear, whose FFN reads fc1's output and its negative.
+
 The fold is computed in float64 and rounded to fp32 once. `D` width.
 """
 
@@ -43,6 +46,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
 FOLDABLE = [name for name, block in BLOCKS.items() if block.foldable]
+REWRITABLE = [*FOLDABLE, "rezero_post_ln", "looks_linear"]
 
 # The matrices [.., D] that read the input of each sub-layer, in the order of the sub-layers.
 _READERS: dict[Side, tuple[str, ...]] = {
@@ -91,14 +95,16 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
     Raises:
         UserError: no stack can be folded, or an ω has a zero.
     """
-    sides = [side for side in SIDES if model.stack(side).block in FOLDABLE]
+    sides = [side for side in SIDES if model.stack(side).block in REWRITABLE]
     if not sides:
         raise UserError(f"model.encoder.block is {model.encoder.block} and model.decoder.block {model.decoder.block}, "
-                        f"but only {', '.join(FOLDABLE)} fold into post_ln; use the model as it is")
+                        f"but only {', '.join(REWRITABLE)} fold into post_ln; use the model as it is")
     folded = dict(weights)
     post_ln = model
     for side in sides:
-        folded = _fold_stack(folded, model, side)
+        rewrite = {"rezero_post_ln": _scale_branches, "looks_linear": _mirror_ffn}.get(model.stack(side).block,
+                                                                                       _fold_stack)
+        folded = rewrite(folded, model, side)
         gain = f"{side}.input.gain" in folded
         changes = {**model.stack(side).changes_for(FOLDED), "input_gain": gain}
         post_ln = with_settings(post_ln, {f"{side}.{name}": value for name, value in changes.items()})
@@ -116,7 +122,7 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
             if fixed is None:
                 omega = weights[f"{layers}{layer}.rule.omegas.{number}"].double()
             else:
-                omega = torch.full((model.shape(side).width,), fixed, dtype=torch.float64)
+                omega = torch.full((model.width,), fixed, dtype=torch.float64)
             if not bool((omega != 0).all()):
                 raise UserError(f"ω of sub-layer {number + 1} of {layers}{layer} has a zero, so the model cannot be "
                                 "written as post_ln; use the checkpoint as it is")
@@ -132,6 +138,27 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
                 folded[gain] = omega.float()
             norm = f"{layers}{layer}.rule.norms.{number}"
     return folded
+
+
+def _scale_branches(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict[str, Tensor]:
+    """rezero_post_ln: LN(x + a F(x)), where a goes into the last matrix of F and its bias."""
+    folded = {name: tensor for name, tensor in weights.items()
+              if not (name.startswith(f"{side}.layers.") and name.endswith(".rule.a"))}
+    for name in folded:
+        layer, _, last = name.partition(".layers.")
+        if layer == side and last.split(".")[2] in ("out", "fc2"):
+            a = weights[f"{side}.layers.{last.split('.')[0]}.rule.a"].double()
+            folded[name] = (weights[name].double() * a).float()
+    return folded
+
+
+def _mirror_ffn(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict[str, Tensor]:
+    """looks_linear: the FFN's (f(h), f(-h)) is f of one matrix that also holds the negative rows. With `init:
+    published` it is so already."""
+    double = block_of(model.stack(side)).feed_forward.copies == 2
+    mirrored = [f"{side}.layers.{layer}.ffn.fc1.{part}" for layer in range(model.stack(side).layers)
+                for part in ("weight", "bias")] if double else []
+    return {**weights, **{name: torch.cat([weights[name], -weights[name]]) for name in mirrored}}
 
 
 def save_folded(source: Path, target: Path) -> Folded:
@@ -163,7 +190,7 @@ def save_folded(source: Path, target: Path) -> Folded:
     state = replace(loaded.state, loss_scale=None, extra=extra)
     write_checkpoint(target, Contents(weights, None, state, dump_recipe(recipe), loaded.files))
     stacks = [f"{side} ({loaded.recipe.model.stack(side).block})" for side in SIDES
-              if loaded.recipe.model.stack(side).block in FOLDABLE]
+              if loaded.recipe.model.stack(side).block in REWRITABLE]
     return Folded(target, stacks, difference, largest)
 
 

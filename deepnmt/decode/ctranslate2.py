@@ -1,0 +1,103 @@
+"""A model that was exported to CTranslate2: its search and its scores.
+
+CTranslate2's beam search is that of `translate.finish: best` with a patience. It takes token texts, adds the source's
+eos by itself, and has one length limit for a whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import ctranslate2
+import torch
+
+from deepnmt.config import Translate
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.next_tokens import LengthPenalty
+from deepnmt.decode.search import Candidate
+from deepnmt.errors import UserError
+from deepnmt.tokens import BOS, EOS
+
+# CTranslate2's names of the number formats
+FORMATS = {"fp32": "float32", "bf16": "bfloat16", "int16": "int16", "int8": "int8"}
+
+
+class CTranslate2:
+    """A model in CTranslate2's format, on a device and as many threads as PyTorch takes.
+
+    Args:
+        folder: as `deepnmt export` writes it.
+        vocabs: source and target.
+        max_length: `model.max_length`.
+        precision: the number format to compute in.
+
+    Raises:
+        UserError: CTranslate2 cannot load the folder or compute in this format.
+    """
+
+    def __init__(
+        self, folder: Path, vocabs: tuple[Vocabulary, Vocabulary], max_length: int, precision: str = "fp32",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.max_length = max_length
+        self._src, self._trg = (vocab.names() for vocab in vocabs)
+        self._ids = {piece: number for number, piece in enumerate(self._trg)}
+        device = torch.device(device)
+        try:
+            self._translator = ctranslate2.Translator(
+                str(folder), device=device.type, device_index=device.index or 0, compute_type=FORMATS[precision],
+                inter_threads=1, intra_threads=torch.get_num_threads())
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"CTranslate2 cannot take {folder} in {precision}: {error}; export the run again, or set "
+                            "another translate.precision") from None
+
+    def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log-probability of each target token and of eos, for sources and targets without eos."""
+        scored = self._translator.score_batch([self._pieces(source) for source in sources],
+                                              [[self._trg[i] for i in target] for target in targets])
+        return [result.log_probs[: len(target) + 1] for result, target in zip(scored, targets, strict=True)]
+
+    def search(
+        self, sources: Sequence[Sequence[int]], limits: Sequence[int], settings: Translate, barred: Sequence[int]
+    ) -> list[list[Candidate]]:
+        """The best hypotheses of a batch, as `beam_search` and `decode_independently` return them.
+
+        A sentence whose best hypothesis exceeds its own limit, because others in the batch have a higher one, is
+        searched again by itself.
+
+        Args:
+            sources: token ids with eos.
+            limits: of each sentence, the most tokens of a hypothesis.
+            settings: method beam or greedy.
+            barred: tokens that no hypothesis may contain, besides bos.
+        """
+        penalty = LengthPenalty(settings.length_penalty, settings.alpha)
+        results = self._translator.translate_batch(
+            [self._pieces(source[:-1]) for source in sources],
+            beam_size=settings.beam if settings.method == "beam" else 1,
+            patience=settings.patience or 1.0,
+            num_hypotheses=settings.nbest,
+            length_penalty=settings.alpha if settings.length_penalty == "average" else 0.0,
+            min_decoding_length=settings.min_length,
+            max_decoding_length=max(limits),
+            max_input_length=0,
+            suppress_sequences=[[self._trg[i]] for i in (BOS, *barred)],
+            return_scores=True,
+            return_end_token=True,
+        )
+        found = []
+        for source, limit, result in zip(sources, limits, results, strict=True):
+            candidates = []
+            for pieces, score in zip(result.hypotheses, result.scores, strict=True):
+                tokens = [self._ids[piece] for piece in pieces]
+                divisor = penalty.divisor(len(tokens)) if tokens else 1.0
+                ended = tokens[-1:] == [EOS]
+                candidates.append(Candidate(tokens[:-1] if ended else tokens, score, score * divisor, ended))
+            if limit < max(limits) and len(candidates[0].tokens) + candidates[0].ended > limit:
+                candidates = self.search([source], [limit], settings, barred)[0]
+            found.append(candidates)
+        return found
+
+    def _pieces(self, source: Sequence[int]) -> list[str]:
+        return [self._src[i] for i in source]

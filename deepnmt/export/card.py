@@ -1,0 +1,84 @@
+"""The page that an exported model comes with: what it is, how to load it, what it scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepnmt
+from deepnmt.checkpoint.checkpoint import LoadedModel
+from deepnmt.config import Recipe, dump_recipe
+from deepnmt.export.proof import Proof
+
+SCRIPTS = {
+    "ctranslate2": """\
+import ctranslate2, sentencepiece
+source, target = (sentencepiece.SentencePieceProcessor(f"{folder}/{side}.spm") for side in ("src", "trg"))
+translator = ctranslate2.Translator(folder)
+pieces = [source.encode(line, out_type=str) for line in lines]
+results = translator.translate_batch(pieces, beam_size=5, length_penalty=1)
+translations = [target.decode([target.piece_to_id(p) for p in r.hypotheses[0]]) for r in results]
+""",
+    "huggingface": """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+batch = tokenizer(lines, return_tensors="pt", padding=True)
+tokens = model.generate(**batch)
+translations = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+""",
+    "onnx": """\
+import numpy, onnxruntime, sentencepiece
+encoder, decoder = (onnxruntime.InferenceSession(f"{folder}/{name}.onnx") for name in ("encoder", "decoder"))
+source, target = (sentencepiece.SentencePieceProcessor(f"{folder}/{side}.spm") for side in ("src", "trg"))
+translations = []
+for line in lines:
+    src = numpy.array([source.encode(line) + [2]])
+    known = {"src_lengths": numpy.array([src.shape[1]])}
+    known["source"] = encoder.run(None, {"src": src, **known})[0]
+    past, tokens = known["source"][:, :, :, :, :0], [1]
+    while tokens[-1] != 2 and len(tokens) <= 2 * src.shape[1] + 20:
+        logits, past = decoder.run(None, {"tokens": numpy.array(tokens[-1:]), "past": past, **known})
+        tokens.append(int(logits[0].argmax()))
+    translations.append(target.decode(tokens))
+""",
+}
+
+
+def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licence: str) -> str:
+    """The README.md of an exported model; its head is the metadata that Hugging Face reads."""
+    data, model = recipe.data, loaded.recipe.model
+    languages = list(dict.fromkeys((data.src_lang, data.trg_lang)))
+    library = {"huggingface": "transformers"}.get(to, to)
+    stacks = " and ".join(f"{model.stack(side).layers} {side} layers ({model.stack(side).block})"
+                          for side in ("encoder", "decoder"))
+    rows = [f"| {name} | {value:.2f} | `{signature}` |" for name, value, signature in _scores(loaded, recipe)]
+    rows.append(f"| BLEU, {proof.lines} lines of the text it was compared on | {proof.bleu:.2f} | "
+                f"`{proof.signature}` |")
+    return "\n".join([
+        "---", f"license: {licence}", "language:", *(f"- {name}" for name in languages), f"library_name: {library}",
+        "pipeline_tag: translation", "tags:", "- translation", "- deepnmt", "---", "",
+        f"# {Path(recipe.run).resolve().name}: {data.src_lang} to {data.trg_lang}", "",
+        f"A translation Transformer of width {model.width} with {stacks}, trained for {loaded.state.update:,} updates "
+        f"with deepnmt {deepnmt.__version__}.", "", f"Licence: {licence}.", "", "## Scores", "",
+        "| metric and text | score | SacreBLEU's signature |", "|---|---|---|", *rows, "",
+        f"Compared with deepnmt's own model: {proof.sentence()}.", "", "## Use", "",
+        "`folder` is this folder, `lines` a list of sentences. deepnmt is not needed.", "", "```python",
+        SCRIPTS[to].rstrip(), "```", "", "## Recipe", "", "```yaml", dump_recipe(loaded.recipe).rstrip(), "```", ""])
+
+
+def _scores(loaded: LoadedModel, recipe: Recipe) -> list[tuple[str, float, str]]:
+    """What `deepnmt evaluate` has found for this checkpoint: metric and test set, score, signature."""
+    found = []
+    for file in sorted(Path(recipe.run).glob("scores*.json")):
+        try:
+            report: dict[str, Any] = json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            continue
+        if Path(report.get("checkpoint", "")).resolve() != loaded.folder.resolve():
+            continue
+        for test, scores in report.get("sets", {}).items():
+            found += [(f"{metric}, {test}", scores[metric], scores[f"{metric}_signature"])
+                      for metric in ("bleu", "chrf", "ter") if f"{metric}_signature" in scores]
+    return found

@@ -1,0 +1,94 @@
+"""Writes a model for CTranslate2, the inference engine of OpenNMT, and proves it there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from ctranslate2.specs import common_spec, transformer_spec
+
+from deepnmt.checkpoint.checkpoint import LoadedModel
+from deepnmt.config import Translate
+from deepnmt.decode.ctranslate2 import FORMATS, CTranslate2
+from deepnmt.export.plain import EPSILON, Pair, Plain, Values, to_plain
+from deepnmt.model.blocks import SIDES, Side
+
+POSITIONS = 1025  # rows of the position tables at least: CTranslate2 reads up to 1,024 pieces unless told otherwise
+_ACTIVATIONS = {"relu": common_spec.Activation.RELU, "gelu": common_spec.Activation.GELU}
+
+
+def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
+    """Writes the folder that `ctranslate2.Translator` loads, weights in this number format, and the vocabularies.
+
+    Raises:
+        UserError: see `to_plain`.
+    """
+    plain = to_plain(loaded, "CTranslate2")
+    encoder, decoder = (
+        spec(plain.model.stack(side).layers, plain.heads(side), pre_norm=plain.kind(side) == "pre_ln",
+             activation=_ACTIVATIONS[plain.model.activation])
+        for side, spec in zip(SIDES, (transformer_spec.TransformerEncoderSpec, transformer_spec.TransformerDecoderSpec),
+                              strict=True))
+    _fill_stack(encoder, encoder.embeddings[0], plain, "encoder")
+    _fill_stack(decoder, decoder.embeddings, plain, "decoder")
+    _fill(decoder.projection, plain.output())
+    plain.require_all_used("CTranslate2")
+    spec = transformer_spec.TransformerSpec(encoder, decoder)
+    spec.register_source_vocabulary(loaded.src_vocab.names())
+    spec.register_target_vocabulary(loaded.trg_vocab.names())
+    config = spec.config
+    config.add_source_eos, config.layer_norm_epsilon = True, EPSILON
+    config.decoder_start_token = config.bos_token = "<s>"
+    config.eos_token, config.unk_token = "</s>", "<unk>"
+    spec.validate()
+    spec.optimize(quantization=None if precision == "fp32" else FORMATS[precision])
+    spec.save(str(folder))
+
+
+def _fill_stack(spec: Any, embeddings: Any, plain: Plain, side: Side) -> None:
+    spec.scale_embeddings = plain.scaled(side)
+    embeddings.weight = _fp32(plain.table(side))
+    spec.position_encodings.encodings = _fp32(plain.positions(side, max(plain.model.max_length, POSITIONS)))
+    if plain.kind(side) == "pre_ln":
+        _fill_norm(spec.layer_norm, plain.norm(f"{side}.norm"))
+    for index, layer in enumerate(spec.layer):
+        name = f"{side}.layers.{index}"
+        attentions: list[tuple[Any, str, tuple[str, ...]]] = [(layer.self_attention, "self_attn", ("qkv", "out"))]
+        if side == "decoder":
+            attentions.append((layer.attention, "cross_attn", ("q", "kv", "out")))
+        for number, (attention, sublayer, matrices) in enumerate(attentions):
+            for linear, matrix in zip(attention.linear, matrices, strict=True):
+                _fill(linear, plain.linear(f"{name}.{sublayer}.{matrix}"))
+            _fill_norm(attention.layer_norm, plain.norm(f"{name}.rule.norms.{number}"))
+        _fill(layer.ffn.linear_0, plain.linear(f"{name}.ffn.fc1"))
+        _fill(layer.ffn.linear_1, plain.linear(f"{name}.ffn.fc2"))
+        _fill_norm(layer.ffn.layer_norm, plain.norm(f"{name}.rule.norms.{len(attentions)}"))
+
+
+def _fill(linear: Any, values: Pair) -> None:
+    linear.weight, linear.bias = map(_fp32, values)
+
+
+def _fill_norm(norm: Any, values: Pair) -> None:
+    norm.gamma, norm.beta = map(_fp32, values)
+
+
+def _fp32(values: Values) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+class Engine:
+    """The exported model as `proof.py` asks it."""
+
+    def __init__(self, loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
+        self._model = CTranslate2(folder, loaded.vocabs, loaded.recipe.model.max_length, precision)
+
+    def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._model.score([source[:-1] for source in sources], targets)
+
+    def search(self, sources: Sequence[Sequence[int]], limit: int, settings: Translate) -> list[list[int]]:
+        found = self._model.search(sources, [limit] * len(sources), settings, [])
+        return [candidates[0].tokens for candidates in found]

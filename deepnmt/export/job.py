@@ -1,0 +1,168 @@
+"""The export job: writes a model for another program, compares it with deepnmt's, and keeps it if it is the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepnmt
+from deepnmt.checkpoint.average import warn_if_outdated
+from deepnmt.checkpoint.checkpoint import LoadedModel, find_checkpoint, load_model
+from deepnmt.config import Corpus, Recipe, dump_recipe
+from deepnmt.data.prepared import PreparedData, on_this_machine
+from deepnmt.data.text import Pair, read_pairs
+from deepnmt.errors import UserError
+from deepnmt.export.card import model_card
+from deepnmt.export.proof import Engine, Native, Proof, compare
+from deepnmt.files import as_json
+from deepnmt.folders import read_manifest, reporting
+from deepnmt.progress import print_status
+
+FACTS = "deepnmt.json"  # what an exported folder says of itself
+
+
+@dataclass(frozen=True)
+class Target:
+    """How to write for a program, and to load what was written.
+
+    Attributes:
+        write, engine: from the model, the folder and a number format.
+        precisions: the number formats that it writes; the first is the one that is proven.
+        vocabularies: the names of the SentencePiece models, which the job writes; none if `write` does.
+    """
+
+    write: Callable[[LoadedModel, Path, str], None]
+    engine: Callable[[LoadedModel, Path, str], Engine]
+    precisions: tuple[str, ...] = ("fp32",)
+    vocabularies: tuple[str, ...] = ("src.spm", "trg.spm")
+
+
+def _ctranslate2() -> Target:
+    from deepnmt.export.ctranslate2 import Engine, write_ctranslate2
+
+    return Target(write_ctranslate2, Engine, ("fp32", "bf16", "int16", "int8"))
+
+
+def _huggingface() -> Target:
+    from deepnmt.export.huggingface import Engine, write_huggingface
+
+    return Target(write_huggingface, Engine, vocabularies=())
+
+
+def _onnx() -> Target:
+    from deepnmt.export.onnx import engine, write_onnx
+
+    return Target(write_onnx, engine)
+
+
+# Each imports its library only when asked for. To add one: a row.
+TARGETS: dict[str, Callable[[], Target]] = {"ctranslate2": _ctranslate2, "huggingface": _huggingface, "onnx": _onnx}
+
+
+def export_run(
+    recipe: Recipe, to: str, checkpoint: str | Path | None = None, output: str | Path | None = None, *,
+    precision: str = "fp32", text: str | None = None, lines: int = 1000, licence: str = "unknown",
+) -> str:
+    """Exports a run's model; returns lines on what was written and how it compares.
+
+    Args:
+        recipe: its `run` is exported.
+        to: a name of `TARGETS`.
+        checkpoint: a checkpoint or run folder to export instead; by default the run's average, else its newest.
+        output: the output folder; by default one named `to` in the run folder.
+        precision: the number format of the weights that are written.
+        text: "SRC,REF", two text files to compare on; by default the recipe's validation text.
+        lines: how many of its lines.
+        licence: of the model, for its card.
+
+    Raises:
+        UserError: the program cannot compute the model, the folder holds something else, there is no text to compare
+            on, or the exported model is not the same. Nothing is kept then.
+    """
+    target = TARGETS[to]()
+    if precision not in target.precisions:
+        raise UserError(f"--precision is {precision}, but --to {to} writes {', '.join(target.precisions)}")
+    folder = Path(output) if output is not None else Path(recipe.run) / to
+    if folder.exists() and not (folder / FACTS).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is no exported model; give another folder with --output")
+    source = find_checkpoint(Path(checkpoint or recipe.run))
+    warn_if_outdated(source)
+    loaded = load_model(source)
+    pairs = _pairs(loaded.recipe if checkpoint else recipe, text, lines)
+    own = Native.of(loaded.model)
+    lang, longest = recipe.data.trg_lang, loaded.recipe.model.max_length
+
+    def proven(at: Path, form: str) -> Proof:
+        return compare(own, target.engine(loaded, at, form), loaded.vocabs, pairs, longest, lang)
+
+    with reporting(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{folder.name}-", dir=folder.parent))
+    try:
+        temporary.chmod(0o755)
+        target.write(loaded, temporary, "fp32")
+        print_status(f"comparing with deepnmt on {len(pairs):,} lines")
+        proof = proven(temporary, "fp32")
+        if faults := list(proof.faults()):
+            raise UserError(f"the model for {to} is not the same as that of {source}: {'; '.join(faults)}; nothing was "
+                            "kept. Compare on other lines with --text, and report it if it stays")
+        said, proofs = [f"{folder}: {proof.sentence()}"], {"fp32": proof.as_json()}
+        if precision != "fp32":
+            for file in temporary.iterdir():
+                file.unlink()
+            target.write(loaded, temporary, precision)
+            narrow = proven(temporary, precision)
+            said.append(f"weights in {precision}: {narrow.sentence()}")
+            proofs[precision] = narrow.as_json()
+        facts = {"deepnmt": deepnmt.__version__, "format": to, "precision": precision, "checkpoint": str(source),
+                 "weights": weights_of(source), "update": loaded.state.update, "proof": proofs}
+        for name, vocab in zip(target.vocabularies, loaded.vocabs):
+            (temporary / name).write_bytes(vocab.bytes)
+        (temporary / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
+        (temporary / "README.md").write_text(model_card(to, loaded, recipe, proof, licence), encoding="utf-8")
+        (temporary / FACTS).write_text(as_json(facts, indent=1), encoding="utf-8")
+        with reporting(folder):
+            if folder.exists():
+                shutil.rmtree(folder)
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+    return "\n".join([*said, f"{size:.1f} MiB"])
+
+
+def weights_of(checkpoint: Path) -> dict[str, Any]:
+    """The hashes of a checkpoint's weights, by which an exported folder knows its model."""
+    files = read_manifest(checkpoint)["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")}
+
+
+def _pairs(recipe: Recipe, text: str | None, lines: int) -> Sequence[Pair]:
+    """The first sentence pairs of the text to compare on. Raises `UserError`."""
+    if text is not None:
+        files = text.split(",")
+        if len(files) != 2:
+            raise UserError(f"--text is {text!r}, must be SRC,REF: two text files, for example test.en,test.de")
+        return list(itertools.islice(read_pairs(Corpus(src=[files[0]], trg=[files[1]])), lines))
+    if on_this_machine(recipe.data.valid):
+        return list(itertools.islice(read_pairs(recipe.data.valid), lines))
+    try:
+        valid = PreparedData.open(recipe.data.folder).split("valid")
+    except UserError:
+        raise UserError("neither the recipe's validation text nor its prepared data is here to compare the models on; "
+                        "name two text files with --text SRC,REF") from None
+    return list(itertools.islice(zip(valid.src_text(), valid.trg_text(), strict=True), lines))
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What an exported folder says of itself. Raises `UserError` if it is none."""
+    try:
+        return json.loads((folder / FACTS).read_bytes())
+    except (OSError, ValueError):
+        raise UserError(f"{folder} is no model that deepnmt exported; export the run first") from None

@@ -1,0 +1,190 @@
+"""What an exported model must show before it is kept: the scores and translations of deepnmt's own.
+
+Three comparisons on lines of a text: the log-probability of every token of the references, greedy translations token by
+token, and BLEU of a beam search. Where greedy translations part at two tokens that deepnmt's model finds equally
+likely, rounding decides, so such a tie is counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from deepnmt.config import Translate
+from deepnmt.data.text import Pair
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.next_tokens import LengthPenalty
+from deepnmt.decode.search import beam_search, choose_greedily, decode_independently
+from deepnmt.decode.steppers import CachedStepper, Stepper
+from deepnmt.errors import UserError
+from deepnmt.evaluate.metrics import make_scorers
+from deepnmt.model.transformer import Transformer
+from deepnmt.tokens import BOS, EOS, PAD
+
+SCORED = 200  # lines at most whose references are scored
+BATCH = 64  # sentences
+TOLERANCE = 1e-4  # nats a token, and between the two tokens of a tie
+BLEU = 0.1
+GREEDY = Translate(method="greedy", min_length=1)
+# the stopping rule of other programs: as many hypotheses as beams have ended
+BEAM = Translate(method="beam", beam=5, finish="best", patience=1.0, min_length=1)
+
+Ids = Sequence[Sequence[int]]
+
+
+class Engine(Protocol):
+    """A model that can be compared. Sources are token ids with eos, targets are without."""
+
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        """The log-probability of each target token and of eos."""
+
+    def search(self, sources: Ids, limit: int, settings: Translate) -> list[list[int]]:
+        """The best translations, of at most `limit` tokens."""
+
+
+class Native:
+    """deepnmt's own model, or anything that steps like it.
+
+    Args:
+        stepper: from sources [B, S], their lengths [B], hypotheses of each and steps.
+    """
+
+    def __init__(self, stepper: Callable[[Tensor, Tensor, int, int], Stepper]) -> None:
+        self._stepper = stepper
+
+    @classmethod
+    def of(cls, model: Transformer) -> Native:
+        return cls(lambda *arguments: CachedStepper(model, *arguments))
+
+    @torch.inference_mode()
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        src, lengths = padded(sources)
+        wanted = pad_sequence([torch.tensor([*target, EOS]) for target in targets], True, PAD)
+        state = self._stepper(src, lengths, 1, wanted.size(1))
+        found, last = [], torch.full((len(sources),), BOS)
+        for nexts in wanted.unbind(1):
+            found.append(state.step(last).float().log_softmax(1).gather(1, nexts[:, None]).squeeze(1))
+            last = nexts
+        table = torch.stack(found, dim=1).tolist()
+        return [row[: len(target) + 1] for row, target in zip(table, targets, strict=True)]
+
+    @torch.inference_mode()
+    def search(self, sources: Ids, limit: int, settings: Translate) -> list[list[int]]:
+        src, lengths = padded(sources)
+        limits = torch.full((len(sources),), limit)
+        penalty = LengthPenalty(settings.length_penalty, settings.alpha)
+        beams = settings.beam if settings.method == "beam" else 1
+        state = self._stepper(src, lengths, beams, limit)
+        found = (beam_search(state, limits, beams, 1, penalty, settings.patience, settings.finish, settings.min_length)
+                 if settings.method == "beam" else
+                 decode_independently(state, limits, 1, choose_greedily, penalty, settings.min_length))
+        return [candidates[0].tokens for candidates in found]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the comparison found.
+
+    Attributes:
+        lines, scored: compared by search, and by the scores of their references.
+        difference: the largest of a token's log-probability, in nats.
+        identical, ties: greedy translations that are the same, and that part at a tie.
+        bleu, own_bleu: of the exported model and of deepnmt's, by beam search.
+    """
+
+    lines: int
+    scored: int
+    difference: float
+    identical: int
+    ties: int
+    bleu: float
+    own_bleu: float
+    signature: str
+
+    def faults(self) -> Iterator[str]:
+        """What keeps the export from being kept."""
+        if not self.difference <= TOLERANCE:
+            yield f"a token's log-probability differs by {self.difference:.1e} nats (allowed: {TOLERANCE:g})"
+        if (others := self.lines - self.identical - self.ties) > 0:
+            yield f"{others} of {self.lines} greedy translations differ"
+        if not abs(self.bleu - self.own_bleu) <= BLEU:
+            yield f"BLEU is {self.bleu:.2f} in place of {self.own_bleu:.2f} (allowed: ± {BLEU:g})"
+
+    def sentence(self) -> str:
+        """The figures."""
+        ties = f", {self.ties} part at a tie" if self.ties else ""
+        return (f"log-probabilities of {self.scored} references within {self.difference:.1e} nats a token; greedy "
+                f"translations of {self.identical} of {self.lines} lines identical{ties}; BLEU {self.bleu:.2f} "
+                f"(deepnmt {self.own_bleu:.2f})")
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(
+    own: Engine, other: Engine, vocabs: tuple[Vocabulary, Vocabulary], pairs: Sequence[Pair], max_length: int,
+    lang: str,
+) -> Proof:
+    """Compares an exported model with deepnmt's own on sentence pairs in language `lang`.
+
+    Pairs with an empty source, or of more than `max_length` tokens, are left out.
+
+    Raises:
+        UserError: no pair is left.
+    """
+    texts, rows = [], []
+    for source, target in pairs:
+        src, trg = vocabs[0].encode(source), vocabs[1].encode(target)
+        if src and max(len(src), len(trg)) < max_length:
+            rows.append(([*src, EOS], trg))
+            texts.append(target)
+    if not rows:
+        raise UserError(f"the text to compare on has no pair of at most {max_length - 1} tokens (model.max_length is "
+                        f"{max_length}); give another with --text")
+    difference = 0.0
+    for batch in _batches(range(min(SCORED, len(rows))), rows):
+        sources, targets = zip(*(rows[i] for i in batch), strict=True)
+        for mine, theirs in zip(own.score(sources, targets), other.score(sources, targets), strict=True):
+            worst = float((torch.tensor(mine) - torch.tensor(theirs)).abs().max())  # NaN stays NaN
+            difference = worst if worst != worst else max(difference, worst)
+    identical = ties = 0
+    found: dict[str, list[str]] = {"own": [""] * len(rows), "other": [""] * len(rows)}
+    for batch in _batches(range(len(rows)), rows):
+        batched = [rows[i][0] for i in batch]
+        limit = min(max_length, 2 * max(map(len, batched)) + 20)
+        greedy = [engine.search(batched, limit, GREEDY) for engine in (own, other)]
+        for source, mine, theirs in zip(batched, *greedy, strict=True):
+            identical += mine == theirs
+            ties += mine != theirs and _is_tie(own, source, mine, theirs)
+        for name, engine in (("own", own), ("other", other)):
+            for i, tokens in zip(batch, engine.search(batched, limit, BEAM), strict=True):
+                found[name][i] = vocabs[1].decode(tokens)
+    metric = make_scorers(lang)["bleu"]
+    scores = {name: metric.corpus_score(lines, [texts]).score for name, lines in found.items()}
+    return Proof(len(rows), min(SCORED, len(rows)), difference, identical, ties, scores["other"], scores["own"],
+                 str(metric.get_signature()))
+
+
+def _is_tie(own: Engine, source: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> bool:
+    """Whether deepnmt's model finds the first two tokens that differ equally likely."""
+    same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    # the next token of each, or eos, which `score` adds
+    first, second = (own.score([source], [tokens[: same + 1]])[0][same] for tokens in (mine, theirs))
+    return abs(first - second) <= TOLERANCE
+
+
+def _batches(numbers: Sequence[int], rows: Sequence[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
+    """The numbers of similarly long pairs together."""
+    order = sorted(numbers, key=lambda i: (len(rows[i][0]), len(rows[i][1])))
+    for start in range(0, len(order), BATCH):
+        yield order[start : start + BATCH]
+
+
+def padded(sources: Ids) -> tuple[Tensor, Tensor]:
+    return (pad_sequence([torch.tensor(source) for source in sources], True, PAD),
+            torch.tensor([len(source) for source in sources]))

@@ -1,0 +1,254 @@
+"""Exported models equal deepnmt's own, load without deepnmt, and a wrong one is not kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_run
+import torch
+from refusals import Refused, user_error
+from test_folding import as_trained, shapes
+
+from deepnmt import config
+from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, load_model
+from deepnmt.cli import main
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.export import job
+from deepnmt.export.card import SCRIPTS
+from deepnmt.export.plain import NORM_FREE, Plain, to_plain
+from deepnmt.export.proof import Native
+
+LIBRARIES = {"ctranslate2": "ctranslate2", "huggingface": "transformers", "onnx": "onnxruntime"}
+VOCAB = Vocabulary(tiny_run.VOCAB)
+
+
+def target(name: str) -> job.Target:
+    for library in (LIBRARIES[name], *(["onnx"] if name == "onnx" else [])):
+        pytest.importorskip(library, reason=f"{library} is not installed; pip install 'deepnmt[export]'")
+    return job.TARGETS[name]()
+
+
+@pytest.fixture(scope="module")
+def run(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Admin over DeepNorm, trained for long enough that ω_1 is a vector and translations end."""
+    run = tmp_path_factory.mktemp("export") / "run"
+    assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "model.decoder.block=deepnorm",
+                          "model.width=32", "train.updates=60", "train.save_every=60", "train.validate_every=60",
+                          "train.valid_bleu=false", "optimizer.lr=1e-2", "parallel.threads=1"]) == 0
+    return run
+
+
+def loaded_of(model: config.Model, tmp_path: Path) -> LoadedModel:
+    """A random model as if it had been loaded."""
+    module = as_trained(model)
+    with torch.no_grad():  # without norms, weights as large would give logits in the thousands
+        for name, parameter in module.named_parameters():
+            if {model.encoder.block, model.decoder.block} & set(NORM_FREE) and "norms" not in name:
+                parameter.mul_(0.5)
+    recipe = tiny_run.recipe_of(tmp_path / "run", model=model.model_dump())
+    return LoadedModel(module, VOCAB, VOCAB, recipe, tiny_run.state_of(10), tmp_path)
+
+
+def difference(to: job.Target, loaded: LoadedModel, folder: Path) -> float:
+    """The largest difference of a token's log-probability on random sentences."""
+    folder.mkdir()
+    to.write(loaded, folder, "fp32")
+    draw = torch.Generator().manual_seed(3)
+    sources, targets = ([torch.randint(4, 40, (n,), generator=draw).tolist() for n in sizes]
+                        for sizes in ((3, 7, 11, 1), (5, 2, 9, 8)))
+    sources = [[*source, 2] for source in sources]
+    scores = [engine.score(sources, targets) for engine in (Native.of(loaded.model), to.engine(loaded, folder, "fp32"))]
+    return max(abs(a - b) for ours, theirs in zip(*scores, strict=True) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("encoder", "decoder", "settings"), [
+    ("post_ln", "post_ln", {}), ("pre_ln", "pre_ln", {"tied": "none"}), ("pre_ln", "post_ln", {"tied": "decoder"}),
+    ("admin", "admin", {}), ("admin_closed_form", "deepnorm", {"tied": "none"}),
+    ("rezero_post_ln", "looks_linear", {"activation": "gelu"}), ("rezero", "rezero", {}), ("t_fixup", "post_ln", {}),
+    ("post_ln", "fixup", {"tied": "none"}), ("fixup", "admin", {"encoder.init": "published"}),
+    ("fixup", "fixup", {"encoder.init": "published", "decoder.init": "published"}),
+    ("looks_linear", "admin_closed_form", {"encoder.init": "published", "decoder.init": "published"}),
+])
+def test_every_block_with_a_plain_form_goes_to_ctranslate2(
+    encoder: str, decoder: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded = loaded_of(config.with_settings(shapes(encoder, decoder), settings), tmp_path)
+    assert difference(target("ctranslate2"), loaded, tmp_path / "out") < 1e-5
+
+
+@pytest.mark.parametrize(("block", "settings"), [
+    ("post_ln", {}), ("pre_ln", {}), ("pre_ln", {"tied": "none"}), ("admin", {}), ("deepnorm", {"tied": "decoder"}),
+    ("t_fixup", {}),
+])
+def test_pairs_of_one_kind_go_to_huggingface(block: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Admin's ω_1 is a vector: the position table in the file is then another than the class's own."""
+    loaded = loaded_of(config.with_settings(shapes(block, block), settings), tmp_path)
+    assert difference(target("huggingface"), loaded, tmp_path / "out") < 1e-5
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [("b2t", "dlcl"), ("dlcl_post", "b2t_no_ln")])
+def test_every_block_goes_to_onnx(encoder: str, decoder: str, tmp_path: Path) -> None:
+    assert difference(target("onnx"), loaded_of(shapes(encoder, decoder), tmp_path), tmp_path / "out") < 1e-4
+
+
+@pytest.mark.parametrize("block", ["b2t", "b2t_no_ln", "dlcl", "dlcl_post"])
+def test_what_has_no_plain_form_is_refused(block: str, tmp_path: Path) -> None:
+    with user_error(f"^model.decoder.block is {block}, which CTranslate2 cannot compute: .* --to onnx"):
+        to_plain(loaded_of(shapes("post_ln", block), tmp_path), "CTranslate2")
+
+
+def test_pairs_of_two_kinds_are_refused_by_huggingface(tmp_path: Path) -> None:
+    to = target("huggingface")
+    for encoder in ("pre_ln", "t_fixup"):
+        with user_error(f"^model.encoder.block is {encoder} and model.decoder.block post_ln, for which transformers"):
+            to.write(loaded_of(shapes(encoder, "post_ln"), tmp_path), tmp_path, "fp32")
+
+
+def test_a_weight_that_has_no_place_is_refused(tmp_path: Path) -> None:
+    plain = Plain({"encoder.layers.0.gate": torch.zeros(1)}, shapes("post_ln", "post_ln"))
+    with user_error(r"^encoder.layers.0.gate has no place in a model of X"):
+        plain.require_all_used("X")
+
+
+SCRIPT = """
+import json, sys
+folder, lines = sys.argv[1], json.loads(sys.argv[2])
+{script}
+assert not any(name.partition(".")[0] == "deepnmt" for name in sys.modules)
+print(json.dumps(translations))
+"""
+
+
+@pytest.mark.parametrize("to", list(LIBRARIES))
+def test_a_run_is_exported_and_loads_without_deepnmt(
+    to: str, run: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target(to)
+    folder = tmp_path / "out"
+    assert main("export", [str(run), "--to", to, "--output", str(folder), "--lines", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "log-probabilities of 8 references within" in said and "of 8 lines identical" in said, said
+    facts = json.loads((folder / "deepnmt.json").read_text())
+    assert facts["format"] == to and facts["proof"]["fp32"]["difference"] < 1e-5
+    card = (folder / "README.md").read_text()
+    assert "license: unknown" in card and "- de" in card and "nrefs:1|case:mixed" in card and "vocab:" in card
+    assert SCRIPTS[to].rstrip() in card
+
+    lines = (prepared / "text" / "test.en").read_text(encoding="utf-8").splitlines()[:6]
+    code = SCRIPT.format(script=SCRIPTS[to])
+    result = subprocess.run([sys.executable, "-c", code, str(folder), json.dumps(lines)], check=False, timeout=300,
+                            capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
+    assert result.returncode == 0, result.stderr
+    source, output = tmp_path / "in", tmp_path / "translated"
+    source.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    search = (["translate.method=greedy", "translate.max_extra=22"] if to == "onnx" else
+              ["translate.beam=5", "translate.finish=best", "translate.patience=1", "translate.min_length=1",
+               "translate.max_ratio=1", "translate.max_extra=200"])
+    assert main("translate", [str(run), "--input", str(source), "--output", str(output), "--format", "jsonl",
+                              *search]) == 0
+    ours = [json.loads(line)["hypotheses"][0] for line in output.read_text(encoding="utf-8").splitlines()]
+    same = []
+    for one, theirs in zip(ours, json.loads(result.stdout), strict=True):
+        if to == "onnx":  # greedily this model goes on until its limit, which is not the same
+            same.append(len(theirs) > 9 and (one["text"].startswith(theirs) or theirs.startswith(one["text"])))
+        elif one["ended"]:
+            same.append(one["text"] == theirs)
+    assert all(same) and len(same) >= 3, ours
+
+
+def test_the_tokenizer_of_huggingface_gives_the_same_ids(run: Path, prepared: Path, tmp_path: Path) -> None:
+    to = target("huggingface")
+    loaded = load_model(run)
+    to.write(loaded, tmp_path, "fp32")
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    lines = [*(prepared / "text" / "train.en").read_text(encoding="utf-8").splitlines(), "Zürich „ ½ x", "a  b"]
+    assert tokenizer(lines)["input_ids"] == [[*loaded.src_vocab.encode(line.strip()), 2] for line in lines]
+
+
+@pytest.mark.parametrize("fault", ["norm", "matrix", "positions", "bias"])
+def test_a_wrong_weight_is_caught(
+    fault: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    """One norm's gain 1 % off, two rows of a matrix swapped, positions without ω_1, one bias off."""
+    target("ctranslate2")
+    right: Any = getattr(Plain, {"norm": "norm", "matrix": "linear", "bias": "linear", "positions": "positions"}[fault])
+
+    def wrong(self: Plain, name: str, *rest: Any) -> Any:
+        found = right(self, name, *rest)
+        if fault == "positions":
+            return found / self._gain(name)
+        first, second = (values.copy() for values in found)
+        if fault == "norm" and name == "decoder.layers.1.rule.norms.2":
+            first *= 1.01
+        if fault == "matrix" and name == "encoder.layers.0.ffn.fc1":
+            first[[0, 1]] = first[[1, 0]]
+        if fault == "bias" and name == "decoder.layers.0.cross_attn.out":
+            second[0] += 0.02
+        return first, second
+
+    monkeypatch.setattr(Plain, right.__name__, wrong)
+    message = refused("export", run, "--to", "ctranslate2", "--output", tmp_path / "out", "--lines", 8)
+    assert "is not the same as that of" in message and "a token's log-probability differs by" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_int8_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
+    target("ctranslate2")
+    said = {}
+    for precision in ("fp32", "int8"):
+        assert main("export", [str(run), "--to", "ctranslate2", "--output", str(tmp_path / precision), "--lines", "5",
+                               "--precision", precision]) == 0
+        said[precision] = capsys.readouterr().out
+    assert "weights in int8: log-probabilities of 5 references within" in said["int8"]
+    sizes = [(tmp_path / precision / "model.bin").stat().st_size for precision in ("fp32", "int8")]
+    assert sizes[1] < 0.7 * sizes[0]
+    facts = json.loads((tmp_path / "int8" / "deepnmt.json").read_text())
+    assert facts["proof"]["int8"]["difference"] > facts["proof"]["fp32"]["difference"]
+    message = refused("export", run, "--to", "huggingface", "--output", tmp_path / "hf", "--precision", "int8")
+    assert "--precision is int8, but --to huggingface writes fp32" in message
+
+
+def test_mistakes_are_refused(run: Path, tmp_path: Path, refused: Refused) -> None:
+    target("ctranslate2")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "text").write_text("mine")
+    export = ("export", run, "--to", "ctranslate2", "--output")
+    assert "thesis exists and is no exported model" in refused(*export, tmp_path / "thesis")
+    assert "--text is 'a', must be SRC,REF" in refused(*export, tmp_path / "x", "--text", "a")
+    assert "--lines is 0, must be 1 or more" in refused(*export, tmp_path / "x", "--lines", 0)
+    assert "--lines has no effect with --to post_ln" in refused("export", run, "--to", "post_ln", "--lines", 5)
+    assert "model.width=8 has no effect here because a trained model is exported" in refused(
+        *export, tmp_path / "x", "model.width=8")
+
+
+def test_post_ln_is_a_target(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("export", [str(run), "--to", "post_ln", "--output", str(tmp_path / "folded")]) == 0
+    assert "encoder (admin) and decoder (deepnorm) as post_ln" in capsys.readouterr().out
+    assert load_model(tmp_path / "folded").recipe.model.decoder.block == "post_ln"
+
+
+def test_rezero_post_ln_and_looks_linear_fold(tmp_path: Path) -> None:
+    """Written out for one sub-layer each: a times the last matrix; fc1 and its negative."""
+    model = shapes("rezero_post_ln", "looks_linear")
+    recipe = tiny_run.recipe_of(tmp_path / "run", model=model.model_dump())
+    module = as_trained(model)
+    tiny_run.save(tmp_path / "run" / "checkpoints", Contents(
+        dict(module.named_parameters()), {}, tiny_run.state_of(10), config.dump_recipe(recipe), tiny_run.VOCABS))
+    (tmp_path / "run" / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
+    assert main("fold", [str(tmp_path / "run")]) == 0  # which compares the logits
+    after = load_model(tmp_path / "run" / "folded").model
+    a = module.get_parameter("encoder.layers.1.rule.a")
+    for name in ("encoder.layers.1.self_attn.out.weight", "encoder.layers.1.ffn.fc2.bias"):
+        torch.testing.assert_close(after.get_parameter(name), a * module.get_parameter(name))
+    half = module.get_parameter("decoder.layers.0.ffn.fc1.weight")
+    np.testing.assert_array_equal(after.get_parameter("decoder.layers.0.ffn.fc1.weight").detach(),
+                                  torch.cat([half, -half]).detach())
