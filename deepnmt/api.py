@@ -31,6 +31,8 @@ import torch.distributed as dist
 from deepnmt.checkpoint.average import average_run, warn_if_outdated
 from deepnmt.checkpoint.checkpoint import MANIFEST, Which, load_model
 from deepnmt.config import Recipe, check_recipe, load_recipe, override
+from deepnmt.config.plugins import name_plugins
+from deepnmt.config.sections import OWN
 from deepnmt.data.prepare import prepare as prepare_data
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.translate import Hypothesis, cast_weights, translate_shards
@@ -185,7 +187,8 @@ class Run:
 
 
 def load(
-    folder: str | Path, checkpoint: str | Path | None = None, device: str | torch.device | None = None
+    folder: str | Path, checkpoint: str | Path | None = None, device: str | torch.device | None = None,
+    plugins: Sequence[str | Path] = (),
 ) -> Run:
     """Loads a trained model.
 
@@ -194,11 +197,14 @@ def load(
         checkpoint: "best" (by validation), "newest", "averaged", or the folder of a checkpoint; without, the run's
             average if there is one, else its newest checkpoint.
         device: such as "cpu" or "cuda:1"; without, the first GPU if there is one, else the CPU.
+        plugins: the files of the plug-ins that the model was trained with; without, no code of a plug-in is run.
 
     Raises:
-        UserError: there is no such checkpoint, or it is damaged.
+        UserError: there is no such checkpoint, it is damaged, or it was trained with other plug-ins.
     """
     folder = Path(folder)
+    if faults := name_plugins({"plugins": [str(file) for file in plugins]}, OWN):
+        raise UserError("\n".join(faults))
     named = checkpoint in ("best", "newest", "averaged")
     loaded = load_model(folder if named or checkpoint is None else Path(checkpoint),
                         cast("Which", checkpoint) if named else "auto")
@@ -246,7 +252,7 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
     if code == PREEMPTED:  # the handlers are those of before again
         status = json.loads((run / "STATUS.json").read_bytes())
         signal.raise_signal(signal.Signals[status["signal"]])
-    return load(run, "newest")
+    return load(run, "newest")  # whose plug-ins the recipe has named
 
 
 def prepare(recipe: str | Path | Settings | Recipe, changes: Settings | None = None) -> Path:
@@ -314,7 +320,8 @@ def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
     tree = recipe.model_dump() if isinstance(recipe, Recipe) else copy.deepcopy(dict(recipe))
     for name, value in changes.items():
         override(tree, _override(name, value))
-    return check_recipe(tree, "the recipe")
+    own = not isinstance(recipe, Recipe) or any(name.split(".")[0] == "plugins" for name in changes)
+    return check_recipe(tree, "the recipe", Path() if own else None)
 
 
 def _override(name: str, value: Any) -> str:

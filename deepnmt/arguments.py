@@ -96,9 +96,9 @@ def expected_model(args: argparse.Namespace, recipe: Recipe, checkpoint: object)
 
 def settable(args: argparse.Namespace, sections: Sequence[str], why: str) -> None:
     """Raises `UserError` where a setting is given on the command line that is none of these, and in none of these
-    sections, since it would change nothing."""
+    sections (nor `plugins`), since it would change nothing."""
     for words in args.overrides:
-        if not f"{words.partition('=')[0]}.".startswith(tuple(f"{section}." for section in sections)):
+        if not f"{words.partition('=')[0]}.".startswith(tuple(f"{section}." for section in (*sections, "plugins"))):
             raise UserError(f"{words} has no effect here because {why}; remove it (these have one: "
                             f"{', '.join(sections)})")
 

@@ -167,6 +167,47 @@ def _copy(words: list[str]) -> None:
         raise UserError(f"{args.file} cannot be written: {error.strerror}") from None
 
 
+def _new(words: list[str]) -> None:
+    """Write a recipe for a text of your own."""
+    parser = plain_parser(
+        "new",
+        "Looks at a parallel text, holds sentences out of it for validation and test, and writes a recipe for it,\n"
+        "whose comments say why. docs/guide/new_recipe.md has the table it chooses from.\n\n"
+        "Writes FILE, and training, validation and test text into data/NAME/text, where NAME is that of FILE.",
+        "deepnmt new my.yaml --src corpus.de --trg corpus.en\n"
+        "deepnmt new my.yaml --src corpus.txt.gz --trg corpus2.txt.gz --langs de en --machine gpu",
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", type=Path, help="the recipe, a name that ends in .yaml")
+    add("--src", metavar="FILE", required=True, help="source sentences, one a line; plain, .gz, .xz, .zst or .bz2")
+    add("--trg", metavar="FILE", required=True, help="their translations, line by line")
+    add("--langs", nargs=2, metavar=("SRC", "TRG"), help="languages (default: the suffixes of both files)")
+    add("--valid", nargs=2, metavar=("SRC", "TRG"), help="a validation text of your own; needs --test")
+    add("--test", nargs=2, metavar=("SRC", "TRG"), help="a test text of your own; needs --valid")
+    add("--machine", choices=["cpu", "gpu"], help="where it will train (default: like this machine)")
+    args = parser.parse_args(words)
+    if bool(args.valid) != bool(args.test):
+        raise UserError("--valid and --test go together: give both texts, or neither, and sentences are held out")
+    from deepnmt.config import Corpus
+    from deepnmt.data.text import COMPRESSED
+    from deepnmt.new import new_recipe
+
+    def language(name: str) -> str:
+        path = Path(name)
+        suffix = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.removeprefix(".")
+        if not suffix.isalpha() or len(suffix) > 3:
+            raise UserError(f"{name} does not end in a language such as .de; add --langs SRC TRG, for example "
+                            "--langs de en")
+        return suffix
+
+    def text(files: list[str] | None) -> Corpus | None:
+        return Corpus(src=[files[0]], trg=[files[1]]) if files else None
+
+    langs = tuple(args.langs or map(language, (args.src, args.trg)))
+    print(new_recipe(args.file, Corpus(src=[args.src], trg=[args.trg]), langs, args.machine,
+                     text(args.valid), text(args.test)))
+
+
 def _split(words: list[str]) -> None:
     """Split a file of sentence pairs into training, validation and test texts."""
     parser = plain_parser(
@@ -645,7 +686,7 @@ def _check_cluster(words: list[str]) -> int:
 
 
 _GROUPS: dict[str, dict[str, Command]] = {
-    "Recipes to begin with": {"recipes": _recipes, "copy": _copy},
+    "Recipes to begin with": {"recipes": _recipes, "copy": _copy, "new": _new},
     "From text to a score, in the order of use": {
         "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "status": _status,
         "average": _average,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deepnmt import config
+from deepnmt.config.plugins import Table
 
 # Tensors of each weight's shape that every layout writes to checkpoints and reads from them. To add one, such as an
 # average of the weights: add its name here and in `moment_names`, the setting that switches it on to `MOMENT_SETTINGS`,
@@ -221,7 +222,7 @@ def _step(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
 
 
 # The rate after the warm-up. To add a schedule: a function and a row here, its name and settings in `config.Schedule`.
-SCHEDULES: dict[str, Callable[[float, config.Schedule, RunProgress], float]] = {
+SCHEDULES: Table[Callable[[float, config.Schedule, RunProgress], float]] = Table("SCHEDULES", {
     "inverse_sqrt": _inverse_sqrt,
     "inverse_sqrt_decay": _inverse_sqrt_decay,
     "constant": _constant,
@@ -230,7 +231,7 @@ SCHEDULES: dict[str, Callable[[float, config.Schedule, RunProgress], float]] = {
     "cosine": _cosine,
     "wsd": _wsd,
     "plateau": _plateau,
-}
+}, lambda curve: None if callable(curve) else f"is {curve!r}, must be a function of peak, schedule and progress")
 
 
 def warmup_note(recipe: config.Recipe) -> str | None:

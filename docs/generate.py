@@ -138,7 +138,7 @@ def values(schema: Mapping[str, Any], many: bool = False) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = ", ".join(f"{sign} {schema[key]:.10g}" for key, sign in signs.items() if key in schema)
     word = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`",
-            "null": "`null`"}[schema["type"]]
+            "null": "`null`", "object": "mapping"}[schema["type"]]
     return f"{word}{'s' * many} {limits}".strip()
 
 

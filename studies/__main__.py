@@ -129,13 +129,17 @@ def reproduce(words: list[str]) -> None:
         "reproduce",
         "corollaries: output change under noise, 1 to 100 layers (Admin, corollaries 1 and 2).\n"
         "vanishing: gradients of every layer at 18L-18L (Admin, figure 3; B2T, figures 3 and 4).\n"
+        "places: gradients inside Post-LN decoder layers at 18L-18L (B2T, figures 4 and 7).\n"
         "last_ffn: the last FFN's gradient against depth (Pre-LN paper, figure 3).\n"
         "optimizers: final losses without a warm-up over Adam's beta2 and the rate (Admin, figure 10).\n"
+        "warmup: final losses over the length of the warm-up and the rate (Pre-LN paper, figure 2).\n"
         "unbalanced: gradients and changes of attention's matrices over epochs (Admin, figures 5 and 11).\n"
+        "similarity: how alike the outputs of trained layers are, 6L-6L (B2T, figure 5).\n"
         "Writes a JSON file and a picture.",
         "python -m studies reproduce corollaries --output runs/reproduce",
     )
-    parser.add_argument("name", choices=["corollaries", "vanishing", "last_ffn", "optimizers", "unbalanced"])
+    parser.add_argument("name", choices=["corollaries", "vanishing", "places", "last_ffn", "optimizers", "warmup",
+                                         "unbalanced", "similarity"])
     add_options(parser, ("--output", "FOLDER", Path, "runs/reproduce", "default: %(default)s"),
                 ("--width", "D", int, 64, "model width, a multiple of 4 (default 64)"),
                 ("--sentences", "N", int, 16, "sentences of 20 tokens (default 16)"),

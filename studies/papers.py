@@ -13,14 +13,14 @@ from statistics import fmean, median
 from typing import Any
 
 from deepnmt.batch import Batch
-from deepnmt.config import Model, Optimizer, Schedule
-from deepnmt.doctor.measures import Gradients, Growth, displacement, fit_line, gradients, noise_change
-from deepnmt.doctor.plots import plot_growth, plot_lines
+from deepnmt.config import Block, Model, Optimizer, Schedule
+from deepnmt.doctor.measures import Gradients, Growth, displacement, fit_line, gradients, layer_similarity, noise_change
+from deepnmt.doctor.plots import plot_growth, plot_lines, plot_similarity
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.gpu_report.measure import random_batch
-from deepnmt.model.blocks import SIDES
+from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.progress import print_status
@@ -33,6 +33,7 @@ _VOCAB = 1000
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 18, 25, 36, 50, 70, 100)
 _PRE_LN_PAPER = (2, 4, 6, 8, 10, 12, 14, 18, 24, 36)
 _RATES, _BETAS = (1e-3, 3e-3, 1e-2), (0.9, 0.95, 0.98, 0.99, 0.999)  # of `optimizers`: 15 settings, as in the paper
+_WARMUPS = (0, 10, 25, 50, 100)  # of `warmup`
 _UPDATES = 200  # of a training
 _EPOCHS, _EPOCH = 16, 25  # of `unbalanced`: epochs, and updates in each
 
@@ -169,6 +170,60 @@ def gradient_factors(norms: Gradients) -> dict[str, float]:
             for name, (high, low) in pairs.items()}
 
 
+def places(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Gradient norms at the five points of Post-LN decoder layers at 18L-18L, medians over seeds (B2T, figures 4, 7).
+
+    (1) and (2) are the sum before and the output of the norm after self-attention, (3) and (4) after cross-attention,
+    (5) is the sum before the last norm.
+    """
+    layers = min(18, small.deepest)
+    shown = dict.fromkeys((1, (layers + 1) // 2, layers))
+    by_seed = [gradients(*fresh).places for fresh in small.models("post_ln", layers, layers)]
+    norms = {f"decoder layer {number}": [median(values) for values in zip(
+        *(seed[f"decoder.layers.{number - 1}"] for seed in by_seed), strict=True)] for number in shown}
+    plot_lines({"": norms}, picture, xs=range(1, 6), xlabel="point of the layer, from its bottom",
+               ylabel="gradient norm",
+               title=f"Gradients inside Post-LN decoder layers before training, {layers}L-{layers}L")
+    lines = [f"{name}: " + ", ".join(f"({place}) {value:.3g}" for place, value in enumerate(values, 1))
+             for name, values in norms.items()]
+    return {"norms": norms}, lines
+
+
+def similarity(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Cosines between the outputs of the layers of trained 6L-6L models (B2T, figure 5).
+
+    The toy task, Adam with a peak rate of 1e-3 and a warm-up of 50 updates. Means over seeds.
+    """
+    import torch
+
+    task, layers = ToyTask(), min(6, small.deepest)
+    schedule, probe = Schedule(name="linear", warmup=min(50, _UPDATES // 2)), task.batch(0, 8 * small.sentences)
+    squares: dict[str, list[list[float]]] = {}
+    lines = []
+    for block in ("post_ln", "pre_ln", "b2t"):
+        cosines: dict[Side, list[list[list[float]]]] = {side: [] for side in SIDES}
+        losses = []
+        for model in small.toy_models(task, block, layers):
+            adam = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9)
+            for update in range(1, _UPDATES + 1):
+                batch = task.batch(update, small.sentences)
+                adam.param_groups[0]["lr"] = learning_rate(1e-3, schedule, update, _UPDATES)
+                adam.zero_grad()
+                (model(*batch.tensors, batch.key).loss / batch.tokens).backward()
+                adam.step()
+            losses.append(float(model(*probe.tensors, probe.key).loss.detach() / probe.tokens))
+            for side in SIDES:
+                cosines[side].append(layer_similarity(model, probe, side))
+        print_status(f"{block}: {small.trials} seeds")
+        for side in SIDES:
+            squares[f"{block} {side}"] = [[fmean(values) for values in zip(*rows, strict=True)]
+                                          for rows in zip(*cosines[side], strict=True)]
+        lines.append(f"{block}: loss {median(losses):.2f}; cosine of first and last layer, "
+                     + ", ".join(f"{side} {squares[f'{block} {side}'][-1][0]:.2f}" for side in SIDES))
+    plot_similarity(squares, picture)
+    return {"cosines": squares}, lines
+
+
 def _tops(norms: Gradients, side: str, part: str) -> list[float]:
     """Gradient norms of the outputs of one kind of sub-layer, from the bottom."""
     return [value for name, value in norms.outputs.items() if name.startswith(f"{side}.") and name.endswith(part)]
@@ -191,38 +246,54 @@ def last_ffn(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def optimizers(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
-    """Final losses on the toy task without a warm-up, over Adam's β2 and the peak rate (Admin, figure 10).
+    """Final losses on the toy task without a warm-up, over Adam's β2 and the peak rate (Admin, figure 10)."""
+    columns = {f"{beta:g}": (Optimizer(betas=[0.9, beta]), Schedule(name="linear", warmup=0)) for beta in _BETAS}
+    return _final_losses(small, picture, ("post_ln", "pre_ln", "admin"), columns, "Adam's β2", "without a warm-up")
 
-    Linear decay over 200 updates. A final loss is the mean of the last 20 updates, medians over seeds.
+
+def warmup(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
+    """Final losses on the toy task over the length of the warm-up and the peak rate (Xiong et al. 2020, figure 2)."""
+    columns = {str(length): (Optimizer(betas=[0.9, 0.98]), Schedule(name="linear", warmup=length))
+               for length in _WARMUPS}
+    return _final_losses(small, picture, ("post_ln", "pre_ln"), columns, "updates of warm-up", "against the warm-up")
+
+
+def _final_losses(
+    small: Small, picture: Path, blocks: Sequence[Block], columns: Mapping[str, tuple[Optimizer, Schedule]],
+    xlabel: str, what: str,
+) -> tuple[dict[str, Any], list[str]]:
+    """Losses after 200 updates of the toy task with linear decay, by block, peak rate and column.
+
+    A final loss is the mean of the last 20 updates, medians over seeds.
     """
     task, layers, updates = ToyTask(), min(6, small.deepest), range(1, _UPDATES + 1)
-    schedule, bar = Schedule(name="linear", warmup=0), task.target_only
-    finals: dict[str, list[list[list[float]]]] = {}  # by block, rate, β2 and seed
-    for block in ("post_ln", "pre_ln", "admin"):
+    bar = task.target_only
+    finals: dict[str, list[list[list[float]]]] = {}  # by block, rate, column and seed
+    for block in blocks:
         models = small.toy_models(task, block, layers)
-        columns = []
-        for beta in _BETAS:
+        runs = []
+        for name, (optimizer, schedule) in columns.items():
             rates = [rate for rate in _RATES for _ in models]
             losses = [*train_side_by_side(
                 models * len(_RATES), (task.batch(update, small.sentences) for update in updates),
                 ([learning_rate(rate, schedule, update, _UPDATES) for rate in rates] for update in updates),
-                Optimizer(betas=[0.9, beta]))]
+                optimizer)]
             last = [fmean(run) for run in zip(*losses[-20:], strict=True)]
-            columns.append([last[start : start + len(models)] for start in range(0, len(last), len(models))])
-            print_status(f"{block}, β2 {beta}: {[round(median(seeds), 2) for seeds in columns[-1]]}")
-        finals[block] = [list(row) for row in zip(*columns, strict=True)]
+            runs.append([last[start : start + len(models)] for start in range(0, len(last), len(models))])
+            print_status(f"{block}, {xlabel} {name}: {[round(median(seeds), 2) for seeds in runs[-1]]}")
+        finals[block] = [list(row) for row in zip(*runs, strict=True)]
     cells = {block: [[median(seeds) for seeds in row] for row in rows] for block, rows in finals.items()}
-    plot_cells(cells, picture, [f"{rate:g}" for rate in _RATES], [f"{beta:g}" for beta in _BETAS], bar,
-               title=f"Final loss without a warm-up, {layers}L-{layers}L; bold: does not use the source",
-               xlabel="Adam's β2", ylabel="peak rate", scale="nats per target token")
+    plot_cells(cells, picture, [f"{rate:g}" for rate in _RATES], list(columns), bar,
+               title=f"Final loss {what}, {layers}L-{layers}L; bold: does not use the source",
+               xlabel=xlabel, ylabel="peak rate", scale="nats per target token")
     lines = []
-    for block, rows in cells.items():
+    for name, rows in cells.items():
         flat = [value for row in rows for value in row]
         other = [value for row in cells["pre_ln"] for value in row]
         better = sum(value < min(beside, bar) for value, beside in zip(flat, other, strict=True))
-        lines.append(f"{block}: {sum(value < bar for value in flat)} of {len(flat)} settings learned, best "
-                     f"{min(flat):.2f}" + (f", {better} of these lower than pre_ln" if block != "pre_ln" else ""))
-    return {"rates": _RATES, "betas": _BETAS, "bar": bar, "finals": finals}, lines
+        lines.append(f"{name}: {sum(value < bar for value in flat)} of {len(flat)} settings learned, best "
+                     f"{min(flat):.2f}" + (f", {better} of these lower than pre_ln" if name != "pre_ln" else ""))
+    return {"rates": _RATES, "columns": list(columns), "bar": bar, "finals": finals}, lines
 
 
 def unbalanced(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
@@ -270,5 +341,8 @@ def unbalanced(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
 
 Experiment = Callable[[Small, Path], tuple[dict[str, Any], list[str]]]
 EXPERIMENTS: dict[str, Experiment] = {"corollaries": corollaries, "vanishing": vanishing, "last_ffn": last_ffn,
-                                      "optimizers": optimizers, "unbalanced": unbalanced}
-MIN_LAYERS = {"corollaries": 3, "vanishing": 2, "last_ffn": 6, "optimizers": 1, "unbalanced": 1}  # fits need three
+                                      "places": places,
+                                      "optimizers": optimizers, "warmup": warmup, "unbalanced": unbalanced,
+                                      "similarity": similarity}
+MIN_LAYERS = {"corollaries": 3, "vanishing": 2, "last_ffn": 6, "places": 1, "optimizers": 1, "warmup": 1,
+              "unbalanced": 1, "similarity": 2}  # fits need three

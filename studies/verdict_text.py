@@ -15,19 +15,20 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from deepnmt.config import Recipe, check_recipe
+from deepnmt.config import Model, Recipe, check_recipe
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
 from deepnmt.doctor.outcome import OUTCOMES, Measured, frequencies, measure_outcome
 from deepnmt.doctor.variants import fresh_model, initialisation
-from deepnmt.doctor.verdict import SHIPPED, TRIAL, Trial, VerdictRule, features, run_trial, targets
+from deepnmt.doctor.verdict import SETTINGS, SHIPPED, TRIAL, Trial, VerdictRule, features, run_trial, targets
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.blocks import BLOCKS, SIDES
@@ -286,6 +287,7 @@ def fit_runs(file: Path, ship: bool) -> str:
 def seen_in(records: Sequence[Record]) -> dict[str, Any]:
     """What the runs had, for `VerdictRule.unseen`."""
     stacks = [record["recipe"]["model"][side] for record in records for side in SIDES]
+    models = [Model.model_validate(record["recipe"]["model"]) for record in records]  # older ones lack new settings
 
     def values(*path: str) -> list[Any]:
         found = set()
@@ -302,8 +304,9 @@ def seen_in(records: Sequence[Record]) -> dict[str, Any]:
                       if any(stack["block"] == block for stack in stacks)},
             "optimizer.name": values("optimizer", "name"), "schedule.name": values("schedule", "name"),
             "optimizer.weight_decay": values("optimizer", "weight_decay"),
-            "model.attention_dropout": values("model", "attention_dropout"),
-            "model.activation_dropout": values("model", "activation_dropout"), "width": values("model", "width"),
+            **{name: sorted({attrgetter(name.removeprefix("model."))(model) for model in models})
+               for name in SETTINGS if name.startswith("model.")}, "train.r_drop": [0.0],
+            "width": values("model", "width"),
             "texts": sorted({record["text"] for record in records}), "precisions": ["fp32"]}
 
 

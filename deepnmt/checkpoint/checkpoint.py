@@ -30,6 +30,7 @@ from deepnmt import folders
 from deepnmt.checkpoint.state_types import StateTypes
 from deepnmt.checkpoint.tensors import INDEX, Tensors, kind_of, tensor_file
 from deepnmt.config import Model, Recipe, changed_settings, load_recipe
+from deepnmt.config.plugins import require_same
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.folders import MANIFEST, Buffer, CheckpointWriteError, DamagedCheckpoint
@@ -372,6 +373,10 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     checkpoint = find_checkpoint(folder, which)
     verify_files(checkpoint, {*MODEL_FILES, *task_files(checkpoint)})
     recipe = load_recipe(checkpoint / RECIPE)
+    require_same(recipe.plugins, checkpoint)
+    if recipe.task != "translation":
+        raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of translation; give "
+                        "another checkpoint")
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
     if difference := _other_model(recipe.model, src_vocab.size, trg_vocab.size, weights_in(checkpoint).shapes):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "

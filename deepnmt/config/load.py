@@ -21,7 +21,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from deepnmt.config.sections import Corpus, Recipe, Section
+from deepnmt.config.plugins import name_plugins
+from deepnmt.config.sections import OWN, Corpus, Recipe, Section
 from deepnmt.errors import UserError, nearest
 from deepnmt.shipped import find_shipped, shipped_recipes
 
@@ -43,7 +44,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         if not (file / "recipe.yaml").is_file():
             raise UserError(f"{file} holds no recipe.yaml; give a recipe, or the folder of a run that was started")
         file = file / "recipe.yaml"
-    tree = read_tree(file)
+    tree, own = read_tree(file), not _is_of_a_run(file)
     for assignment in overrides or []:
         override(tree, assignment)
     named = {assignment.partition("=")[0] for assignment in overrides or []}
@@ -52,12 +53,26 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         layout = parallel["ds_config"]
         if layout is None or _OLD_LAYOUT.fullmatch(str(layout)):  # either implies the precision
             parallel.pop("precision", None)
-    return check_recipe(tree, str(file))
+    own |= any(name.split(".")[0] == "plugins" for name in named)
+    return check_recipe(tree, str(file), file.parent if own else None)
 
 
-def check_recipe(tree: dict[str, Any], origin: str) -> Recipe:
-    """Checks a tree of settings; `origin` names it in the error. Raises `UserError` with all faults, one a line."""
+def _is_of_a_run(file: Path) -> bool:
+    """Whether training wrote this recipe, into a run folder or a checkpoint, which may come from anywhere."""
+    beside = ("manifest.json", "checkpoints", "log.jsonl")
+    return file.name == "recipe.yaml" and any((file.parent / name).exists() for name in beside)
+
+
+def check_recipe(tree: dict[str, Any], origin: str, beside: Path | None = Path()) -> Recipe:
+    """Checks a tree of settings. Raises `UserError` with all faults, one a line.
+
+    Args:
+        origin: names it in the error.
+        beside: a folder in which its plug-ins may be; None: the user did not write it, so that it names no plug-ins.
+    """
     tree, faults = expand_variables(tree)
+    if beside is not None:
+        faults += name_plugins(tree, OWN, beside)
     faults += _split_old_layout(tree)
     faults += find_faults(tree)
     if faults:

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from operator import attrgetter
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
+from deepnmt.config.plugins import SETTINGS, are_named, as_mapping, known
+from deepnmt.errors import nearest
+
 Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
                 "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]  # model/blocks.py, `BLOCKS`
+Curve = Literal["inverse_sqrt", "inverse_sqrt_decay", "constant", "linear", "step", "cosine", "wsd",
+                "plateau"]  # optim.py, `SCHEDULES`
+OWN: dict[str, tuple[str, ...]] = {"BLOCKS": get_args(Block), "SCHEDULES": get_args(Curve), "TASKS": ("translation",)}
 # Copies of attributes in model/blocks.py, because recipes are checked without importing torch.
 HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # `needs_history`
 PROFILED_BLOCKS = ("admin",)  # `profiled`
+UNGATED_BLOCKS = ("fixup", "looks_linear")  # `feed_forward` is not a plain `FeedForward`
+GATED = ("reglu", "geglu", "swiglu")  # model/feedforward.py, `ACTIVATIONS` with two rows
 # Settings of a stack that belong to a block: the blocks that know them.
 BLOCK_OPTIONS = {"history_window": HISTORY_BLOCKS, "history_softmax": HISTORY_BLOCKS,
                  "output_change": ("admin_closed_form",)}
@@ -29,6 +38,11 @@ Positive = Annotated[float, Field(gt=0.0)]
 Folder = Annotated[str, Field(min_length=1)]
 Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), WithJsonSchema(
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})]
+
+
+def _or_plugin(kind: str) -> WithJsonSchema:
+    """One of deepnmt's own names, or one of a plug-in."""
+    return WithJsonSchema({"anyOf": [{"enum": list(OWN[kind])}, {"type": "string"}]})
 
 
 class Section(BaseModel):
@@ -203,11 +217,19 @@ class Batch(Section):
     """Micro-batches per process and update."""
 
 
+class Shape(NamedTuple):
+    """The sizes of one side of the model."""
+
+    width: int
+    heads: int
+    ffn: int
+
+
 class Stack(Section):
     """A stack of layers, one side of the model."""
 
-    block: Block = "admin"
-    """The residual block of every layer."""
+    block: Annotated[str, _or_plugin("BLOCKS")] = "admin"
+    """The residual block of every layer; a text is the name of one in a plug-in."""
     layers: Annotated[int, Field(ge=1, le=100_000)] = 6
     """Number of layers."""
     init: Init = "auto"
@@ -229,6 +251,14 @@ class Stack(Section):
     word_dropout: Rate = 0.0
     """Word dropout in training: the probability with which a token's embedding is replaced by zeros; its position
     stays, and so does bos."""
+    layer_drop: Rate = 0.0
+    """LayerDrop in training: the probability with which a layer is passed by. It regularises, and saves no time."""
+    width: Annotated[int, Field(ge=1, le=2**16)] | None = None
+    """Width of this side; null: `model.width`. Two widths need `tied: decoder` or `none`."""
+    heads: Count | None = None
+    """Attention heads of this side; null: `model.heads`."""
+    ffn: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    """Inner width of this side's feed-forward sub-layers; null: `model.ffn`."""
 
     def faults(self) -> Iterator[str]:
         for name in self.options():
@@ -246,17 +276,24 @@ class Stack(Section):
         return {"block": block, **{name: type(self).model_fields[name].default for name in unknown}}
 
 
-class Model(Section):  # its norms: model/blocks.py, `LayerPosition.norm`
+class Model(Section):
     """Shapes, dropout and blocks of the Transformer."""
 
     width: Annotated[int, Field(ge=1, le=2**16)] = 512
-    """Width of the model; even, and a multiple of `heads`."""
+    """Width of the model; even, and a multiple of `heads`. Each side may have its own width, heads and ffn."""
     heads: Count = 8
     """Attention heads; they share the width evenly."""
     ffn: Annotated[int, Field(ge=1, le=2**20)] = 2048
     """Inner width of the feed-forward sub-layer; even with looks_linear."""
-    activation: Literal["relu", "gelu"] = "relu"
-    """Activation of the feed-forward sub-layer."""
+    # model/feedforward.py, `ACTIVATIONS`
+    activation: Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"] = "relu"
+    """Activation of the feed-forward sub-layer. `reglu`, `geglu` and `swiglu` multiply that of the first three by a
+    gate, a third matrix of the sub-layer; 2/3 of `ffn` then has as many parameters. Not with fixup and looks_linear."""
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # model/blocks.py, `NORMS`
+    """The norm of the blocks: LayerNorm, or RMSNorm, which neither centres nor has a bias."""
+    positions: Literal["sinusoidal", "rotary"] = "sinusoidal"  # model/positions.py, `POSITIONS`
+    """`sinusoidal`: sines and cosines are added to the embeddings. `rotary`: nothing is added, but queries and keys of
+    the self-attention are rotated by their positions."""
     dropout: Rate = 0.1
     """Dropout on the output of every sub-layer and on the embeddings."""
     attention_dropout: Rate = 0.0
@@ -277,18 +314,44 @@ class Model(Section):  # its norms: model/blocks.py, `LayerPosition.norm`
         """One side of the model."""
         return self.encoder if side == "encoder" else self.decoder
 
+    def shape(self, side: Literal["encoder", "decoder"]) -> Shape:
+        """The sizes of one side of the model."""
+        stack = self.stack(side)
+        return Shape(stack.width or self.width, stack.heads or self.heads, stack.ffn or self.ffn)
+
+    @property
+    def ffn_matrices(self) -> int:
+        """Matrices of a feed-forward sub-layer."""
+        return 3 if self.activation in GATED else 2
+
     @property
     def profiled(self) -> bool:
         """Whether a stack's ω are measured before the first update, or read from a profile."""
         return self.encoder.block in PROFILED_BLOCKS or self.decoder.block in PROFILED_BLOCKS
 
     def faults(self) -> Iterator[str]:
-        if self.width % self.heads:
-            yield f"width ({self.width}) must be a multiple of heads ({self.heads})"
-        if self.width % 2:
-            yield f"width ({self.width}) must be even: positions are half sines, half cosines"
-        if self.ffn % 2 and "looks_linear" in (self.encoder.block, self.decoder.block):
-            yield f"ffn ({self.ffn}) must be even with block: looks_linear: half of it mirrors the other half"
+        yield from dict.fromkeys(fault for side in ("encoder", "decoder") for fault in self._faults_of(side))
+        widths = [self.shape(side).width for side in ("encoder", "decoder")]
+        if self.tied == "all" and widths[0] != widths[1]:
+            yield (f"tied: all needs one width, but the encoder's is {widths[0]} and the decoder's {widths[1]}; set "
+                   "tied: decoder")
+
+    def _faults_of(self, side: Literal["encoder", "decoder"]) -> Iterator[str]:
+        """Faults in the sizes of one side."""
+        stack, (width, heads, ffn) = self.stack(side), self.shape(side)
+        names = {name: f"{side}.{name}" if getattr(stack, name) else name for name in Shape._fields}
+        if width % heads:
+            yield f"{names['width']} ({width}) must be a multiple of {names['heads']} ({heads})"
+        elif self.positions == "rotary" and width // heads % 2:
+            yield (f"{names['width']} ({width}) divided by {names['heads']} ({heads}) must be even with positions: "
+                   "rotary, which turns pairs of a head's dimensions")
+        if width % 2:
+            yield f"{names['width']} ({width}) must be even: positions are half sines, half cosines"
+        if ffn % 2 and stack.block == "looks_linear":
+            yield f"{names['ffn']} ({ffn}) must be even with block: looks_linear: half of it mirrors the other half"
+        if self.activation in GATED and stack.block in UNGATED_BLOCKS:
+            yield (f"activation ({self.activation}) has a gate, for which {side}.block: {stack.block} has no rule; set "
+                   "activation to relu, gelu or silu, or choose another block")
 
 
 class Admin(Section):
@@ -369,13 +432,13 @@ class Schedule(Section):
     """
 
     # The curves: optim.py, `SCHEDULES`
-    name: Literal["inverse_sqrt", "inverse_sqrt_decay", "constant", "linear", "step", "cosine", "wsd",
-                  "plateau"] = "inverse_sqrt"
+    name: Annotated[str, _or_plugin("SCHEDULES")] = "inverse_sqrt"
     """The curve after the warm-up. `inverse_sqrt_decay` falls as sqrt(P / (P + k)) after k updates, with P =
     `decay_period`. `linear` and `cosine` (half a cosine) fall to `final` at the run's end. `step` is constant until an
     epoch begins or an update is reached; then the rate is multiplied by `step_factor`. `wsd` (warm-up, stable, decay)
     is constant until the last `decay` updates, and falls to `final` in them, linearly. `plateau` is constant until
-    `patience` validations in a row bring no new best; then the rate is multiplied by `step_factor`, each time."""
+    `patience` validations in a row bring no new best; then the rate is multiplied by `step_factor`, each time. A text
+    is the name of one in a plug-in, which may use any of these settings."""
     warmup: Annotated[int, Field(ge=0)] = 4000
     """Updates of linear rise to `optimizer.lr`; below `train.updates` with linear and cosine, below `step_update` with
     step, at most `train.updates` - `decay` with wsd."""
@@ -410,7 +473,7 @@ class Schedule(Section):
             needs = f"name: {', '.join(names[:-1])}{' or ' * (len(names) > 1)}{names[-1]}"
             if self.name in names and meaning and value is None:
                 yield f"name: {self.name} needs {setting}, {meaning}"
-            if self.name not in names and value != default:
+            if self.name in OWN["SCHEDULES"] and self.name not in names and value != default:
                 shown = f"{value:g}" if isinstance(value, float) else value
                 yield (f"{setting} ({shown}) needs {needs}, but name is {self.name}; remove {setting}"
                        + (f", or set it to {default}" if default else ""))
@@ -432,6 +495,10 @@ class Train(Section):
     """An earlier end, in seconds of updates, not counting validations and checkpoints; null: none."""
     label_smoothing: Rate = 0.1
     """Probability mass that is spread over the vocabulary."""
+    r_drop: Annotated[float, Field(ge=0.0)] = 0.0
+    """α of R-Drop: every sentence passes the model twice, with other dropout, and α/4 times the divergence of the two
+    predictions, in both directions, is added to their mean loss; the paper takes 5. An update takes twice the time and
+    activations. 0: none."""
     clip: Annotated[float, Field(ge=0.0)] = 0.0
     """Largest gradient norm; 0: no clipping."""
     log_every: Count = 50
@@ -559,6 +626,13 @@ class Recipe(Section):
     """The run folder: checkpoints, logs, pictures, scores."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     """Fixes initial weights, batches and dropout."""
+    plugins: Annotated[dict[str, str], BeforeValidator(as_mapping), WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}},
+                   {"type": "object", "additionalProperties": {"type": "string"}}]})] = Field(default_factory=dict)
+    """Python files with blocks, schedules or tasks of your own, from here or from beside the recipe. A run's recipe has
+    each with its SHA-256. They run as part of deepnmt; see docs/guide/add_a_block.md."""
+    task: Annotated[str, _or_plugin("TASKS")] = "translation"  # training/task.py, `TASKS`
+    """What is trained; a text is the name of a task in a plug-in."""
     data: Data
     """Texts, and how they are prepared."""
     vocab: Vocab = Vocab()
@@ -585,6 +659,14 @@ class Recipe(Section):
     """How many of the last checkpoints are averaged for the final scores; at most `train.keep_last`."""
 
     def faults(self) -> Iterator[str]:
+        for setting, kind in SETTINGS.items():
+            name = attrgetter(setting)(self)
+            if name in OWN[kind] or not are_named(self.plugins):
+                continue
+            if name not in (names := [*OWN[kind], *known(kind, list(self.plugins))]):
+                near = nearest(name, names)
+                yield (f"{setting}: is {name!r}, must be one of {', '.join(names)}"
+                       + (f"; did you mean {near}?" if near else ""))
         if self.model.tied == "all" and not self.vocab.shared:
             yield ("model.tied: all needs vocab.shared: true (one embedding cannot serve two vocabularies); "
                    "set model.tied: decoder")
@@ -600,6 +682,11 @@ class Recipe(Section):
             yield (f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot be combined with "
                    f"{' and '.join(history)}: each of its layers needs the outputs of all layers below, but a "
                    "stage sends on only the last; set parallel.pipeline_stages: 0, or choose another block")
+        if self.train.r_drop and not any((self.model.dropout, self.model.attention_dropout,
+                                          self.model.activation_dropout, self.model.encoder.word_dropout,
+                                          self.model.decoder.word_dropout)):
+            yield (f"train.r_drop ({self.train.r_drop:g}) has no effect because model.dropout and all other dropout is "
+                   "0; set train.r_drop to 0, or a dropout")
         if self.train.best_by == "bleu" and not self.train.valid_bleu:
             yield "train.best_by: bleu needs train.valid_bleu: true"
         if self.schedule.name in ("linear", "cosine") and self.schedule.warmup >= self.train.updates:

@@ -1,18 +1,37 @@
-"""Splits a TSV of sentence pairs into training, validation and test texts that share no sentence."""
+"""Splits sentence pairs into training, validation and test texts that share no sentence."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from contextlib import suppress
 from pathlib import Path
 
 from deepnmt.config import Corpus
-from deepnmt.data.text import Pair, read_pairs, write_pairs
+from deepnmt.data.text import Pair, input_files, read_pairs, write_pairs
 from deepnmt.errors import UserError
 
 
 def split_tsv(
     tsv: Path, folder: Path, columns: tuple[int, int], langs: tuple[str, str], valid: int = 10, test: int = 20
+) -> dict[str, int]:
+    """`split_corpus` of one TSV.
+
+    Args:
+        tsv: plain or compressed.
+        columns: of source and target, counted from 1.
+
+    Raises:
+        UserError: columns are the same or out of range; see `split_corpus`.
+    """
+    if min(columns) < 1 or columns[0] == columns[1]:
+        raise UserError(f"--columns is {columns[0]} {columns[1]}, must be two different columns counted from 1, for "
+                        "example 1 2")
+    return split_corpus(Corpus(tsv=[str(tsv)], columns=list(columns)), folder, langs, valid, test)
+
+
+def split_corpus(
+    corpus: Corpus, folder: Path, langs: tuple[str, str], valid: int = 10, test: int = 20
 ) -> dict[str, int]:
     """Writes `train.SRC`, `train.TRG`, `valid.SRC`, ... into `folder` and returns the number of pairs in each.
 
@@ -22,32 +41,27 @@ def split_tsv(
     in the validation or test text, and a validation pair if its source is in the test text.
 
     Args:
-        tsv: plain or compressed.
-        columns: of source and target, counted from 1.
         langs: of source and target: the suffixes of the files.
         valid, test: how many of every 1,000 target sentences.
 
     Raises:
-        UserError: see `read_pairs`; a share or column is out of range; columns or suffixes are the same; a text would
-            be empty, or overwrite `tsv`; the folder cannot be written.
+        UserError: see `read_pairs`; a share is out of range; the suffixes are the same; a text would be empty, or
+            overwrite a file of the corpus; the folder cannot be written.
     """
     if valid < 1 or test < 1 or valid + test >= 1000:
         raise UserError(f"{valid} + {test} of 1,000 sentences cannot be held out; give 1 or more for validation and "
                         "for test, below 1,000 together")
-    if min(columns) < 1 or columns[0] == columns[1]:
-        raise UserError(f"--columns is {columns[0]} {columns[1]}, must be two different columns counted from 1, for "
-                        "example 1 2")
     if langs[0] == langs[1] or any(not lang or "/" in lang for lang in langs):
         raise UserError(f"--langs is {langs[0]!r} {langs[1]!r}, must be two different file suffixes without a /, "
                         "for example de en")
-    # `tsv` is read while the texts are written, so none of them may overwrite it
+    files = input_files(corpus)
+    # they are read while the texts are written, so none of them may be overwritten
     for name in ("train", "valid", "test"):
-        for lang in langs:
+        for lang, file in itertools.product(langs, files):
             with suppress(OSError):  # one of the two does not exist
-                if tsv.samefile(folder / f"{name}.{lang}"):
-                    raise UserError(f"{tsv} would be overwritten by {name}.{lang} in {folder}; name another folder")
+                if file.samefile(folder / f"{name}.{lang}"):
+                    raise UserError(f"{file} would be overwritten by {name}.{lang} in {folder}; name another folder")
 
-    corpus = Corpus(tsv=[str(tsv)], columns=list(columns))
     first: dict[str, dict[str, Pair]] = {"valid": {}, "test": {}}  # one pair a target sentence
     sources: dict[str, set[str]] = {"valid": set(), "test": set()}
     for pair in read_pairs(corpus):
@@ -58,7 +72,7 @@ def split_tsv(
     kept = {name: list(pairs.values()) for name, pairs in first.items()}
     kept["valid"] = [pair for pair in kept["valid"] if normalised(pair[0]) not in sources["test"]]
     if not (kept["valid"] and kept["test"]):
-        raise UserError(f"{tsv} has too few sentences to hold {valid} + {test} of 1,000 out; give larger shares")
+        raise UserError(f"{files[0]} has too few sentences to hold {valid} + {test} of 1,000 out; give larger shares")
 
     held_out = sources["valid"] | sources["test"]
     train = (pair for pair in read_pairs(corpus)
@@ -70,7 +84,7 @@ def split_tsv(
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None
     if not counts["train"]:
-        raise UserError(f"{tsv} has no pair left to train on if {valid} + {test} of 1,000 sentences are held out; "
+        raise UserError(f"{files[0]} has no pair left to train on if {valid} + {test} of 1,000 sentences are held out; "
                         "give smaller shares")
     return counts
 

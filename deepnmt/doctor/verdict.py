@@ -59,8 +59,9 @@ FEATURES: dict[str, str] = {
 }
 _LOGARITHMS = [name for name, words in FEATURES.items() if words.startswith("log ")]  # shown without the log
 # Settings of which the rule's facts list the values that its runs had.
-_SETTINGS = ("optimizer.name", "schedule.name", "optimizer.weight_decay", "model.attention_dropout",
-             "model.activation_dropout")
+SETTINGS = ("optimizer.name", "schedule.name", "optimizer.weight_decay", "model.attention_dropout",
+             "model.activation_dropout", "model.activation", "model.norm", "model.positions",
+             "model.encoder.layer_drop", "model.decoder.layer_drop", "train.r_drop")
 
 
 def describe(name: str) -> str:
@@ -163,7 +164,7 @@ def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) ->
         "blind": float(gain < _NO_GAIN),
         "budget": math.log10(max(rates / trial.rates, 1e-6)),
         "length": math.log10(trial.length),
-        "width": math.log10(recipe.model.width),
+        "width": math.log10(recipe.model.shape("decoder").width),
         "layers": math.log10(recipe.model.encoder.layers + recipe.model.decoder.layers),
         "batch": math.log10(tokens),
     }
@@ -292,10 +293,13 @@ class VerdictRule:
                     stack.block, [init]):
                 unseen.append(f"the {side}'s initialisation is {init}; runs with {stack.block} had "
                               f"{' or '.join(seen['inits'][stack.block])}")
-        for setting in _SETTINGS:
+        for setting in SETTINGS:
             if (value := attrgetter(setting)(recipe)) not in seen.get(setting, [value]):
                 unseen.append(f"{setting} is {value}; the runs had {' or '.join(map(str, seen[setting]))}")
-        if (width := recipe.model.width) > max(seen.get("width", [width])):
+        encoder, decoder = (recipe.model.shape(side) for side in ("encoder", "decoder"))
+        if encoder != decoder and seen:
+            unseen.append("encoder and decoder differ in width, heads or ffn; those of the runs did not")
+        if (width := max(encoder.width, decoder.width)) > max(seen.get("width", [width])):
             unseen.append(f"model.width is {width}; the runs had up to {max(seen['width'])}")
         if precision not in seen.get("precisions", [precision]):
             unseen.append(f"the precision is {precision}; the runs had {' or '.join(seen['precisions'])}")

@@ -122,7 +122,7 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
             if fixed is None:
                 omega = weights[f"{layers}{layer}.rule.omegas.{number}"].double()
             else:
-                omega = torch.full((model.width,), fixed, dtype=torch.float64)
+                omega = torch.full((model.shape(side).width,), fixed, dtype=torch.float64)
             if not bool((omega != 0).all()):
                 raise UserError(f"ω of sub-layer {number + 1} of {layers}{layer} has a zero, so the model cannot be "
                                 "written as post_ln; use the checkpoint as it is")

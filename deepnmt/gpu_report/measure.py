@@ -44,17 +44,18 @@ def model_flops(model: Model, vocab: int, sentences: int, source: float, target:
     """Floating-point operations of training on B sentences of S source and T target tokens, forward and backward.
 
     A matrix product of m multiply-adds counts 2m forward and twice that backward. Multiply-adds, with F the width of
-    the FFN: an encoder layer has 4D² + 2DF per source token; a decoder layer 6D² + 2DF per target token and 2D²
-    (cross-attention's keys and values) per source token; the output projection DV per target token. Attention scores
-    and the weighted sum take 4·L·D operations per query over L keys (causal ones T/2 on average), and 2.5 times that
-    backward, because fused kernels recompute them. Element-wise operations, padding and the optimizer are left out.
+    the FFN: an encoder layer has 4D² + 2DF (with a gate 3DF) per source token; a decoder layer 6D² + 2DF per target
+    token and 2DM (cross-attention's keys and values, M the encoder's width) per source token; the output projection DV
+    per target token. Attention scores and the weighted sum take 4·L·D operations per query over L keys (causal ones T/2
+    on average), and 2.5 times that backward, because fused kernels recompute them. Element-wise operations, padding and
+    the optimizer are left out.
     """
-    d, f = model.width, model.ffn
+    (e, _, f), (d, _, g), matrices = model.shape("encoder"), model.shape("decoder"), model.ffn_matrices
     n, m = model.encoder.layers, model.decoder.layers
-    by_source = n * (4 * d * d + 2 * d * f) + m * 2 * d * d
-    by_target = m * (6 * d * d + 2 * d * f) + d * vocab
-    keys_seen = n * source * source + m * target * (target / 2 + source)
-    return sentences * (6.0 * (source * by_source + target * by_target) + 3.5 * 4 * d * keys_seen)
+    by_source = n * (4 * e * e + matrices * e * f) + m * 2 * d * e
+    by_target = m * (6 * d * d + matrices * d * g) + d * vocab
+    attended = e * n * source * source + d * m * target * (target / 2 + source)
+    return sentences * (6.0 * (source * by_source + target * by_target) + 3.5 * 4 * attended)
 
 
 def machine(large: int, tokens: int, width: int, inner: int, vocab: int) -> dict[str, Any]:

@@ -200,7 +200,8 @@ def _enter(
     memories: Sequence[tuple[Tensor, ...]], settings: Admin,
 ) -> list[_Flow]:
     """Each micro-batch at the bottom of a stack; the embedding table is freed on return."""
-    table, entry = skip_init(nn.Embedding, vocab, model.width), InputLayer(model, side, weights.seed).train()
+    table = skip_init(nn.Embedding, vocab, model.shape(side).width)
+    entry = InputLayer(model, side, weights.seed).train()
     fill(table, weights, f"embeddings.{TABLES[model.tied]['src' if side == 'encoder' else 'trg']}")
     fill(entry, weights, f"{side}.input")
     flows = []
@@ -230,6 +231,7 @@ def _run_stack(
         for index in range(count):
             layer = build_layer(model, side, index, weights.seed).train()
             fill(layer, weights, layer.name)
+            layer.layer_drop = 0.0  # all are measured
             layer.to(device)
             if profiled:
                 _measure_layer(layer, flows, ranks, variances, in_place=settings.method == "in_place")

@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepnmt.model.positions import unrotated
 from deepnmt.model.unfilled import unfilled
 
 
@@ -50,16 +53,21 @@ def attend(
 class SelfAttention(nn.Module):
     """Attention of a sequence to itself. `qkv` [3D, D] holds the query, key and value matrices in this order."""
 
-    def __init__(self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(
+        self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear,
+        rotate: Callable[[Tensor, int, int], Tensor] = unrotated,
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
+        self.rotate = rotate  # see `positions.Positions`
         self.qkv = unfilled(linear, width, 3 * width)
         self.out = unfilled(linear, width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """[B, T, D] to [B, T, D]; `causal`: position t attends to positions up to t, and `mask` must be None."""
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k = (self.rotate(each, 0, x.size(1)) for each in (q, k))
         dropout = self.dropout if self.training else 0.0
         return self.out(merge_heads(attend(q, k, v, mask, dropout, causal)))
 
@@ -76,6 +84,8 @@ class SelfAttention(nn.Module):
             slots: those of this position.
         """
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        position = slots.start // (slots.stop - slots.start)
+        q, k = (self.rotate(each, position, position + 1) for each in (q, k))
         keys[:, :, slots] = k
         values[:, :, slots] = v
         attended = attend(q, keys[:, :, : slots.stop], values[:, :, : slots.stop], visible)
@@ -83,18 +93,21 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of target positions to the encoder's memory. `kv` [2D, D] holds the key and value matrices."""
+    """Attention of target positions to the encoder's memory. `kv` [2D, M] holds the key and value matrices, M the width
+    of the memory (`memory`; None: D)."""
 
-    def __init__(self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(
+        self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear, memory: int | None = None
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
         self.q = unfilled(linear, width, width)
-        self.kv = unfilled(linear, width, 2 * width)
+        self.kv = unfilled(linear, memory or width, 2 * width)
         self.out = unfilled(linear, width, width)
 
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, S, d] of a memory [B, S, D]."""
+        """Keys and values [B, H, S, d] of a memory [B, S, M]."""
         k, v = self.kv(memory).chunk(2, dim=-1)
         return split_heads(k, self.heads), split_heads(v, self.heads)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepnmt import config
+from deepnmt.config.plugins import Table
 from deepnmt.model.feedforward import ConcatenatedFeedForward, FeedForward, ShiftedFeedForward, ShiftedLinear
 
 Side = Literal["encoder", "decoder"]
@@ -74,6 +75,29 @@ class LayerNorm(Norm, nn.LayerNorm):
         return lambda c: (c - c.mean(-1, keepdim=True)) * gain + self.bias
 
 
+class RMSNorm(Norm, nn.RMSNorm):
+    """x / sqrt(mean of x² + 1e-5) · weight, over the last dimension. Zhang and Sennrich 2019, RMSNorm, eq. 4.
+
+    On a CPU, 16-bit inputs are normed in fp32, as by `LayerNorm`.
+    """
+
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] to the same shape and type."""
+        if x.dtype in (torch.float32, torch.float64) or x.device.type != "cpu":
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
+
+    def frozen(self, x: Tensor) -> Branch:
+        gain = (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+        return lambda c: c * gain
+
+
+# A new norm of this width. To add a kind: a subclass of `Norm`, a row here, and the name in `config.Model`.
+NORMS: dict[str, Callable[[int], Norm]] = {"layer_norm": LayerNorm, "rms_norm": partial(RMSNorm, eps=1e-5)}
+
+
 @dataclass(frozen=True)
 class LayerPosition:
     """The position of a layer, the model's shape and the stack's settings; a block depends on nothing else."""
@@ -84,18 +108,17 @@ class LayerPosition:
     decoder_layers: int  # M
     width: int  # D
     settings: config.Stack = field(default_factory=config.Stack)  # of the layer's stack
+    norm_kind: str = "layer_norm"  # in `NORMS`
 
     @classmethod
     def of(cls, model: config.Model, side: Side, index: int) -> LayerPosition:
         """The position of layer `index` (from 0) of a stack."""
-        return cls(side, index, model.encoder.layers, model.decoder.layers, model.width, model.stack(side))
+        return cls(side, index, model.encoder.layers, model.decoder.layers, model.shape(side).width, model.stack(side),
+                   model.norm)
 
     def norm(self) -> Norm:
-        """A new norm of the layer, or of the stack's top.
-
-        To add a kind of norm: a subclass of `Norm` above, a setting in `config.Model`, and a field here, set by `of`.
-        """
-        return LayerNorm(self.width)
+        """A new norm of the layer, or of the stack's top."""
+        return NORMS[self.norm_kind](self.width)
 
     @property
     def branches(self) -> int:
@@ -556,7 +579,14 @@ class DLCLPost(DLCL):
         return self.norms[i](x + f(x))
 
 
-BLOCKS: dict[str, type[Block]] = {
+def _fault(block: Any) -> str | None:
+    """What a plug-in's block must be, if it is not."""
+    if not (isinstance(block, type) and issubclass(block, Block)):
+        return f"is {block!r}, must be a subclass of deepnmt.model.blocks.Block"
+    return "has profiled = True, which only admin may; set profiled = False in its class" if block.profiled else None
+
+
+BLOCKS: Table[type[Block]] = Table("BLOCKS", {
     "post_ln": PostLN,
     "pre_ln": PreLN,
     "admin": Admin,
@@ -571,7 +601,7 @@ BLOCKS: dict[str, type[Block]] = {
     "looks_linear": LooksLinear,
     "dlcl": DLCL,
     "dlcl_post": DLCLPost,
-}
+}, _fault)
 
 FOLDED = "post_ln"  # the block that a foldable one can be rewritten as
 

@@ -1,4 +1,4 @@
-"""Scaled embeddings with sinusoidal positions, and tying of the three embedding tables.
+"""Scaled embeddings with positions, and tying of the three embedding tables.
 
 `B` sentences, `T` length, `D` width, `V` vocabulary.
 """
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deepnmt import config
 from deepnmt.model.blocks import Side
 from deepnmt.model.dropout import Dropout, seed_dropout
+from deepnmt.model.positions import POSITIONS
 
 Use = Literal["src", "trg", "out"]
 
@@ -25,18 +26,13 @@ TABLES: dict[str, dict[Use, str]] = {
 }
 
 
-def sinusoids(positions: int, width: int) -> Tensor:
-    """The positions [positions, D] of Vaswani et al. 2017, section 3.5, in Marian's order: sines first, then cosines.
-
-    Row p holds sin(p / 10000^(2i/D)) at i and its cosine at D/2 + i, for i < D/2; positions count from 0.
-    """
-    rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
+def table_width(model: config.Model, use: Use) -> int:
+    """The width of the table for a use."""
+    return model.shape("encoder" if use == "src" else "decoder").width
 
 
 class InputLayer(nn.Module):
-    """The input of a stack: dropout(sqrt(D) · embedding + position).
+    """The input of a stack: dropout(sqrt(D) · embedding + position); with rotary positions without the second.
 
     With `input_gain`, multiplied by a trainable vector, 1 at first; otherwise there are no parameters. With
     `word_dropout`, training puts zeros in place of whole embeddings, drawn independently, without scaling the others
@@ -50,13 +46,14 @@ class InputLayer(nn.Module):
         super().__init__()
         self.name = f"{side}.input"
         self.seed = seed
-        self.scale = math.sqrt(model.width)
+        width = model.shape(side).width
+        self.scale = math.sqrt(width)
         self.dropout = Dropout(model.dropout)
         self.word_dropout = model.stack(side).word_dropout
         self.keeps_first = side == "decoder"
-        gain = nn.Parameter(torch.empty(model.width)) if model.stack(side).input_gain else None
+        gain = nn.Parameter(torch.empty(width)) if model.stack(side).input_gain else None
         self.register_parameter("gain", gain)
-        self.register_buffer("positions", sinusoids(model.max_length, model.width), persistent=False)
+        self.register_buffer("positions", POSITIONS[model.positions].table(model.max_length, width), persistent=False)
 
     def forward(self, embedded: Tensor, dropout_key: int = 0) -> Tensor:
         """Embeddings [B, T, D] of positions 0 … T-1 to the stack's input [B, T, D].

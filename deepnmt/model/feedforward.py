@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,32 @@ from torch.nn import functional as F
 
 from deepnmt.model.dropout import Dropout
 from deepnmt.model.unfilled import unfilled
+
+
+class Activation(NamedTuple):
+    """`apply`: [..., rows·I] to [..., I], with `rows` outputs of fc1 for each input of fc2."""
+
+    apply: Callable[[Tensor], Tensor]
+    rows: int = 1
+
+
+def _gated(activation: Callable[[Tensor], Tensor]) -> Activation:
+    """f(a) ⊙ b of the halves a and b. Shazeer 2020, GLU Variants Improve Transformer, section 2."""
+    def apply(h: Tensor) -> Tensor:
+        a, b = h.chunk(2, dim=-1)
+        return activation(a) * b
+
+    return Activation(apply, rows=2)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": Activation(F.relu),
+    "gelu": Activation(F.gelu),
+    "silu": Activation(F.silu),
+    "reglu": _gated(F.relu),
+    "geglu": _gated(F.gelu),
+    "swiglu": _gated(F.silu),
+}
 
 
 class ShiftedLinear(nn.Linear):
@@ -29,16 +56,17 @@ class ShiftedLinear(nn.Linear):
 
 
 class FeedForward(nn.Module):
-    """fc2(dropout(activation(fc1(x)))), position by position: [..., D] to [..., D]."""
+    """fc2(dropout(activation(fc1(x)))), position by position: [..., D] to [..., D]. With a gate, the matrix of `fc1`
+    [2I, D] holds that of the activation and that of the gate in this order."""
 
     linear: ClassVar[type[nn.Linear]] = nn.Linear
     copies: ClassVar[int] = 1  # outputs of the activation for each output of fc1
 
-    def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
+    def __init__(self, width: int, inner: int, activation: str, dropout: float) -> None:
         super().__init__()
-        self.fc1 = unfilled(self.linear, width, inner // self.copies)
+        self.activation, rows = ACTIVATIONS[activation]
+        self.fc1 = unfilled(self.linear, width, rows * inner // self.copies)
         self.fc2 = unfilled(self.linear, inner, width)
-        self.activation = F.relu if activation == "relu" else F.gelu
         self.dropout = Dropout(dropout)
 
     def activate(self, h: Tensor) -> Tensor:
@@ -54,7 +82,7 @@ class ShiftedFeedForward(FeedForward):
 
     linear: ClassVar[type[nn.Linear]] = ShiftedLinear
 
-    def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
+    def __init__(self, width: int, inner: int, activation: str, dropout: float) -> None:
         super().__init__(width, inner, activation, dropout)
         self.shift = nn.Parameter(torch.empty(1))
 
@@ -65,7 +93,7 @@ class ShiftedFeedForward(FeedForward):
 class ConcatenatedFeedForward(FeedForward):
     """The activation is (f(h), f(-h)), with h = fc1(x) of half the inner width: the CReLU of Shang et al. 2016.
 
-    With fc2 = [W, -W] the FFN equals W fc1(x), because f(h) - f(-h) = h for relu and for gelu.
+    With fc2 = [W, -W] the FFN equals W fc1(x), because f(h) - f(-h) = h for relu, gelu and silu.
     """
 
     copies = 2

@@ -7,8 +7,9 @@ weights depend on (seed, name) only, not on the order of calls or the layout:
 | parameter                          | initial weights                                                             |
 |------------------------------------|-----------------------------------------------------------------------------|
 | `*.qkv.weight` [3D, D]             | three Xavier-uniform [D, D] matrices: q, k, v                               |
-| `*.kv.weight` [2D, D]              | two Xavier-uniform [D, D] matrices: k, v                                    |
-| `*.q`, `*.out`, `*.fc1`, `*.fc2`   | Xavier-uniform; looks_linear: fc1, fc2 orthogonal and mirrored              |
+| `*.kv.weight` [2D, M]              | two Xavier-uniform [D, M] matrices, M the encoder's width: k, v             |
+| `*.q`, `*.out`, `*.fc1`, `*.fc2`   | Xavier-uniform; looks_linear: fc1, fc2 orthogonal and mirrored; a gated fc1 |
+|                                    | [2F, D] is two [F, D] matrices                                              |
 | each of these matrices             | × the block's `matrix_gain`: 1/√2 for q, k, v, and its paper's factors;     |
 |                                    | with `init: xavier_separate` 1 instead of this 1/√2                         |
 | each of these matrices             | × L^-1/2 with `init: depth_scaled`, L the depth of the layer's own stack    |
@@ -40,7 +41,8 @@ from torch import Tensor, nn
 from deepnmt import config
 from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, profiled_sublayers
 from deepnmt.model.dropout import stable_hash
-from deepnmt.model.embedding import TABLES, Use
+from deepnmt.model.embedding import TABLES, Use, table_width
+from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
@@ -106,9 +108,15 @@ class Initialiser:
             return torch.tensor(block.initial_value(position, ".".join(rest[2:])))
         if last.endswith("shift"):
             return torch.zeros(())
-        matrices, generator = _MATRICES[path], generator_for(self.seed, name)
-        rows = model.ffn // block.feed_forward.copies if path == "ffn.fc1" else model.width * len(matrices)
-        columns = model.ffn if path == "ffn.fc2" else model.width
+        matrices, generator, shape = _MATRICES[path], generator_for(self.seed, name), model.shape(side)
+        rows, columns = shape.width * len(matrices), shape.width
+        if path == "ffn.fc1":
+            matrices *= ACTIVATIONS[model.activation].rows
+            rows = shape.ffn * len(matrices) // block.feed_forward.copies
+        elif path == "ffn.fc2":
+            columns = shape.ffn
+        elif path == "cross_attn.kv":
+            columns = model.shape("encoder").width
         if last == "bias":
             drawn = stack.init == "fairseq" and path.rpartition(".")[2] != "out"
             bounds = [columns**-0.5 if drawn else block.bias_bound(matrix, columns) for matrix in matrices]
@@ -138,8 +146,9 @@ class Initialiser:
                  for use, side in (("src", SIDES[0]), ("trg", SIDES[1])) if use in uses]
         gains += [block_of(model.decoder).output_gain()] if uses == ["out"] else []
         gain = next((gain for gain in gains if gain != 1.0), 1.0)
-        table = torch.empty(self.vocabs[uses[0]], model.width)
-        table.normal_(std=gain * model.width**-0.5, generator=generator_for(self.seed, f"embeddings.{name}.weight"))
+        width = table_width(model, uses[0])
+        table = torch.empty(self.vocabs[uses[0]], width)
+        table.normal_(std=gain * width**-0.5, generator=generator_for(self.seed, f"embeddings.{name}.weight"))
         table[PAD] = 0
         return table
 

@@ -1,16 +1,19 @@
 """Encoder and decoder layers: sub-layers, joined by the layer's block (`blocks.py`).
 
-`B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `K` beams.
+`B` sentences, `S` source length, `T` target length, `D` width, `M` that of the encoder, `H` heads, `d` = D / H, `K`
+beams.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from deepnmt import config
 from deepnmt.model.attention import CrossAttention, SelfAttention
 from deepnmt.model.blocks import LayerPosition, Stream, last_output
-from deepnmt.model.dropout import Dropout, seed_dropout
+from deepnmt.model.dropout import Dropout, seed_dropout, stable_hash
+from deepnmt.model.positions import POSITIONS
 from deepnmt.model.published import block_of
 
 
@@ -28,9 +31,11 @@ class Layer(nn.Module):
         self.name = f"{position.side}.layers.{position.index}"
         self.seed = seed
         self.random = max(model.dropout, model.attention_dropout, model.activation_dropout) > 0
-        block = block_of(position.settings)
-        self.self_attn = SelfAttention(model.width, model.heads, model.attention_dropout, block.linear)
-        self.ffn = block.feed_forward(model.width, model.ffn, model.activation, model.activation_dropout)
+        self.layer_drop = position.settings.layer_drop
+        block, shape = block_of(position.settings), model.shape(position.side)
+        self.self_attn = SelfAttention(
+            shape.width, shape.heads, model.attention_dropout, block.linear, POSITIONS[model.positions].rotate)
+        self.ffn = block.feed_forward(shape.width, shape.ffn, model.activation, model.activation_dropout)
         self.dropout = Dropout(model.dropout)
         self.rule = block(position)  # called `rule` because checkpoints contain the name
 
@@ -39,6 +44,21 @@ class Layer(nn.Module):
         if self.training and self.random:
             seed_dropout(last_output(x).device, self.seed, dropout_key, self.name)
 
+    def survivor(self, x: Stream, y: Stream, dropout_key: int) -> Stream:
+        """The layer's output y; but with LayerDrop in training, with this probability, its input x instead.
+
+        Fan et al. 2020, Reducing Transformer Depth on Demand with Structured Dropout, section 3.1. What is dropped is a
+        function of (seed, key, layer). A dropped layer is computed all the same, and its gradients are zeros: ZeRO-3
+        gathers its weights on all processes at once, but each drops other layers.
+        """
+        if not self.training or not self.layer_drop:
+            return y
+        if stable_hash(self.seed, dropout_key, f"{self.name}.dropped") >= self.layer_drop * 2**63:
+            return y
+        kept = torch.where(torch.zeros((), dtype=torch.bool, device=last_output(y).device), last_output(y),
+                           last_output(x))
+        return kept if isinstance(y, Tensor) else (*y[:-1], kept)
+
 
 class EncoderLayer(Layer):
     """Self-attention and FFN."""
@@ -46,13 +66,14 @@ class EncoderLayer(Layer):
     def forward(self, x: Stream, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
         """x [B, S, D] and key mask [B, 1, 1, S] (false at padding) to [B, S, D]; see `blocks.Stream`."""
         self.seed_masks(x, dropout_key)
-        return self.rule(
+        y = self.rule(
             x,
             (
                 lambda h: self.dropout(self.self_attn(h, mask, causal=False)),
                 lambda h: self.dropout(self.ffn(h)),
             ),
         )
+        return self.survivor(x, y, dropout_key)
 
 
 class DecoderLayer(Layer):
@@ -60,13 +81,15 @@ class DecoderLayer(Layer):
 
     def __init__(self, model: config.Model, position: LayerPosition, seed: int) -> None:
         super().__init__(model, position, seed)
-        self.cross_attn = CrossAttention(model.width, model.heads, model.attention_dropout, self.rule.linear)
+        shape, memory = model.shape("decoder"), model.shape("encoder").width
+        self.cross_attn = CrossAttention(
+            shape.width, shape.heads, model.attention_dropout, self.rule.linear, memory)
 
     def forward(self, x: Stream, memory: Tensor, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
-        """x [B, T, D], memory [B, S, D] and its key mask [B, 1, 1, S] (false at padding) to [B, T, D]."""
+        """x [B, T, D], memory [B, S, M] and its key mask [B, 1, 1, S] (false at padding) to [B, T, D]."""
         self.seed_masks(x, dropout_key)
         keys, values = self.cross_attn.keys_values(memory)
-        return self.rule(
+        y = self.rule(
             x,
             (
                 lambda h: self.dropout(self.self_attn(h, None, causal=True)),
@@ -74,6 +97,7 @@ class DecoderLayer(Layer):
                 lambda h: self.dropout(self.ffn(h)),
             ),
         )
+        return self.survivor(x, y, dropout_key)
 
     def step(
         self,

@@ -54,6 +54,18 @@ def label_smoothed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothi
     return LossSums(*_ProjectedCrossEntropy.apply(hidden, weight, targets, smoothing, differentiable))
 
 
+def r_drop_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, pad: int, alpha: float
+) -> LossSums:
+    """The mean loss of two passes, hidden [2B, T, D], against targets [B, T], plus α/4 (KL(p‖q) + KL(q‖p)), with p and
+    q the predictions of a token in the two passes. It is half of the loss of Liang et al. 2021, R-Drop, eq. 4, so that
+    it is that of one pass where the two agree."""
+    sums = label_smoothed_loss(hidden, weight, torch.cat([targets, targets]), smoothing, pad)
+    rows = (targets.flatten() != pad).nonzero().squeeze(1)
+    first, second = (half.flatten(0, 1).index_select(0, rows) for half in hidden.chunk(2))
+    return LossSums((sums.loss + alpha / 2 * _Divergence.apply(first, second, weight)) / 2, sums.nll / 2)
+
+
 def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> int:
     """Memory of `label_smoothed_loss` in bytes, without the gradient of the hidden states.
 
@@ -90,7 +102,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         logits = hidden.new_empty(size, len(weight))
         table = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
         for start in range(0, len(hidden), max(1, size)):
-            real = rows - start  # rows from here on that are tokens, not rows of zeros
+            real = max(0, rows - start)  # rows from here on that are tokens, not rows of zeros
             h, y = hidden[start : start + size], targets[start : start + size, None]
             # scores: the logits, then in place the probabilities, then the gradient of the logits
             product, scores = logits[: len(h)], table[: len(h)]
@@ -123,6 +135,37 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None
+
+
+class _Divergence(torch.autograd.Function):
+    """(h, g [R, D], weight [V, D]) to Σ KL(p‖q) + KL(q‖p) over the rows, p = softmax(h weightᵀ) and q = softmax(g
+    weightᵀ); in chunks, gradients are computed in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
+        total = first.new_zeros((), dtype=torch.float32)
+        grads = torch.empty_like(first), torch.empty_like(second)
+        weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32)
+        size = max(1, _CHUNK_LOGITS[first.device.type] // len(weight) // 4)
+        for chunk in (slice(start, start + size) for start in range(0, len(first), size)):
+            logs = [torch.mm(h[chunk], weight.t()).float().log_softmax(1) for h in (first, second)]
+            for (own, other), h, grad in zip((logs, logs[::-1]), (first, second), grads, strict=True):
+                p, ratio = own.exp(), own - other
+                divergence = (p * ratio).sum(1, keepdim=True)  # of p from q
+                total += divergence.sum()
+                # d KL(p‖q) / d z = p (log p/q - KL(p‖q)), d KL(q‖p) / d z = p - q
+                of_logits = (p * (ratio - divergence) + p - other.exp()).to(h.dtype)
+                torch.mm(of_logits, weight, out=grad[chunk])
+                _add_product(weight_grad, of_logits.t(), h[chunk], ratio)
+        ctx.save_for_backward(*grads, weight_grad)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, total_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second, weight = ctx.saved_tensors
+        return first * total_grad, second * total_grad, (weight * total_grad).to(ctx.weight_dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, scratch: Tensor) -> None:

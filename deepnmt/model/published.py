@@ -8,7 +8,7 @@ two, matrix by matrix.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ class UnbiasedFeedForward(ShiftedFeedForward):
 
     linear = UnbiasedLinear
 
-    def __init__(self, width: int, inner: int, activation: Literal["relu", "gelu"], dropout: float) -> None:
+    def __init__(self, width: int, inner: int, activation: str, dropout: float) -> None:
         super().__init__(width, inner, activation, dropout)
         self.fc2_shift = nn.Parameter(torch.empty(1))
 

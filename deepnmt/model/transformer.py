@@ -1,6 +1,7 @@
 """The encoder-decoder Transformer.
 
-`B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `V` vocabulary, `K` beams.
+`B` sentences, `S` source length, `T` target length, `D` width (the memory has the encoder's), `H` heads, `d` = D / H,
+`V` vocabulary, `K` beams.
 Parameters have the same names in every layout: `embeddings.shared.weight`, `encoder.layers.17.ffn.fc1.weight`,
 `decoder.layers.3.rule.norms.2.bias`, `encoder.norm.weight`.
 """
@@ -21,9 +22,9 @@ from deepnmt.batch import Batch
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import LayerPosition, Side, Stream
 from deepnmt.model.cache import Cache
-from deepnmt.model.embedding import TABLES, InputLayer, Use
+from deepnmt.model.embedding import TABLES, InputLayer, Use, table_width
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
-from deepnmt.model.loss import LossSums, label_smoothed_loss
+from deepnmt.model.loss import LossSums, label_smoothed_loss, r_drop_loss
 from deepnmt.model.published import block_of
 from deepnmt.model.unfilled import unfilled
 from deepnmt.tokens import PAD
@@ -44,6 +45,11 @@ def fill_with_nan(part: nn.Module) -> None:
     """Sets every parameter to NaN, so that a weight that `init.fill` misses is noticed."""
     for parameter in part.parameters():
         parameter.detach().fill_(math.nan)
+
+
+def twice(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each tensor [B, ...] as [2B, ...], its sentences twice: with dropout they have two masks."""
+    return tuple(torch.cat([tensor, tensor]) for tensor in tensors)
 
 
 def run_layers(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tensor | int | None) -> Tensor:
@@ -93,24 +99,25 @@ class Transformer(nn.Module):
         label_smoothing: probability mass taken from the target token and spread evenly over the whole vocabulary.
         after_build: called with every part (table, input layer, layer, top of a stack) as soon as it is built, so that
             it can be moved, cast or partitioned before the next one takes memory.
+        r_drop: α of `loss.r_drop_loss`; 0: one pass.
     """
 
     def __init__(
         self, model: config.Model, src_vocab: int, trg_vocab: int, seed: int, label_smoothing: float = 0.0,
-        after_build: Callable[[nn.Module], None] = fill_with_nan,
+        after_build: Callable[[nn.Module], None] = fill_with_nan, r_drop: float = 0.0,
     ) -> None:
         super().__init__()
         if model.tied == "all" and src_vocab != trg_vocab:
             raise ValueError(f"model.tied: all needs one vocabulary, but the sizes are {src_vocab} and {trg_vocab}")
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.r_drop = label_smoothing, r_drop
         self.recompute = 0  # see `run_layers`
-        self.heads = model.heads
+        self.shape = model.shape("decoder")
         self.tables = TABLES[model.tied]
         sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
         self.embeddings = nn.ModuleDict()
         for use, name in self.tables.items():
             if name not in self.embeddings:
-                self.embeddings[name] = unfilled(nn.Embedding, sizes[use], model.width)
+                self.embeddings[name] = unfilled(nn.Embedding, sizes[use], table_width(model, use))
                 after_build(self.embeddings[name])
         self.encoder = Stack(model, "encoder", seed, after_build)
         self.decoder = Stack(model, "decoder", seed, after_build)
@@ -119,8 +126,13 @@ class Transformer(nn.Module):
         self, src: Tensor, src_lengths: Tensor, trg_in: Tensor, trg_out: Tensor, dropout_key: int = 0
     ) -> LossSums:
         """The loss of predicting trg_out [B, T] from src [B, S] with lengths [B] and trg_in [B, T], without padding."""
+        alpha = self.r_drop if self.training else 0.0
+        if alpha:
+            src, src_lengths, trg_in = twice(src, src_lengths, trg_in)
         memory = self.encode(src, src_lengths, dropout_key)
         hidden = self.decode(trg_in, memory, src_lengths, dropout_key)
+        if alpha:
+            return r_drop_loss(hidden, self.output_weight, trg_out, self.label_smoothing, PAD, alpha)
         return label_smoothed_loss(hidden, self.output_weight, trg_out, self.label_smoothing, PAD)
 
     @staticmethod
@@ -173,8 +185,8 @@ class Transformer(nn.Module):
         limit = self.decoder.input.positions.size(0)
         if max_steps > limit:
             raise ValueError(f"{max_steps} decoding steps exceed model.max_length ({limit})")
-        sentences, _, width = memory.shape
-        shape = (len(self.decoder_layers), 2, sentences, self.heads, max_steps * beams, width // self.heads)
+        layers, (width, heads, _) = len(self.decoder_layers), self.shape
+        shape = (layers, 2, len(memory), heads, max_steps * beams, width // heads)
         source = [layer.cross_attn.keys_values(memory) for layer in self.decoder_layers]
         return Cache(memory.new_empty(shape), source, key_mask(src_lengths, memory.size(1)), beams)
 

@@ -23,7 +23,8 @@ Build = Callable[[Callable[[nn.Module], None]], Transformer]
 
 def build_of(recipe: Recipe, vocabs: tuple[int, int]) -> Build:
     """Builds the recipe's translation model; `vocabs`: source and target vocabulary sizes."""
-    return partial(Transformer, recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
+    return partial(Transformer, recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing,
+                   r_drop=recipe.train.r_drop)
 
 
 @dataclass(frozen=True)

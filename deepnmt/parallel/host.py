@@ -10,6 +10,7 @@ import socket
 import sys
 import warnings
 
+import psutil
 import torch
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -71,8 +72,6 @@ def interface_to(host: str) -> str:
 
     gloo would take the one that this machine's own name stands for, which on many systems is the loopback.
     """
-    import psutil  # here, since translation works without it
-
     own = address_towards(host)
     return next((name for name, addresses in psutil.net_if_addrs().items()
                  if any(address.address.split("%")[0] == own for address in addresses)), "")

@@ -25,6 +25,7 @@ from deepnmt.parallel.watch import Watch
 from deepnmt.ranks import Ranks
 
 _TELLING = timedelta(minutes=1)  # for machines that start later to hear why this one has ended
+_COLLECTIVE = timedelta(hours=6)  # that processes may wait for each other; the watch knows better when it is too long
 
 
 @contextlib.contextmanager
@@ -146,19 +147,19 @@ def _open_store(rank: int, world: int, wait: timedelta = WAIT) -> dist.Store:
     """Opens the store in which the processes find each other; rank 0 serves it unless torchrun's own process does."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
-    env.setdefault("MASTER_PORT", str(free_port()))
     listener = None
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not agent and address in LOOPBACK:  # else the store would listen on every interface
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("127.0.0.1", int(env["MASTER_PORT"])))
+            listener.bind(("127.0.0.1", int(env.get("MASTER_PORT", "0"))))  # 0: any free one, for a process alone
             listener.listen()
         except OSError as error:
             listener.close()
             raise UserError(f"port {env['MASTER_PORT']}, where the processes meet, cannot be opened: {error.strerror}; "
                             "another run uses it; give the launcher another --master_port") from None
+    env.setdefault("MASTER_PORT", str(listener.getsockname()[1] if listener else free_port()))
     try:
         store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, wait,
                                           wait_for_workers=False,
@@ -192,7 +193,7 @@ def _open_group(store: dist.Store, rank: int, world: int, device: torch.device, 
     if device.type == "cpu" and (network := interface_to(peer)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
-                            timeout=timedelta(minutes=30))
+                            timeout=_COLLECTIVE)
 
 
 def _reported_elsewhere(store: dist.Store, rank: int, message: str) -> bool:

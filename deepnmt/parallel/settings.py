@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from deepnmt.config import Precision, Recipe
 from deepnmt.errors import UserError, nearest
+from deepnmt.model.blocks import BLOCKS
 from deepnmt.parallel.pipeline.partition import check_stages
 from deepnmt.shipped import find_shipped
 
@@ -99,6 +100,10 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
             )
         return Layout()
     check_stages(stages, recipe.model.encoder.layers, recipe.model.decoder.layers)
+    for stack in (recipe.model.encoder, recipe.model.decoder):
+        if stages and BLOCKS[stack.block].needs_history:  # a plug-in's; the config knows those of deepnmt
+            raise UserError(f"parallel.pipeline_stages is {stages}, but {stack.block} has needs_history = True, and a "
+                            "stage sends on only the last output; set parallel.pipeline_stages=0")
     if stages and world % stages:
         near = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise UserError(

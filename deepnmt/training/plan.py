@@ -17,6 +17,7 @@ from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import SIDES, LayerPosition, Side
+from deepnmt.model.embedding import TABLES, Use, table_width
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
@@ -34,7 +35,8 @@ from deepnmt.ranks import Ranks
 _KEPT = {"encoder": 10, "decoder": 17}
 _KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
 _SURELY = 1.2  # times the memory that there is: what certainly does not fit, beyond the error of the estimate
-_ENDS = 4  # the same for the embeddings and the stacks' outputs together, once a model
+_ENDS = 2  # the same for the embeddings and outputs of a stack, once
+_INNER = {"relu": 1, "gelu": 2, "silu": 2}  # tensors of the FFN's inner width; those with a gate: 4
 
 
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
@@ -56,16 +58,17 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
         more = model.stack(side).layers - 1
         alike = sums(side, 1) + more * (sums(side, 2) - sums(side, 1))  # of them in `one` and `second`
         layers += more * second + sums(side, 1 + more) - alike
-    tables = {"all": (trg_vocab - 8), "decoder": (src_vocab - 8) + (trg_vocab - 8),
-              "none": (src_vocab - 8) + 2 * (trg_vocab - 8)}[model.tied]
-    return one + layers + tables * model.width
+    sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
+    tables = {name: (sizes[use] - 8) * table_width(model, use) for use, name in TABLES[model.tied].items()}
+    return one + layers + sum(tables.values())
 
 
 def memory_estimate(
     recipe: Recipe, layout: Layout, parameters: int, vocab: int, partition: Partition | None = None
 ) -> dict[str, float]:
     """Bytes of memory a process needs: weights, gradients, optimizer (fp32 master weights and moments), activations,
-    and the loss over a target vocabulary of size `vocab`.
+    the loss over a target vocabulary of size `vocab`, and on a CPU the copy from which a checkpoint is written. The
+    first of several processes also puts a checkpoint of one file together.
 
     For a pipeline (with a `partition`) that of the fullest stage: its parameters, and the activations of as many
     micro-batches as it has in flight. With recomputation: the activations of one group of layers, and the input of
@@ -75,27 +78,32 @@ def memory_estimate(
     size = 4 if layout.precision == "fp32" else 2
     share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
     kept_by_optimizer = 4 * len(moment_names(recipe)) + 4 * (stage > 0 or size == 2)
-    tokens, model = recipe.batch.tokens, recipe.model
+    tokens, model = recipe.batch.tokens * (2 if recipe.train.r_drop else 1), recipe.model
     device = "cuda" if torch.cuda.is_available() else "cpu"
     each = _KEPT_ON_CPU_IN_16_BITS if device == "cpu" and size == 2 else _KEPT
-    kept = float(each["encoder"] * model.encoder.layers + each["decoder"] * model.decoder.layers)
-    inner = 1 + (model.activation == "gelu") + 2 * (model.activation_dropout > 0)  # tensors of the FFN's inner width
-    wide = inner * (model.ffn / model.width) * (model.encoder.layers + model.decoder.layers)
+    # tensors of the FFN's inner width
+    inner = _INNER.get(model.activation, 4) + 2 * (model.activation_dropout > 0)
+    shapes = [(each[side], model.stack(side).layers, model.shape(side)) for side in SIDES]
+    kept = float(sum(layers * (tensors * shape.width + inner * shape.ffn) for tensors, layers, shape in shapes))
     group = recipe.parallel.recompute_layers
     if group:
-        layers = model.encoder.layers + model.decoder.layers
-        kept, wide = kept * min(1.0, group / layers) + layers / group, wide * min(1.0, group / layers)
+        count, inputs = sum(layers for _, layers, _ in shapes), sum(layers * shape.width for _, layers, shape in shapes)
+        kept = kept * min(1.0, group / count) + inputs / group
+    state, processes = 4 * (1 + len(moment_names(recipe))), world * max(1, layout.stages)
+    put_together = parameters if processes > 1 and not in_shards(recipe, parameters, processes) else 0
     if partition is not None:
         parameters = max(map(partition.parameters, range(partition.stages)))
         in_flight = min(partition.stages, recipe.batch.accumulation)
         share_of_layers = in_flight * max(map(partition.cost, range(partition.stages)))
-        kept, wide = kept * share_of_layers, wide * share_of_layers
+        kept *= share_of_layers
+    copied = state * (parameters / world + put_together)  # see `checkpoint.saving`
     return {
         "weights": parameters * size / share[0],
         "gradients": parameters * 4 / share[1],
         "optimizer": parameters * kept_by_optimizer / share[2],
-        "activations": tokens * model.width * size * (kept + wide + _ENDS),
-        "loss": loss_bytes(tokens, vocab, model.width, size, device),
+        "activations": tokens * size * (kept + _ENDS * sum(shape.width for _, _, shape in shapes)),
+        "loss": loss_bytes(tokens, vocab, model.shape("decoder").width, size, device),
+        **({"checkpoint copy": copied} if device == "cpu" else {}),  # a GPU's is in the machine's memory
     }
 
 
@@ -104,7 +112,7 @@ def memory_fault(recipe: Recipe, layout: Layout, needed: Mapping[str, float], mo
     zero = (layout.config or {}).get("zero_optimization", {})
     elsewhere = {"optimizer": zero.get("offload_optimizer"), "weights": zero.get("offload_param")}
     held = {name: size for name, size in needed.items() if not (elsewhere.get(name) and torch.cuda.is_available())}
-    held["positions"] = 2 * 4 * recipe.model.max_length * recipe.model.width
+    held["positions"] = 4 * recipe.model.max_length * sum(recipe.model.shape(side).width for side in SIDES)
     if sum(held.values()) <= most:
         return None
     part, size = max(held.items(), key=lambda item: item[1])
@@ -183,7 +191,8 @@ def describe(recipe: Recipe) -> str:
     name = "plain PyTorch, fp32" if layout.config is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
     encoder, decoder = recipe.model.encoder, recipe.model.decoder
     rows = {
-        "model": f"{encoder.layers}L-{decoder.layers}L, {encoder.block} / {decoder.block}, width {recipe.model.width}",
+        "model": f"{encoder.layers}L-{decoder.layers}L, {encoder.block} / {decoder.block}, width "
+        + " / ".join(dict.fromkeys(str(recipe.model.shape(side).width) for side in SIDES)),
         "parameters": f"{parameters:,}",
         "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * data_parallel:,} at most, padding "
         f"included ({data_parallel} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",

@@ -24,6 +24,7 @@ from deepnmt.checkpoint.checkpoint import (
     verify_files,
 )
 from deepnmt.config import Recipe, changed_settings, load_recipe
+from deepnmt.config.plugins import same_plugins
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256
 from deepnmt.folders import MANIFEST
@@ -35,8 +36,8 @@ from deepnmt.training.agreement import agree_on_folder
 from deepnmt.training.state import TrainState
 
 # Settings, or groups of them, that cannot change on resuming: a new value would make it another run, or have no effect.
-_FIXED = ("seed", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters", "batch.tokens",
-          "admin", "train.best_by")
+_FIXED = ("seed", "plugins", "task", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters",
+          "batch.tokens", "admin", "train.best_by")
 
 _MIXTURE = (".weight", ".temperature", ".tag")  # of data.train: they decide which sentences an epoch has
 
@@ -179,6 +180,8 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
             other data.
     """
     begun, state = load_recipe(checkpoint / "recipe.yaml"), load_state(checkpoint)
+    if same_plugins(begun.plugins, recipe.plugins):  # whose files may have moved
+        begun = begun.model_copy(update={"plugins": recipe.plugins})
     changes = changed_settings(begun, recipe)
     fixed = list(_FIXED)
     if moment_names(begun) != moment_names(recipe):

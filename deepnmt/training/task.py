@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
 from deepnmt.config import Recipe
+from deepnmt.config.plugins import Table
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.evaluate.metrics import make_scorers
@@ -87,3 +88,7 @@ def _files(data: PreparedData) -> dict[str, bytes]:
 
 
 TRANSLATION = Task(_check, open_prepared, PreparedData.verify, training_stream, _start, validate, _files)
+
+TASKS: Table[Task] = Table(
+    "TASKS", {"translation": TRANSLATION},
+    lambda task: None if isinstance(task, Task) else f"is {task!r}, must be a deepnmt.training.task.Task")

@@ -40,7 +40,7 @@ from deepnmt.training.log import Monitor
 from deepnmt.training.plan import disk_note
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
 from deepnmt.training.state import Interval, TrainState
-from deepnmt.training.task import TRANSLATION, Task
+from deepnmt.training.task import TASKS, Task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
 from deepnmt.training.verification import AT_ONCE, Verification
 
@@ -61,14 +61,16 @@ class Trainer:
     """One run in one run folder. Every method is collective.
 
     Args:
+        task: None: the recipe's.
         watch: makes the hook around the run's updates; the figures that the hook measures are logged.
         explain: see `divergence.Explain`.
     """
 
     def __init__(
-        self, recipe: Recipe, ranks: Ranks, task: Task = TRANSLATION,
+        self, recipe: Recipe, ranks: Ranks, task: Task | None = None,
         watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None, explain: Explain | None = None,
     ) -> None:
+        task = task or TASKS[recipe.task]
         self.recipe, self.ranks, self.task, self.explain = recipe, ranks, task, explain
         self.run = Path(recipe.run)
         self.checkpoints = self.run / "checkpoints"
@@ -153,6 +155,7 @@ class Trainer:
             self._save(last=self._ended())
         if self._ended():
             return self._finish()
+        watch_.begin(watch_.UPDATE)
         for done in updates(self.engine, self.stream, self.recipe, state, self.ranks, self.hook,
                             lambda: self.stop_signal != 0):
             if self.saver.done():
@@ -172,6 +175,7 @@ class Trainer:
                 return self._finish()
             if done.stop:
                 break
+            watch_.begin(watch_.UPDATE)
         name, cause = self._stop_cause()
         self.monitor.status("preempted", state.update, seconds=round(state.seconds, 1), signal=name, cause=cause)
         self.monitor.event(state.update, f"stopped {cause} and saved; the same command resumes from here")
@@ -203,6 +207,7 @@ class Trainer:
         self.monitor.event(self.state.update, f"skipped update {done.number}: its gradient is not finite "
                            f"(loss scale {scale:g})", loss=str(done.loss))
         if done.give_up:
+            watch_.begin("")  # to be explained
             raise diverged(self.recipe, self.engine, self.ranks, done.update.batches,
                            self.engine.data_world / done.update.tokens, scale, self.explain)
 
@@ -245,6 +250,7 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Validates; returns whether this is the best validation so far."""
+        watch_.begin(watch_.VALIDATION)
         state, result = self.state, self.task.validate(self.recipe, self.data, self.engine, self.ranks)
         value = -(result.bleu or 0.0) if self.recipe.train.best_by == "bleu" else result.loss
         best = state.best
@@ -287,6 +293,7 @@ class Trainer:
     def _settle(self, last: bool = False) -> None:
         """Waits for the checkpoint that is being written and reports it. If it could not be written, training
         continues, unless it is the `last` or one too many; see `_save_failed`."""
+        watch_.begin(watch_.SAVE)
         try:
             saved = self.saver.wait()
         except UserError as fault:
@@ -351,7 +358,7 @@ class Trainer:
 
 
 def train(
-    recipe: Recipe, ranks: Ranks, task: Task = TRANSLATION,
+    recipe: Recipe, ranks: Ranks, task: Task | None = None,
     watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None, explain: Explain | None = None,
 ) -> int:
     """Trains the recipe into its run folder, resuming if that holds a checkpoint; returns the exit code. For `watch`

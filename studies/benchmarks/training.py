@@ -29,7 +29,7 @@ from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
 from deepnmt.decode.translate import cast_weights, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, write_json
-from deepnmt.model.embedding import sinusoids
+from deepnmt.model.positions import sinusoids
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import count_gpus
 from deepnmt.parallel.settings import layout_of

@@ -38,7 +38,7 @@ from deepnmt.parallel.settings import layout_of
 from deepnmt.training.log import Monitor
 from deepnmt.training.resume import changes_since
 
-MUTATIONS = int(os.environ.get("DEEPNMT_MUTATIONS", "2400"))
+MUTATIONS = int(os.environ.get("DEEPNMT_MUTATIONS", "2000"))
 SEED = int(os.environ.get("DEEPNMT_SEED", "1"))
 SECONDS = 20  # for one file, on a busy machine
 GROWTH = 600 * 2**10  # KiB of memory for all

@@ -24,13 +24,14 @@ from studies import __main__ as studies
 ROOT = Path(__file__).resolve().parents[2]
 # Functions that would run for minutes or write the demo's corpus: they fail once the arguments are accepted.
 LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
-        "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "verdict-runs": "studies.verdict_text.run_all",
-        "demo": "deepnmt.demo.run.make_corpus"}
+        "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "saves": "studies.benchmarks.saves.measure_saves",
+        "verdict-runs": "studies.verdict_text.run_all", "demo": "deepnmt.demo.run.make_corpus"}
 # Messages that an example may end with if there is no text, data or checkpoint.
 WANTED = ("no training has begun there", "there is nothing to compare", "there is no text file",
           "there is no input file", "there is no file", "there is no prepared data in",
-          "there is no folder", "there are 0;", "holds no whole one", "has no log.jsonl", "no checkpoint in",
-          "a.de cannot be read", "my.yaml exists already", "not here")
+          "there is no folder", "there are 0;", "has 0 runs; a rule needs", "verdict.json cannot be read",
+          "holds no whole one", "has no log.jsonl", "no checkpoint in", "a.de cannot be read",
+          "my.yaml exists already", "not here")
 
 
 def refuse(*_: object, **__: object) -> None:

@@ -60,6 +60,17 @@ def folded(module: Transformer, model: config.Model) -> tuple[Transformer, confi
     return other, plain
 
 
+@torch.no_grad()
+def test_other_norms_gates_positions_and_sizes_fold_too() -> None:
+    model = config.with_settings(shapes("admin", "deepnorm", "decoder"), {
+        "norm": "rms_norm", "activation": "swiglu", "positions": "rotary", "decoder.width": 12, "decoder.heads": 3,
+        "decoder.layer_drop": 0.1})
+    module = as_trained(model).double()
+    other, plain = folded(module, model)
+    assert plain.decoder.block == "post_ln" and plain.shape("decoder") == (12, 3, 24)
+    torch.testing.assert_close(logits(other.double()), logits(module), rtol=0, atol=2e-5)
+
+
 def batch() -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(9)
     src, trg = (torch.randint(4, VOCAB, (3, 11), generator=draw) for _ in range(2))

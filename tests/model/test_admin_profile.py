@@ -35,8 +35,9 @@ VOCAB, SEED, PAD = 50, 3, 3
 
 def shape(encoder: str = "admin", decoder: str = "admin", layers: tuple[int, int] = (3, 2), **more: Any) -> Model:
     return Model.model_validate({
-        "width": 16, "heads": 2, "ffn": 32, "dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.1, **more,
-        "encoder": {"block": encoder, "layers": layers[0]}, "decoder": {"block": decoder, "layers": layers[1]},
+        "width": 16, "heads": 2, "ffn": 32, "dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.1,
+        "encoder": {"block": encoder, "layers": layers[0]},
+        "decoder": {"block": decoder, "layers": layers[1], **more.pop("of_decoder", {})}, **more,
     })
 
 
@@ -113,6 +114,19 @@ def test_sub_layer_by_sub_layer_equals_the_whole_model(
         assert omega == (pytest.approx(expected[side], rel=1e-12) if block == "admin" else [])
         assert omega[:1] == ([1.0] if block == "admin" else [])
     assert profile.provenance["method"] == method and profile.provenance["count_padding"] is count_padding
+
+
+def test_a_model_of_other_pieces_is_profiled_as_a_whole() -> None:
+    """RMSNorm, gates, rotary positions and sizes by side; dropped layers are measured like the others."""
+    pieces = {"norm": "rms_norm", "activation": "swiglu", "positions": "rotary", "tied": "decoder"}
+    sizes, data = {"width": 12, "heads": 3, "ffn": 20}, batches()
+    model = shape(**pieces, of_decoder=sizes)
+    profile = measure(model, VOCAB, VOCAB, SEED, data)
+    expected = omega_of_whole_model(model, data, profile.omega)
+    assert profile.encoder == pytest.approx(expected["encoder"], rel=1e-12)
+    assert profile.decoder == pytest.approx(expected["decoder"], rel=1e-12)
+    dropping = measure(shape(**pieces, of_decoder={**sizes, "layer_drop": 0.9}), VOCAB, VOCAB, SEED, data)
+    assert dropping.omega == profile.omega
 
 
 def test_both_methods_agree_until_an_omega_is_in_place() -> None:

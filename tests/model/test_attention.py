@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from deepnmt import config
 from deepnmt.model.attention import CrossAttention, SelfAttention, attend, key_mask
-from deepnmt.model.embedding import sinusoids
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
+from deepnmt.model.positions import sinusoids
 from deepnmt.model.transformer import Transformer
 
 D, H = 16, 4

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepnmt.model import loss as loss_module
-from deepnmt.model.loss import label_smoothed_loss
+from deepnmt.model.loss import label_smoothed_loss, r_drop_loss
 
 PAD, V, D = 3, 29, 16
 
@@ -45,6 +45,31 @@ def test_value_and_gradients_are_pytorchs(
     theirs = torch.autograd.grad(scale * expected, (hidden, weight))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
     assert not sums.nll.requires_grad
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
+def test_r_drop_is_half_of_the_papers_loss(
+    chunk_rows: int, dtype: torch.dtype, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(loss_module._CHUNK_LOGITS, "cpu", 4 * chunk_rows * V)
+    _, weight, targets = inputs(dtype)
+    hidden = (torch.randn(6, 7, D) / 4).to(dtype).requires_grad_()
+    sums = r_drop_loss(hidden, weight, targets, 0.1, PAD, 5.0)
+    logits = F.linear(hidden, weight).float()
+    p, q = (half[targets != PAD].log_softmax(-1) for half in logits.chunk(2))
+    apart = [F.kl_div(a, b, log_target=True, reduction="sum") for a, b in ((p, q), (q, p))]
+    paper = reference(logits, torch.cat([targets, targets]), 0.1) + 5.0 * sum(apart) / 2
+    torch.testing.assert_close(sums.loss, paper / 2, rtol=error, atol=error)
+    torch.testing.assert_close(sums.nll, reference(logits, torch.cat([targets, targets]), 0.0).detach() / 2, rtol=error,
+                               atol=error)
+    ours = torch.autograd.grad(3 * sums.loss, (hidden, weight))
+    theirs = torch.autograd.grad(3 * paper / 2, (hidden, weight))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=error, atol=error * float(other.abs().max()))
+    alike = torch.cat([hidden[:3], hidden[:3]])
+    torch.testing.assert_close(r_drop_loss(alike, weight, targets, 0.1, PAD, 5.0).loss,
+                               label_smoothed_loss(hidden[:3], weight, targets, 0.1, PAD).loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

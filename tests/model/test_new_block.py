@@ -1,35 +1,215 @@
-"""A new block is one class and one name; the rest of deepnmt needs no change. The class is the one in the guide."""
+"""The plug-in of docs/guide/add_a_block.md, read from that page, through all that a block of deepnmt goes through; and
+plug-ins that are gone, changed, faulty or not named, whose code is never run."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
-import tiny_engines
+import torch
+from refusals import Refused, user_error
+from safetensors.torch import load_file, save_file
+from tiny_engines import VOCAB, batches, export_state, parallel, recipe_with, step
+from warm import Warm
 
+from deepnmt import api
+from deepnmt.checkpoint.checkpoint import list_checkpoints
+from deepnmt.cli import main
+from deepnmt.config import check_recipe, load_recipe, plugins
+from deepnmt.errors import UserError
+from deepnmt.files import read_log
 from deepnmt.model.blocks import BLOCKS, Block
-from deepnmt.ranks import Ranks
+from deepnmt.optim import learning_rate
+from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.launch import processes
+from deepnmt.parallel.settings import layout_of
+from deepnmt.training.task import TASKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "add_a_block.md"
 
 
-def block_of_the_page() -> type[Block]:
-    """The class in docs/guide/add_a_block.md."""
+def code_of_the_page() -> str:
+    """The plug-in in docs/guide/add_a_block.md."""
     code, = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    names: dict[str, object] = {"__name__": "guide"}
-    exec(compile(code, str(PAGE), "exec"), names)
-    block, = (value for value in names.values() if isinstance(value, type) and value.__module__ == "guide")
-    assert issubclass(block, Block)
-    return block
+    return code
 
 
-def test_the_block_in_the_guide_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = block_of_the_page()
-    monkeypatch.setitem(BLOCKS, "own", block)
-    recipe, ranks = tiny_engines.recipe_of("local"), Ranks.alone()
-    stack = recipe.model.encoder.model_copy(update={"block": "own"})  # past the config's list of words
-    model = recipe.model.model_copy(update={"encoder": stack, "decoder": stack})
-    engine = tiny_engines.build(recipe.model_copy(update={"model": model}), ranks)
-    losses = [tiny_engines.step(engine, tiny_engines.batches(1, 2), ranks)[0] for _ in range(5)]
-    assert isinstance(engine.module.get_submodule("decoder.layers.1.rule"), block) and losses[-1] < 0.8 * losses[0]
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process: no plug-in was named, none has run."""
+    monkeypatch.setattr(plugins, "_named", {})
+    monkeypatch.setattr(plugins, "_modules", {})
+
+
+def test_the_page_keeps_its_promise() -> None:
+    lines = [line for line in code_of_the_page().splitlines() if line.strip()]
+    assert len(lines) <= 15
+
+
+# ---- in every layout
+
+
+def trial(folder: str, layout: str) -> None:
+    """Runs on each rank: one update without momentum at rate 1, whose change of the weights is the gradient."""
+    with processes(threads=1, group=True) as ranks:
+        stages = 2 if layout.startswith("pipeline") else 0
+        recipe = recipe_with(
+            plugins=f"{folder}/my_block.py", batch={"accumulation": max(2, stages) * max(1, stages) // ranks.world},
+            model={"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": "sandwich", "layers": 3},
+                   "decoder": {"block": "sandwich", "layers": 2}},
+            optimizer={"name": "sgd", "lr": 1.0}, parallel=parallel(layout.removeprefix("pipeline_"), stages))
+        engine = start_engine(recipe, layout_of(recipe, ranks.world), (VOCAB, VOCAB), ranks)
+        before = {state.name: state.weight for state in export_state(engine)}
+        assert any(type(module).__name__ == "Sandwich" for module in engine.module.modules())
+        step(engine, batches(1, 2), ranks, rate=1.0)
+        found = {state.name: before[state.name] - state.weight for state in export_state(engine)}
+        engine.close()
+        if ranks.first:
+            save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{folder}/{layout}")
+
+
+def test_its_gradients_are_the_same_in_every_layout(tmp_path: Path, warm: Warm) -> None:
+    (tmp_path / "my_block.py").write_text(code_of_the_page(), encoding="utf-8")
+    warm.run(1, "test_new_block:trial", tmp_path, "local")
+    local = load_file(tmp_path / "local")
+    assert "encoder.layers.2.rule.after.1.weight" in local and all(bool(g.any()) for g in local.values())
+    for layout in ("zero3_fp32", "pipeline_zero1_fp32"):
+        warm.run(2, "test_new_block:trial", tmp_path, layout)
+        ours = load_file(tmp_path / layout)
+        assert ours.keys() == local.keys()
+        for name, gradient in local.items():
+            torch.testing.assert_close(ours[name], gradient, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---- a run
+
+
+def test_a_run_from_training_to_translation(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused, fresh: None
+) -> None:
+    """It trains, resumes, is averaged, translates and is diagnosed; gone or changed, it is refused by name and hash."""
+    own, run, said = tmp_path / "own", tmp_path / "run", tmp_path / "has_run"
+    own.mkdir()
+    plugin, recipe = own / "my_block.py", own / "my.yaml"
+    code = f"open({str(said)!r}, 'w').close()\n{code_of_the_page()}"
+    plugin.write_text(code, encoding="utf-8")
+    sha256 = hashlib.sha256(code.encode()).hexdigest()
+    text = (prepared / "recipe.yaml").read_text(encoding="utf-8")
+    recipe.write_text(f"{text}\nplugins: [my_block.py]\n", encoding="utf-8")
+    words = [f"run={run}", "model.encoder.block=sandwich", "model.decoder.block=sandwich", "train.save_every=4",
+             "train.validate_every=8", "train.valid_bleu=false", "parallel.threads=1"]
+    monkeypatch.chdir(tmp_path)
+    assert main("prepare", [str(recipe), *words]) == 0 and not said.exists()  # nothing needs the block yet
+    assert main("train", [str(recipe), *words, "train.updates=4"]) == 0 and said.exists()
+    assert main("train", [str(recipe), *words, "train.updates=8"]) == 0  # resumed
+    assert load_recipe(run).plugins == {str(plugin): sha256} and len(list_checkpoints(run / "checkpoints")) == 2
+    named = f"plugins=[{plugin}]"
+    assert main("average", [str(run), "--last", "2", named]) == 0
+    output = tmp_path / "out.de"
+    translate = [str(run), "--input", str(prepared / "text" / "test.en"), "--output", str(output), "parallel.threads=1"]
+    assert main("translate", [*translate, named]) == 0 and len(output.read_text().splitlines()) == 20
+    assert main("diagnose", [str(run), named, "--tokens", "60", "parallel.threads=1"]) == 0
+    assert any(record.get("update") == 8 for record in read_log(run / "log.jsonl"))
+
+    # what a run or a checkpoint names is not run
+    plugins._named.clear()
+    plugins._modules.clear()
+    said.unlink()
+    by_name = f"was trained with the plug-in {plugin} of SHA-256 {sha256}"
+    assert f"{by_name}; deepnmt runs the code of a plug-in only if you name it: add plugins=[{plugin}]" in refused(
+        "translate", *translate)
+    assert by_name in refused("translate", run / "recipe.yaml", *translate[1:])
+    with user_error("deepnmt runs the code of a plug-in only if you name it"):
+        api.load(run)
+    assert not said.exists()
+    assert api.load(run, plugins=[plugin]).translate(["the old dog sees the house"], beam=2) and said.exists()
+
+    plugin.write_text(code + "# changed\n", encoding="utf-8")
+    now = hashlib.sha256(plugin.read_bytes()).hexdigest()
+    assert f"plugins.{plugin}: {sha256} -> {now}\nrestore them, or train into another folder" in refused(
+        "train", recipe, *words, "train.updates=12")
+    assert f"{by_name}, but it is now {now}; restore that file" in refused("translate", *translate, named)
+    plugin.unlink()
+    assert (f"plugins: there is no file my_block.py, neither here nor beside the recipe; give the path of a plug-in "
+            f"({run} was trained with the one of SHA-256 {sha256})") in refused("train", recipe, *words)
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize(("code", "fault"), [
+    ("x = 1\n", 'defines no block, schedule or task; write a table of them at its end, such as BLOCKS = {"sandwich": '),
+    ("BLOCKS = {}\n", "defines no block, schedule or task"),
+    ("def (\n", "is not Python that can be read: invalid syntax"),
+    ("BLOCKS = {'pre_ln': 1}\n", "defines the block pre_ln, which deepnmt has already; give it another name"),
+])
+def test_files_that_are_no_plugins(code: str, fault: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.py"
+    file.write_text(code, encoding="utf-8")
+    with user_error(f"plugins: .*{re.escape(fault)}"):
+        recipe_with(plugins=[str(file)])
+
+
+@pytest.mark.parametrize(("code", "fault"), [
+    ("BLOCKS = {'mine': 1}\n", "the plug-in's block mine is 1, must be a subclass of deepnmt.model.blocks.Block"),
+    ("raise OSError('x')\nBLOCKS = {'mine': 1}\n", r"the plug-in .*my.py cannot be run: OSError: x"),
+    ("from deepnmt.model.blocks import Admin\nclass Mine(Admin): ...\nBLOCKS = {'mine': Mine}\n",
+     "block mine has profiled = True, which only admin may; set profiled = False in its class"),
+])
+def test_code_that_makes_no_block(code: str, fault: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.py"
+    file.write_text(code, encoding="utf-8")
+    recipe = recipe_with(plugins=[str(file)], model={"encoder": {"block": "mine"}})
+    with user_error(fault):
+        BLOCKS[recipe.model.encoder.block]
+
+
+def test_names_of_no_plugin_and_hashes_that_differ(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(code_of_the_page(), encoding="utf-8")
+    file = str(tmp_path / "my.py")
+    with user_error("model.encoder.block: is 'sandwch', must be one of .*; did you mean sandwich?"):
+        recipe_with(plugins=file, model={"encoder": {"block": "sandwch"}})
+    with user_error("has the SHA-256 .*, but abc was asked for"):
+        recipe_with(plugins={file: "abc"})
+    with user_error("plugins: is 3, must be a valid mapping"):
+        recipe_with(plugins=3)
+    tree = recipe_with(plugins=file, model={"decoder": {"block": "sandwich"}}).model_dump()
+    plugins._named.clear()
+    known = check_recipe(tree, "of a checkpoint", None)  # it is read, but its code is not run
+    with user_error("there is no block sandwich in deepnmt, in a plug-in that you named or in an installed package"):
+        BLOCKS[known.model.decoder.block]
+
+
+# ---- schedules, tasks, packages
+
+
+def test_schedules_and_tasks_from_outside(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from deepnmt.training.task import TRANSLATION\n"
+                    "def halves(peak, schedule, now):\n    return peak * schedule.step_factor ** (now.update // 10)\n"
+                    "SCHEDULES = {'halves': halves}\nTASKS = {'other': TRANSLATION}\n", encoding="utf-8")
+    recipe = recipe_with(plugins=[str(file)], task="other",
+                         schedule={"name": "halves", "warmup": 5, "step_factor": 0.5})
+    assert [learning_rate(1.0, recipe.schedule, update, 100) for update in (1, 5, 25)] == [0.2, 1.0, 0.25]
+    assert TASKS[recipe.task] is TASKS["translation"]
+
+
+def test_a_block_of_an_installed_package_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sandwiches.py").write_text(code_of_the_page(), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("sandwich", "sandwiches:Sandwich", "deepnmt.blocks")
+
+    def installed(kind: str) -> dict[str, Any]:
+        return {"sandwich": point} if kind == "BLOCKS" else {}
+
+    monkeypatch.setattr(plugins, "_installed", installed)
+    recipe = recipe_with(model={"encoder": {"block": "sandwich"}})
+    sha256 = hashlib.sha256(code_of_the_page().encode()).hexdigest()
+    assert recipe.plugins == {"sandwiches:Sandwich": sha256} and issubclass(BLOCKS["sandwich"], Block)
+    plugins.require_same(recipe.plugins, tmp_path)
+    with pytest.raises(UserError, match=r"but it is now .*; install the package of sandwiches:Sandwich as it was"):
+        plugins.require_same({"sandwiches:Sandwich": "abc"}, tmp_path)

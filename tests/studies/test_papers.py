@@ -36,6 +36,15 @@ def test_papers_in_small(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         below, above = outputs["decoder.layers.0.ffn"], outputs["decoder.layers.1.self_attn"]
         assert seed["output of self-attention to that of the FFN below"] == pytest.approx(below / above)
         assert seed["self-attention"] == pytest.approx(below / first["places"]["decoder.layers.1"][0])
+    elif name == "places":
+        [(layer, norms)] = results["norms"].items()
+        assert layer == "decoder layer 1" and len(norms) == 5 and all(norms)
+    elif name == "similarity":
+        square = results["cosines"]["post_ln decoder"]
+        assert len(results["cosines"]) == 6 and square[0][0] == pytest.approx(1) and square[0][1] == square[1][0] < 1
+    elif name == "warmup":
+        assert [len(row) for row in results["finals"]["pre_ln"]] == [5] * 3 and "admin" not in text
+        assert results["finals"]["post_ln"][2][0] != results["finals"]["post_ln"][2][4], "the warm-up has an effect"
     elif name == "optimizers":
         for rows in results["finals"].values():  # rates, β2, seeds
             assert [len(row) for row in rows] == [5] * 3 and {len(seeds) for row in rows for seeds in row} == {2}

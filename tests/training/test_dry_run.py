@@ -79,7 +79,8 @@ def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest
                                     "holds all of it while it writes")
     # weights, gradients and two moments of 4 bytes; 2 x 27 tensors of width 16 and 4 of FFN 32 a token, 4 at the ends
     held = {"weights": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters,
-            "activations": 16384 * 4 * (16 * (2 * 27 + 4) + 4 * 32), "loss": 4 * (2**22 + 16 * vocab)}
+            "activations": 16384 * 4 * (16 * (2 * 27 + 4) + 4 * 32), "loss": 4 * (2**22 + 16 * vocab),
+            "checkpoint copy": 12 * parameters}
     assert memory_estimate(recipe, layout_of(recipe, 1), parameters, vocab) == held
     parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in held.items())
     assert found["memory per process"] == f"about {sum(held.values()) / 2**20:,.0f} MiB + libraries ({parts})"
@@ -117,6 +118,27 @@ def test_what_a_layout_shares(layout: str, weights: float, gradients: float, opt
     assert [found[part] / 1000 for part in ("weights", "gradients", "optimizer")] == [weights, gradients, optimizer]
 
 
+@pytest.mark.parametrize(("layout", "form", "stages", "bytes_each"), [
+    ("local", "auto", 0, 12), ("zero1_fp32", "shards", 0, 3), ("zero0_bf16", "shards", 0, 3),
+    ("zero3_bf16", "one_file", 0, 3 + 12), ("zero1_fp32", "auto", 0, 3 + 12), ("zero1_fp32", "shards", 4, 12 / 2),
+])
+def test_the_copy_of_a_checkpoint(
+    layout: str, form: str, stages: int, bytes_each: float, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes a parameter, weights and Adam's moments in fp32: of what each of four processes owns, and of the whole
+    where the first puts them together. The fullest of the stages has half of them here, and one process."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    recipe = load_recipe(prepared / "recipe.yaml", [*options(layout, stages), f"train.checkpoint_form={form}"])
+    partition = partition_of(recipe, 300, 300, 1.0) if stages else None
+    if partition is not None:
+        monkeypatch.setattr(type(partition), "parameters", lambda self, stage: 500)
+    found = memory_estimate(recipe, layout_of(recipe, 1 if layout == "local" else 4), 1000, 300, partition)
+    assert found["checkpoint copy"] == 1000 * bytes_each
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = memory_estimate(recipe, layout_of(recipe, 1 if layout == "local" else 4), 1000, 300, partition)
+    assert "checkpoint copy" not in found, "it is in the machine's memory, not in the GPU's"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("change", [{}, {"ffn": 256}, {"activation": "gelu"}, {"activation_dropout": 0.1}], ids=str)
 def test_activations_are_what_autograd_keeps(
@@ -149,10 +171,10 @@ def test_what_cannot_fit_is_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     recipe = prepared / "recipe.yaml"
     for change, part, way in (
-        (["model.encoder.layers=100000", "model.width=4096"], "optimizer", "model.width or its layers"),
+        (["model.encoder.layers=100000", "model.width=4096"], "checkpoint copy", "model.width or its layers"),
         (["batch.tokens=100000000"], "activations", "batch.tokens, or set parallel.recompute_layers"),
         (["model.width=65536", "model.max_length=131072", "model.encoder.layers=1", "model.decoder.layers=1"],
-         "optimizer", "model.width or its layers"),
+         "checkpoint copy", "model.width or its layers"),
     ):
         said = refused("train", recipe, f"run={tmp_path / 'run'}", *change)
         assert re.search(rf"needs about [\d,.]+ GiB of memory per process, [\d,.]+ of it for the {part}, but a process "

@@ -70,6 +70,7 @@ class StageModule(PipelineModule):
             bounds[self.stage_id],
             bounds[self.stage_id + 1],
             recipe.parallel.recompute_layers,
+            recipe.train.r_drop,
         )
         self.compute_module = (self.stage,)  # in a tuple: a copy's weights must not become this module's parameters
         for p in self.parameters():

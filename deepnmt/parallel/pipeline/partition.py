@@ -19,7 +19,7 @@ from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.files import table
 from deepnmt.model.blocks import Side
-from deepnmt.model.embedding import TABLES, InputLayer, Use
+from deepnmt.model.embedding import TABLES, InputLayer, Use, table_width
 from deepnmt.model.transformer import build_layer, build_top
 
 # Among partitions whose slowest stage is within this factor of the best, one with a boundary between encoder and
@@ -113,15 +113,15 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
     """The model's units with their parameters and costs; `ratio`: source tokens for each target token.
 
     A cost counts the multiply-adds of the matrix products (as in `speed.model_flops`). Encoder layer: 4D² + 2DF a
-    source token. Decoder layer: 6D² + 2DF a target token, and 2D² a source token for keys and values. Attention
-    scores: 2·L·D a query. Output: D·V a target token. An embedding counts as D².
+    source token, 3DF with a gate. Decoder layer: 6D² + 2DF a target token, and 2DM a source token for keys and values,
+    with M the encoder's width. Attention scores: 2·L·D a query. Output: D·V a target token. An embedding counts as D².
     """
-    d, f = model.width, model.ffn
-    encoder = ratio * (4 * d * d + 2 * d * f + 2 * _LENGTH * d)
-    decoder = 6 * d * d + 2 * d * f + 4 * _LENGTH * d + ratio * 2 * d * d
+    (e, _, f), (d, _, g), matrices = model.shape("encoder"), model.shape("decoder"), model.ffn_matrices
+    encoder = ratio * (4 * e * e + matrices * e * f + 2 * _LENGTH * e)
+    decoder = 6 * d * d + matrices * d * g + 4 * _LENGTH * d + ratio * 2 * d * e
     layers: dict[Side, float] = {"encoder": encoder, "decoder": decoder}
     ends: dict[str, tuple[Use, int, float]] = {
-        "source": ("src", src_vocab, ratio * d * d),
+        "source": ("src", src_vocab, ratio * e * e),
         "target": ("trg", trg_vocab, d * d),
         "output": ("out", trg_vocab, d * trg_vocab),
     }
@@ -131,7 +131,7 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
             units.append(Unit(name, parameters, layers[layer[0]]))
         else:
             use, vocab, cost = ends[name]
-            units.append(Unit(name, parameters, cost, (TABLES[model.tied][use], vocab * d)))
+            units.append(Unit(name, parameters, cost, (TABLES[model.tied][use], vocab * table_width(model, use))))
     return tuple(units)
 
 

@@ -1,10 +1,10 @@
 """One stage of a pipelined model: consecutive layers, under the same names as in `Transformer`.
 
 Stages send each other one float tensor and four of integers: (hidden, src_lengths [B], trg_in [B, T], trg_out [B, T],
-dropout_key [1]). Hidden states are [B, S, D] in the encoder, memory and target concatenated, [B, S + T, D], in the
-decoder, and [B, T, D] before the output. There is one float tensor because DeepSpeed runs backward from several one
-after the other, through the encoder twice; a single one also always has a gradient, and its receive buffer keeps its
-type. Each stage makes the masks anew from the lengths.
+dropout_key [1]). Hidden states are [B, S, D] in the encoder, memory and target concatenated in the decoder, sentence by
+sentence [B, S·D + T·D], since their D may differ, and [B, T, D] before the output. There is one float tensor because
+DeepSpeed runs backward from several one after the other, through the encoder twice; a single one also always has a
+gradient, and its receive buffer keeps its type. Each stage makes the masks anew from the lengths.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `V` vocabulary.
 """
@@ -19,11 +19,11 @@ from torch.nn.utils import skip_init
 
 from deepnmt.config import Model
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import Side
-from deepnmt.model.embedding import TABLES, InputLayer, Use
+from deepnmt.model.blocks import SIDES, Side
+from deepnmt.model.embedding import TABLES, InputLayer, Use, table_width
 from deepnmt.model.layers import Layer
-from deepnmt.model.loss import LossSums, label_smoothed_loss
-from deepnmt.model.transformer import build_layer, build_top, run_layers
+from deepnmt.model.loss import LossSums, label_smoothed_loss, r_drop_loss
+from deepnmt.model.transformer import build_layer, build_top, run_layers, twice
 from deepnmt.parallel.pipeline.partition import layer_of, unit_names
 from deepnmt.tokens import PAD
 
@@ -54,7 +54,7 @@ class Stage(nn.Module):
     """The units `start` to `stop` - 1 of a model, their weights still to be set.
 
     Args:
-        model, src_vocab, trg_vocab, seed, label_smoothing: as for `Transformer`.
+        model, src_vocab, trg_vocab, seed, label_smoothing, r_drop: as for `Transformer`.
         start, stop: indices into `partition.unit_names`.
         recompute: group size, in layers, of activation recomputation in the backward pass; 0: none.
     """
@@ -69,18 +69,21 @@ class Stage(nn.Module):
         start: int,
         stop: int,
         recompute: int,
+        r_drop: float,
     ) -> None:
         super().__init__()
         names = unit_names(model)
         self.held = names[start:stop]
         self.recompute = recompute
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.r_drop = label_smoothing, r_drop
         self.tables = TABLES[model.tied]
+        self.widths = {side: model.shape(side).width for side in SIDES}
         self.begins_with = self.held[0]
         self.followed_by = names[stop] if stop < len(names) else None
         sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
         self.embeddings = nn.ModuleDict(
-            {name: skip_init(nn.Embedding, sizes[use], model.width) for name, use in tables_used(model, start, stop)}
+            {name: skip_init(nn.Embedding, sizes[use], table_width(model, use))
+             for name, use in tables_used(model, start, stop)}
         )
         layers = [layer for layer in map(layer_of, self.held) if layer]
         indices = {side: [i for s, i in layers if s == side] for side in ("encoder", "decoder")}
@@ -99,9 +102,13 @@ class Stage(nn.Module):
         target = trg_in.size(1)
         memory = x  # used only if the stage begins in the decoder
         if self.begins_with == "source":
+            if self.r_drop and self.training:  # all but trg_out, which only the loss reads
+                x, src_lengths, trg_in = twice(x, src_lengths, trg_in)
             x = self.encoder.input(self.table("src")(x), key)
         elif self.begins_with.startswith("decoder"):
-            memory, x = x.split([x.size(1) - target, target], dim=1)
+            width = self.widths["decoder"]
+            memory, x = x.split([x.size(1) - target * width, target * width], dim=1)
+            memory, x = memory.unflatten(1, (-1, self.widths["encoder"])), x.unflatten(1, (target, width))
         if self.encoder.layers:
             x = run_layers(self.layers("encoder"), self.recompute, x, key_mask(src_lengths, x.size(1)), key)
         if "target" in self.held:
@@ -113,11 +120,13 @@ class Stage(nn.Module):
         if self.followed_by is None:
             return self.decoder.norm(x)
         if self.followed_by.startswith("decoder"):
-            x = torch.cat([memory, x], dim=1)
+            x = torch.cat([memory.flatten(1), x.flatten(1)], dim=1)
         return x, src_lengths, trg_in, trg_out, dropout_key
 
     def loss(self, hidden: Tensor, trg_out: Tensor) -> LossSums:
         """The loss of the last stage's output [B, T, D] against trg_out [B, T], the same as `Transformer.forward`'s."""
+        if self.r_drop and self.training:
+            return r_drop_loss(hidden, self.table("out").weight, trg_out, self.label_smoothing, PAD, self.r_drop)
         return label_smoothed_loss(hidden, self.table("out").weight, trg_out, self.label_smoothing, PAD)
 
     def table(self, use: Use) -> nn.Embedding:

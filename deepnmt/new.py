@@ -1,0 +1,337 @@
+"""`deepnmt new`: looks at a parallel text, holds sentences out of it, and writes a recipe that says why."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from deepnmt.config import Corpus, Vocab, load_recipe
+from deepnmt.data.split import split_corpus
+from deepnmt.data.text import Pair, read_pairs
+from deepnmt.data.vocab import Vocabulary, train_vocabulary
+from deepnmt.errors import UserError
+from deepnmt.progress import show_progress
+from deepnmt.shipped import SCHEMA
+
+Hardware = Literal["cpu", "gpu"]
+_SAMPLE = 20_000  # pairs that the vocabulary is tried on
+_HELD_OUT = 1_000  # sentences wanted for the test, half as many for validation
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of the table: what is chosen for up to `pairs` training pairs on one kind of machine.
+
+    Attributes:
+        vocab: pieces, both languages together.
+        tokens: of a micro-batch and side.
+        updates: at least and at most; between them the epochs decide.
+    """
+
+    pairs: float
+    vocab: int
+    width: int
+    heads: int
+    ffn: int
+    encoder: int
+    decoder: int
+    dropout: float
+    rate: float
+    tokens: int
+    epochs: int
+    updates: tuple[int, int]
+
+
+TABLE: dict[Hardware, tuple[Choice, ...]] = {
+    "cpu": (
+        Choice(10_000, 2_000, 128, 4, 256, 4, 4, 0.3, 2e-3, 1024, 30, (400, 3_000)),
+        Choice(60_000, 8_000, 256, 4, 512, 4, 4, 0.2, 1.5e-3, 2048, 27, (2_000, 9_000)),
+        Choice(400_000, 10_000, 256, 4, 512, 4, 4, 0.1, 1.5e-3, 2048, 10, (4_000, 9_000)),
+        Choice(math.inf, 16_000, 256, 4, 1024, 6, 3, 0.1, 1e-3, 2048, 2, (9_000, 40_000)),
+    ),
+    "gpu": (
+        Choice(10_000, 2_000, 256, 4, 1024, 6, 6, 0.4, 1e-3, 4096, 80, (1_000, 8_000)),
+        Choice(60_000, 8_000, 256, 4, 1024, 12, 6, 0.3, 1e-3, 8192, 50, (2_000, 12_000)),
+        Choice(400_000, 10_000, 512, 8, 2048, 18, 6, 0.3, 1e-3, 16384, 30, (4_000, 20_000)),
+        Choice(4_000_000, 32_000, 512, 8, 2048, 36, 12, 0.1, 7e-4, 16384, 15, (20_000, 100_000)),
+        Choice(math.inf, 32_000, 512, 8, 2048, 60, 12, 0.1, 7e-4, 16384, 10, (50_000, 200_000)),
+    ),
+}
+_VARIANTS_FROM = 8  # epochs from which sampled segmentations help
+
+
+def table(hardware: Hardware) -> str:
+    """The table for one kind of machine in Markdown, as docs/guide/new_recipe.md shows it."""
+    rows = [f"| {'more' if math.isinf(row.pairs) else f'{row.pairs:,}'} | {row.vocab:,} | "
+            f"{row.encoder}L-{row.decoder}L, d {row.width}, FFN {row.ffn} | {row.dropout}, {row.rate:g} | "
+            f"{row.tokens:,} | {row.epochs} |"
+            for row in TABLE[hardware]]
+    return "\n".join(["| pairs, up to | vocabulary | layers | dropout, peak rate | tokens | epochs |",
+                      "|---|---|---|---|---|---|", *rows])
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a text is like.
+
+    Attributes:
+        pairs: lines with text on both sides.
+        empty, duplicates, identical: lines without text on a side, repeated pairs, pairs with equal sides.
+        characters: a sentence's mean, source and target.
+        alphabet: number of different characters, both sides.
+        sample: pairs spread evenly over the text.
+    """
+
+    pairs: int
+    empty: int
+    duplicates: int
+    identical: int
+    characters: tuple[float, float]
+    alphabet: int
+    sample: list[Pair]
+
+    @property
+    def text(self) -> str:
+        """In a sentence."""
+        return (f"{self.pairs:,} pairs ({self.empty:,} more with an empty side), {self.duplicates:,} of them repeated, "
+                f"{self.identical:,} with equal sides; {self.characters[0]:.0f} and {self.characters[1]:.0f} "
+                f"characters a sentence, {self.alphabet:,} different ones")
+
+
+def survey(corpus: Corpus) -> Survey:
+    """Reads the text once. Raises `UserError`: it cannot be read, or has no pair."""
+    seen: set[bytes] = set()
+    alphabet: set[str] = set()
+    sample: list[Pair] = []
+    pairs = empty = duplicates = identical = stride = 0
+    lengths = [0, 0]
+    with show_progress("{:,} pairs read", desc="reading", unit=" pairs") as progress:
+        for number, (src, trg) in enumerate(read_pairs(corpus), 1):
+            if not (src and trg):
+                empty += 1
+                continue
+            pairs += 1
+            digest = hashlib.blake2b(f"{src}\t{trg}".encode(), digest_size=8).digest()
+            duplicates += digest in seen
+            seen.add(digest)
+            identical += src == trg
+            lengths = [lengths[0] + len(src), lengths[1] + len(trg)]
+            alphabet.update(src, trg)
+            if pairs % (1 << stride) == 0:
+                sample.append((src, trg))
+                if len(sample) == 2 * _SAMPLE:
+                    sample, stride = sample[1::2], stride + 1
+            progress(number)
+    if not pairs:
+        raise UserError(f"{(corpus.tsv or corpus.src)[0]} has no pair with text on both sides; give two files with a "
+                        "sentence and its translation in the same line")
+    return Survey(pairs, empty, duplicates, identical, (lengths[0] / pairs, lengths[1] / pairs), len(alphabet), sample)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of the sample in pieces of a vocabulary of `size`: target tokens a pair, and what one pair in 1,000 exceeds: the
+    tokens of the longer side, and the target's share of the source after the first ten."""
+
+    size: int
+    tokens: float
+    longest: int
+    ratio: float
+
+
+def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
+    """Segments the sample with a vocabulary trained on it, of `size` or as many pieces as it has text for."""
+    while True:
+        try:
+            model = train_vocabulary((sentence for pair in sample for sentence in pair), Vocab(size=size))
+            break
+        except UserError:
+            if size < 100:
+                raise
+            size = size * 3 // 4 // 50 * 50
+    vocab = Vocabulary(model)
+    src, trg = ([len(ids) + 1 for ids in vocab.encode_batch([pair[side] for pair in sample])] for side in (0, 1))
+    longest = sorted(map(max, src, trg))
+    ratios = sorted((t - 10) / s for s, t in zip(src, trg, strict=True))
+    rare = len(sample) * 999 // 1000
+    return Lengths(size, sum(trg) / len(trg), longest[min(rare, len(longest) - 1)], ratios[min(rare, len(ratios) - 1)])
+
+
+def machine() -> tuple[Hardware, str, str]:
+    """The hardware here, its precision, and both in words."""
+    import torch
+
+    if torch.cuda.is_available():
+        name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30
+        precision = "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
+        return "gpu", precision, f"{name} with {memory:.0f} GiB"
+    amx = hasattr(torch.cpu, "_is_amx_tile_supported") and torch.cpu._is_amx_tile_supported()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return "cpu", "bf16" if amx else "fp32", f"{cores} CPU cores {'with' if amx else 'without'} AMX"
+
+
+def new_recipe(
+    file: Path, corpus: Corpus, langs: tuple[str, str], hardware: Hardware | None = None,
+    valid: Corpus | None = None, test: Corpus | None = None,
+) -> str:
+    """Writes `file`, a recipe for a text, and the texts it names into `data/NAME/text`.
+
+    Args:
+        corpus: the text.
+        langs: of source and target.
+        hardware: for another machine than this one.
+        valid, test: texts of the user's own, instead of sentences held out of `corpus`; both or none.
+
+    Returns:
+        What was seen and written, and what to do next.
+
+    Raises:
+        UserError: a text cannot be read, is too small, or a file is there already or cannot be written.
+    """
+    if file.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
+    if file.exists():
+        raise UserError(f"{file} exists already; give another name, or remove it")
+    here, precision, words = machine()
+    if hardware and hardware != here:
+        precision, words = "bf16" if hardware == "gpu" else "fp32", f"a {hardware.upper()} (--machine)"
+    kind = hardware or here
+    seen = survey(corpus)
+    name, said = file.stem, [seen.text]
+    texts = {"train": corpus}
+    if valid and test:
+        texts |= {"valid": valid, "test": test}
+        pairs = seen.pairs
+        held = "given"
+    else:
+        shares = {part: max(1, min(50, round(1000 * wanted / seen.pairs)))
+                  for part, wanted in (("valid", _HELD_OUT // 2), ("test", _HELD_OUT))}
+        folder = Path("data") / name / "text"
+        counts = split_corpus(corpus, folder, langs, shares["valid"], shares["test"])
+        texts = {part: Corpus(src=[f"{folder}/{part}.{langs[0]}"], trg=[f"{folder}/{part}.{langs[1]}"])
+                 for part in counts}
+        pairs = counts["train"]
+        held = f"{shares['valid']} and {shares['test']} of 1,000 sentences, by a hash of the sentence"
+        said.append(f"{folder}: " + ", ".join(f"{count:,} {part}" for part, count in counts.items()))
+    row = next(row for row in TABLE[kind] if pairs <= row.pairs)
+    lengths = try_vocabulary(seen.sample, row.vocab)
+    text, numbers = _recipe(name, row, texts, langs, pairs, lengths, kind, precision, words, held, seen)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}") from None
+    load_recipe(file, [])
+    return "\n".join([*said, f"{file}: {numbers}; each line says why",
+                      f"next: deepnmt prepare {file}; deepnmt train {file}; deepnmt average {file}; "
+                      f"deepnmt evaluate {file}"])
+
+
+def _recipe(
+    name: str, row: Choice, texts: dict[str, Corpus], langs: tuple[str, str], pairs: int, lengths: Lengths,
+    hardware: Hardware, precision: str, machine: str, held: str, seen: Survey,
+) -> tuple[str, str]:
+    """The recipe, and what it does in a few words."""
+    epoch = max(1, math.ceil(pairs * lengths.tokens * 1.1 / row.tokens))  # a tenth: the other side is longer, padding
+    updates = min(max(row.epochs * epoch, row.updates[0]), row.updates[1])
+    updates = math.ceil(updates / 100) * 100
+    epochs = updates / epoch
+    variants = 16 if epochs >= _VARIANTS_FROM else 0
+    longest = min(250, math.ceil(max(lengths.longest, 40) / 10) * 10)
+    ratio = max(1.5, math.ceil(10 * lengths.ratio) / 10)
+    size = f"for {pairs:,} pairs on a {hardware.upper()}, see docs/guide/new_recipe.md"
+
+    def text(part: str, indent: str, why: str) -> list[str]:
+        corpus = texts[part]
+        if corpus.tsv:
+            return [f"{indent}tsv: {corpus.tsv[0]} # {why}", f"{indent}columns: {corpus.columns}"]
+        return [f"{indent}src: {corpus.src[0]} # {why}", f"{indent}trg: {corpus.trg[0]}"]
+
+    lines = [
+        f"# yaml-language-server: $schema={SCHEMA}",
+        f"# {langs[0]} to {langs[1]}, {row.encoder}L-{row.decoder}L, written by `deepnmt new` for {machine}.",
+        f"# The text: {seen.pairs:,} pairs, {seen.duplicates:,} repeated, {seen.identical:,} with equal sides.",
+        "",
+        f"run: runs/{name} # checkpoints, logs, scores",
+        "",
+        "data:",
+        f"  folder: data/{name}/prepared # what `deepnmt prepare` writes",
+        f"  src_lang: {langs[0]}",
+        f"  trg_lang: {langs[1]} # also decides how SacreBLEU tokenises",
+        "  train:",
+        *text("train", "    ", f"{pairs:,} pairs"),
+        "  valid:",
+        *text("valid", "    ", f"held out: {held}" if held != "given" else "given"),
+        "  test:",
+        "    test:",
+        *text("test", "      ", "shares no sentence with the others" if held != "given" else "given"),
+        "  filters:",
+        f"    max_tokens: {longest} # about one pair in 1,000 is longer" if longest < 250 else
+        f"    max_tokens: {longest} # longer sentences cost memory, and attention is quadratic in them",
+        f"  subword_variants: {variants} # " + (
+            f"{epochs:.0f} epochs: BPE-dropout keeps a text seen so often from being learned by heart" if variants else
+            f"{epochs:.0f} epochs: too few for BPE-dropout to pay"),
+        *(["  subword_alpha: 0.04 # share of merges left out; more makes the text longer"] if variants else []),
+        "",
+        "vocab:",
+        f"  size: {lengths.size} # a target sentence then has {lengths.tokens:.0f} on average",
+        "  shared: true # one for both languages, so that names and numbers are the same pieces",
+        "",
+        "batch:",
+        f"  tokens: {row.tokens} # of a micro-batch and side, with padding",
+        "",
+        "model:",
+        f"  width: {row.width} # like all sizes here, {size}",
+        f"  heads: {row.heads} # {row.width // row.heads} wide each",
+        f"  ffn: {row.ffn}",
+        f"  dropout: {row.dropout} # the smaller the text, the more",
+        "  tied: all # one table for source, target and output, since the vocabulary is shared",
+        f"  max_length: {256 if longest > 120 else 128} # above filters.max_tokens",
+        f"  encoder: {{block: admin, layers: {row.encoder}}} # Admin trains at any depth without other settings",
+        f"  decoder: {{block: admin, layers: {row.decoder}}}" + (
+            " # shallower: decoding costs a decoder layer for every token" if row.decoder < row.encoder else ""),
+        "",
+        "optimizer:",
+        f"  lr: {row.rate} # peak; wider and deeper models want less",
+        "",
+        "schedule:",
+        "  name: linear # down to 0 at the last update",
+        f"  warmup: {min(4000, max(50, updates // 8))} # an eighth of the updates",
+        "",
+        "train:",
+        f"  updates: {updates} # {epochs:.1f} epochs of about {epoch:,} micro-batches",
+        "  clip: 1.0",
+        "  label_smoothing: 0.1",
+        f"  log_every: {max(10, updates // 100)}",
+        f"  validate_every: {max(50, updates // 10)} # ten times",
+        f"  save_every: {max(25, updates // 40)} # the last eight, a fifth of the run, are averaged",
+        "  keep_last: 8",
+        "  best_by: bleu",
+        "",
+        "parallel:",
+        *(["  ds_config: ds_configs/zero1.json # DeepSpeed; more processes need no other setting",
+           f"  precision: {precision} # {machine}"] if precision != "fp32" else
+          [f"  precision: fp32 # {machine}; plain PyTorch"]),
+        "",
+        "translate:",
+        "  beam: 5",
+        f"  max_ratio: {ratio} # longest translation: max_ratio x source tokens + max_extra,",
+        "  max_extra: 10 # which one pair in 1,000 exceeds",
+        *(["  batch_tokens: 65536 # a GPU wants many sentences at once"] if hardware == "gpu" else []),
+        "",
+        "average_last: 8 # checkpoints whose average is scored",
+    ]
+    return ("\n".join(map(_aligned, lines)) + "\n",
+            f"{row.encoder}L-{row.decoder}L of width {row.width}, {lengths.size:,} pieces, {updates:,} updates of up "
+            f"to {row.tokens:,} tokens ({epochs:.1f} epochs), for {machine}")
+
+
+def _aligned(line: str) -> str:
+    """With its comment at column 35, if it has one."""
+    setting, mark, why = line.partition(" # ")
+    return f"{setting:<33} # {why}" if mark and setting and not line.startswith("#") else line

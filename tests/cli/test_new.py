@@ -1,0 +1,89 @@
+"""`deepnmt new`: a recipe for a text, which is accepted as it is."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from deepnmt.cli import main
+from deepnmt.config import Corpus, load_recipe
+from deepnmt.new import TABLE, survey, table, try_vocabulary
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["haus", "baum", "kind", "weg", "tag", "see", "licht", "stein", "berg", "wind", "wald", "tier"]
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """a.de and a.en in the current folder, the second half of whose pairs repeats sentences of the first."""
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(1)
+    sources = [" ".join(draw.choices(WORDS, k=draw.randint(3, 9))) + "." for _ in range(600)]
+    pairs = [(source, source[::-1].upper()) for source in sources + sources[:100]]
+    pairs += [("gleich", "gleich"), ("leer", "")]
+    for side, name in enumerate(("a.de", "a.en")):
+        Path(name).write_text("".join(f"{pair[side]}\n" for pair in pairs), encoding="utf-8")
+    return pairs
+
+
+def test_the_recipe_is_accepted_as_it_is(text: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("new", ["my.yaml", "--src", "a.de", "--trg", "a.en", "--machine", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "701 pairs (1 more with an empty side), 100 of them repeated, 1 with equal sides" in said
+    recipe = load_recipe(Path("my.yaml"), [])
+    assert (recipe.data.src_lang, recipe.data.trg_lang, recipe.model.encoder.layers) == ("de", "en", 4)
+    texts = {part: Path(f"data/my/text/{part}.de").read_text().splitlines() for part in ("train", "valid", "test")}
+    assert all(texts.values()) and not set(texts["test"]) & {*texts["train"], *texts["valid"]}
+    for line in Path("my.yaml").read_text().splitlines():  # what is chosen says why
+        assert "updates:" not in line or "epochs of about" in line
+    assert main("prepare", ["my.yaml"]) == 0
+    assert main("train", ["my.yaml", "--dry-run"]) == 0
+    assert "4L-4L, admin / admin, width 128" in capsys.readouterr().out
+
+
+def test_texts_of_ones_own_and_a_larger_machine(text: list[tuple[str, str]]) -> None:
+    words = ["big.yaml", "--src", "a.de", "--trg", "a.en", "--langs", "xx", "yy", "--machine", "gpu"]
+    assert main("new", [*words, "--valid", "a.de", "a.en", "--test", "a.de", "a.en"]) == 0
+    recipe = load_recipe(Path("big.yaml"), [])
+    assert recipe.data.valid.src == ["a.de"] and recipe.data.train.trg == ["a.en"] and not Path("data").exists()
+    assert recipe.data.src_lang == "xx" and recipe.parallel.ds_config and recipe.model.width == 256
+    assert recipe.vocab.size < 2000, "the text has too few different pieces"
+
+
+def test_lengths_by_hand() -> None:
+    seen = try_vocabulary([("aa bb", "aa bb aa bb"), ("bb", "aa")] * 50, 12)
+    assert seen.size == 12 and seen.ratio < 0 < seen.tokens <= seen.longest
+
+
+def test_the_sample_is_spread_over_the_text(text: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnmt.new._SAMPLE", 50)
+    seen = survey(Corpus(src=["a.de"], trg=["a.en"]))
+    assert seen.sample == text[7:701:8][:len(seen.sample)] and 50 <= len(seen.sample) < 100
+
+
+def test_the_page_has_the_table() -> None:
+    page = (ROOT / "docs" / "guide" / "new_recipe.md").read_text(encoding="utf-8")
+    for hardware, rows in TABLE.items():
+        assert table(hardware) in page
+        assert [row.pairs for row in rows] == sorted(row.pairs for row in rows) and rows[-1].pairs == float("inf")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("my.yaml --src a.de --trg none.en", "there is no text file none.en"),
+    ("my.txt --src a.de --trg a.en", "my.txt is no name of a recipe; give one that ends in .yaml"),
+    ("a.yaml --src a.de --trg a.en", "a.yaml exists already"),
+    ("my.yaml --src text --trg a.en", "text does not end in a language such as .de; add --langs"),
+    ("my.yaml --src a.de --trg a.en --valid a.de a.en", "--valid and --test go together"),
+    ("my.yaml --src empty.de --trg empty.de --langs de en", "empty.de has no pair with text on both sides"),
+    ("my.yaml --src few.de --trg few.de --langs de en", "few.de has"),
+])
+def test_mistakes(
+    words: str, message: str, text: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.yaml").touch()
+    Path("empty.de").write_text("\n\n")
+    Path("few.de").write_text("ein Satz\n")
+    assert main("new", words.split()) == 2
+    assert message in capsys.readouterr().err and not Path("my.yaml").exists()
