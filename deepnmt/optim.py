@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -12,15 +13,23 @@ from torch import nn
 from deepnmt import config
 from deepnmt.config.plugins import Table
 
-# Tensors of each weight's shape that every layout writes to checkpoints and reads from them. To add one, such as an
-# average of the weights: add its name here and in `moment_names`, the setting that switches it on to `MOMENT_SETTINGS`,
-# its value before the first update to `initial_moment`, and update it in a `register_step_post_hook` of the optimizer
-# that `build_optimizer` returns, which keeps it in `state[p]` (absent until the hook puts it there).
-Moment = Literal["exp_avg", "exp_avg_sq", "momentum_buffer"]
+# Tensors of each weight's shape that every layout writes to checkpoints and reads from them. To add one: add its name
+# here and in `moment_names`, the setting that switches it on to `MOMENT_SETTINGS`, its value before the first update to
+# `initial_moment`, and update it in a `register_step_post_hook` of the optimizer that `build_optimizer` returns, which
+# keeps it in `state[p]` (absent until the hook puts it there), as `_keep_average` does.
+Moment = Literal["exp_avg", "exp_avg_sq", "momentum_buffer", "ema"]
+
+
+class Kind(NamedTuple):
+    """What the parameters of a group have in common: weight decay, and the factor of their learning rate, which is 0 if
+    they are frozen."""
+
+    weight_decay: float
+    factor: float
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], recipe: config.Recipe, fused: bool = False
+    parameters: Mapping[str, nn.Parameter], recipe: config.Recipe, fused: bool = False
 ) -> torch.optim.Optimizer:
     """PyTorch's optimizer for the recipe: Adam, AdamW, RAdam (also with decoupled weight decay: radamw) or SGD.
 
@@ -28,10 +37,16 @@ def build_optimizer(
     gradient; with `unrectified: skip` there is none, as in the code of Liu et al. 2020 (Admin).
 
     Args:
+        parameters: by their canonical names.
         fused: update in one kernel, which saves several passes over weights and moments. RAdam has no such kernel.
     """
-    settings = recipe.optimizer
-    groups = parameter_groups(parameters, settings)
+    optimizer = _optimizer(parameter_groups(parameters, recipe), recipe.optimizer, fused)
+    if recipe.train.ema is not None:
+        _keep_average(optimizer, recipe.train.ema)
+    return optimizer
+
+
+def _optimizer(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> torch.optim.Optimizer:
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused or None)
     beta1, beta2 = settings.betas
@@ -43,6 +58,24 @@ def build_optimizer(
         return radam
     kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
     return kind(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
+
+
+def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Keeps the running average of the weights in the optimizer's state, `ema`: after every step it becomes
+    decay · average + (1 - decay) · weights. Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by
+    Averaging, with exponential weights."""
+
+    @torch.no_grad()
+    def after(*_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(p.grad is None for p in parameters):
+            return  # an update that was dropped
+        for p in parameters:
+            if "ema" not in optimizer.state[p]:
+                optimizer.state[p]["ema"] = p.detach().clone()
+        torch._foreach_lerp_([optimizer.state[p]["ema"] for p in parameters], parameters, 1 - decay)
+
+    optimizer.register_step_post_hook(after)
 
 
 def _skip_unrectified(radam: torch.optim.RAdam) -> None:
@@ -79,21 +112,38 @@ def rectifiable(beta2: float, step: int) -> bool:
     return most - 2 * step * power / (1 - power) > 5
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], settings: config.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, each with its weight decay.
+def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: config.Recipe) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, one for each `Kind`, whose `factor` `set_rate` multiplies the rate by."""
+    groups: dict[Kind, list[nn.Parameter]] = {}
+    for name, p in parameters.items():  # a weight that ZeRO-3 has partitioned is flat and empty
+        groups.setdefault(kind_of(name, getattr(p, "ds_shape", p.shape), recipe), []).append(p)
+    return [{"params": groups[kind], **kind._asdict()} for kind in sorted(groups, reverse=True)]
 
-    One group, unless `decay_norms_and_biases` is false. Then matrices are decayed, and all vectors and scalars (biases,
-    gains of norms, ω) are not.
+
+def kind_of(name: str, shape: Sequence[int], recipe: config.Recipe) -> Kind:
+    """The group of a parameter.
+
+    If `decay_norms_and_biases` is false, matrices are decayed, and vectors and scalars (biases, gains of norms, ω) are
+    not. What is frozen has neither rate nor decay.
     """
-    everything = list(parameters)
-    if not settings.weight_decay or settings.decay_norms_and_biases:
-        return [{"params": everything, "weight_decay": settings.weight_decay}]
-    by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for p in everything:  # a weight that ZeRO-3 has partitioned is flat and empty; DeepSpeed keeps its shape
-        by_kind[len(getattr(p, "ds_shape", p.shape)) > 1].append(p)
-    groups = [{"params": by_kind[True], "weight_decay": settings.weight_decay},
-              {"params": by_kind[False], "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    settings = recipe.optimizer
+    if any(is_in(part, name) for part in recipe.train.freeze):
+        return Kind(0.0, 0.0)
+    factors = [factor for part, factor in settings.lr_factors.items() if is_in(part, name)]
+    decayed = settings.decay_norms_and_biases is not False or len(shape) > 1
+    return Kind(settings.weight_decay if decayed else 0.0, factors[-1] if factors else 1.0)
+
+
+def is_in(part: str, name: str) -> bool:
+    """Whether a part of a model has the parameter of this name: the part is its name, the beginning of it, or a pattern
+    of one of these with `*`."""
+    return fnmatchcase(name, part) or fnmatchcase(name, f"{part}.*")
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """Sets the learning rate of every group; `optimizer` is PyTorch's, or one of DeepSpeed's around it."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["factor"]
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
@@ -116,18 +166,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 
 def moment_names(recipe: config.Recipe) -> tuple[Moment, ...]:
     """The tensors that the optimizer keeps for each parameter, by their names in PyTorch and in checkpoints."""
+    average: tuple[Moment, ...] = () if recipe.train.ema is None else ("ema",)
     if recipe.optimizer.name == "sgd":
-        return ("momentum_buffer",) if recipe.optimizer.momentum else ()
-    return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer", *average) if recipe.optimizer.momentum else average
+    return ("exp_avg", "exp_avg_sq", *average)
 
 
 # The settings that decide which moments there are; they cannot change when a run is resumed.
-MOMENT_SETTINGS = ("optimizer.name", "optimizer.momentum")
+MOMENT_SETTINGS = ("optimizer.name", "optimizer.momentum", "train.ema")
 
 
 def initial_moment(moment: Moment, weight: torch.Tensor) -> torch.Tensor:
-    """A moment of a weight before the first update: zeros of its shape."""
-    return torch.zeros_like(weight)
+    """A moment of a weight before the first update: zeros of its shape, or the weight itself as its running average."""
+    return weight.clone() if moment == "ema" else torch.zeros_like(weight)
 
 
 class RunProgress(NamedTuple):

@@ -37,7 +37,8 @@ from deepnmt.folders import original_name
 
 # Settings of the model that only training uses. If any other setting differs, tensors of the same names and shapes mean
 # something else.
-_TRAINING_ONLY = ("dropout", "attention_dropout", "activation_dropout", "max_length", "encoder.init", "decoder.init")
+TRAINING_ONLY = ("dropout", "attention_dropout", "activation_dropout", "max_length", "encoder.init", "decoder.init",
+                 "encoder.word_dropout", "decoder.word_dropout")
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
                 raise _models_differ(checkpoints[0], folder, f"the {what} {name} differs")
         for change in changed_settings(models[0], other):
             setting, ours, theirs = re.split(": | -> ", change)
-            if setting not in _TRAINING_ONLY:
+            if setting not in TRAINING_ONLY:
                 raise _models_differ(checkpoints[0], folder, f"model.{setting} is {theirs} where {ours} is expected")
     states = [load_state(folder) for folder in checkpoints]
     state, newest = max(zip(states, checkpoints), key=lambda each: each[0].update)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from deepnmt import folders
 from deepnmt.checkpoint.state_types import StateTypes
-from deepnmt.checkpoint.tensors import INDEX, Tensors, kind_of, tensor_file
+from deepnmt.checkpoint.tensors import INDEX, Renamed, Tensors, kind_of, tensor_file
 from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.config.plugins import require_same
 from deepnmt.data.vocab import Vocabulary
@@ -340,6 +340,20 @@ def weights_in(folder: Path) -> Tensors:
     return Tensors(folder, "weights")
 
 
+def model_in(folder: Path) -> Tensors | Renamed:
+    """The weights that a verified checkpoint is used with: their running average if it has one (`train.ema`), else
+    `weights_in`. Raises `DamagedCheckpoint`."""
+    weights = weights_in(folder)
+    if not has_average(folder):
+        return weights
+    return Renamed(moments_in(folder), {name: f"{name}.ema" for name in weights})
+
+
+def has_average(folder: Path) -> bool:
+    """Whether a checkpoint holds the running average of its weights."""
+    return has_moments(folder) and load_recipe(folder / RECIPE).train.ema is not None
+
+
 def moments_in(folder: Path) -> Tensors:
     """The fp32 moments (NAME.exp_avg and so on) of a verified checkpoint, read when asked for. Raises `UserError`."""
     if not has_moments(folder):
@@ -363,6 +377,13 @@ def first_difference(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, t
     return next((f"{name} {list(shape)} is not expected" for name, shape in theirs.items() if name not in ours), None)
 
 
+def verify_model(folder: Path) -> None:
+    """Compares the files of a checkpoint that `load_model` reads with its manifest. Raises `DamagedCheckpoint`."""
+    verify_files(folder, {*MODEL_FILES, *task_files(folder)})
+    if has_average(folder):
+        verify_files(folder, (MOMENTS,))
+
+
 def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     """Loads the model of a checkpoint, or of a run (see `find_checkpoint`).
 
@@ -371,18 +392,18 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
             first such tensor).
     """
     checkpoint = find_checkpoint(folder, which)
-    verify_files(checkpoint, {*MODEL_FILES, *task_files(checkpoint)})
+    verify_model(checkpoint)
     recipe = load_recipe(checkpoint / RECIPE)
     require_same(recipe.plugins, checkpoint)
     if recipe.task != "translation":
         raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of translation; give "
                         "another checkpoint")
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
-    if difference := _other_model(recipe.model, src_vocab.size, trg_vocab.size, weights_in(checkpoint).shapes):
+    if difference := _other_model(recipe.model, src_vocab.size, trg_vocab.size, model_in(checkpoint).shapes):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "
                         "checkpoint as training wrote it")
     model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
-    fill(model, weights_in(checkpoint))
+    fill(model, model_in(checkpoint))
     return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, load_state(checkpoint), checkpoint)
 
 
@@ -409,6 +430,6 @@ def require_model(folder: Path, expected: Model | None) -> None:
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     """Name to shape."""
-    if isinstance(tensors, Tensors):
+    if isinstance(tensors, Tensors | Renamed):
         return tensors.shapes
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -205,6 +205,31 @@ class Tensors(Mapping[str, Tensor]):
             return stored[first : -(-stop // row)].flatten()[start - first * row :][: stop - start]
 
 
+class Renamed(Mapping[str, Tensor]):
+    """Tensors under other names; `names`: from the new name of each to its name in `tensors`."""
+
+    def __init__(self, tensors: Tensors | Renamed, names: Mapping[str, str]) -> None:
+        self._tensors, self._names = tensors, names
+        self.shapes: dict[str, tuple[int, ...]] = {
+            new: tensors.shapes[old] for new, old in names.items() if old in tensors.shapes}
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __call__(self, name: str) -> Tensor:
+        return self[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._names.get(name, name)]
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """See `Tensors.part`."""
+        return self._tensors.part(self._names.get(name, name), start, stop)
+
+
 @contextmanager
 def _reading(folder: Path, name: str) -> Iterator[None]:
     """Turns an error while reading a tensor file into `DamagedCheckpoint`."""

@@ -36,6 +36,7 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Folder = Annotated[str, Field(min_length=1)]
+Part = Annotated[str, Field(min_length=1)]  # of a model; optim.py, `is_in`
 Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), WithJsonSchema(
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})]
 
@@ -190,6 +191,10 @@ class Data(Section):
 class Vocab(Section):
     """The SentencePiece vocabularies. Ids: unk 0, bos 1, eos 2, pad 3."""
 
+    model: Folder | None = None
+    """A vocabulary that there is already, to fine-tune a model: the folder of a run, a checkpoint or prepared data, or
+    a SentencePiece file; null: one is trained. `kind` must say what it is; `size`, `byte_fallback`,
+    `character_coverage` and `max_sentences` then have no effect."""
     kind: Literal["bpe", "unigram"] = "bpe"
     """The SentencePiece model."""
     size: Annotated[int, Field(ge=8, le=1_000_000)] = 8000
@@ -382,6 +387,10 @@ class Optimizer(Section):
     does (with radam and radamw only)."""
     lr: Positive = 5e-4
     """Peak learning rate."""
+    lr_factors: dict[Part, Positive] = Field(default_factory=dict)
+    """Factors of the learning rate for parts of the model, as in `{decoder: 0.1, embeddings: 0.01}`. A part is a name
+    of parameters or its beginning (`encoder`, `decoder.layers.0`), with `*` for anything (`*.cross_attn`). Where
+    several match, the last counts."""
     betas: list[Rate] = Field(default=[0.9, 0.98], min_length=2, max_length=2)
     """Decay of the running means of the gradient and of its square (not with sgd)."""
     eps: Positive = 1e-9
@@ -528,6 +537,18 @@ class Train(Section):
     """Translate the validation text (greedily) and score it with BLEU."""
     valid_sentences: Annotated[int, Field(ge=0)] = 500
     """How many sentences of the validation text, from its beginning, are translated for `valid_bleu`; 0: all."""
+    init_from: Folder | None = None
+    """A trained model to begin with, for fine-tuning: the folder of a run (its average if it has one, else its newest
+    checkpoint), or of any checkpoint, average or folded model. Updates, moments and schedule begin anew."""
+    grow: Literal["stack", "interleave"] | None = None
+    """How the layers of `init_from` fill a deeper stack of pre_ln, admin or deepnorm: `stack` repeats the whole stack,
+    `interleave` every layer; null: the depths must be equal."""
+    freeze: list[Part] = Field(default_factory=list)
+    """Parts of the model that are not trained, named as in `optimizer.lr_factors`: `[encoder, embeddings]`."""
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Decay of a running average of the weights, such as 0.999; null: none. After every update the average becomes
+    ema × average + (1 - ema) × weights. Validations, the best checkpoint, `translate`, `evaluate` and all else that
+    loads a checkpoint then use the average; training continues with the weights."""
 
 
 class Parallel(Section):
@@ -705,6 +726,11 @@ class Recipe(Section):
                                 (self.schedule.step_update, self.train.updates, "update")):
             if step is not None and end is not None and step > end:
                 yield f"schedule.step_{unit} ({step}) must not be above train.{unit}s ({end}), the run's end"
+        if self.train.grow is not None and self.train.init_from is None:
+            yield f"train.grow ({self.train.grow}) needs train.init_from, whose layers it repeats; remove train.grow"
+        if self.admin.profile is not None and self.train.init_from is not None:
+            yield (f"admin.profile ({self.admin.profile}) has no effect with train.init_from "
+                   f"({self.train.init_from}), which has trained ω; remove one of them")
         if self.admin.profile is not None and not self.model.profiled:
             yield (f"admin.profile ({self.admin.profile}) needs block: admin, but model.encoder.block is "
                    f"{self.model.encoder.block} and model.decoder.block is {self.model.decoder.block}; remove it")

@@ -37,7 +37,7 @@ from deepnmt.data.prepared import (
     write_manifest,
 )
 from deepnmt.data.text import Pair, corpora_of, input_files, read_pairs, write_pairs
-from deepnmt.data.vocab import Vocabulary, train_vocabulary
+from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.progress import Progress, print_status, show_progress
@@ -152,26 +152,15 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
     inputs = {name: _fingerprints(corpus) for name, corpus in texts.items()}
     codes: dict[str, Codes] = {}
     tags = tags_of(recipe)
+    models = given_vocabularies(vocab, tags) if vocab.model else []
     ends: dict[str, dict[str, int]] = {name: {} for name in texts}
     for name in [*(name for name in texts if name != "train"), "train"]:
         pairs = _read_with_progress(name, texts[name], ends[name], tags=name != "train")
         codes[name] = filter_by_text(pairs, data.filters) if name == "train" else _copy_text(folder, name, pairs)
     _require_pairs(codes["train"])
 
-    print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}")
-    # It is trained on the pairs that were kept, or on a random sample of them.
-    most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
-    kept = np.flatnonzero(codes["train"] == KEPT)
-    chosen = np.zeros(len(codes["train"]), dtype=bool)
-    chosen[kept if len(kept) <= most else kept[random_order(len(kept), SEED)[:most]]] = True
-
-    def text(*sides: int) -> Iterator[str]:
-        for pair, taken in zip(read_pairs(data.train, tags=False), chosen, strict=True):
-            if taken:
-                yield from (pair[side] for side in sides)
-
-    models = ([train_vocabulary(text(0, 1), vocab, tags)] if vocab.shared else
-              [train_vocabulary(text(0), vocab, tags), train_vocabulary(text(1), vocab)])
+    if not models:
+        models = _train_vocabularies(recipe, codes["train"], tags)
     vocabs: dict[str, dict[str, Any]] = {}
     for side, model in (("src", models[0]), ("trg", models[-1])):
         (folder / f"{side}.spm").write_bytes(model)
@@ -187,6 +176,26 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
               for name, text_codes in codes.items()}
     write_manifest(folder, {"settings": prepared_settings(recipe), "inputs": inputs, "vocab": vocabs,
                             "splits": splits})
+
+
+def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[bytes]:
+    """The vocabulary, or that of the source and that of the target. They are trained on the pairs that were kept, or on
+    a random sample of them."""
+    vocab = recipe.vocab
+    print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}")
+    most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
+    kept = np.flatnonzero(codes == KEPT)
+    chosen = np.zeros(len(codes), dtype=bool)
+    chosen[kept if len(kept) <= most else kept[random_order(len(kept), SEED)[:most]]] = True
+
+    def text(*sides: int) -> Iterator[str]:
+        for pair, taken in zip(read_pairs(recipe.data.train, tags=False), chosen, strict=True):
+            if taken:
+                yield from (pair[side] for side in sides)
+
+    if vocab.shared:
+        return [train_vocabulary(text(0, 1), vocab, tags)]
+    return [train_vocabulary(text(0), vocab, tags), train_vocabulary(text(1), vocab)]
 
 
 def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Codes:

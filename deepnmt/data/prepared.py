@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from deepnmt.config import Corpus, Filters, Recipe, Vocab
 from deepnmt.data.text import corpora_of, input_files
-from deepnmt.data.vocab import Vocabulary
+from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.tokens import EOS, PAD
@@ -358,6 +358,14 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
     # a filter newer than the data counts as its default, which leaves nothing out
     then = _filters_and_vocab(Filters(), Vocab()) | data.manifest["settings"]
     now = prepared_settings(recipe)
+    given, held = recipe.vocab.model, [data.manifest["vocab"].get(side, {}).get("sha256") for side in ("src", "trg")]
+    if bool(given) != bool(then.get("vocab.model")):
+        raise UserError(f"prepared data {data.folder} was made with a vocabulary "
+                        + (f"of its own, but vocab.model is {given}" if given else
+                           "that vocab.model named, but the recipe has none") + f"; {REMEDY}")
+    if given and (files := vocabulary_files(Path(given))) and [sha256(file) for file in files] != held:
+        raise UserError(f"prepared data {data.folder} has another vocabulary than {given}, which vocab.model names; "
+                        f"{REMEDY}")
     for key in (*now, "data.train.corpora", "data.valid.corpora"):
         if then.get(key) != (value := now.get(key)):
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, but the recipe has "
@@ -394,8 +402,12 @@ def prepared_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _filters_and_vocab(filters: Filters, vocab: Vocab) -> dict[str, Any]:
-    return {f"{name}.{key}": value for name, section in (("data.filters", filters), ("vocab", vocab))
-            for key, value in section.model_dump().items()}
+    settings = {f"{name}.{key}": value for name, section in (("data.filters", filters), ("vocab", vocab))
+                for key, value in section.model_dump().items() if key != "model"}
+    if vocab.model:  # then the others have no effect, and the path may change
+        settings = {key: value for key, value in settings.items() if not key.startswith("vocab.")}
+        settings |= {"vocab.model": True, "vocab.kind": vocab.kind, "vocab.shared": vocab.shared}
+    return settings
 
 
 def tags_of(recipe: Recipe) -> list[str]:

@@ -12,7 +12,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import sentencepiece
 
@@ -69,6 +69,49 @@ def _size_fault(message: str, settings: config.Vocab) -> Exception:
     return RuntimeError(f"SentencePiece could not train: {message}")
 
 
+def vocabulary_files(model: Path) -> tuple[Path, Path] | None:
+    """The files of source and target that a `vocab.model` names, a folder or a file; None if there are none."""
+    if model.is_file():
+        return model, model
+    folders = [model, model / "averaged", *sorted((model / "checkpoints").glob("update-*"), reverse=True)]
+    pairs = ((folder / "src.spm", folder / "trg.spm") for folder in folders)
+    return next((pair for pair in pairs if all(file.is_file() for file in pair)), None)
+
+
+def given_vocabularies(settings: config.Vocab, tags: Sequence[str]) -> list[bytes]:
+    """The SentencePiece models that `vocab.model` names: one, or that of the source and that of the target.
+
+    Raises:
+        UserError: there are none, they do not fit the other settings, or one of `tags` is not a piece.
+    """
+    name = str(settings.model)
+    files = vocabulary_files(Path(name))
+    if files is None:
+        raise UserError(f"vocab.model is {name}, where there is no vocabulary; give a SentencePiece file, or the "
+                        "folder of prepared data, of a checkpoint, or of a run that has saved one")
+    models = []
+    for file in files:
+        try:
+            models.append(Vocabulary.load(file))
+        except UserError as fault:
+            raise UserError(f"vocab.model names {file}, and {str(fault).split(';')[0]}; give another, or train one "
+                            "with deepnmt, or with spm_train --unk_id=0 --bos_id=1 --eos_id=2 --pad_id=3") from None
+    if settings.shared and models[0].bytes != models[1].bytes:
+        raise UserError(f"vocab.model is {name}, which has a vocabulary for each side, but vocab.shared is true; set "
+                        "vocab.shared=false, and model.tied as there")
+    if not settings.shared and Path(name).is_file():
+        raise UserError(f"vocab.model is {name}, a single vocabulary, but vocab.shared is false; set "
+                        "vocab.shared=true, or give a folder that holds src.spm and trg.spm")
+    if models[0].kind != settings.kind:
+        raise UserError(f"vocab.model is {name}, a {models[0].kind} vocabulary, but vocab.kind is {settings.kind}; set "
+                        f"vocab.kind={models[0].kind}")
+    for tag in tags:
+        if tag not in models[0].tags:
+            raise UserError(f"the tag {tag!r} is not a piece of the vocabulary that vocab.model names, {name}, whose "
+                            f"tags are {', '.join(models[0].tags) or 'none'}; remove the tag, or train a vocabulary")
+    return [model.bytes for model in models[:1 if settings.shared else 2]]
+
+
 class Vocabulary:
     """A SentencePiece model.
 
@@ -96,6 +139,11 @@ class Vocabulary:
         self._bytes = any(self._processor.is_byte(i) for i in range(self.size))
         self.tags: dict[str, int] = {self._processor.id_to_piece(i): i for i in range(self.size)
                                      if self._processor.is_control(i) and i not in special}
+
+    @property
+    def kind(self) -> Literal["bpe", "unigram"]:
+        """The kind of model. The scores of BPE are ranks, those of a unigram model log probabilities."""
+        return "bpe" if all(piece.score == round(piece.score) for piece in self.pieces().values()) else "unigram"
 
     @classmethod
     def load(cls, file: Path) -> Vocabulary:

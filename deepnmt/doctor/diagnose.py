@@ -149,6 +149,9 @@ def diagnose(
     verdict_rule = VerdictRule.load(rule or SHIPPED) if has_rule else None
     if processes % (stages := recipe.parallel.pipeline_stages or 1) and processes > 1:
         raise UserError(f"--processes is {processes}, must be a multiple of parallel.pipeline_stages ({stages})")
+    if checkpoint is None and (trained := recipe.train.init_from):
+        raise UserError(f"train.init_from is {trained}, so the run does not begin with fresh weights; diagnose that "
+                        f"model with --checkpoint {trained}, or a fresh one with train.init_from=null train.grow=null")
     clock = Clock(seconds)
     clock.show("the first batch and the initial weights" if checkpoint is None else "the weights")
     data = open_prepared(recipe, texts=checkpoint is None)

@@ -149,6 +149,7 @@ class Block(nn.Module):
     needs_history: ClassVar[bool] = False  # whether a layer needs the outputs of all layers below, see `Stream`
     depth_scaled: ClassVar[bool] = False  # whether `init: auto` multiplies every matrix by L^-1/2
     profiled: ClassVar[bool] = False  # whether its ω are measured before the first update (`admin.py`)
+    growable: ClassVar[bool] = False  # whether copies of its layers can begin a deeper stack
     foldable: ClassVar[bool] = False  # whether it is LN_i(ω_i ⊙ x + F_i(x)), ω a parameter or DeepNorm's α
     made_for_depth: ClassVar[bool] = False  # whether it is recommended if another block diverges
     initial_values: ClassVar[dict[str, float]] = {}  # of the block's own parameters, see `initial_value`
@@ -245,6 +246,7 @@ class PreLN(Block):
     """x ← x + F_i(LN_i(x)), a LayerNorm on top of the stack. Xiong et al. 2020, On Layer Normalization, table 1."""
 
     final_norm = True
+    growable = True
     made_for_depth = True
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
@@ -260,6 +262,7 @@ class Admin(Block):
     """
 
     profiled = True
+    growable = True
     foldable = True
     made_for_depth = True
     initial_values: ClassVar[dict[str, float]] = {"omegas": 1.0}
@@ -281,6 +284,7 @@ class AdminClosedForm(Admin):
     """
 
     profiled = False
+    growable = False
     made_for_depth = False
 
     @classmethod
@@ -343,6 +347,7 @@ class DeepNorm(Block):
     Encoder α = 0.81 (N⁴M)^(1/16), β = 0.87 (N⁴M)^(-1/16); decoder α = (3M)^(1/4), β = (12M)^(-1/4).
     """
 
+    growable = True
     foldable = True
     made_for_depth = True
     fused_qkv = False  # the paper's gain of query and key is 1 anyway

@@ -34,7 +34,15 @@ from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.model.init import Source, part_from
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import LossScaler, ScalerState, build_optimizer, initial_moment, moment_names
+from deepnmt.optim import (
+    LossScaler,
+    ScalerState,
+    build_optimizer,
+    initial_moment,
+    kind_of,
+    moment_names,
+    set_rate,
+)
 from deepnmt.parallel.engine import Build
 from deepnmt.parallel.settings import Layout
 
@@ -104,9 +112,10 @@ class DeepSpeedEngine:
 
     `build` makes the whole model, `engine` is DeepSpeed's engine, `zero` the ZeRO stage, `local` this process's
     parameters by their canonical names (in 16 bits without ZeRO the fp32 weights, not the copy). A subclass sets
-    `data_rank` and `data_world`, and ends its constructor with `_start` and then `_create_optimizer_state`.
+    `module`, `data_rank` and `data_world`, and ends its constructor with `_start` and then `_create_optimizer_state`.
     """
 
+    module: Any
     data_rank: int
     data_world: int
 
@@ -116,6 +125,7 @@ class DeepSpeedEngine:
         self.build, self.recipe, self.device, self.local = build, recipe, device, local
         self.zero, self.clip = layout.stage, recipe.train.clip
         self.moments = moment_names(recipe)
+        self.spare: dict[str, nn.Parameter] = {}  # of the optimizer alone
         self.scaler: LossScaler | None = None
         self._half: HalfPrecisionCopy[Any] | None = None
         self._applied = 0
@@ -138,7 +148,7 @@ class DeepSpeedEngine:
         if self.zero == 0:  # deepnmt clips, and computes in 16 bits, by itself (`HalfPrecisionCopy`)
             config = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
             config["gradient_clipping"] = 0.0
-        optimizer = build_optimizer(module.parameters(), self.recipe, fused=True)
+        optimizer = build_optimizer({**self.local, **self.spare}, self.recipe, fused=True)
         with contextlib.redirect_stdout(io.StringIO()):
             self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
         if layout.precision == "fp16":
@@ -146,6 +156,9 @@ class DeepSpeedEngine:
             self.scaler = LossScaler(2.0**scale.initial_power, scale.window, scale.floor)
             if self.zero:
                 self.engine.optimizer.loss_scaler = self.scaler
+        for name, p in self.module.named_parameters():  # DeepSpeed needs gradients of all, which then do not count
+            if kind_of(name, _whole_shape(p), self.recipe).factor == 0:
+                p.register_hook(torch.zeros_like)
         if self._half:
             refresh = self._half.refresh
             optimizer.register_step_post_hook(lambda *_: refresh())
@@ -224,6 +237,17 @@ class DeepSpeedEngine:
         if self._half:
             self._half.refresh()
 
+    @torch.no_grad()
+    def swap_average(self) -> None:
+        average = 1 + self.moments.index("ema")
+        for p in self.local.values():
+            start, stop = self._kept(p)
+            if start < stop:
+                values = [tensor.clone() for tensor in self._state(p)]
+                values[0], values[average] = values[average], values[0]
+                self._write(p, values)
+        self._refresh()
+
     def _allocate_full_model(self, dtype: torch.dtype) -> Transformer:
         """A whole model in `dtype`, its weights still to be set, on every process. Collective.
 
@@ -258,8 +282,7 @@ class DeepSpeedEngine:
                 p.grad /= self._loss_factor
 
     def _set_rate(self, rate: float) -> None:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.engine.optimizer, rate)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:

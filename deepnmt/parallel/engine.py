@@ -82,6 +82,10 @@ class Engine(Protocol):
             ValueError: see `weight_from`.
         """
 
+    def swap_average(self) -> None:
+        """Exchanges the weights with their running average, which `train.ema` keeps; the next call exchanges them
+        back."""
+
     def gather_model(self) -> Transformer:
         """The whole model on every process, with the present weights in the training precision.
 

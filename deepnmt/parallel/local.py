@@ -12,7 +12,7 @@ from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, initial_moment, moment_names
+from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, initial_moment, moment_names, set_rate
 from deepnmt.parallel.engine import StepStats
 
 
@@ -24,7 +24,10 @@ class LocalEngine:
         self.data_rank, self.data_world = 0, 1
         self.parameters = sum(p.numel() for p in module.parameters())
         self.clip = recipe.train.clip
-        self.optimizer = build_optimizer(self.module.parameters(), recipe)
+        self.optimizer = build_optimizer(dict(self.module.named_parameters()), recipe)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.requires_grad_(group["factor"] > 0)  # no backward pass for what is frozen
         self.moments = moment_names(recipe)
         self.counts = recipe.optimizer.name != "sgd"  # whether the optimizer counts its steps
         self._applied = 0
@@ -40,8 +43,7 @@ class LocalEngine:
         norm = clip_gradients(self.module.parameters(), self.clip)
         applied = math.isfinite(norm) and math.isfinite(loss)
         if applied:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            set_rate(self.optimizer, rate)
             self.optimizer.step()
             self._applied += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -68,6 +70,14 @@ class LocalEngine:
             counted = {"step": torch.tensor(float(step))} if self.counts else {}
             self.optimizer.state[parameter] = {**counted, **kept}
         self._applied = step
+
+    @torch.no_grad()
+    def swap_average(self) -> None:
+        for parameter in self.module.parameters():
+            average = self.optimizer.state[parameter]["ema"]
+            weight = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(weight)
 
     def gather_model(self) -> Transformer:
         return self.module

@@ -20,7 +20,8 @@ from deepnmt.files import sha256
 from deepnmt.parallel.meeting import agree
 from deepnmt.ranks import Ranks
 
-_PATHS = re.compile(r"run|data\.folder|data\..*\.(src|trg|tsv)|admin\.profile|parallel\.ds_config")
+_PATHS = re.compile(r"run|data\.folder|data\..*\.(src|trg|tsv)|admin\.profile|vocab\.model|"
+                    r"train\.init_from|parallel\.ds_config")
 _SHOW_LATE = 5.0  # seconds after which a network file system surely shows a new file
 
 

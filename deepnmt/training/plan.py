@@ -15,6 +15,7 @@ from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import open_prepared
+from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import SIDES, LayerPosition, Side
 from deepnmt.model.embedding import TABLES, Use, table_width
@@ -28,6 +29,7 @@ from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.settings import Layout, layout_of
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
+from deepnmt.training.fine_tuning import check_parts, find_trained, origins
 
 # Tensors of model width that autograd keeps for the backward pass, for each token and layer, without the FFN's inner
 # ones; within 5 % for a Post-LN model (tests/training/test_dry_run.py). In 16 bits a CPU computes attention and norms
@@ -169,17 +171,25 @@ def describe(recipe: Recipe) -> str:
         UserError: training would reject the layout or the data.
     """
     check_average_last(recipe)
+    check_parts(recipe)
+    begin: Path | None = None
     stages = recipe.parallel.pipeline_stages
     world = max(rank_from_environment()[1], stages)
     layout = layout_of(recipe, world)
     data_parallel = layout.data_ranks
     folder = Path(recipe.data.folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        sizes, epoch, ratio = (recipe.vocab.size, recipe.vocab.size), "not prepared yet", 1.0
+        files = vocabulary_files(Path(recipe.vocab.model)) if recipe.vocab.model else None
+        src, trg = (Vocabulary.load(file).size for file in files) if files else (recipe.vocab.size, recipe.vocab.size)
+        sizes = (src, trg)
+        epoch, ratio = "not prepared yet", 1.0
     else:
         data = open_prepared(recipe)
         source, target = data.vocabs()
         sizes = (source.size, target.size)
+        if recipe.train.init_from is not None:
+            begin = find_trained(recipe)
+            origins(recipe, (source, target), begin)
         train = data.split("train")
         ratio = train.source_per_target
         stream = training_stream(recipe, data)
@@ -201,6 +211,8 @@ def describe(recipe: Recipe) -> str:
         + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in memory.items()) + ")",
         "layout": name + (f", pipeline of {stages} stages on {world} process(es)" if stages else ""),
     }
+    if begin:
+        rows["begins with"] = f"the weights of {begin}"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if fault := memory_fault(recipe, layout, memory, process_memory(device, rank_from_environment()[3])):
         rows["too much memory"] = fault

@@ -37,6 +37,9 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
     if recipe.admin.profile is not None:
         raise UserError(f"admin.profile is {recipe.admin.profile}, which training reads instead of measuring; set "
                         "admin.profile=null to measure, or train with the file as it is")
+    if recipe.train.init_from is not None:
+        raise UserError(f"train.init_from is {recipe.train.init_from}, which has trained ω, so none are measured; "
+                        "train without a profile, or set train.init_from=null")
     agree_on_recipe(recipe, ranks)
     data = ranks.raise_everywhere(partial(open_prepared, recipe))
     ranks.raise_everywhere(lambda: data.verify() if ranks.local_rank == 0 else None)

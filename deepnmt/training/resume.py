@@ -37,7 +37,7 @@ from deepnmt.training.state import TrainState
 
 # Settings, or groups of them, that cannot change on resuming: a new value would make it another run, or have no effect.
 _FIXED = ("seed", "plugins", "task", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters",
-          "batch.tokens", "admin", "train.best_by")
+          "batch.tokens", "admin", "train.best_by", "train.init_from", "train.grow")
 
 _MIXTURE = (".weight", ".temperature", ".tag")  # of data.train: they decide which sentences an epoch has
 

@@ -21,6 +21,7 @@ from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.ranks import Ranks
+from deepnmt.training.fine_tuning import check_parts, trained_weights
 from deepnmt.training.plan import check_memory
 from deepnmt.training.profile import profile_for, save_profile
 from deepnmt.training.updates import Batches
@@ -64,6 +65,7 @@ class Task:
 
 
 def _check(recipe: Recipe) -> None:
+    check_parts(recipe)
     if recipe.train.valid_bleu:
         for corpus in (recipe.data.valid, *recipe.data.valid.corpora.values()):
             make_scorers(corpus.trg_lang or recipe.data.trg_lang)
@@ -73,12 +75,17 @@ def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, ini
     sizes = (data.vocabs()[0].size, data.vocabs()[1].size)
     ratio = data.split("train").source_per_target
     ranks.raise_everywhere(lambda: check_memory(recipe, layout, sizes, ratio, ranks))
-    profile = profile_for(recipe, data, ranks) if initialise else None
+    trained = trained_weights(recipe, data.vocabs(), ranks) if initialise and recipe.train.init_from else None
+    fresh = initialise and trained is None
+    profile = profile_for(recipe, data, ranks) if fresh else None
     if profile is not None:
         ranks.raise_everywhere(lambda: save_profile(profile, Path(recipe.run)) if ranks.first else None)
     if layout.stages and ranks.first:
         print(partition_of(recipe, *sizes, ratio).table(recipe.batch.accumulation), flush=True)
-    return start_engine(recipe, layout, sizes, ranks, profile, ratio, initialise)
+    engine = start_engine(recipe, layout, sizes, ranks, profile, ratio, fresh)
+    if trained is not None:
+        engine.fill(trained)
+    return engine
 
 
 def _files(data: PreparedData) -> dict[str, bytes]:

@@ -42,6 +42,7 @@ from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.task import TASKS, Task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
+from deepnmt.training.validate import Validation
 from deepnmt.training.verification import AT_ONCE, Verification
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
@@ -106,8 +107,9 @@ class Trainer:
                 self._resume(checkpoint)
                 self.monitor.event(update, f"resuming from {checkpoint}" + "".join(f"\n  now {c}" for c in changes))
             else:
-                count = self.engine.parameters
-                self.monitor.event(0, f"training {count:,} parameters on {ranks.world} process(es) from scratch",
+                count, old = self.engine.parameters, recipe.train.init_from
+                begin = f"beginning with the weights of {old}" if old else "from scratch"
+                self.monitor.event(0, f"training {count:,} parameters on {ranks.world} process(es) {begin}",
                                    parameters=count, processes=ranks.world)
                 if note := warmup_note(recipe):
                     self.monitor.event(0, note)
@@ -251,7 +253,7 @@ class Trainer:
     def _validate(self) -> bool:
         """Validates; returns whether this is the best validation so far."""
         watch_.begin(watch_.VALIDATION)
-        state, result = self.state, self.task.validate(self.recipe, self.data, self.engine, self.ranks)
+        state, result = self.state, self._figures()
         value = -(result.bleu or 0.0) if self.recipe.train.best_by == "bleu" else result.loss
         best = state.best
         improved = not best or value < best["value"]
@@ -268,6 +270,16 @@ class Trainer:
         state.validations.append({"update": state.update, "value": value, **record})
         self.monitor.valid(state.update, {**record, "training_seconds": state.seconds})
         return improved
+
+    def _figures(self) -> Validation:
+        """The figures of the weights, or of their running average."""
+        averaged = self.recipe.train.ema is not None
+        if averaged:
+            self.engine.swap_average()
+        result = self.task.validate(self.recipe, self.data, self.engine, self.ranks)
+        if averaged:
+            self.engine.swap_average()
+        return result
 
     # -- saving and ending -------------------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ def test_fused_updates_are_the_plain_ones(name: Name) -> None:
     recipe = recipe_of({"name": name, "lr": 1e-2, "weight_decay": 0.1, "decay_norms_and_biases": True,
                         "momentum": 0.9 if name == "sgd" else 0.0})
     parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2)]
-    plain, fused = (build_optimizer([p], recipe, fused) for p, fused in zip(parameters, (False, True)))
+    plain, fused = (build_optimizer({"p": p}, recipe, fused) for p, fused in zip(parameters, (False, True)))
     for step in range(10):
         for parameter, optimizer in zip(parameters, (plain, fused)):
             parameter.grad = torch.sin(torch.arange(50.0) + step)
@@ -251,7 +251,7 @@ def test_radam_by_hand(name: Name, unrectified: str, beta2: float) -> None:
     recipe = recipe_of({"name": name, "lr": 0.1, "betas": [0.9, beta2], "eps": 1e-8, "unrectified": unrectified,
                         "weight_decay": 0.1, "decay_norms_and_biases": True})
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 50, dtype=torch.float64))
-    optimizer = build_optimizer([parameter], recipe)
+    optimizer = build_optimizer({"p": parameter}, recipe)
     weight, first, second = parameter.detach().clone(), torch.zeros(()), torch.zeros(())
     longest, skipped = 2 / (1 - beta2) - 1, []
     for step in range(1, 15):

@@ -27,10 +27,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
+from torch import nn
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer
+from deepnmt.optim import kind_of
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
 from deepnmt.parallel.engine import StepStats, build_of
 from deepnmt.parallel.pipeline.partition import Partition
@@ -149,6 +151,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.shapes = self._exchange_shapes()
         self.parameters = sum(math.prod(shape) for _, _, shape in self._unique_parameters())
         self._norm, self._step_applied = 0.0, True  # of the last update
+        self.spare = self._spare_parameters()
+        self.pipe.spare = nn.ParameterList(self.spare.values())
         self._start(self.pipe, layout)
         if self.engine.using_bf16_optimizer:
             _zero_norm_for_replicas(self.engine.optimizer, self.device)
@@ -165,6 +169,17 @@ class PipelineEngine(DeepSpeedEngine):
         first = [self._first_rank_of(stage) for stage in range(self.stages)]
         data = json.dumps([json.loads(shapes[rank]) for rank in first]).encode() if shapes else None
         return json.loads(self.ranks.broadcast_bytes(data))
+
+    def _spare_parameters(self) -> dict[str, nn.Parameter]:
+        """A single zero for each parameter group that other stages have and this one lacks, under the name of a
+        parameter there: ZeRO reduces the gradient norm of one group after the other over all stages."""
+        recipe, found = self.recipe, {kind_of(name, p.shape, self.recipe) for name, p in self.local.items()}
+        spare = {}
+        for _, name, shape in self._unique_parameters():
+            if (kind := kind_of(name, shape, recipe)) not in found:
+                found.add(kind)
+                spare[name] = nn.Parameter(torch.zeros([1] * len(shape)))
+        return spare
 
     def _first_rank_of(self, stage: int) -> int:
         """The process of data-parallel rank 0 that holds a stage."""
