@@ -1,7 +1,8 @@
 """kill -9 at random moments, in the middle of updates, validations and saves: nothing is lost but time.
 
-One run is killed again and again until it ends, in each layout; every loss, every validation and the final weights
-equal, bit for bit, those of an uninterrupted run. Several processes save in shards; in
+One run, with frozen parts and a running average of its weights, is killed again and again until it ends, in each
+layout; every loss, every validation, the final weights, moments and averages equal, bit for bit, those of an
+uninterrupted run. Several processes save in shards; in
 tests/checkpoint/test_faults_of_saves.py each of them is killed at every write. Three moments in each layout; seven if
 DEEPNMT_LONG is set. Then the run is killed at every step of a save, with the local engine; if DEEPNMT_LONG is set, in
 the other layouts too.
@@ -88,7 +89,8 @@ def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, w
     recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"
     options = (*layout_options(name, stages), f"train.updates={UPDATES}",
                f"train.checkpoint_form={'shards' if world > 1 else 'auto'}", f"train.save_every={SAVE_EVERY}",
-               f"train.validate_every={VALIDATE_EVERY}", "train.keep_last=2")
+               f"train.validate_every={VALIDATE_EVERY}", "train.keep_last=2", "train.ema=0.9",
+               "train.freeze=[encoder.layers.0]", "optimizer.lr_factors={decoder: 0.5}")
     warm.train(world, recipe, f"run={whole}", *options)
     assert warm.wait() == [0] * world, warm.said()
     seed = time.time_ns()
