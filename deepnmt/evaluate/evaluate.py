@@ -15,7 +15,7 @@ from sacrebleu.dataset import DATASETS
 from sacrebleu.utils import SACREBLEU_DIR
 from tqdm import tqdm
 
-from deepnmt.checkpoint.checkpoint import RECIPE
+from deepnmt.checkpoint.checkpoint import RECIPE, has_average
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.data.text import read_lines, read_pairs
 from deepnmt.decode.translate import load_for_search, translate_shards
@@ -70,7 +70,8 @@ def evaluate_run(
     else:
         loaded = load_for_search(Path(checkpoint or recipe.run), recipe.translate, ranks, expected)
         if ranks.first:
-            print_status(f"scoring the model of {loaded.folder}")
+            what = "running average of the weights" if has_average(loaded.folder) else "model"
+            print_status(f"scoring the {what} of {loaded.folder}")
         translations = []
         for test in sets:
             hidden = None if ranks.first else True  # None hides the bar if standard error is not a terminal

@@ -120,7 +120,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"translate__length_penalty": "Aver-age"},
      ["translate.length_penalty: is 'Aver-age', must be one of none, average, gnmt; did you mean average?"]),
     ({"train__ema": 1.0, "train__freeze": "encoder", "train__grow": "stakc", "train__init_from": ""},
-     ["train.init_from: is '', String must have at least 1 character",
+     ["train.init_from: is '', must have at least 1 character",
       "train.grow: is 'stakc', must be one of stack, interleave; did you mean stack?",
       "train.freeze: is 'encoder', must be a valid list", "train.ema: is 1.0, must be less than 1"]),
     ({"train__grow": "stack"},

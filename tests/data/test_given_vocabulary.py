@@ -20,9 +20,9 @@ SENTENCES = ["the small dog sees a red house", "a cat runs to the old tree", "tw
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a BPE vocabulary with a tag, one of each kind of folder that holds it, and a unigram one."""
-    bpe = train_vocabulary(SENTENCES * 3, config.Vocab(size=60), ["<2de>"])
+    bpe = train_vocabulary(SENTENCES * 3, config.Vocab(size=45), ["<2de>"])
     (tmp_path / "bpe.spm").write_bytes(bpe)
-    (tmp_path / "unigram.spm").write_bytes(train_vocabulary(SENTENCES * 3, config.Vocab(size=45, kind="unigram")))
+    (tmp_path / "unigram.spm").write_bytes(train_vocabulary(SENTENCES * 3, config.Vocab(size=33, kind="unigram")))
     for place in ("data", "run/checkpoints/update-00000003", "mean/averaged"):
         (tmp_path / place).mkdir(parents=True)
         for side in ("src", "trg"):

@@ -14,7 +14,7 @@ from tiny_engines import VOCAB, batches, export_state, parallel, recipe_with, st
 from warm import Warm
 
 from deepnmt.config import Recipe
-from deepnmt.optim import is_in
+from deepnmt.optim import build_optimizer, is_in, set_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
@@ -105,8 +105,6 @@ def test_frozen_parts_rates_and_average(
 
 def test_rates_are_multiplied_by_the_factors() -> None:
     """Adam's first step is the rate, whatever the gradient."""
-    from deepnmt.optim import build_optimizer, set_rate
-
     settings = recipe_with(optimizer={"lr_factors": {"encoder": 0.5, "encoder.layers.1": 0.1, "*.norm": 2.0}},
                            train={"updates": 1, "freeze": ["decoder"]})
     names = ["encoder.layers.0.ffn.fc1.weight", "encoder.layers.1.ffn.fc1.weight", "encoder.norm.weight",
@@ -117,5 +115,17 @@ def test_rates_are_multiplied_by_the_factors() -> None:
         p.grad = torch.full_like(p, 7.0)
     set_rate(optimizer, 1e-2)
     optimizer.step()
-    moved = [round(1 - float(p[0, 0]), 6) for p in parameters.values()]
+    moved = [round(1 - p[0, 0].item(), 6) for p in parameters.values()]
     assert moved == [5e-3, 1e-3, 2e-2, 0.0, 1e-2]
+
+
+def test_a_dropped_update_leaves_the_average() -> None:
+    """The engines then step without gradients."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = build_optimizer({"p": parameter}, recipe_with(train={"updates": 1, "ema": 0.5}))
+    set_rate(optimizer, 0.5)
+    # it begins with the weight after the first step, which engines replace
+    for gradient, average in ((torch.ones(2), 0.5), (None, 0.5), (torch.ones(2), 0.25)):
+        parameter.grad = gradient
+        optimizer.step()
+        torch.testing.assert_close(optimizer.state[parameter]["ema"], torch.full((2,), average))
