@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_named(prepared: Path, base: Path, refused: Refused
             in said("model.heads=4"))
     assert ("encoder.layers.2.self_attn.qkv.weight [48, 16] is missing, since model.encoder.layers is 3 and was 2; set "
             "model.encoder.layers=2, or train.grow=stack") in said("model.encoder.layers=3")
-    assert ("decoder.layers.1.self_attn.qkv.weight [48, 16] is not expected, since model.decoder.layers is 1 and was "
+    assert ("decoder.layers.1.cross_attn.kv.bias [32] is not expected, since model.decoder.layers is 1 and was "
             "2; set model.decoder.layers=2") in said("model.decoder.layers=1", "train.grow=stack")
     assert ("train.grow (stack) is offered for pre_ln, admin, deepnorm, but model.encoder.block is b2t; set "
             "model.encoder.layers=2") in said("model.encoder.layers=3", "model.encoder.block=b2t", "train.grow=stack")
