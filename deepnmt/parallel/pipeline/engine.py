@@ -179,6 +179,7 @@ class PipelineEngine(DeepSpeedEngine):
             if (kind := kind_of(name, shape, recipe)) not in found:
                 found.add(kind)
                 spare[name] = nn.Parameter(torch.zeros([1] * len(shape)))
+                cast(Any, spare[name]).ds_pipe_replicated = False
         return spare
 
     def _first_rank_of(self, stage: int) -> int:
