@@ -135,8 +135,6 @@ def values(schema: Mapping[str, Any], many: bool = False) -> str:
         return ", ".join(f"`{word}`" for word in schema["enum"])
     if schema["type"] == "array":
         return f"{'two' if schema.get('maxItems') == 2 else 'list of'} {values(schema['items'], many=True)}"
-    if schema["type"] == "object":
-        return f"mapping of names to {values(schema['additionalProperties'], many=True)}"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = ", ".join(f"{sign} {schema[key]:.10g}" for key, sign in signs.items() if key in schema)
     word = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`",

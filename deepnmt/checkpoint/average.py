@@ -38,7 +38,7 @@ from deepnmt.folders import original_name
 # Settings of the model that only training uses. If any other setting differs, tensors of the same names and shapes mean
 # something else.
 TRAINING_ONLY = ("dropout", "attention_dropout", "activation_dropout", "max_length", "encoder.init", "decoder.init",
-                 "encoder.word_dropout", "decoder.word_dropout")
+                 "encoder.word_dropout", "decoder.word_dropout", "encoder.layer_drop", "decoder.layer_drop")
 
 log = logging.getLogger(__name__)
 
