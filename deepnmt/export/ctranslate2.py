@@ -17,7 +17,8 @@ from deepnmt.export.plain import EPSILON, Pair, Plain, Values, to_plain
 from deepnmt.model.blocks import SIDES, Side
 
 POSITIONS = 1025  # rows of the position tables at least: CTranslate2 reads up to 1,024 pieces unless told otherwise
-_ACTIVATIONS = {"relu": common_spec.Activation.RELU, "gelu": common_spec.Activation.GELU}
+_ACTIVATIONS = {"relu": common_spec.Activation.RELU, "gelu": common_spec.Activation.GELU,
+                "silu": common_spec.Activation.SWISH}
 
 
 def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:

@@ -60,7 +60,7 @@ def write_huggingface(loaded: LoadedModel, folder: Path, precision: str = "fp32"
            "forced_eos_token_id": None}
     shapes = {f"{side}_{key}": value for side in SIDES for key, value in
               (("layers", settings.stack(side).layers), ("attention_heads", plain.heads(side)),
-               ("ffn_dim", settings.ffn))}
+               ("ffn_dim", settings.shape(side).ffn))}
     config = {
         "model_type": model_type, "architectures": [name], "d_model": widths.pop(), **shapes,
         "activation_function": settings.activation, "dropout": settings.dropout,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,24 +20,31 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
+from deepnmt.errors import UserError
 from deepnmt.export.proof import Native
-from deepnmt.model.blocks import Stream
-from deepnmt.model.embedding import sinusoids
+from deepnmt.model.blocks import RMSNorm, Stream
+from deepnmt.model.positions import sinusoids
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
 OPSET = 17
-POSITIONS = 1025  # rows of the position tables at least
+ROWS = 1025  # of the position tables at least
 _AXES = {"src": {0: "B", 1: "S"}, "src_lengths": {0: "B"}, "source": {2: "B", 4: "S"}, "tokens": {0: "B"},
          "past": {2: "B", 4: "P"}, "logits": {0: "B"}, "grown": {2: "B", 4: "P + 1"}}
 
 
 def write_onnx(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
-    """Writes encoder.onnx and decoder.onnx, which also hold the weights."""
+    """Writes encoder.onnx and decoder.onnx, which also hold the weights. Raises `UserError` for rotary positions."""
     del precision
+    if (positions := loaded.recipe.model.positions) != "sinusoidal":
+        raise UserError(f"model.positions is {positions}, which deepnmt cannot write for ONNX; use the model as it is")
     model = copy.deepcopy(loaded.model)
     for stack in (model.encoder, model.decoder):  # positions beyond `model.max_length` have values, too
-        stack.input.positions = sinusoids(max(len(stack.input.positions), POSITIONS), loaded.recipe.model.width)
+        old = stack.input.positions
+        stack.input.positions = sinusoids(max(len(old), ROWS), old.size(1))
+    for module in model.modules():
+        if isinstance(module, RMSNorm):  # which the tracer does not know as one operation
+            setattr(module, "forward", partial(_written_out, module))  # noqa: B010
     encoder, decoder = _Encoder(model).eval(), _Decoder(model).eval()
     ids = torch.full((2, 5), PAD + 1)
     lengths = torch.tensor([5, 3])
@@ -83,7 +90,7 @@ class _Decoder(nn.Module):
         grown = []
         for layer, old, keys_values in zip(model.decoder_layers, past.unbind(), source.unbind(), strict=True):
             keys, values = map(_Growing, old.unbind())
-            x = layer.step(x, cast(Any, (keys, values)), None, cast(Any, keys_values.unbind()), mask, slice(None))
+            x = layer.step(x, cast(Any, (keys, values)), None, cast(Any, keys_values.unbind()), mask, slice(0, 1))
             grown.append(torch.stack([keys.whole, values.whole]))
         logits = model.logits(model.decoder.norm(x)[:, 0])
         barred = torch.zeros(logits.size(-1)).index_fill(0, torch.tensor([PAD]), -1e9)
@@ -101,6 +108,10 @@ class _Growing:
 
     def __getitem__(self, slots: object) -> Tensor:
         return self.whole
+
+
+def _written_out(norm: RMSNorm, x: Tensor) -> Tensor:
+    return norm.frozen(x)(x)
 
 
 def _mask(lengths: Tensor, size: int) -> Tensor:

@@ -27,7 +27,9 @@ from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.export.post_ln import REWRITABLE, fold_weights
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
-from deepnmt.model.embedding import TABLES, sinusoids
+from deepnmt.model.embedding import TABLES
+from deepnmt.model.feedforward import ACTIVATIONS
+from deepnmt.model.positions import sinusoids
 from deepnmt.tokens import PAD
 
 Values = npt.NDArray[np.float64]
@@ -42,6 +44,11 @@ SMALL = 2.0**-40
 def to_plain(loaded: LoadedModel, program: str) -> Plain:
     """The model in plain form. Raises `UserError` if one of its blocks has none."""
     model = loaded.recipe.model
+    for name, other in (("norm", model.norm != "layer_norm"), ("positions", model.positions != "sinusoidal"),
+                        ("activation", ACTIVATIONS[model.activation].rows > 1)):
+        if other:
+            raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
+                            "use the model as it is, or without rotary positions export it with --to onnx")
     for side in SIDES:
         if (block := model.stack(side).block) not in CARRIED:
             raise UserError(f"model.{side}.block is {block}, which {program} cannot compute: its layers join a "
@@ -69,10 +76,15 @@ class Plain:
         return "post_ln" if self.model.stack(side).block == "post_ln" else "pre_ln"
 
     def heads(self, side: Side) -> int:
-        return self.model.heads + self.norm_free(side)
+        return self.model.shape(side).heads + self.norm_free(side)
 
     def width(self, side: Side) -> int:
-        return self.model.width // self.model.heads * self.heads(side)
+        shape = self.model.shape(side)
+        return shape.width // shape.heads * self.heads(side)
+
+    def _extra(self, side: Side) -> int:
+        """Coordinates beyond D."""
+        return self.width(side) - self.model.shape(side).width
 
     def scaled(self, side: Side) -> bool:
         """Whether the table is still to be multiplied by sqrt(D)."""
@@ -81,11 +93,12 @@ class Plain:
     def table(self, side: Side) -> Values:
         """The embedding table [V, D] of a stack's input."""
         table = self._table("src" if side == "encoder" else "trg") * self._gain(side)
-        return table if self.scaled(side) else self._write(side, math.sqrt(self.model.width) * table.T).T
+        return table if self.scaled(side) else self._write(side, math.sqrt(table.shape[1]) * table.T).T
 
     def positions(self, side: Side, rows: int) -> Values:
         """The position table [rows, D]; sinusoids have values for positions beyond `model.max_length`, too."""
-        return self._write(side, (sinusoids(rows, self.model.width).double().numpy() * self._gain(side)).T).T
+        table = sinusoids(rows, self.model.shape(side).width).double().numpy()
+        return self._write(side, (table * self._gain(side)).T).T
 
     def has_gain(self, side: Side) -> bool:
         """Whether tables and positions of a stack's input are other than the model's."""
@@ -108,7 +121,7 @@ class Plain:
         elif matrix in ("qkv", "q", "fc1"):
             weight = self._read(side, weight)
         if matrix in ("qkv", "q", "kv"):
-            parts, extra = {"qkv": 3, "q": 1, "kv": 2}[matrix], self.width(side) - self.model.width
+            parts, extra = {"qkv": 3, "q": 1, "kv": 2}[matrix], self._extra(side)
             weight, bias = (np.concatenate([np.pad(part, [(0, extra)] + [(0, 0)] * (part.ndim - 1))
                                             for part in np.split(values, parts)]) for values in (weight, bias))
         if matrix == "out":
@@ -130,13 +143,13 @@ class Plain:
 
     def _read(self, side: Side, matrix: Values) -> Values:
         """A matrix [.., D] that reads what a LayerNorm has made of the stream."""
-        return np.pad(matrix, [(0, 0), (0, self.width(side) - self.model.width)])
+        return np.pad(matrix, [(0, 0), (0, self._extra(side))])
 
     def _write(self, side: Side, matrix: Values) -> Values:
         """A matrix [D, ..] or vector [D] that is added to the stream."""
         if not self.norm_free(side):
             return matrix
-        rest = np.zeros((self.width(side) - self.model.width - 1, *matrix.shape[1:]))
+        rest = np.zeros((self._extra(side) - 1, *matrix.shape[1:]))
         return SMALL * np.concatenate([matrix, -matrix.sum(0, keepdims=True), rest])
 
     def _merged(self, name: str, side: Side, layer: str, sublayer: str, matrix: str) -> Pair:
@@ -163,7 +176,7 @@ class Plain:
 
     def _gain(self, side: Side) -> Values:
         name = f"{side}.input.gain"
-        return self._get(name) if name in self.weights else np.ones(self.model.width)
+        return self._get(name) if name in self.weights else np.ones(self.model.shape(side).width)
 
     def _table(self, use: Literal["src", "trg", "out"]) -> Values:
         return self._get(f"embeddings.{TABLES[self.model.tied][use]}.weight")

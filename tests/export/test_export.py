@@ -75,6 +75,7 @@ def difference(to: job.Target, loaded: LoadedModel, folder: Path) -> float:
     ("post_ln", "fixup", {"tied": "none"}), ("fixup", "admin", {"encoder.init": "published"}),
     ("fixup", "fixup", {"encoder.init": "published", "decoder.init": "published"}),
     ("looks_linear", "admin_closed_form", {"encoder.init": "published", "decoder.init": "published"}),
+    ("admin", "rezero", {"tied": "none", "encoder.width": 24, "decoder.heads": 4, "activation": "silu"}),
 ])
 def test_every_block_with_a_plain_form_goes_to_ctranslate2(
     encoder: str, decoder: str, settings: dict[str, Any], tmp_path: Path
@@ -93,15 +94,29 @@ def test_pairs_of_one_kind_go_to_huggingface(block: str, settings: dict[str, Any
     assert difference(target("huggingface"), loaded, tmp_path / "out") < 1e-5
 
 
-@pytest.mark.parametrize(("encoder", "decoder"), [("b2t", "dlcl"), ("dlcl_post", "b2t_no_ln")])
-def test_every_block_goes_to_onnx(encoder: str, decoder: str, tmp_path: Path) -> None:
-    assert difference(target("onnx"), loaded_of(shapes(encoder, decoder), tmp_path), tmp_path / "out") < 1e-4
+@pytest.mark.parametrize(("encoder", "decoder", "settings"), [
+    ("b2t_no_ln", "dlcl", {}),
+    ("dlcl_post", "b2t", {"norm": "rms_norm", "activation": "swiglu", "tied": "none", "decoder.width": 24}),
+])
+def test_every_block_goes_to_onnx(encoder: str, decoder: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    loaded = loaded_of(config.with_settings(shapes(encoder, decoder), settings), tmp_path)
+    assert difference(target("onnx"), loaded, tmp_path / "out") < 1e-4
 
 
 @pytest.mark.parametrize("block", ["b2t", "b2t_no_ln", "dlcl", "dlcl_post"])
 def test_what_has_no_plain_form_is_refused(block: str, tmp_path: Path) -> None:
     with user_error(f"^model.decoder.block is {block}, which CTranslate2 cannot compute: .* --to onnx"):
         to_plain(loaded_of(shapes("post_ln", block), tmp_path), "CTranslate2")
+
+
+def test_modern_pieces_without_a_form_elsewhere_are_refused(tmp_path: Path) -> None:
+    for name, value in (("norm", "rms_norm"), ("positions", "rotary"), ("activation", "swiglu")):
+        model = config.with_settings(shapes("pre_ln", "pre_ln"), {name: value})
+        with user_error(f"^model.{name} is {value}, which deepnmt cannot write for CTranslate2"):
+            to_plain(loaded_of(model, tmp_path), "CTranslate2")
+    rotary = loaded_of(config.with_settings(model, {"positions": "rotary"}), tmp_path)
+    with user_error("^model.positions is rotary, which deepnmt cannot write for ONNX"):
+        target("onnx").write(rotary, tmp_path, "fp32")
 
 
 def test_pairs_of_two_kinds_are_refused_by_huggingface(tmp_path: Path) -> None:
