@@ -25,8 +25,9 @@ from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes
 
 Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
-# Where deepnmt is installed for inference only, or without the libraries of an export.
-_LEFT_OUT = ("deepspeed", "filelock", "matplotlib", "tensorboard", "ctranslate2", "transformers", "onnx", "onnxruntime")
+# Where deepnmt is installed for inference only, or without an extra.
+_LEFT_OUT = ("deepspeed", "filelock", "matplotlib", "tensorboard", "ctranslate2", "transformers", "onnx", "onnxruntime",
+             "mtdata", "uvicorn")
 INTERRUPTED = 130  # what a shell reports of a program that SIGINT ended
 
 
@@ -206,6 +207,25 @@ def _new(words: list[str]) -> None:
     langs = tuple(args.langs or map(language, (args.src, args.trg)))
     print(new_recipe(args.file, Corpus(src=[args.src], trg=[args.trg]), langs, args.machine,
                      text(args.valid), text(args.test)))
+
+
+def _get(words: list[str]) -> None:
+    """Fetch the texts that a recipe names through mtdata or SacreBLEU."""
+    parser = recipe_parser(
+        "get",
+        "Fetches the texts of a recipe that say where they come from: mtdata: [NAME, ...] or sacrebleu: NAME beside\n"
+        "their src and trg. First it says their sizes and licences. Texts that are there already stay.\n\n"
+        "Reads mtdata's index and the corpora's servers. Writes src and trg, and beside src a record of checksums,\n"
+        "with which the same command on another machine gets the same text, or says that it has changed.\n"
+        "Needs mtdata: pip install mtdata",
+        "deepnmt get my.yaml --dry-run\n"
+        "deepnmt get wmt14_en_de/60l-12l",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what there is to fetch, and fetch nothing")
+    args, recipe = parse(parser, words)
+    from deepnmt.data.fetch import fetch_texts
+
+    print(fetch_texts(recipe, only_say=args.dry_run))
 
 
 def _split(words: list[str]) -> None:
@@ -442,6 +462,45 @@ def _evaluate(words: list[str]) -> None:
                              ranks=ranks)
         if ranks.first:
             print(table)
+
+
+def _serve(words: list[str]) -> None:
+    """Translate for other programs and people, over HTTP."""
+    parser = recipe_parser(
+        "serve",
+        "Translates over HTTP. Programs POST JSON to /translate, for example {\"text\": [\"a dog\", \"two cats\"]};\n"
+        "requests that come together are translated together. / is a page to type a sentence into, /health says that\n"
+        "the server is well, and /metrics has figures for Prometheus. SIGTERM and Ctrl-C end it: then the requests\n"
+        "that have come are still answered.\n\n"
+        "Reads a checkpoint of the run. Prints its address. Needs uvicorn: pip install uvicorn",
+        "deepnmt serve runs/my\n"
+        "deepnmt serve runs/my --checkpoint best --host 0.0.0.0 --port 8080 translate.beam=1",
+    )
+    add = parser.add_argument
+    add("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
+    add("--host", default="127.0.0.1", metavar="ADDRESS",
+        help="the address to listen at (default %(default)s, which only this machine reaches; 0.0.0.0: every one)")
+    add("--port", type=int, default=8000, metavar="N", help="its port; 0: any that is free (default %(default)s)")
+    add("--batch", type=int, default=64, metavar="N", help="sentences translated together (default %(default)s)")
+    add("--queue", type=int, default=1000, metavar="N",
+        help="sentences that may wait; more are refused with 503 (default %(default)s)")
+    add("--sentences", type=int, default=100, metavar="N", help="sentences of a request (default %(default)s)")
+    add("--bytes", type=int, default=256 * 1024, metavar="N", help="bytes of a request (default %(default)s)")
+    add("--drain", type=int, default=30, metavar="N",
+        help="seconds in which requests are still answered after a signal (default %(default)s)")
+    args, recipe = parse(parser, words)
+    settable(args, ["run", "model", "translate", "seed", "parallel.threads"], "a trained model translates as it is")
+    positive(args, "batch", "queue", "sentences", "bytes", "drain")
+    checkpoint = _checkpoint(args.checkpoint, recipe)
+    from deepnmt.parallel.launch import processes, rank_from_environment
+    from deepnmt.serve.server import serve
+
+    if (count := rank_from_environment()[1]) > 1:
+        raise UserError(f"serve was started on {count} processes, but one model answers at one port; start it alone")
+    with processes(recipe.parallel.threads) as ranks:
+        serve(recipe, ranks, checkpoint=checkpoint, expected=expected_model(args, recipe, checkpoint), host=args.host,
+              port=args.port, batch=args.batch, queue=args.queue, sentences=args.sentences, body=args.bytes,
+              drain=args.drain)
 
 
 def _diagnose(words: list[str]) -> None:
@@ -688,9 +747,9 @@ def _check_cluster(words: list[str]) -> int:
 _GROUPS: dict[str, dict[str, Command]] = {
     "Recipes to begin with": {"recipes": _recipes, "copy": _copy, "new": _new},
     "From text to a score, in the order of use": {
-        "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "status": _status,
+        "get": _get, "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "status": _status,
         "average": _average,
-        "translate": _translate, "evaluate": _evaluate,
+        "translate": _translate, "evaluate": _evaluate, "serve": _serve,
     },
     "Examine a model, or convert it": {"diagnose": _diagnose, "export": _export, "fold": _fold,
                                       "consolidate": _consolidate},

@@ -77,6 +77,11 @@ class Corpus(Section):
     tag: Annotated[str, Field(pattern=r"^\S+$")] | None = None
     """A tag in front of every source sentence, such as `<2de>` for a target language or `<BT>` for back-translation.
     It is one piece of the vocabulary, and no translation contains it."""
+    mtdata: list[str] = Field(default_factory=list)
+    """Corpora that `deepnmt get` fetches into `src` and `trg`, by mtdata's names, such as
+    `Statmt-europarl_wmt13-7-deu-eng`."""
+    sacrebleu: str | None = None
+    """The test set that `deepnmt get` fetches into `src` and `trg`, by SacreBLEU's name, such as `wmt14/full`."""
 
     def faults(self) -> Iterator[str]:
         if self.tsv and (self.src or self.trg):
@@ -85,6 +90,12 @@ class Corpus(Section):
             yield "give 'src' and 'trg' files, or 'tsv' files"
         elif len(self.src) != len(self.trg):
             yield f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; give as many of one as of the other"
+        if self.mtdata and self.sacrebleu:
+            yield "give either 'mtdata' or 'sacrebleu', not both"
+        elif self.mtdata or self.sacrebleu:
+            files = [*self.src, *self.trg]
+            if len(set(files)) != 2 or any(file.endswith((".gz", ".xz", ".zst", ".bz2")) for file in files):
+                yield "'mtdata' and 'sacrebleu' are fetched into two plain files; name one in 'src' and one in 'trg'"
 
 
 class ScoredCorpus(Corpus):
@@ -122,7 +133,7 @@ class _Corpora(Corpus):
         corpora = getattr(self, "corpora", {})
         if not corpora:
             yield from super().faults()
-        elif self.src or self.trg or self.tsv or self.tag:
+        elif self.src or self.trg or self.tsv or self.tag or self.mtdata or self.sacrebleu:
             yield f"give either the files of one corpus, or corpora by name ({', '.join(corpora)}), not both"
         for name in corpora:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
@@ -512,6 +523,9 @@ class Train(Section):
     """Largest gradient norm; 0: no clipping."""
     log_every: Count = 50
     """Updates between progress lines."""
+    trackers: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
+    """Weights & Biases or MLflow, which get what TensorBoard gets; their own environment variables say where they
+    are."""
     probe_every: Annotated[int, Field(ge=0)] = 0
     """Updates between probes of every layer, written to TensorBoard; 0: none."""
     validate_every: Count = 1000

@@ -278,7 +278,7 @@ def translate_lines(
     src_vocab, trg_vocab = vocabs
     texts = list(lines)
     ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
-    longest = _max_length(model)
+    longest = max_length(model)
     sources: list[list[int]] = []  # token ids with eos; none for an empty line
     for text, number in zip(texts, ids, strict=True):
         pieces = src_vocab.encode(text.strip())
@@ -319,7 +319,7 @@ def _search(
     """
     device = model.output_weight.device
     lengths = [len(source) for source in sources]
-    most = [min(_max_length(model), max(1, int(settings.max_ratio * n) + settings.max_extra)) for n in lengths]
+    most = [min(max_length(model), max(1, int(settings.max_ratio * n) + settings.max_extra)) for n in lengths]
     src = pad_sequence([torch.tensor(source) for source in sources], batch_first=True, padding_value=PAD).to(device)
     state = stepper(model, src, torch.tensor(lengths, device=device), width, max(most))
     limits = torch.tensor(most, device=device)
@@ -337,7 +337,7 @@ def _search(
                                 settings.min_length, barred)
 
 
-def _max_length(model: Transformer) -> int:
+def max_length(model: Transformer) -> int:
     """The setting `model.max_length`, eos included."""
     return model.encoder.input.positions.size(0)
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from deepnmt.checkpoint.saving import Saved
 from deepnmt.files import as_json, is_record, make_run_folder, write_json
 from deepnmt.progress import print_status
+from deepnmt.training.trackers import Tracking
 
 
 class Monitor:
@@ -42,7 +43,9 @@ class Monitor:
     def __init__(self, folder: Path, active: bool, update: int, updates: int) -> None:
         self.folder, self.active, self.first, self.updates = folder, active, update, updates
         self.started = time.monotonic()
+        self.tracking: Tracking | None = None  # gets what TensorBoard gets
         self._failing: set[str] = set()
+        self._status = "running"
         if not active:
             return
         make_run_folder(folder)
@@ -123,6 +126,7 @@ class Monitor:
         """Replaces STATUS.json: the run's current state, or how it ended."""
         if not self.active:
             return
+        self._status = status
         file, content = self.folder / "STATUS.json", {"status": status, "update": update, **facts}
         with self._reporting("STATUS.json"):
             try:
@@ -137,6 +141,8 @@ class Monitor:
     def close(self) -> None:
         if self.active:
             self._bar.close()
+            if self.tracking is not None:
+                self.tracking.close(self._status)
             for file in (self._log, self._board):
                 with self._reporting(file.path.name):
                     file.close()
@@ -161,9 +167,11 @@ class Monitor:
             self._log.write(line.encode())
 
     def _write_figures(self, group: str, update: int, figures: Mapping[str, float]) -> None:
-        """Adds figures to TensorBoard."""
-        self._add_to_board(*({"step": update, "summary": scalar(f"{group}/{name}", value)}
-                             for name, value in figures.items()))
+        """Adds figures to TensorBoard, and to the trackers."""
+        named = {f"{group}/{name}": value for name, value in figures.items()}
+        self._add_to_board(*({"step": update, "summary": scalar(name, value)} for name, value in named.items()))
+        if self.tracking is not None:
+            self.tracking.log(update, named)
 
     def _add_to_board(self, *events: dict[str, Any]) -> None:
         records = io.BytesIO()

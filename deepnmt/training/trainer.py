@@ -41,6 +41,7 @@ from deepnmt.training.plan import disk_note
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.task import TASKS, Task
+from deepnmt.training.trackers import Tracking
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
 from deepnmt.training.validate import Validation
 from deepnmt.training.verification import AT_ONCE, Verification
@@ -101,6 +102,9 @@ class Trainer:
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates)
             self.monitor.status("running", update)
+            if recipe.train.trackers:
+                self.monitor.tracking = ranks.raise_everywhere(
+                    lambda: Tracking(recipe, self.monitor.print_line) if ranks.first else None)
             held.push(lambda kind, error, trace: self.report_failure(error))
             self.engine = task.start(recipe, layout, self.data, ranks, checkpoint is None)
             if checkpoint:

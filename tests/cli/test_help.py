@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Functions that would run for minutes or write the demo's corpus: they fail once the arguments are accepted.
 LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
         "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "saves": "studies.benchmarks.saves.measure_saves",
-        "verdict-runs": "studies.verdict_text.run_all", "demo": "deepnmt.demo.run.make_corpus"}
+        "verdict-runs": "studies.verdict_text.run_all", "demo": "deepnmt.demo.run.make_corpus",
+        "get": "deepnmt.data.fetch.fetch_texts"}
 # Messages that an example may end with if there is no text, data or checkpoint.
 WANTED = ("no training has begun there", "there is nothing to compare", "there is no text file",
           "there is no input file", "there is no file", "there is no prepared data in",
@@ -163,7 +164,8 @@ def test_help_lists_every_command_in_groups(capsys: pytest.CaptureFixture[str]) 
         text = capsys.readouterr().out
         listed = re.findall(r"^  ([a-z-]+) +(\S.*)$", text, flags=re.MULTILINE)
         assert [name for name, _ in listed] == list(commands) and all(text.endswith(".") for _, text in listed)
-    steps = ["recipes", "copy", "split", "prepare", "profile", "train", "status", "average", "translate", "evaluate"]
+    steps = ["recipes", "copy", "new", "get", "split", "prepare", "profile", "train", "status", "average", "translate",
+             "evaluate", "serve"]
     assert list(COMMANDS)[: len(steps)] == steps
 
 

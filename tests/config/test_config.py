@@ -156,6 +156,12 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
       "dlcl_post: each of its layers needs the outputs of all layers below, but a stage sends on only the last; set "
       "parallel.pipeline_stages: 0, or choose another block"]),
     ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation"]),
+    ({"data__train__mtdata": ["a"], "data__train__sacrebleu": "wmt14/full"},
+     ["data.train: give either 'mtdata' or 'sacrebleu', not both"]),
+    ({"data__train__src": "a.gz", "data__train__mtdata": ["a"]},
+     ["data.train: 'mtdata' and 'sacrebleu' are fetched into two plain files; name one in 'src' and one in 'trg'"]),
+    ({"train__trackers": ["wandb", "tensorboard"]},
+     ["train.trackers.1: is 'tensorboard', must be one of wandb, mlflow"]),
     ({"data__test": "x"}, ["data.test: is 'x', must be a valid mapping"]),
     ({"optimizer__betas": [0.9]}, ["optimizer.betas: is [0.9], must have at least 2 items, not 1"]),
     ({"train__updates": None}, ["train.updates: is missing; this setting has no default"]),

@@ -34,7 +34,8 @@ def test_the_wheel_holds_every_recipe_and_configuration(wheel: Path) -> None:
     for folder in ("recipes", "ds_configs"):
         files = [file for file in (ROOT / folder).rglob("*") if file.is_file()]
         assert files and {f"deepnmt/{file.relative_to(ROOT)}" for file in files} <= names
-    assert "deepnmt/config/recipe.schema.json" in names and not any(name.startswith("tests/") for name in names)
+    assert {"deepnmt/config/recipe.schema.json", "deepnmt/serve/page.html"} <= names
+    assert not any(name.startswith("tests/") for name in names)
 
 
 def test_the_source_distribution_has_tests_and_docs(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Translation over HTTP: `deepnmt serve`. Needs the extra `serve`."""

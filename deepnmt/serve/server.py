@@ -1,0 +1,147 @@
+"""`deepnmt serve`: loads a model and answers until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from deepnmt import config
+from deepnmt.config import Recipe
+from deepnmt.decode.translate import load_for_search, max_length, translate_lines
+from deepnmt.errors import UserError
+from deepnmt.progress import print_status
+from deepnmt.ranks import Ranks
+from deepnmt.serve.app import App, Limits
+from deepnmt.serve.batches import Batches, Hypothesis
+from deepnmt.serve.metrics import Metrics
+
+CONNECTIONS = 500  # open at once; more are answered with 503. Many systems give a process 1,024 files.
+READ_SECONDS = 10.0  # for a request's headers, and again for its body
+
+
+def serve(
+    recipe: Recipe,
+    ranks: Ranks,
+    *,
+    checkpoint: str | Path | None = None,
+    expected: config.Model | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    batch: int = 64,
+    queue: int = 1000,
+    sentences: int = 100,
+    body: int = 256 * 1024,
+    drain: int = 30,
+) -> None:
+    """Serves a run's model until SIGTERM or SIGINT, which lets the requests that have come be answered.
+
+    Args:
+        recipe: of the run; its search settings and seed are used. A sentence's number, on which samples depend, is its
+            place in its request.
+        ranks: this process and its device.
+        checkpoint, expected: as for `load_for_search`.
+        host, port: where it listens; port 0: any free one, which it prints.
+        batch: sentences translated together.
+        queue: sentences that may wait.
+        sentences, body: the largest request, in sentences and bytes.
+        drain: seconds in which requests are answered after a signal.
+
+    Raises:
+        UserError: no such checkpoint, or another process has the port.
+    """
+    loaded = load_for_search(Path(checkpoint or recipe.run), recipe.translate, ranks, expected)
+    metrics = Metrics()
+
+    def translate(texts: Any, numbers: Any) -> list[list[Hypothesis]]:
+        return translate_lines(loaded.model, loaded.vocabs, texts, recipe.translate, seed=recipe.seed,
+                               numbers=numbers)
+
+    facts = {"run": Path(recipe.run).name, "update": loaded.state.update,
+             "languages": [recipe.data.src_lang, recipe.data.trg_lang], "tags": list(loaded.src_vocab.tags)}
+    limits = Limits(body, sentences, max_length(loaded.model) - 1, READ_SECONDS)
+
+    async def run() -> None:
+        batches = Batches(translate, batch, queue, metrics.count_batch)
+        server = _Server(uvicorn.Config(
+            App(batches, loaded.src_vocab, limits, metrics, facts), http=_Protocol, ws="none", lifespan="off",
+            log_config=None, log_level="error", access_log=False, server_header=False,
+            limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=drain,
+        ))
+        working = asyncio.create_task(batches.run())
+        where, opened = listening.getsockname()[:2]
+        address = f"[{where}]" if ":" in where else where
+        print(f"serving {loaded.folder} at http://{address}:{opened}", flush=True)
+        await server.serve([listening])
+        working.cancel()
+        with suppress(asyncio.CancelledError):
+            await working
+
+    with _listening(host, port) as listening:
+        asyncio.run(run())
+    print_status(f"served {metrics.responses.total()} requests, {metrics.sentences:,} sentences")
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens. Raises `UserError`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.create_server(address, family=family)
+    except (OSError, OverflowError, UnicodeError) as error:
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
+        raise UserError(f"port {port} of {host} cannot be opened: {reason}; give another --port, 0 for any free "
+                        "one, or another --host") from None
+    with listening:
+        yield listening
+
+
+class _Server(uvicorn.Server):
+    """Ends at a signal with its own exit code, where uvicorn would raise the signal again once it has drained."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection on which a request's headers take too long; uvicorn would wait for ever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._late = self.loop.call_later(READ_SECONDS, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._in_time()
+        elif self._late is None:
+            self._late = self.loop.call_later(READ_SECONDS, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _in_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None

@@ -1,0 +1,214 @@
+"""`deepnmt serve` in a process of its own, asked over HTTP by many clients and a browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import browser
+import pytest
+from refusals import Refused
+from warm import Warm, waiting
+
+import deepnmt
+from deepnmt.cli import main
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed; pip install 'deepnmt[serve]'")
+
+LINES = ["the old dog sees the house", "", "  two cats sleep ", "a child gives the teacher a book", "the"] * 10
+
+
+def serve(*arguments: str) -> int:
+    """What the process calls, in which patience is short."""
+    from deepnmt.serve import server
+
+    server.READ_SECONDS = 1.5
+    return main("serve", list(arguments))
+
+
+@pytest.fixture(scope="module")
+def run(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> deepnmt.Run:
+    folder = tmp_path_factory.mktemp("serving") / "run"
+    return deepnmt.train(prepared / "recipe.yaml", {"run": folder, "train.updates": 3, "train.validate_every": 3,
+                                                    "train.valid_bleu": False})
+
+
+class Server:
+    """A server in a forked process, and clients of it."""
+
+    def __init__(self, warm: Warm, *arguments: str) -> None:
+        self.warm = warm
+        [self.pid] = warm.start(1, "test_serving:serve", *arguments, "--port=0")
+        for _ in waiting(120, "the server"):
+            said = warm.said() if warm.log.exists() else ""
+            if address := re.search(r"serving .* at http://127.0.0.1:(\d+)\n", said):
+                break
+            assert "Error" not in said, said
+        self.port = int(address[1])
+
+    def ask(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> tuple[int, Any]:
+        """The status and content of a response."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        connection.request(method, path, data, {"content-type": kind} if data is not None else {})
+        response = connection.getresponse()
+        content = response.read().decode()
+        connection.close()
+        return response.status, json.loads(content) if response.getheader("content-type") == kind else content
+
+    def translate(self, **body: Any) -> tuple[int, Any]:
+        return self.ask("POST", "/translate", body)
+
+    def end(self) -> str:
+        """What the process has said when SIGTERM has ended it."""
+        os.kill(self.pid, signal.SIGTERM)
+        self.pid = 0
+        assert self.warm.wait(60) == [0], self.warm.said()
+        return self.warm.said()
+
+
+@pytest.fixture(scope="module")
+def server(run: deepnmt.Run, warm: Warm) -> Iterator[Server]:
+    started = Server(warm, str(run.folder), "--sentences=60", "--bytes=4096", "--queue=400")
+    yield started
+    if started.pid:
+        started.end()
+
+
+def test_many_requests_at_once_get_what_a_file_gets(run: deepnmt.Run, server: Server, tmp_path: Path,
+                                                    threads: None) -> None:
+    (tmp_path / "in").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
+    assert main("translate", [str(run.folder), f"--input={tmp_path}/in", f"--output={tmp_path}/out"]) == 0
+    expected = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    with ThreadPoolExecutor(50) as clients:
+        answers = list(clients.map(lambda line: server.translate(text=line), LINES))
+    assert answers == [(200, {"translations": [line]}) for line in expected]
+    assert server.translate(text=LINES) == (200, {"translations": expected})
+    figures = server.ask("GET", "/metrics")[1]
+    assert 'deepnmt_requests_total{status="200"} 51\n' in figures and "deepnmt_sentences_total 100\n" in figures
+    batches = int(re.search(r"deepnmt_batches_total (\d+)", figures)[1])  # type: ignore[index]
+    assert 2 <= batches < 51, "requests that come together are translated together"
+    assert 'deepnmt_request_seconds_bucket{le="+Inf"} 51\n' in figures
+
+
+def test_hypotheses_and_health(run: deepnmt.Run, server: Server, threads: None) -> None:
+    status, answer = server.translate(text=["the dog"], hypotheses=True)
+    assert status == 200
+    assert answer["hypotheses"] == [[vars(best) for best in run.translate_nbest(["the dog"])[0]]]
+    assert server.ask("GET", "/health") == (200, {
+        "status": "ok", "run": "run", "update": 3, "languages": ["en", "de"], "tags": [], "waiting_sentences": 0})
+    assert server.ask("HEAD", "/") == (200, "") and "<textarea" in server.ask("GET", "/")[1]
+    assert server.translate(text=[]) == (200, {"translations": []})
+
+
+@pytest.mark.parametrize(("body", "status", "said"), [
+    ({"text": "the " * 200}, 413, "sentence 1 has 200 tokens, the model takes 63; divide it"),
+    ({"text": ["a"] * 61}, 413, "61 sentences, at most 60"),
+    ({"text": "a" * 5000}, 413, "more than 4,096 bytes"),
+    (b'{"text": "' + b"a" * 200_000, 413, "more than 4,096 bytes"),
+    (b'{"text": "\xff"}', 400, r"not valid UTF-8 \(invalid start byte at byte 11\)"),
+    (b'{"text": "\\ud83d"}', 400, "half of a surrogate pair"),
+    (b'{"text": ', 400, "not valid JSON"),
+    (b"[" * 4000, 400, "not valid JSON"),
+    ({"text": "a\nb"}, 400, "sentence 1 has a line break"),
+    ({"text": [1]}, 400, "must be a sentence or a list"),
+    ({"text": "a", "hypothesis": True}, 400, "did you mean hypotheses"),
+    ({"text": "a", "hypotheses": 1}, 400, "true or false"),
+    (["a"], 400, "must be an object"),
+], ids=lambda value: None if isinstance(value, (dict, list, bytes)) else str(value))
+def test_what_is_refused(server: Server, body: Any, status: int, said: str) -> None:
+    answered, answer = server.ask("POST", "/translate", body)
+    assert answered == status and re.search(said, answer["error"]), answer
+    assert server.translate(text="\0 \u2028 ok \U0001f600")[0] == 200
+
+
+def test_paths_methods_and_types(server: Server) -> None:
+    assert server.ask("GET", "/nothing") == (404, {
+        "error": "there is no /nothing; POST to /translate, or GET /, /health or /metrics"})
+    assert server.ask("GET", "/translate")[0] == server.ask("POST", "/", {})[0] == 405
+    status, answer = server.ask("POST", "/translate", b'{"text": "a"}', "text/plain")
+    assert status == 415 and "must be application/json" in answer
+
+
+def test_slow_clients_and_those_that_go(server: Server) -> None:
+    """The connection ends with headers and bodies that do not come in READ_SECONDS."""
+    head = b"POST /translate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
+    slow = [(b"", b""), (head, b""), (head + b"\r\n{", b"HTTP/1.1 408 ")]
+    begin = time.monotonic()
+    clients = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in slow]
+    for client, (sent, _) in zip(clients, slow, strict=True):
+        client.sendall(sent)
+    gone = socket.create_connection(("127.0.0.1", server.port))
+    gone.sendall(head.replace(b"99", b"15") + b'\r\n{"text": "the"}')
+    gone.close()
+    assert server.translate(text="the dog")[0] == 200, "others are answered meanwhile"
+    for client, (_, answer) in zip(clients, slow, strict=True):
+        assert client.recv(1000).startswith(answer)
+        client.close()
+    assert 1 < time.monotonic() - begin < 40
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.skipif(browser.PROGRAM is None, reason="there is no Chromium here; apt-get install chromium")
+def test_the_page_in_a_browser(run: deepnmt.Run, server: Server, tmp_path: Path, threads: None) -> None:
+    page = browser.Browser(tmp_path / "profile")
+    try:
+        page.send("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
+        page.wait_for("document.getElementById('model')?.textContent === 'run, en to de, update 3'")
+        page.click("text")
+        page.send("Input.insertText", text="the old dog sees the house\n<b>two</b> cats")
+        page.click("go")
+        shown = "document.getElementById('translation').textContent"
+        page.wait_for(f"{shown} !== ''")
+        assert page.value(shown).split("\n") == run.translate(["the old dog sees the house", "<b>two</b> cats"])
+        page.photograph(tmp_path / "page.png")
+        page.send("Input.insertText", text=" sleep" * 300)
+        page.click("text")
+        page.key("Enter", 13, modifiers=2)
+        page.wait_for("document.getElementById('translation').className === 'fault'")
+        assert re.search("tokens, the model takes 63", page.value(shown))
+        refused = [message for message in page.messages if "413" not in message]
+        assert not refused, refused
+    finally:
+        page.close()
+
+
+def test_mistakes(run: deepnmt.Run, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} of 127.0.0.1 cannot be opened: Address already in use; give another --port" in refused(
+            "serve", run.folder, f"--port={port}")
+    assert "--batch is 0, must be 1 or more" in refused("serve", run.folder, "--batch=0")
+    assert "port 70000 of 127.0.0.1 cannot be opened" in refused("serve", run.folder, "--port=70000")
+    assert "has no effect here" in refused("serve", run.folder, "train.updates=3")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "serve was started on 2 processes" in refused("serve", run.folder)
+
+
+def test_a_full_queue_and_a_signal(run: deepnmt.Run, warm: Warm, server: Server) -> None:
+    """Runs last: the server of the other tests ends, and one with a small queue begins."""
+    assert re.search(r"served \d+ requests, \d+ sentences", server.end())
+    small = Server(warm, str(run.folder), "--queue=1", "--batch=1", "translate.beam=8", "translate.max_extra=20")
+    with ThreadPoolExecutor(12) as clients:
+        asked = [clients.submit(small.translate, text=["the old dog sees the house"] * 8) for _ in range(12)]
+        for _ in waiting(60, "a refusal"):
+            if any(one.done() and one.result()[0] == 503 for one in asked):
+                break
+        small.end()
+        statuses = [one.result()[0] for one in asked]
+    assert set(statuses) == {200, 503} and "later" in next(one.result()[1]["error"] for one in asked
+                                                           if one.result()[0] == 503)
+    with pytest.raises(ConnectionRefusedError):
+        small.translate(text="a")
