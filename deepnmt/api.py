@@ -196,11 +196,12 @@ def load(
         folder: of a run, or a checkpoint.
         checkpoint: "best" (by validation), "newest", "averaged", or the folder of a checkpoint; without, the run's
             average if there is one, else its newest checkpoint.
-        device: such as "cpu" or "cuda:1"; without, the first GPU if there is one, else the CPU.
+        device: such as "cpu" or "cuda:1"; without, by the recipe's `parallel.device`: the first GPU, or the CPU.
         plugins: the files of the plug-ins that the model was trained with; without, no code of a plug-in is run.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or it was trained with other plug-ins.
+        UserError: there is no such checkpoint, it is damaged, or it was trained with other plug-ins; or there is a GPU,
+            which cannot be used.
     """
     folder = Path(folder)
     if faults := name_plugins({"plugins": [str(file) for file in plugins]}, OWN):
@@ -213,7 +214,7 @@ def load(
     recipe = loaded.recipe
     if not (folder / MANIFEST).is_file():  # a run, whose recipe may have been changed since, and which may have moved
         recipe = load_recipe(folder, [_override("run", str(folder))])
-    model = loaded.model.to(device if device is not None else "cuda" if count_gpus() else "cpu")
+    model = loaded.model.to(device if device is not None else "cuda" if count_gpus(recipe.parallel.device) else "cpu")
     return Run(folder, loaded.folder, recipe, model, loaded.src_vocab, loaded.trg_vocab, loaded.state.update)
 
 
@@ -246,7 +247,8 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
         log.warning("train.probe_every is %d, but only the command deepnmt train probes the layers",
                     checked.train.probe_every)
     group = checked.parallel.ds_config is not None
-    with _process_restored(), _threads(checked), processes(checked.parallel.threads, group=group) as ranks:
+    with _process_restored(), _threads(checked), processes(
+            checked.parallel.threads, group=group, device=checked.parallel.device) as ranks:
         code = train_run(checked, ranks)
     run = Path(checked.run)
     if code == PREEMPTED:  # the handlers are those of before again

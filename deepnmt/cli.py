@@ -287,7 +287,7 @@ def _profile(words: list[str]) -> None:
     from deepnmt.parallel.launch import processes
     from deepnmt.training.profile import profile
 
-    with processes(recipe.parallel.threads) as ranks:
+    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
         path = profile(recipe, ranks)
         if ranks.first:
             print(path)
@@ -311,24 +311,33 @@ def _train(words: list[str]) -> int:
         "  130  stopped by Ctrl-C before the first update",
         "deepnmt train my.yaml\n"
         "deepnmt train my.yaml model.encoder.block=b2t train.updates=300 --dry-run\n"
+        "deepnmt train my.yaml --dry-run --card h100-80\n"
         "deepspeed --quiet --num_accelerators 2 --module deepnmt train my.yaml\n"
         "torchrun --nproc_per_node 2 -m deepnmt train my.yaml",
     )
     parser.add_argument("--dry-run", action="store_true",
                         help="print the whole recipe, the model's size, memory and layout, and train nothing")
+    parser.add_argument("--card", metavar="NAME", help="with --dry-run: the largest micro-batch for a GPU, by name and "
+                        "memory, such as h100-80")
     args, recipe = parse(parser, words)
     profiled(args, recipe)
+    if args.card is not None and not args.dry_run:
+        raise UserError("--card has no effect without --dry-run; add it, or remove --card")
     if args.dry_run:
+        from deepnmt.device import CARDS
         from deepnmt.training.plan import describe
 
-        print(describe(recipe))
+        if args.card not in (None, *CARDS):
+            raise UserError(f"--card is {args.card}, must be one of {', '.join(CARDS)}")
+        print(describe(recipe, args.card))
         return 0
     from deepnmt.doctor.nonfinite import explain
     from deepnmt.doctor.training_probe import watch
     from deepnmt.parallel.launch import processes
     from deepnmt.training.trainer import train
 
-    with processes(recipe.parallel.threads, group=recipe.parallel.ds_config is not None) as ranks:
+    with processes(recipe.parallel.threads, group=recipe.parallel.ds_config is not None,
+                   device=recipe.parallel.device) as ranks:
         return train(recipe, ranks, watch=watch, explain=explain)
 
 
@@ -412,12 +421,13 @@ def _translate(words: list[str]) -> None:
         "line (default text)")
     add("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
     args, recipe = parse(parser, words)
-    settable(args, ["run", "model", "translate", "seed", "parallel.threads"], "a trained model translates as it is")
+    settable(args, ["run", "model", "translate", "seed", "parallel.threads", "parallel.device"],
+             "a trained model translates as it is")
     checkpoint = _checkpoint(args.checkpoint, recipe)
     from deepnmt.decode.translate import translate_files
     from deepnmt.parallel.launch import processes
 
-    with processes(recipe.parallel.threads) as ranks:
+    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
         translate_files(Path(checkpoint or recipe.run), args.input, args.output, recipe.translate,
                         output_format=args.form, seed=recipe.seed, ranks=ranks,
                         expected=expected_model(args, recipe, checkpoint))
@@ -447,7 +457,7 @@ def _evaluate(words: list[str]) -> None:
     add("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
     add("--output", metavar="FILE", help="the JSON file of the scores (default: RUN/scores.json or one beside it)")
     args, recipe = parse(parser, words)
-    scored = ["run", "data.test", "data.src_lang", "data.trg_lang", "parallel.threads"]
+    scored = ["run", "data.test", "data.src_lang", "data.trg_lang", "parallel.threads", "parallel.device"]
     if args.hypotheses:
         settable(args, scored, "ready translations are scored")
     else:
@@ -456,7 +466,7 @@ def _evaluate(words: list[str]) -> None:
     from deepnmt.evaluate.evaluate import evaluate_run
     from deepnmt.parallel.launch import processes
 
-    with processes(recipe.parallel.threads) as ranks:
+    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
         table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoint=checkpoint,
                              output=args.output, expected=expected_model(args, recipe, checkpoint),
                              ranks=ranks)
@@ -549,7 +559,7 @@ def _diagnose(words: list[str]) -> None:
     if (count := rank_from_environment()[1]) > 1:
         raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
                         "alone, and say with --processes how many training will run on")
-    with processes(recipe.parallel.threads) as ranks:
+    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
         is_run = Path(args.recipe).is_dir() and not args.fresh
         checkpoint = default_checkpoint(recipe, _checkpoint(args.checkpoint, recipe), is_run)
         if checkpoint is not None:
@@ -736,7 +746,7 @@ def _check_cluster(words: list[str]) -> int:
     from deepnmt.cluster.check import check_cluster
     from deepnmt.parallel.launch import processes
 
-    with processes(recipe.parallel.threads, differ=True) as ranks:
+    with processes(recipe.parallel.threads, differ=True, device=recipe.parallel.device) as ranks:
         text, faults = check_cluster(recipe, ranks, args.mb)
         if ranks.first:
             print(text)

@@ -191,7 +191,7 @@ def _results(
 
 
 def _run(variant: Variant, recipe: Recipe, weights: Path | None) -> Record:
-    with processes(recipe.parallel.threads or 1) as ranks:
+    with processes(recipe.parallel.threads or 1, device=recipe.parallel.device) as ranks:
         return run_variant(variant, recipe, ranks, weights)
 
 

@@ -547,6 +547,8 @@ class Train(Section):
     `valid_bleu`."""
     patience: Annotated[int, Field(ge=0)] = 0
     """Validations in a row without a new best after which the run ends; 0: never."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits every time, which costs a GPU some speed; a CPU always does."""
     valid_bleu: bool = True
     """Translate the validation text (greedily) and score it with BLEU."""
     valid_sentences: Annotated[int, Field(ge=0)] = 500
@@ -566,8 +568,11 @@ class Train(Section):
 
 
 class Parallel(Section):
-    """Processes, DeepSpeed and precision."""
+    """Processes, device, DeepSpeed and precision."""
 
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to compute. `auto`: on the GPUs if there are any, and if they cannot be used the run does not start; else
+    on the CPU."""
     ds_config: str | None = None
     """A DeepSpeed JSON, such as `ds_configs/zero1.json`; null: plain PyTorch on one process, in fp32."""
     precision: Precision = "fp32"

@@ -242,5 +242,8 @@ def collate(split: Split, indices: Indices | Sequence[int], key: int, device: to
     trg_in = np.full_like(trg_out, BOS)
     trg_in[:, 1:] = np.where(trg_out[:, :-1] == EOS, PAD, trg_out[:, :-1])
     arrays = (src, src_lengths, trg_in, trg_out)
-    tensors = tuple(torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
-    return Batch(tensors, key, int(trg_lengths.sum()))
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cuda":  # from other memory the host would wait for each copy
+        tensors = [tensor.pin_memory() for tensor in tensors]
+    tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    return Batch(tuple(tensors), key, int(trg_lengths.sum()))

@@ -33,6 +33,7 @@ from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import Candidate, beam_search, choose_greedily, decode_independently, make_sampler
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
+from deepnmt.device import free_memory, release
 from deepnmt.errors import UserError
 from deepnmt.files import atomic_write
 from deepnmt.model.dropout import evaluating
@@ -273,7 +274,7 @@ def translate_lines(
         For each line, in the same order, at most `settings.nbest` hypotheses, best first.
 
     Raises:
-        UserError: the model's scores are NaN.
+        UserError: the model's scores are NaN, or there is no memory for a single line.
     """
     src_vocab, trg_vocab = vocabs
     texts = list(lines)
@@ -287,17 +288,30 @@ def translate_lines(
                         number, len(pieces), longest - 1, longest)
         words = src_vocab.split_tags(text.strip())[1]  # a line of tags alone is empty
         sources.append([*pieces[: longest - 1], EOS] if pieces and words else [])
-    # Hypotheses searched at once for a sentence. A batch counts the tokens of each, and padding, so its memory does not
-    # grow with the beam.
+    # Hypotheses searched at once for a sentence. A batch counts the tokens of each, and padding.
     width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest}[settings.method]
     order = sorted((i for i, source in enumerate(sources) if source), key=lambda i: (-len(sources[i]), i))
     results = [[Hypothesis("", 0.0, 0.0, 0, True)] for _ in texts]
-    done = 0
+    done, device = 0, model.output_weight.device
     with evaluating(model), torch.inference_mode():
+        most = len(order)  # sentences of a batch, as long as there is memory for so many
         while done < len(order):
-            batch = order[done : done + max(1, settings.batch_tokens // (len(sources[order[done]]) * width))]
-            searched = _search(model, [sources[i] for i in batch], [ids[i] for i in batch], settings, width, seed,
-                               stepper, list(trg_vocab.tags.values()))
+            longest = len(sources[order[done]])
+            size = min(max(1, settings.batch_tokens // (longest * width)), most,
+                       _sentences_that_fit(model, longest, _most_steps(model, settings, longest), width))
+            batch = order[done : done + size]
+            try:
+                searched = _search(model, [sources[i] for i in batch], [ids[i] for i in batch], settings, width, seed,
+                                   stepper, list(trg_vocab.tags.values()))
+            except torch.OutOfMemoryError:
+                searched = None  # outside of here, where the error keeps the tensors of the search
+            if searched is None:
+                most = len(batch) // 2
+                if not most:
+                    raise UserError(f"one line of {longest} tokens needs more memory than {device} has for it; set "
+                                    "translate.beam or translate.max_ratio lower, or parallel.device=cpu")
+                release(device)
+                continue
             for i, candidates in zip(batch, searched, strict=True):
                 results[i] = [Hypothesis(one_line(trg_vocab.decode(c.tokens)), c.score, c.log_prob, len(c.tokens),
                                          c.ended) for c in candidates]
@@ -319,7 +333,7 @@ def _search(
     """
     device = model.output_weight.device
     lengths = [len(source) for source in sources]
-    most = [min(max_length(model), max(1, int(settings.max_ratio * n) + settings.max_extra)) for n in lengths]
+    most = [_most_steps(model, settings, n) for n in lengths]
     src = pad_sequence([torch.tensor(source) for source in sources], batch_first=True, padding_value=PAD).to(device)
     state = stepper(model, src, torch.tensor(lengths, device=device), width, max(most))
     limits = torch.tensor(most, device=device)
@@ -335,6 +349,17 @@ def _search(
         row[:, :limit] = torch.from_numpy(generator.random((width, limit), dtype=np.float32))
     return decode_independently(state, limits, width, make_sampler(uniforms.to(device), settings.temperature), penalty,
                                 settings.min_length, barred)
+
+
+def _most_steps(model: Transformer, settings: config.Translate, length: int) -> int:
+    """The longest translation of a sentence of `length` tokens."""
+    return min(max_length(model), max(1, int(settings.max_ratio * length) + settings.max_extra))
+
+
+def _sentences_that_fit(model: Transformer, length: int, steps: int, width: int) -> int:
+    """How many sentences of `length` tokens there is memory for, at least one; `width` hypotheses of each."""
+    each = model.decoding_bytes(length, steps, width)
+    return max(1, int(0.9 * free_memory(model.output_weight.device) / each))
 
 
 def max_length(model: Transformer) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from sacrebleu.dataset import DATASETS
 from sacrebleu.utils import SACREBLEU_DIR
 from tqdm import tqdm
@@ -19,6 +18,7 @@ from deepnmt.checkpoint.checkpoint import RECIPE, has_average
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.data.text import read_lines, read_pairs
 from deepnmt.decode.translate import load_for_search, translate_shards
+from deepnmt.device import choose
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, score_systems
 from deepnmt.files import as_json, atomic_write, write_json
@@ -59,7 +59,7 @@ def evaluate_run(
     if hypotheses and checkpoint is not None:
         raise UserError(f"hypotheses are scored without a model, so the checkpoint {checkpoint} would have no effect; "
                         "give one of the two")
-    ranks = ranks or Ranks.alone("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = ranks or Ranks.alone(choose(recipe.parallel.device))
     sets = load_test_sets(recipe, tests)
     if hypotheses and not ranks.first:
         return ""

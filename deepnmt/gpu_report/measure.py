@@ -131,7 +131,7 @@ def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: 
         until: the deadline on this machine's `time.monotonic`; `timed_updates` does less work to meet it.
     """
     settings = check_recipe(recipe, "speed")
-    with processes(settings.parallel.threads, group=True) as ranks:
+    with processes(settings.parallel.threads, group=True, device=settings.parallel.device) as ranks:
         layout = layout_of(settings, ranks.world)
         engine = start_engine(settings, layout, (vocab, vocab), ranks)
         taken: list[StepStats] = []
@@ -222,7 +222,7 @@ def updates(recipe: dict[str, Any]) -> dict[str, Any]:
     (`model_flops`) are those of a pair of sentences of mean length.
     """
     settings = check_recipe(recipe, "gpu_layouts")
-    with processes(settings.parallel.threads, group=True) as ranks:
+    with processes(settings.parallel.threads, group=True, device=settings.parallel.device) as ranks:
         code = train(settings, ranks)
         peak = _peak_memory(ranks.device)
     if code:

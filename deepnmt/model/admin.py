@@ -213,7 +213,7 @@ def _enter(
         x = entry.to(batch.device)(table.to(batch.device)(ids), batch.key)
         if settings.count_padding:
             x, counted = x * counted[..., None], torch.ones_like(counted)
-        flows.append(_Flow(x, counted, (*memory, key_mask(lengths, src.size(1))), batch.key))
+        flows.append(_Flow(x, counted, (*memory, key_mask(lengths, src.size(1), x.dtype)), batch.key))
     return flows
 
 

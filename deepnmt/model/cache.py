@@ -59,7 +59,8 @@ class Cache:
         count, filled = len(sentences), self.position * self.beams
         targets = (sentences != torch.arange(count, device=sentences.device)).nonzero().squeeze(1)
         sources = sentences[targets]
-        _copy_rows(self.past[..., :filled, :], 2, targets, sources)
+        for layer in self.past:  # one by one, so that the copy in between takes little memory
+            _copy_rows(layer[..., :filled, :], 1, targets, sources)
         self.past = self.past[:, :, :count]
         for k, v in self.source:
             _copy_rows(k, 0, targets, sources)

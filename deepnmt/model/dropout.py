@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepnmt import device as device_
+
 
 def stable_hash(*parts: int | str) -> int:
     """A 63-bit hash of the parts, the same on every machine and in every process."""
@@ -58,7 +60,7 @@ class Dropout(nn.Module):
         """x of any shape to the same shape."""
         if not self.training or self.p == 0:
             return x
-        return F.dropout(x, self.p) if x.is_cuda else x * cpu_mask(x, self.p)
+        return F.dropout(x, self.p) if device_.on_gpu(x) else x * cpu_mask(x, self.p)
 
 
 def cpu_mask(x: Tensor, p: float) -> Tensor:

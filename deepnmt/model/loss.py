@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from deepnmt import device as device_
+
 # Logits of one chunk: few enough for the cache of a CPU, enough to use a whole GPU.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 
@@ -45,13 +47,15 @@ def label_smoothed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothi
     probability has no gradient. Of a token's probability mass at most V·2^-25 is lost so, 0.001 at V = 32,000. The
     ε / V of each entry is not lost, because it is added in fp32.
     """
-    targets = targets.flatten()
-    rows = (targets != pad).nonzero().squeeze(1)
-    hidden = hidden.flatten(0, 1)
-    if len(rows) < len(targets):
-        hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
+    targets, hidden, kept = targets.flatten(), hidden.flatten(0, 1), None
+    if device_.on_gpu(hidden):  # which rows are tokens is not asked: the host would wait, and only some percent are not
+        kept = (targets != pad).float()[:, None]
+    else:
+        rows = (targets != pad).nonzero().squeeze(1)
+        if len(rows) < len(targets):
+            hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return LossSums(*_ProjectedCrossEntropy.apply(hidden, weight, targets, smoothing, differentiable))
+    return LossSums(*_ProjectedCrossEntropy.apply(hidden, weight, targets, kept, smoothing, differentiable))
 
 
 def r_drop_loss(
@@ -82,21 +86,25 @@ def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> i
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
-    """(hidden [R, D], weight [V, D], targets [R]) to the sums (loss, nll); gradients are computed in the forward."""
+    """(hidden [R, D], weight [V, D], targets [R]) to the sums (loss, nll); gradients are computed in the forward.
+
+    `kept` [R, 1] is 1 at rows that count and 0 at others; None: all count.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, differentiable: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor | None, smoothing: float,
+        differentiable: bool,
     ) -> tuple[Tensor, Tensor]:
         rows = len(hidden)
-        if hidden.device.type == "cpu" and hidden.dtype != torch.float32:
+        if not device_.on_gpu(hidden) and hidden.dtype != torch.float32:
             extra = -rows % _ROW_MULTIPLE
             hidden, targets = F.pad(hidden, (0, 0, 0, extra)), F.pad(targets, (0, extra))
         weight_mean = weight.float().mean(0)
         loss, nll = hidden.new_zeros(2, dtype=torch.float32).unbind()
         hidden_grad = torch.empty_like(hidden) if differentiable else None
         weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if differentiable else None
-        size = min(len(hidden), max(1, _CHUNK_LOGITS[hidden.device.type] // len(weight)))
+        size = min(len(hidden), max(1, _CHUNK_LOGITS["cuda" if device_.on_gpu(hidden) else "cpu"] // len(weight)))
         size = size // _ROW_MULTIPLE * _ROW_MULTIPLE or size
         # allocated once: new memory for every chunk took longer to allocate than to fill
         logits = hidden.new_empty(size, len(weight))
@@ -112,19 +120,30 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             target_logits = scores.gather(1, y)
             lse = _softmax_(scores, y, target_logits, h, weight)
             mean = torch.mv(h.float(), weight_mean)  # of a row's logits
+            if kept is not None:  # else only `real` rows count
+                counts = kept[start : start + size]
+                lse, target_logits, mean = lse * counts, target_logits * counts, mean * counts[:, 0]
             nll += (lse - target_logits)[:real].sum()
             loss += (lse - (1 - smoothing) * target_logits)[:real].sum() - smoothing * mean[:real].sum()
             if hidden_grad is not None and weight_grad is not None:
                 # d loss / d z = softmax(z) - (1 - ε) onehot(y) - ε / V; the constant ε / V is subtracted at the end
                 scores.scatter_add_(1, y, torch.full_like(target_logits, smoothing - 1))
-                scores[real:] = 0
-                if table is not logits:
-                    product.copy_(scores)
+                if kept is not None:
+                    torch.mul(scores, counts, out=product)
+                else:
+                    scores[real:] = 0
+                    if table is not logits:
+                        product.copy_(scores)
                 torch.mm(product, weight, out=hidden_grad[start : start + size])
                 _add_product(weight_grad, product.t(), h, table)
         if hidden_grad is not None and weight_grad is not None:
-            hidden_grad -= smoothing * weight_mean
-            weight_grad -= smoothing / len(weight) * hidden.sum(0, dtype=torch.float32)
+            if kept is None:
+                hidden_grad -= smoothing * weight_mean
+                summed = hidden.sum(0, dtype=torch.float32)
+            else:
+                hidden_grad.sub_(kept * (smoothing * weight_mean))
+                summed = torch.mul(hidden, kept).sum(0)
+            weight_grad -= smoothing / len(weight) * summed
             ctx.save_for_backward(hidden_grad[:rows], weight_grad)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(nll)
@@ -132,9 +151,9 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None
+        return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None, None
 
 
 class _Divergence(torch.autograd.Function):
@@ -174,7 +193,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, scratch: Tensor) -> None:
         total.addmm_(a, b)
         return
     product = torch.mm(a, b)
-    if total.is_cuda:
+    if device_.on_gpu(total):
         total += product
         return
     # on a CPU, adding tensors of two types first copies one into new memory, and takes three times as long as this
@@ -189,7 +208,8 @@ def _softmax_(scores: Tensor, y: Tensor, target_logits: Tensor, h: Tensor, weigh
     The log-sum-exp is a logit minus the logarithm of its probability. The logit is that of the target token y [R, 1],
     unless its probability underflows in some row; then it is the largest logit.
     """
-    top = scores.amax(1, keepdim=True) if scores.is_cuda else None  # the check below would make the host wait for a GPU
+    # the check below would make the host wait for a GPU
+    top = scores.amax(1, keepdim=True) if device_.on_gpu(scores) else None
     torch.softmax(scores, 1, out=scores)
     if top is None:
         likely = scores.gather(1, y)

@@ -143,14 +143,14 @@ class Transformer(nn.Module):
 
     def encode(self, src: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
         """src [B, S] to the memory [B, S, D]; its values at padding have no meaning."""
-        mask = key_mask(src_lengths, src.size(1))
+        mask = key_mask(src_lengths, src.size(1), self.output_weight.dtype)
         x = self.encoder.input(self.table("src")(src), dropout_key)
         x = run_layers(list(self.encoder.layers), self.recompute, x, mask, dropout_key)
         return self.encoder.norm(x)
 
     def decode(self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
         """trg_in [B, T] and the memory [B, S, D] to the last layer's output [B, T, D]."""
-        mask = key_mask(src_lengths, memory.size(1))
+        mask = key_mask(src_lengths, memory.size(1), memory.dtype)
         x = self.decoder.input(self.table("trg")(trg_in), dropout_key)
         x = run_layers(list(self.decoder.layers), self.recompute, x, memory, mask, dropout_key)
         return self.decoder.norm(x)
@@ -188,7 +188,15 @@ class Transformer(nn.Module):
         layers, (width, heads, _) = len(self.decoder_layers), self.shape
         shape = (layers, 2, len(memory), heads, max_steps * beams, width // heads)
         source = [layer.cross_attn.keys_values(memory) for layer in self.decoder_layers]
-        return Cache(memory.new_empty(shape), source, key_mask(src_lengths, memory.size(1)), beams)
+        return Cache(memory.new_empty(shape), source, key_mask(src_lengths, memory.size(1), memory.dtype), beams)
+
+    def decoding_bytes(self, length: int, steps: int, beams: int) -> int:
+        """The memory of decoding one sentence of `length` tokens, in bytes: `start_cache`'s keys and values of `steps`
+        positions, and what a step and a search make beside them."""
+        (width, _, inner), vocab, size = self.shape, len(self.output_weight), self.output_weight.element_size()
+        kept = 2 * len(self.decoder_layers) * (length + steps * beams) * width * size + steps * beams**2 * size
+        # a layer at work, in the encoder with its FFN; logits, their fp32 copy, and what ranks them; tokens and lineage
+        return kept + max(length, beams) * (8 * width + 2 * inner) * size + beams * (vocab * (size + 10) + 40 * steps)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Decodes one position: the last tokens [B·K] to the last layer's output [B·K, D]. Advances `cache`.

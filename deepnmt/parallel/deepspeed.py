@@ -31,6 +31,7 @@ from torch import nn
 
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
+from deepnmt.device import emulates_bf16
 from deepnmt.errors import UserError
 from deepnmt.model.init import Source, part_from
 from deepnmt.model.transformer import Transformer
@@ -48,9 +49,11 @@ from deepnmt.parallel.settings import Layout
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# On a CPU DeepSpeed compiles a shared-memory all-reduce that only its inference uses: a minute with a compiler, and a
-# lock file that hangs every later start if that minute is interrupted.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+if get_accelerator().device_name() == "cpu":
+    # DeepSpeed compiles a shared-memory all-reduce that only its inference uses: a minute with a compiler, and a lock
+    # file that hangs every later start if that minute is interrupted. Reading the table makes it probe all that it can
+    # compile, and warn of each that it cannot: on a GPU without the CUDA toolkit seven lines for every process.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def link_moments(optimizer: Any) -> None:
@@ -310,9 +313,11 @@ def _whole_shape(p: nn.Parameter) -> tuple[int, ...]:
 
 
 def supported_precisions() -> list[str]:
-    """The precisions that this process's device can compute in."""
+    """The precisions that this process's device can compute in. A GPU before Ampere only emulates bf16, at the speed of
+    fp32 or less."""
     device = get_accelerator()
-    support = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
+    bf16 = device.is_bf16_supported() and (device.device_name() == "cpu" or not emulates_bf16(torch.device("cuda")))
+    support = {"fp32": True, "bf16": bf16, "fp16": device.is_fp16_supported()}
     return [precision for precision, supported in support.items() if supported]
 
 
@@ -322,7 +327,7 @@ def _check_device(layout: Layout) -> None:
     if layout.precision not in supported:
         raise UserError(
             f"parallel.precision is {layout.precision}, but this machine's {device.device_name()} has no "
-            f"{layout.precision}; set parallel.precision={'bf16 or fp32' if 'bf16' in supported else 'fp32'}"
+            f"{layout.precision}; set parallel.precision={' or '.join(reversed(supported))}"
         )
 
 

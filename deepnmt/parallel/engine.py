@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.model.init import Source
+from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import ScalerState
 
@@ -40,6 +42,17 @@ class StepStats:
     grad_norm: float
     loss_scale: float
     applied: bool
+
+
+def add_sums(total: Tensor | None, sums: LossSums) -> Tensor:
+    """Adds a micro-batch's (loss, nll) to those before, in float64 and on the device, so that nothing waits for it."""
+    pair = torch.stack((sums.loss.detach(), sums.nll)).double()
+    return pair if total is None else total.add_(pair)
+
+
+def read_sums(sums: Sequence[LossSums]) -> list[tuple[float, float]]:
+    """(loss, nll) of each micro-batch; waits for the device once."""
+    return [(loss, nll) for loss, nll in torch.stack([torch.stack((each.loss, each.nll)) for each in sums]).tolist()]
 
 
 class Engine(Protocol):

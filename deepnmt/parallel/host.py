@@ -11,7 +11,6 @@ import sys
 import warnings
 
 import psutil
-import torch
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # of malloc.h
@@ -19,7 +18,6 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # of mal
 
 def quiet_libraries() -> None:
     """Hides library messages that a user can do nothing about; errors are still shown."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # oneDNN compiles a CPU's 16-bit products for each number of rows; batches have some hundred, times 15 products
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from deepnmt.device import Wanted, choose
 from deepnmt.errors import UserError
 from deepnmt.parallel import slurm, watch
 from deepnmt.parallel.host import LOOPBACK, interface_to, keep_memory, quiet_libraries
@@ -29,21 +30,22 @@ _COLLECTIVE = timedelta(hours=6)  # that processes may wait for each other; the 
 
 
 @contextlib.contextmanager
-def processes(threads: int = 0, *, group: bool = False, differ: bool = False) -> Iterator[Ranks]:
+def processes(threads: int = 0, *, group: bool = False, differ: bool = False, device: Wanted = "auto"
+              ) -> Iterator[Ranks]:
     """Finds this process's rank, opens the process group where there are several (or `group`), and closes it again.
 
     Args:
         threads: CPU threads of this process; 0 shares the machine's cores evenly among its processes.
         group: open a process group even for a single process (DeepSpeed needs one).
         differ: go on although the machines differ in what `meeting.SAME` names.
+        device: see `device.choose`.
 
     Raises:
-        UserError: another run uses the port; there are fewer GPUs than processes; a process did not come; or the
-            machines differ.
+        UserError: another run uses the port; a GPU cannot be used, or there are fewer than processes; a process did
+            not come; or the machines differ.
     """
     rank, world, local_rank, local_world = rank_from_environment()
     quiet_libraries()
-    keep_memory()
     if world > 1:
         end_with_launcher()
     store: dist.Store | None = None
@@ -51,20 +53,21 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False) ->
         if world > 1 or group:
             store = _open_store(rank, world)
         try:
-            device = _device(local_rank, local_world)
+            place = _device(local_rank, local_world, device)
         except UserError as error:
             if store is not None:
                 tell_fault(store, rank, world, str(error), _TELLING)
             raise
+        keep_memory()
         met = alone()
         if store is not None and world > 1:
-            met = meet(store, rank, world, device, differ)
+            met = meet(store, rank, world, place, differ)
         torch.set_num_threads(threads or met.cores)
         if store is not None:
-            _open_group(store, rank, world, device, local_rank, met.peer)
+            _open_group(store, rank, world, place, local_rank, met.peer)
         if world > 1:
             watch.current = Watch(_client(world, WAIT), rank, met.nodes)
-        yield Ranks(rank, world, local_rank, met.local_world, device, store=store)
+        yield Ranks(rank, world, local_rank, met.local_world, place, store=store)
         if watch.current is not None:
             watch.current.leave(None)
     except BaseException as error:
@@ -113,9 +116,9 @@ def rank_from_environment() -> tuple[int, int, int, int]:
     return place
 
 
-def _device(local_rank: int, local_world: int) -> torch.device:
-    """This process's GPU, or the CPU if DS_ACCELERATOR (which DeepSpeed reads too) is not "cuda"."""
-    if os.environ["DS_ACCELERATOR"] != "cuda":
+def _device(local_rank: int, local_world: int, wanted: Wanted) -> torch.device:
+    """This process's GPU, or the CPU."""
+    if choose(wanted) == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
     ordinal = local_rank
@@ -123,17 +126,18 @@ def _device(local_rank: int, local_world: int) -> torch.device:
         ordinal = 0
     if ordinal >= count:
         raise UserError(f"{local_world} processes were started on {socket.gethostname()}, but {count} "
-                        f"GPU{'s' * (count != 1)} can be seen; start one process a GPU, or set DS_ACCELERATOR=cpu to "
-                        "run on the CPU")
+                        f"GPU{'s' * (count != 1)} can be seen; start one process a GPU, or set "
+                        "parallel.device=cpu to run on the CPU")
     device = torch.device("cuda", ordinal)
     torch.cuda.set_device(device)
     return device
 
 
-def count_gpus() -> int:
-    """The number of GPUs of this machine; 0 if its processes compute on the CPU."""
+def count_gpus(wanted: Wanted = "auto") -> int:
+    """The number of GPUs of this machine; 0 if its processes compute on the CPU. Raises `UserError`, see
+    `device.choose`."""
     quiet_libraries()
-    return torch.cuda.device_count() if os.environ["DS_ACCELERATOR"] == "cuda" else 0
+    return torch.cuda.device_count() if choose(wanted) == "cuda" else 0
 
 
 def free_port() -> int:

@@ -13,7 +13,7 @@ from deepnmt.config import Recipe
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, initial_moment, moment_names, set_rate
-from deepnmt.parallel.engine import StepStats
+from deepnmt.parallel.engine import StepStats, add_sums, read_sums
 
 
 class LocalEngine:
@@ -34,13 +34,13 @@ class LocalEngine:
 
     def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
         self.module.train()
-        loss = nll = 0.0
+        total = None
         for batch in batches:
             sums = self.module(*batch.tensors, batch.key)
             (sums.loss / update_tokens).backward()
-            loss += sums.loss.item()
-            nll += sums.nll.item()
+            total = add_sums(total, sums)
         norm = clip_gradients(self.module.parameters(), self.clip)
+        loss, nll = total.tolist() if total is not None else (0.0, 0.0)
         applied = math.isfinite(norm) and math.isfinite(loss)
         if applied:
             set_rate(self.optimizer, rate)
@@ -52,8 +52,7 @@ class LocalEngine:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
         self.module.eval()
-        sums = [self.module(*batch.tensors, batch.key) for batch in batches]
-        return [(each.loss.item(), each.nll.item()) for each in sums]
+        return read_sums([self.module(*batch.tensors, batch.key) for batch in batches])
 
     def owned(self) -> Iterator[Part]:
         for name, parameter in self.module.named_parameters():

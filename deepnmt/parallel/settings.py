@@ -55,6 +55,10 @@ _FIXED_VALUES = {
 }
 
 
+# ZeRO-3 gathers what has more elements than this for each use.
+_PERSISTENCE = "zero_optimization.stage3_param_persistence_threshold"
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a run computes on.
@@ -140,6 +144,8 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
         if _get(tree, key) not in (None, *get_args(Precision)):
             faults.append(f"{key} is {json.dumps(_get(tree, key))}, must be one of {', '.join(get_args(Precision))}")
     stage = _get(tree, "zero_optimization.stage")
+    if _get(tree, _PERSISTENCE) == "auto":  # biases, norms and other vectors stay whole: fewer and larger gathers
+        tree["zero_optimization"][_PERSISTENCE.partition(".")[2]] = max(recipe.model.ffn, 3 * recipe.model.width)
     if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
         faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
     for key, least in (("offload_optimizer", 1), ("offload_param", 3)):

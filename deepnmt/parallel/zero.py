@@ -29,7 +29,7 @@ from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer, fill_with_nan
 from deepnmt.optim import clip_gradients
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
-from deepnmt.parallel.engine import Build, StepStats
+from deepnmt.parallel.engine import Build, StepStats, add_sums, read_sums
 from deepnmt.parallel.host import give_memory_back
 from deepnmt.parallel.settings import Layout
 
@@ -64,19 +64,19 @@ class ZeroEngine(DeepSpeedEngine):
         # DeepSpeed averages over processes, but sums over accumulated micro-batches
         scale = self._loss_factor * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
-        loss = nll = 0.0
+        total = None
         for number, batch in enumerate(batches):
             self.engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
             sums = self.engine(*batch.tensors, batch.key)
             self.engine.backward(sums.loss * scale, scale_wrt_gas=False)
-            loss += sums.loss.item()
-            nll += sums.nll.item()
+            total = add_sums(total, sums)
             if number < len(batches) - 1:
                 self.engine.step()
         norm, applied = self._apply()
         self._applied += applied
         if self.scaler:
             self.scaler.after_step()
+        loss, nll = total.tolist() if total is not None else (0.0, 0.0)
         return StepStats(loss, nll, norm, scale_used, applied)
 
     def _apply(self) -> tuple[float, bool]:
@@ -107,8 +107,7 @@ class ZeroEngine(DeepSpeedEngine):
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
         self.engine.eval()
-        sums = [self.engine(*batch.tensors, batch.key) for batch in batches]
-        return [(each.loss.item(), each.nll.item()) for each in sums]
+        return read_sums([self.engine(*batch.tensors, batch.key) for batch in batches])
 
     def _kept(self, p: Any) -> tuple[int, int]:
         return self._share(p.ds_numel) if self.zero == 3 else super()._kept(p)

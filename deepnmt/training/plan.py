@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
+from deepnmt.device import CARDS, RESERVED, memory
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import SIDES, LayerPosition, Side
 from deepnmt.model.embedding import TABLES, Use, table_width
@@ -36,6 +35,7 @@ from deepnmt.training.fine_tuning import check_parts, find_trained, origins
 # in fp32 and keeps those inputs in fp32.
 _KEPT = {"encoder": 10, "decoder": 17}
 _KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
+_BUSY = 2**14  # tokens of a micro-batch that keep a GPU busy at width 512
 _SURELY = 1.2  # times the memory that there is: what certainly does not fit, beyond the error of the estimate
 _ENDS = 2  # the same for the embeddings and outputs of a stack, once
 _INNER = {"relu": 1, "gelu": 2, "silu": 2}  # tensors of the FFN's inner width; those with a gate: 4
@@ -66,7 +66,8 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
 
 
 def memory_estimate(
-    recipe: Recipe, layout: Layout, parameters: int, vocab: int, partition: Partition | None = None
+    recipe: Recipe, layout: Layout, parameters: int, vocab: int, partition: Partition | None = None,
+    device: str | None = None,
 ) -> dict[str, float]:
     """Bytes of memory a process needs: weights, gradients, optimizer (fp32 master weights and moments), activations,
     the loss over a target vocabulary of size `vocab`, and on a CPU the copy from which a checkpoint is written. The
@@ -74,14 +75,14 @@ def memory_estimate(
 
     For a pipeline (with a `partition`) that of the fullest stage: its parameters, and the activations of as many
     micro-batches as it has in flight. With recomputation: the activations of one group of layers, and the input of
-    every group.
+    every group. `device`: cpu or cuda; without, this machine's.
     """
     world, stage = layout.data_ranks, layout.stage
     size = 4 if layout.precision == "fp32" else 2
     share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
     kept_by_optimizer = 4 * len(moment_names(recipe)) + 4 * (stage > 0 or size == 2)
     tokens, model = recipe.batch.tokens * (2 if recipe.train.r_drop else 1), recipe.model
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or _device()
     each = _KEPT_ON_CPU_IN_16_BITS if device == "cpu" and size == 2 else _KEPT
     # tensors of the FFN's inner width
     inner = _INNER.get(model.activation, 4) + 2 * (model.activation_dropout > 0)
@@ -109,11 +110,36 @@ def memory_estimate(
     }
 
 
-def memory_fault(recipe: Recipe, layout: Layout, needed: Mapping[str, float], most: float) -> str | None:
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def largest_micro_batch(
+    recipe: Recipe, layout: Layout, parameters: int, vocab: int, partition: Partition | None, most: float
+) -> int:
+    """The largest `batch.tokens`, a multiple of 256, for which training fits into `most` bytes of a GPU; 0: none."""
+    def fits(tokens: int) -> bool:
+        other = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"tokens": tokens})})
+        needed = memory_estimate(other, layout, parameters, vocab, partition, "cuda")
+        return memory_fault(other, layout, needed, most, "cuda") is None
+
+    least, above = 0, 1
+    while above < 2**16 and fits(256 * above):
+        least, above = above, 2 * above
+    while above - least > 1:
+        middle = (least + above) // 2
+        least, above = (middle, above) if fits(256 * middle) else (least, middle)
+    return 256 * least
+
+
+def memory_fault(
+    recipe: Recipe, layout: Layout, needed: Mapping[str, float], most: float, device: str | None = None
+) -> str | None:
     """A sentence if a process needs more than `most` bytes of memory, else None; `needed` is of `memory_estimate`."""
     zero = (layout.config or {}).get("zero_optimization", {})
     elsewhere = {"optimizer": zero.get("offload_optimizer"), "weights": zero.get("offload_param")}
-    held = {name: size for name, size in needed.items() if not (elsewhere.get(name) and torch.cuda.is_available())}
+    offloads = (device or _device()) == "cuda"
+    held = {name: size for name, size in needed.items() if not (elsewhere.get(name) and offloads)}
     held["positions"] = 4 * recipe.model.max_length * sum(recipe.model.shape(side).width for side in SIDES)
     if sum(held.values()) <= most:
         return None
@@ -129,22 +155,11 @@ def check_memory(recipe: Recipe, layout: Layout, vocabs: tuple[int, int], ratio:
     """Prints a warning if the estimated memory is more than there is, and raises `UserError` if it is much more."""
     partition = partition_of(recipe, *vocabs, ratio) if layout.stages else None
     needed = memory_estimate(recipe, layout, count_parameters(recipe.model, *vocabs), vocabs[1], partition)
-    most = process_memory(ranks.device, ranks.local_world)
+    most = memory(ranks.device, ranks.local_world)
     if fault := memory_fault(recipe, layout, needed, most * _SURELY):
         raise UserError(fault)
     if ranks.first and (fault := memory_fault(recipe, layout, needed, most)):
         print_status(f"{fault}; trying it")
-
-
-def process_memory(device: torch.device, processes: int) -> float:
-    """Bytes of the GPU, or the share of one of `processes` in the machine's memory or in its control group's limit."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # "max" is none
-            sizes.append(int(Path(file).read_text()))
-    return min(sizes) / processes
 
 
 def disk_note(recipe: Recipe, parameters: int) -> str:
@@ -163,9 +178,10 @@ def disk_note(recipe: Recipe, parameters: int) -> str:
             "or set run to another disk")
 
 
-def describe(recipe: Recipe) -> str:
+def describe(recipe: Recipe, card: str | None = None) -> str:
     """The resolved recipe and the figures of its run, for the processes that were started, at least one for each
-    pipeline stage. Uses the prepared data if there is any, else the recipe's vocabulary size.
+    pipeline stage. Uses the prepared data if there is any, else the recipe's vocabulary size. `card`: a name in
+    `device.CARDS`, for whose memory the micro-batch is fitted.
 
     Raises:
         UserError: training would reject the layout or the data.
@@ -197,7 +213,7 @@ def describe(recipe: Recipe) -> str:
         epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.waste(0):.1f} %)"
     parameters = count_parameters(recipe.model, *sizes)
     partition = partition_of(recipe, *sizes, ratio) if stages else None
-    memory = memory_estimate(recipe, layout, parameters, sizes[1], partition)
+    needed = memory_estimate(recipe, layout, parameters, sizes[1], partition, "cuda" if card else None)
     name = "plain PyTorch, fp32" if layout.config is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
     encoder, decoder = recipe.model.encoder, recipe.model.decoder
     rows = {
@@ -207,15 +223,23 @@ def describe(recipe: Recipe) -> str:
         "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * data_parallel:,} at most, padding "
         f"included ({data_parallel} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",
         "updates per epoch": epoch,
-        "memory per process": f"about {sum(memory.values()) / 2**20:,.0f} MiB + libraries ("
-        + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in memory.items()) + ")",
+        "memory per process": f"about {sum(needed.values()) / 2**20:,.0f} MiB + libraries ("
+        + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in needed.items()) + ")",
         "layout": name + (f", pipeline of {stages} stages on {world} process(es)" if stages else ""),
     }
     if begin:
         rows["begins with"] = f"the weights of {begin}"
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if fault := memory_fault(recipe, layout, memory, process_memory(device, rank_from_environment()[3])):
+    most = CARDS[card] * 2**30 - RESERVED if card else memory(torch.device(_device()), rank_from_environment()[3])
+    if fault := memory_fault(recipe, layout, needed, most, "cuda" if card else None):
         rows["too much memory"] = fault
+    if card:
+        largest = largest_micro_batch(recipe, layout, parameters, sizes[1], partition, most)
+        rows["largest micro-batch"] = (
+            f"batch.tokens={largest} on {card}, {CARDS[card]} GiB, of which {RESERVED / 2**30} are CUDA's and NCCL's"
+            if largest else f"none fits on {card}, {CARDS[card]} GiB; lower model.width or its layers")
+    if (card or _device() == "cuda") and recipe.batch.tokens < _BUSY:
+        rows["small micro-batch"] = (f"batch.tokens ({recipe.batch.tokens:,}) is below {_BUSY:,}: a fast GPU waits for "
+                                     "the host to launch its kernels; set it higher, and batch.accumulation lower")
     state = 4 * parameters * (1 + len(moment_names(recipe))) / 1e6
     rows["checkpoints"] = (
         f"in {world} shard(s) of {state / world:,.0f} MB; each process holds a copy of its own"

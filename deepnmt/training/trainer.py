@@ -25,6 +25,7 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.checkpoint.saving import Saver, in_shards
 from deepnmt.config import Recipe, Train, dump_recipe
+from deepnmt.device import describe, deterministic
 from deepnmt.errors import UserError
 from deepnmt.files import read_log, reporting, write_text
 from deepnmt.optim import warmup_note
@@ -106,6 +107,8 @@ class Trainer:
                 self.monitor.tracking = ranks.raise_everywhere(
                     lambda: Tracking(recipe, self.monitor.print_line) if ranks.first else None)
             held.push(lambda kind, error, trace: self.report_failure(error))
+            on = describe(ranks.device, ranks.world, ranks.local_world, layout.precision)
+            self.monitor.event(update, "; ".join(on.values()), **on)
             self.engine = task.start(recipe, layout, self.data, ranks, checkpoint is None)
             if checkpoint:
                 self._resume(checkpoint)
@@ -383,7 +386,7 @@ def train(
     Raises:
         UserError: the run cannot begin or resume, or its gradients stay non-finite (`Diverged`).
     """
-    with output_may_be_lost():
+    with deterministic(recipe.train.deterministic), output_may_be_lost():
         trainer = Trainer(recipe, ranks, task, watch, explain)
         try:
             with trainer.verification.explaining():

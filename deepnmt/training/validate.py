@@ -13,6 +13,7 @@ from deepnmt.config import Recipe, Translate
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split
 from deepnmt.decode.translate import translate_shards
+from deepnmt.device import release
 from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
@@ -47,6 +48,7 @@ def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -
         if model is not None:
             lang = text.corpora.get(name, text).trg_lang or recipe.data.trg_lang
             bleu = _bleu(recipe, data, split, rows, lang, model, ranks)
+            release(ranks.device)  # what decoding kept, in shapes that training does not have
         results[name] = _figures(losses, *bleu)
         sums += losses
     if len(results) == 1:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_run
@@ -21,8 +22,9 @@ from deepnmt import config
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
 from deepnmt.data.text import arriving_lines
 from deepnmt.decode import translate
-from deepnmt.decode.steppers import RecomputingStepper
+from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
 from deepnmt.decode.translate import Hypothesis, translate_files, translate_lines, translate_shards
+from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.launch import processes
 
 LINES = ["a dog sees the tree", "", "two cats", "the old red house is in the garden", " \t ", "birds", "a", "sing sing"]
@@ -123,6 +125,37 @@ def test_nbest_lists(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_pa
     objects = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [o["line"] for o in objects] == list(range(1, 9))
     assert [[h["text"] for h in o["hypotheses"]] for o in objects] == [[h.text for h in hs] for hs in best]
+
+
+def test_a_batch_is_fitted_to_the_memory(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known beforehand, or found out at an error; the translations are the same."""
+    sizes: list[int] = []
+
+    class Small(CachedStepper):
+        room = 3
+
+        def __init__(self, model: Transformer, src: torch.Tensor, *rest: Any) -> None:
+            if len(src) > self.room:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            sizes.append(len(src))
+            super().__init__(model, src, *rest)
+
+    def found(stepper: Any = Small) -> list[str]:
+        sizes.clear()
+        translated = translate_lines(loaded.model, loaded.vocabs, LINES, SETTINGS, stepper=stepper)
+        return [best[0].text for best in translated]
+
+    assert found() == found(CachedStepper) == [best[0].text for best in expected(loaded)]
+    plain = found()
+    assert max(sizes) == 3, "6 sentences at once are too many, halved they fit"
+    longest = max(len(loaded.src_vocab.encode(line)) + 1 for line in LINES)
+    steps = int(SETTINGS.max_ratio * longest) + SETTINGS.max_extra
+    each = loaded.model.decoding_bytes(longest, min(steps, 300), SETTINGS.beam)
+    monkeypatch.setattr(translate, "free_memory", lambda device: each * 2 / 0.9 + 1)
+    assert found() == plain and sizes[0] == 2
+    Small.room = 0
+    with user_error("one line of .* tokens needs more memory than cpu has for it; set translate.beam"):
+        found()
 
 
 def test_an_empty_file_gives_an_empty_file(checkpoint: Path, tmp_path: Path) -> None:

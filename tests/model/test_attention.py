@@ -40,7 +40,7 @@ def both(kind: type[SelfAttention] | type[CrossAttention]) -> tuple[nn.Module, n
 @pytest.mark.parametrize("causal", [False, True])
 def test_self_attention_is_pytorchs(causal: bool) -> None:
     ours, theirs = both(SelfAttention)
-    x, mask = torch.randn(3, 7, D), key_mask(LENGTHS, 7)
+    x, mask = torch.randn(3, 7, D), key_mask(LENGTHS, 7, torch.float32)
     hidden = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
     padding = None if causal or mask is None else ~mask[:, 0, 0]
     expected, _ = theirs(x, x, x, key_padding_mask=padding, attn_mask=hidden, need_weights=False)
@@ -50,7 +50,7 @@ def test_self_attention_is_pytorchs(causal: bool) -> None:
 @torch.no_grad()
 def test_cross_attention_is_pytorchs() -> None:
     ours, theirs = both(CrossAttention)
-    x, memory, mask = torch.randn(3, 4, D), torch.randn(3, 7, D), key_mask(LENGTHS, 7)
+    x, memory, mask = torch.randn(3, 4, D), torch.randn(3, 7, D), key_mask(LENGTHS, 7, torch.float32)
     assert mask is not None
     expected, _ = theirs(x, memory, memory, key_padding_mask=~mask[:, 0, 0], need_weights=False)
     torch.testing.assert_close(ours(x, *ours.keys_values(memory), mask), expected, rtol=1e-5, atol=1e-5)
@@ -70,7 +70,7 @@ def test_bf16_attention_in_training_on_a_cpu_is_pytorchs(form: str) -> None:
     torch.manual_seed(1)
     queries = 9 if form == "causal" else 6
     q, keys, values = (torch.randn(3, n, 2, 16).bfloat16().transpose(1, 2) for n in (queries, 9, 9))
-    mask = key_mask(torch.tensor([9, 1, 5]), 9) if form == "masked" else None
+    mask = key_mask(torch.tensor([9, 1, 5]), 9, torch.float32) if form == "masked" else None
     ours = attended(q, keys, values, mask, form == "causal")
     exact = attended(q.double(), keys.double(), values.double(), mask, form == "causal")
     for actual, expected in zip(ours, exact, strict=True):
@@ -81,9 +81,9 @@ def test_bf16_attention_in_training_on_a_cpu_is_pytorchs(form: str) -> None:
 
 
 def test_key_mask_follows_the_lengths_and_is_none_without_padding() -> None:
-    mask = key_mask(torch.tensor([2, 3]), 3)
+    mask = key_mask(torch.tensor([2, 3]), 3, torch.float32)
     assert mask is not None and mask[:, 0, 0].tolist() == [[True, True, False], [True, True, True]]
-    assert key_mask(torch.tensor([3, 3]), 3) is None
+    assert key_mask(torch.tensor([3, 3]), 3, torch.float32) is None
 
 
 def pytorch_layer(ours: Layer, pre: bool) -> nn.TransformerEncoderLayer | nn.TransformerDecoderLayer:

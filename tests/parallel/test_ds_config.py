@@ -55,6 +55,19 @@ def test_shipped_files_fit_every_recipe(path: Path, precision: Precision) -> Non
         assert "auto" not in json.dumps(tree)
 
 
+def test_zero_3_keeps_vectors_whole(write: Write) -> None:
+    """The longest has 75 elements, of query, key and value; a matrix has 25 x 25 at least. A number of one's own stays.
+    """
+    key = "stage3_param_persistence_threshold"
+    recipe = recipe_of(ROOT / "ds_configs" / "zero3.json")
+    model = recipe.model.model_copy(update={"width": 25, "ffn": 25})
+    for name in ("zero3", "zero3_offload"):
+        recipe = recipe_of(ROOT / "ds_configs" / f"{name}.json").model_copy(update={"model": model})
+        assert (layout_of(recipe, 2).config or {})["zero_optimization"][key] == 75
+    assert (layout_of(recipe_of(write("zero3", "zero_optimization", **{key: 7})), 2).config or {})[
+        "zero_optimization"][key] == 7
+
+
 def test_a_json_for_one_precision(write: Write) -> None:
     for sections in ({"bf16": {"enabled": True}}, {"bf16": {"enabled": True}, "fp16": {"enabled": False}}):
         config = layout_of(recipe_of(write("zero1", **sections), "bf16"), 1).config or {}

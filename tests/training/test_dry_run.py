@@ -13,6 +13,7 @@ from tiny_engines import options
 from torch.autograd.graph import saved_tensors_hooks
 
 from deepnmt.checkpoint.saving import in_shards
+from deepnmt.cli import main
 from deepnmt.config import Block, Model, load_recipe
 from deepnmt.data.batching import plan_epoch
 from deepnmt.data.prepared import PreparedData
@@ -84,6 +85,25 @@ def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest
     assert memory_estimate(recipe, layout_of(recipe, 1), parameters, vocab) == held
     parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in held.items())
     assert found["memory per process"] == f"about {sum(held.values()) / 2**20:,.0f} MiB + libraries ({parts})"
+
+
+def test_the_micro_batch_is_fitted_to_a_named_card(
+        prepared: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a command, of a recipe for eight GPUs; what it prints fits, and 256 tokens more do not."""
+    deep = ["parallel.ds_config=ds_configs/zero1.json", "parallel.precision=bf16", "model.width=512", "model.heads=8",
+            "model.ffn=2048", "model.encoder.layers=60", "model.decoder.layers=12", "data.folder=none"]
+    assert main("train", [str(prepared / "recipe.yaml"), "--dry-run", "--card", "a100-40", *deep]) == 0
+    found = figures(capsys.readouterr().out)
+    largest = int(re.match(r"batch\.tokens=(\d+) on a100-40", found["largest micro-batch"])[1])  # type: ignore[index]
+    assert "batch.tokens (256) is below 16,384" in found["small micro-batch"] and "MiB" in found["disk"]
+    for tokens, fits in ((largest, True), (largest + 256, False)):
+        options = [*deep, f"batch.tokens={tokens}"]
+        rows = figures(describe(load_recipe(prepared / "recipe.yaml", options), "a100-40"))
+        assert ("too much memory" not in rows) == fits and "small micro-batch" not in rows
+    none = describe(load_recipe(prepared / "recipe.yaml", [*deep, "model.width=8192"]), "t4-16")
+    assert "none fits on t4-16" in none
+    assert "must be one of t4-16" in refused("train", prepared / "recipe.yaml", "--dry-run", "--card", "h100")
+    assert "no effect without --dry-run" in refused("train", prepared / "recipe.yaml", "--card", "h100-80")
 
 
 def test_the_form_of_checkpoints_is_named(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +205,10 @@ def test_what_cannot_fit_is_refused(
     sizes = (300, 300)
     needed = memory_estimate(small, layout_of(small, 1), count_parameters(small.model, *sizes), 300)
     most = sum(needed.values()) + 8 * 64 * 16 - 1  # and the positions, twice
-    monkeypatch.setattr("deepnmt.training.plan.process_memory", lambda *_: most)
+    monkeypatch.setattr("deepnmt.training.plan.memory", lambda *_: most)
     capsys.readouterr()
     check_memory(small, layout_of(small, 1), sizes, 1.0, Ranks.alone())
     assert "lower batch.tokens" in capsys.readouterr().err, "a warning, since the estimate may be wrong"
-    monkeypatch.setattr("deepnmt.training.plan.process_memory", lambda *_: most + 1)
+    monkeypatch.setattr("deepnmt.training.plan.memory", lambda *_: most + 1)
     check_memory(small, layout_of(small, 1), sizes, 1.0, Ranks.alone())
     assert capsys.readouterr().err == "" and "too much memory" not in figures(describe(small))

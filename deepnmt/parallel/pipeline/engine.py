@@ -6,8 +6,8 @@ data-parallel ranks) + r. A tied table has a copy on each stage that uses it; `_
 gradients, so that all copies take the same update.
 
 What works around DeepSpeed has a canary test: the loss inside the last stage and its factor, one float tensor between
-stages, `dynamic_shape`, the sums of tied gradients, LOCAL_RANK, the norm of a stage with replicas alone in bf16, and,
-without ZeRO, clipping and the check for non-finite gradients.
+stages, `dynamic_shape` (for gradients), the sums of tied gradients, LOCAL_RANK, the norm of a stage with replicas alone
+in bf16, and, without ZeRO, clipping and the check for non-finite gradients.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import nn
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
+from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import kind_of
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
-from deepnmt.parallel.engine import StepStats, build_of
+from deepnmt.parallel.engine import StepStats, build_of, read_sums
 from deepnmt.parallel.pipeline.partition import Partition
-from deepnmt.parallel.pipeline.stage import Stage, StageMessage, tables_used
+from deepnmt.parallel.pipeline.stage import Stage, tables_used
 from deepnmt.parallel.settings import Layout
 from deepnmt.ranks import Ranks
 
@@ -44,14 +46,15 @@ from deepnmt.ranks import Ranks
 class StageModule(PipelineModule):
     """The model as DeepSpeed sees it: one "layer" for each stage; each process builds its own stage.
 
-    `scale` is the factor of the loss; `sums` collects (loss, nll) of each micro-batch until it is cleared;
-    `compute_module` holds the module that runs: the stage, or its copy in 16 bits without ZeRO.
+    `scale` is the factor of the loss; `sums` collects (loss, nll) of each micro-batch until it is cleared; `begin` says
+    which micro-batches come, since every stage takes their ids itself; `compute_module` holds the module that runs: the
+    stage, or its copy in 16 bits without ZeRO.
     """
 
     def __init__(self, recipe: Recipe, vocabs: tuple[int, int], partition: Partition) -> None:
         self.recipe, self.vocabs, self.partition = recipe, vocabs, partition
         self.scale = 1.0
-        self.sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.sums: list[LossSums] = []
         os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it, but plain python does not set it
         with contextlib.redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # uses the open process group
@@ -102,18 +105,30 @@ class StageModule(PipelineModule):
         """This stage's copies of tied tables, each with the process group of all copies."""
         return [(tied["module"].weight, tied["group"]) for tied in self.tied_comms.values()]
 
-    def forward(self, message: StageMessage) -> StageMessage | torch.Tensor:
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Says which micro-batches are sent through the pipeline next. Each stage receives them, and computes them, in
+        this order."""
+        self.to_receive, self.to_compute = iter(batches), iter(batches)
+
+    def empty(self) -> torch.Tensor:
+        """An empty tensor for what the previous stage sends next."""
+        stage = self.compute_module[0]
+        weight = next(stage.parameters())
+        return weight.new_empty(stage.received(next(self.to_receive)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `Stage.forward`; the last stage returns the scaled loss of the micro-batch.
 
         The loss is computed here and not in DeepSpeed's `loss_fn`: in bf16 DeepSpeed clears the gradients once that of
         the module's output is known, so gradients from outside the module's forward would be lost.
         """
         stage = self.compute_module[0]
-        output = stage(message)
-        if not torch.is_tensor(output):
+        batch = next(self.to_compute)
+        output = stage(x, batch)
+        if stage.followed_by is not None:
             return output
-        sums = stage.loss(output, message[3])
-        self.sums.append((sums.loss.detach(), sums.nll.detach()))
+        sums = stage.loss(output, batch.tensors[3])
+        self.sums.append(LossSums(sums.loss.detach(), sums.nll.detach()))
         return sums.loss * self.scale
 
     def train(self, mode: bool = True) -> StageModule:
@@ -156,7 +171,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._start(self.pipe, layout)
         if self.engine.using_bf16_optimizer:
             _zero_norm_for_replicas(self.engine.optimizer, self.device)
-        self.engine._INSTRUCTION_MAP = {**self.engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _sum_tied_gradients}
+        self.engine._INSTRUCTION_MAP = {
+            **self.engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _sum_tied_gradients,
+            schedule.SendActivation: _send_hidden, schedule.RecvActivation: _receive_hidden}
         if self.zero == 0:
             self._deepspeed_step = self.engine._take_model_step
             self.engine._take_model_step = self._checked_step
@@ -208,7 +225,9 @@ class PipelineEngine(DeepSpeedEngine):
         """Makes one update; returns what `_take_sums` does."""
         if len(batches) != self.micro_batches:
             raise ValueError(f"an update takes {self.micro_batches} micro-batches, but got {len(batches)}")
-        self.engine.train_batch(iter([self._message(batch) for batch in batches]))
+        self.pipe.begin(batches)
+        self.engine.train_batch(_loaded(batches))
+        self.engine.timers(TRAIN_BATCH_TIMER).reset()  # else it keeps two CUDA events of every update
         return self._take_sums(len(batches))
 
     def _update_with_zero_gradients(self) -> None:
@@ -218,13 +237,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _take_sums(self, count: int) -> list[tuple[float, float]]:
         """Returns and clears (loss, nll) of the last `count` micro-batches; zeros on all but the last stage."""
-        sums = [(loss.item(), nll.item()) for loss, nll in self.pipe.sums]
-        self.pipe.sums.clear()
-        return sums or [(0.0, 0.0)] * count
-
-    def _message(self, batch: Batch) -> tuple[StageMessage, torch.Tensor]:
-        src, lengths, trg_in, trg_out = batch.tensors
-        return (src, lengths, trg_in, trg_out, torch.tensor([batch.key], device=self.device)), trg_out
+        sums, self.pipe.sums = self.pipe.sums, []
+        return read_sums(sums) if sums else [(0.0, 0.0)] * count
 
     def _checked_step(self, lr_kwargs: Any) -> None:
         """The optimizer step without ZeRO: clips by the norm over all stages (DeepSpeed uses the first stage's alone)
@@ -249,9 +263,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._deepspeed_step(lr_kwargs)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
-        messages = iter([self._message(batch) for batch in batches])
+        self.pipe.begin(batches)
         count = len(batches)
-        self.engine.eval_batch(messages, reduce_output=None, bcast_loss=False, num_micro_batches=count)
+        self.engine.eval_batch(_loaded(batches), reduce_output=None, bcast_loss=False, num_micro_batches=count)
         return self._take_sums(count)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -306,6 +320,24 @@ class PipelineEngine(DeepSpeedEngine):
         self.engine._INSTRUCTION_MAP = {
             kind: timed(execute) if kind in work else execute for kind, execute in self.engine._INSTRUCTION_MAP.items()
         }
+
+
+def _loaded(batches: Sequence[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What DeepSpeed loads for the first and for the last stage of each micro-batch."""
+    return iter([(batch.tensors[0], batch.tensors[3]) for batch in batches])
+
+
+def _send_hidden(engine: Any, buffer_id: int) -> None:
+    """Sends a micro-batch's hidden states. DeepSpeed's own version first sends their shape, for which the receiving
+    host waits."""
+    p2p.send(engine.pipe_buffers["outputs"][buffer_id], engine.next_stage)
+
+
+def _receive_hidden(engine: Any, buffer_id: int) -> None:
+    """Receives a micro-batch's hidden states, whose shape follows from the micro-batch."""
+    hidden = engine.module.empty()
+    p2p.recv(hidden, engine.prev_stage)
+    engine.pipe_buffers["inputs"][buffer_id] = hidden.requires_grad_()
 
 
 def _sum_tied_gradients(engine: Any) -> None:

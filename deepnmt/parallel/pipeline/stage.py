@@ -1,10 +1,10 @@
 """One stage of a pipelined model: consecutive layers, under the same names as in `Transformer`.
 
-Stages send each other one float tensor and four of integers: (hidden, src_lengths [B], trg_in [B, T], trg_out [B, T],
-dropout_key [1]). Hidden states are [B, S, D] in the encoder, memory and target concatenated in the decoder, sentence by
-sentence [B, S·D + T·D], since their D may differ, and [B, T, D] before the output. There is one float tensor because
-DeepSpeed runs backward from several one after the other, through the encoder twice; a single one also always has a
-gradient, and its receive buffer keeps its type. Each stage makes the masks anew from the lengths.
+Stages send each other the hidden states alone: [B, S, D] in the encoder, memory and target concatenated in the decoder,
+sentence by sentence [B, S·D + T·D], since their D may differ, and [B, T, D] before the output. It is one tensor because
+DeepSpeed runs backward from several one after the other, through the encoder twice. Every stage takes ids, lengths and
+the key of dropout from the micro-batch itself, which all stages of a pipeline have, and makes the masks anew. With
+R-Drop each sentence is there twice.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `V` vocabulary.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import SIDES, Side
@@ -26,8 +27,6 @@ from deepnmt.model.loss import LossSums, label_smoothed_loss, r_drop_loss
 from deepnmt.model.transformer import build_layer, build_top, run_layers, twice
 from deepnmt.parallel.pipeline.partition import layer_of, unit_names
 from deepnmt.tokens import PAD
-
-StageMessage = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # what a stage sends to the next
 
 
 def tables_used(model: Model, start: int, stop: int) -> list[tuple[str, Use]]:
@@ -94,34 +93,47 @@ class Stage(nn.Module):
             model, "decoder", seed, indices["decoder"], "target" in self.held, "output" in self.held
         )
 
-    def forward(self, message: StageMessage) -> StageMessage | Tensor:
-        """From the previous stage's message (for the first stage, with source ids [B, S] as `hidden`) to the next
-        stage's; the last stage returns the normalised output of the decoder, [B, T, D]."""
-        x, src_lengths, trg_in, trg_out, dropout_key = message
-        key = int(dropout_key)
+    def received(self, batch: Batch) -> tuple[int, ...]:
+        """The shape of the hidden states that the previous stage sends of a micro-batch."""
+        src, _, trg_in, _ = batch.tensors
+        rows = len(src) * (2 if self.r_drop and self.training else 1)
+        source, target = src.size(1), trg_in.size(1)
+        if self.begins_with.startswith("decoder"):
+            return rows, source * self.widths["encoder"] + target * self.widths["decoder"]
+        if self.begins_with == "output":
+            return rows, target, self.widths["decoder"]
+        return rows, source, self.widths["encoder"]
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """From what the previous stage sends (for the first stage, source ids [B, S]) to what the next one gets; from
+        the last stage the normalised output of the decoder, [B, T, D]."""
+        _, src_lengths, trg_in, _ = batch.tensors
+        key = batch.key
+        if self.r_drop and self.training:  # all but trg_out, which only the loss reads
+            src_lengths, trg_in = twice(src_lengths, trg_in)
         target = trg_in.size(1)
         memory = x  # used only if the stage begins in the decoder
         if self.begins_with == "source":
-            if self.r_drop and self.training:  # all but trg_out, which only the loss reads
-                x, src_lengths, trg_in = twice(x, src_lengths, trg_in)
+            if self.r_drop and self.training:
+                (x,) = twice(x)
             x = self.encoder.input(self.table("src")(x), key)
         elif self.begins_with.startswith("decoder"):
             width = self.widths["decoder"]
             memory, x = x.split([x.size(1) - target * width, target * width], dim=1)
             memory, x = memory.unflatten(1, (-1, self.widths["encoder"])), x.unflatten(1, (target, width))
         if self.encoder.layers:
-            x = run_layers(self.layers("encoder"), self.recompute, x, key_mask(src_lengths, x.size(1)), key)
+            x = run_layers(self.layers("encoder"), self.recompute, x, key_mask(src_lengths, x.size(1), x.dtype), key)
         if "target" in self.held:
             memory = self.encoder.norm(x)
             x = self.decoder.input(self.table("trg")(trg_in), key)
         if self.decoder.layers:
-            mask = key_mask(src_lengths, memory.size(1))
+            mask = key_mask(src_lengths, memory.size(1), memory.dtype)
             x = run_layers(self.layers("decoder"), self.recompute, x, memory, mask, key)
         if self.followed_by is None:
             return self.decoder.norm(x)
         if self.followed_by.startswith("decoder"):
             x = torch.cat([memory.flatten(1), x.flatten(1)], dim=1)
-        return x, src_lengths, trg_in, trg_out, dropout_key
+        return x
 
     def loss(self, hidden: Tensor, trg_out: Tensor) -> LossSums:
         """The loss of the last stage's output [B, T, D] against trg_out [B, T], the same as `Transformer.forward`'s."""
