@@ -6,12 +6,13 @@ so they cannot misalign the two sides. Error messages name file and line.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import select
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def arriving_lines(descriptor: int, name: str) -> Iterator[list[str]]:
     Raises:
         UserError: a line is not UTF-8 or cannot be a sentence. Those before it have been yielded.
     """
+    with suppress(OSError):  # it is no pipe
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, ARRIVING)  # else 64 KiB could wait, some 700 sentences
     number, rest, ended = 0, b"", False
     while not ended:
         block = os.read(descriptor, ARRIVING)
