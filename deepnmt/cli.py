@@ -501,6 +501,8 @@ def _serve(words: list[str]) -> None:
     args, recipe = parse(parser, words)
     settable(args, ["run", "model", "translate", "seed", "parallel.threads"], "a trained model translates as it is")
     positive(args, "batch", "queue", "sentences", "bytes", "drain")
+    if not 0 <= args.port < 2**16:
+        raise UserError(f"--port is {args.port}, must be from 0 to 65535")
     checkpoint = _checkpoint(args.checkpoint, recipe)
     from deepnmt.parallel.launch import processes, rank_from_environment
     from deepnmt.serve.server import serve

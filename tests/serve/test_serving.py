@@ -190,7 +190,7 @@ def test_mistakes(run: deepnmt.Run, refused: Refused, monkeypatch: pytest.Monkey
         assert f"port {port} of 127.0.0.1 cannot be opened: Address already in use; give another --port" in refused(
             "serve", run.folder, f"--port={port}")
     assert "--batch is 0, must be 1 or more" in refused("serve", run.folder, "--batch=0")
-    assert "port 70000 of 127.0.0.1 cannot be opened" in refused("serve", run.folder, "--port=70000")
+    assert "--port is 70000, must be from 0 to 65535" in refused("serve", run.folder, "--port=70000")
     assert "has no effect here" in refused("serve", run.folder, "train.updates=3")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
