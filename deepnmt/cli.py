@@ -618,6 +618,27 @@ def _fold(words: list[str]) -> None:
     print(fold_run(recipe, _checkpoint(args.checkpoint, recipe), args.output))
 
 
+def _import(words: list[str]) -> None:
+    """Import a model of Marian (OPUS-MT) or fairseq into a run."""
+    parser = plain_parser(
+        "import",
+        "Makes a run of a model that Marian or fairseq has trained, to translate with, to export, or to fine-tune: a\n"
+        "recipe with train.init_from and vocab.model naming the run begins with its weights and its vocabulary.\n\n"
+        "Reads a folder: a Marian model in Hugging Face's layout (config.json, the weights, source.spm, target.spm,\n"
+        "vocab.json), or a fairseq checkpoint (.pt) with its dictionaries dict.*.txt and sentencepiece.bpe.model. No\n"
+        "pickle is executed. Writes RUN/averaged, a checkpoint, and RUN/recipe.yaml.",
+        "deepnmt import opus-mt-de-en runs/opus --langs de en",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of the model")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the new run folder")
+    parser.add_argument("--langs", nargs=2, metavar=("SRC", "TRG"),
+                        help="the languages, where the folder does not say (default: as it says)")
+    args = parser.parse_args(words)
+    from deepnmt.export.imports import import_run
+
+    print(import_run(args.folder, args.run, args.langs))
+
+
 def _export(words: list[str]) -> None:
     """Write a trained model for CTranslate2, Hugging Face or ONNX, and prove it."""
     parser = recipe_parser(
@@ -763,7 +784,7 @@ _GROUPS: dict[str, dict[str, Command]] = {
         "average": _average,
         "translate": _translate, "evaluate": _evaluate, "serve": _serve,
     },
-    "Examine a model, or convert it": {"diagnose": _diagnose, "export": _export, "fold": _fold,
+    "Examine a model, or convert it": {"diagnose": _diagnose, "export": _export, "import": _import, "fold": _fold,
                                       "consolidate": _consolidate},
     "Try deepnmt, a GPU, or a cluster": {"demo": _demo, "gpu-report": _gpu_report, "check-cluster": _check_cluster},
 }

@@ -307,8 +307,9 @@ class Model(Section):
     gate, a third matrix of the sub-layer; 2/3 of `ffn` then has as many parameters. Not with fixup and looks_linear."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # model/blocks.py, `NORMS`
     """The norm of the blocks: LayerNorm, or RMSNorm, which neither centres nor has a bias."""
-    positions: Literal["sinusoidal", "rotary"] = "sinusoidal"  # model/positions.py, `POSITIONS`
-    """`sinusoidal`: sines and cosines are added to the embeddings. `rotary`: nothing is added, but queries and keys of
+    positions: Literal["sinusoidal", "fairseq", "rotary"] = "sinusoidal"  # model/positions.py, `POSITIONS`
+    """`sinusoidal`: sines and cosines are added to the embeddings; `fairseq`: those of fairseq, which imported models
+    have. `rotary`: nothing is added, but queries and keys of
     the self-attention are rotated by their positions."""
     dropout: Rate = 0.1
     """Dropout on the output of every sub-layer and on the embeddings."""

@@ -23,7 +23,7 @@ from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.errors import UserError
 from deepnmt.export.proof import Native
 from deepnmt.model.blocks import RMSNorm, Stream
-from deepnmt.model.positions import sinusoids
+from deepnmt.model.positions import POSITIONS
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -36,12 +36,12 @@ _AXES = {"src": {0: "B", 1: "S"}, "src_lengths": {0: "B"}, "source": {2: "B", 4:
 def write_onnx(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
     """Writes encoder.onnx and decoder.onnx, which also hold the weights. Raises `UserError` for rotary positions."""
     del precision
-    if (positions := loaded.recipe.model.positions) != "sinusoidal":
+    if (positions := loaded.recipe.model.positions) == "rotary":
         raise UserError(f"model.positions is {positions}, which deepnmt cannot write for ONNX; use the model as it is")
     model = copy.deepcopy(loaded.model)
     for stack in (model.encoder, model.decoder):  # positions beyond `model.max_length` have values, too
         old = stack.input.positions
-        stack.input.positions = sinusoids(max(len(old), ROWS), old.size(1))
+        stack.input.positions = POSITIONS[positions].table(max(len(old), ROWS), old.size(1))
     for module in model.modules():
         if isinstance(module, RMSNorm):  # which the tracer does not know as one operation
             setattr(module, "forward", partial(_written_out, module))  # noqa: B010

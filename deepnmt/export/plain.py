@@ -29,7 +29,7 @@ from deepnmt.export.post_ln import REWRITABLE, fold_weights
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
 from deepnmt.model.embedding import TABLES
 from deepnmt.model.feedforward import ACTIVATIONS
-from deepnmt.model.positions import sinusoids
+from deepnmt.model.positions import POSITIONS
 from deepnmt.tokens import PAD
 
 Values = npt.NDArray[np.float64]
@@ -44,7 +44,7 @@ SMALL = 2.0**-40
 def to_plain(loaded: LoadedModel, program: str) -> Plain:
     """The model in plain form. Raises `UserError` if one of its blocks has none."""
     model = loaded.recipe.model
-    for name, other in (("norm", model.norm != "layer_norm"), ("positions", model.positions != "sinusoidal"),
+    for name, other in (("norm", model.norm != "layer_norm"), ("positions", model.positions == "rotary"),
                         ("activation", ACTIVATIONS[model.activation].rows > 1)):
         if other:
             raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
@@ -97,12 +97,13 @@ class Plain:
 
     def positions(self, side: Side, rows: int) -> Values:
         """The position table [rows, D]; sinusoids have values for positions beyond `model.max_length`, too."""
-        table = sinusoids(rows, self.model.shape(side).width).double().numpy()
+        table = POSITIONS[self.model.positions].table(rows, self.model.shape(side).width).double().numpy()
         return self._write(side, (table * self._gain(side)).T).T
 
     def has_gain(self, side: Side) -> bool:
         """Whether tables and positions of a stack's input are other than the model's."""
-        return f"{side}.input.gain" in self.weights or self.norm_free(side)
+        gain = f"{side}.input.gain" in self.weights
+        return gain or self.norm_free(side) or self.model.positions != "sinusoidal"
 
     def norm(self, name: str) -> Pair:
         """γ and β [D] of a norm."""

@@ -30,9 +30,9 @@ SCORED = 200  # lines at most whose references are scored
 BATCH = 64  # sentences
 TOLERANCE = 1e-4  # nats a token, and between the two tokens of a tie
 BLEU = 0.1
-GREEDY = Translate(method="greedy", min_length=1)
+GREEDY = Translate(method="greedy")
 # the stopping rule of other programs: as many hypotheses as beams have ended
-BEAM = Translate(method="beam", beam=5, finish="best", patience=1.0, min_length=1)
+BEAM = Translate(method="beam", beam=5, finish="best", patience=1.0)
 
 Ids = Sequence[Sequence[int]]
 
@@ -80,9 +80,9 @@ class Native:
         penalty = LengthPenalty(settings.length_penalty, settings.alpha)
         beams = settings.beam if settings.method == "beam" else 1
         state = self._stepper(src, lengths, beams, limit)
-        found = (beam_search(state, limits, beams, 1, penalty, settings.patience, settings.finish, settings.min_length)
+        found = (beam_search(state, limits, beams, 1, penalty, settings.patience, settings.finish)
                  if settings.method == "beam" else
-                 decode_independently(state, limits, 1, choose_greedily, penalty, settings.min_length))
+                 decode_independently(state, limits, 1, choose_greedily, penalty))
         return [candidates[0].tokens for candidates in found]
 
 

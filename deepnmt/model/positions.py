@@ -31,6 +31,15 @@ def sinusoids(positions: int, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1).float()
 
 
+def fairseq_sinusoids(positions: int, width: int) -> Tensor:
+    """As `sinusoids`, but with the rates 10000^(-i / (D/2 - 1)) of tensor2tensor and positions from 2: fairseq counts
+    them behind its id of pad."""
+    half = width // 2
+    rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / max(half - 1, 1))
+    angles = torch.arange(2, positions + 2, dtype=torch.float64)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
+
+
 def no_sinusoids(positions: int, width: int) -> Tensor:
     """Zeros [positions, 1]."""
     return torch.zeros(positions, 1)
@@ -64,5 +73,6 @@ def _angles(size: int, width: int, device: torch.device, dtype: torch.dtype) -> 
 
 POSITIONS: dict[str, Positions] = {
     "sinusoidal": Positions(sinusoids, unrotated),
+    "fairseq": Positions(fairseq_sinusoids, unrotated),
     "rotary": Positions(no_sinusoids, rotated),
 }

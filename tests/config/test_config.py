@@ -224,7 +224,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__encoder__layer_drop": 1.0}, ["model.encoder.layer_drop: is 1.0, must be less than 1"]),
     ({"model__norm": "rmsnorm"},
      ["model.norm: is 'rmsnorm', must be one of layer_norm, rms_norm; did you mean rms_norm?"]),
-    ({"model__positions": "rope"}, ["model.positions: is 'rope', must be one of sinusoidal, rotary"]),
+    ({"model__positions": "rope"}, ["model.positions: is 'rope', must be one of sinusoidal, fairseq, rotary"]),
     ({"model__decoder__width": 256},
      ["model: tied: all needs one width, but the encoder's is 512 and the decoder's 256; set tied: decoder"]),
     ({"model__decoder__heads": 7}, ["model: width (512) must be a multiple of decoder.heads (7)"]),
