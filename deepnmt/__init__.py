@@ -14,11 +14,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepnmt.api import Hypothesis, Recipe, Run, average, load, prepare, read_recipe, train
+    from deepnmt.api import Hypothesis, Recipe, Run, Scored, average, load, prepare, read_recipe, train
     from deepnmt.errors import UserError
 
 __version__ = "0.2.0"
-__all__ = ["Hypothesis", "Recipe", "Run", "UserError", "average", "load", "prepare", "read_recipe", "train"]
+__all__ = ["Hypothesis", "Recipe", "Run", "Scored", "UserError", "average", "load", "prepare", "read_recipe", "train"]
 
 
 def __getattr__(name: str) -> Any:

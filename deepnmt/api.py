@@ -35,7 +35,9 @@ from deepnmt.config.plugins import name_plugins
 from deepnmt.config.sections import OWN
 from deepnmt.data.prepare import prepare as prepare_data
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.translate import Hypothesis, cast_weights, translate_shards
+from deepnmt.decode.models import cast_weights
+from deepnmt.decode.score import Given, Scored, score_lines
+from deepnmt.decode.translate import Hypothesis, translate_shards
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import load_test_sets
 from deepnmt.evaluate.metrics import Report, score_systems
@@ -46,7 +48,7 @@ from deepnmt.ranks import Ranks
 from deepnmt.training.trainer import PREEMPTED
 from deepnmt.training.trainer import train as train_run
 
-__all__ = ["Hypothesis", "Recipe", "Run", "UserError", "average", "load", "prepare", "read_recipe", "train"]
+__all__ = ["Hypothesis", "Recipe", "Run", "Scored", "UserError", "average", "load", "prepare", "read_recipe", "train"]
 
 Settings = Mapping[str, Any]  # a recipe's settings by their dotted names, such as {"train.updates": 300}
 
@@ -85,12 +87,16 @@ class Run:
         """Where the model is, and computes."""
         return self.model.output_weight.device
 
-    def translate(self, sentences: Iterable[str], *, seed: int | None = None, **settings: Any) -> list[str]:
+    def translate(
+        self, sentences: Iterable[str], *, prefixes: Iterable[str] | None = None, seed: int | None = None,
+        **settings: Any,
+    ) -> list[str]:
         """Translates, as `deepnmt translate` does a file with a sentence a line.
 
         Args:
             sentences: texts, one sentence each. An empty one gives an empty one, one that is longer than the model
                 allows is truncated with a warning.
+            prefixes: what each translation begins with; without, nothing.
             seed: of sampling; without, the recipe's.
             settings: of the search, in place of those in the recipe's `translate` section: beam=5, method="greedy".
 
@@ -100,10 +106,11 @@ class Run:
         Raises:
             UserError: an unknown or faulty setting, or `sentences` is a single string.
         """
-        return [best[0].text for best in self.translate_nbest(sentences, seed=seed, **settings)]
+        return [best[0].text for best in self.translate_nbest(sentences, prefixes=prefixes, seed=seed, **settings)]
 
     def translate_nbest(
-        self, sentences: Iterable[str], *, seed: int | None = None, **settings: Any
+        self, sentences: Iterable[str], *, prefixes: Iterable[str] | None = None, seed: int | None = None,
+        **settings: Any,
     ) -> list[list[Hypothesis]]:
         """Translates, and says of every translation its score: `translate_nbest(texts, nbest=5, beam=5)`.
 
@@ -113,7 +120,7 @@ class Run:
             For each sentence at most `nbest` hypotheses, best first. Each has text, score, log-probability, number of
             tokens, and whether it ended by itself.
         """
-        return self._translate(sentences, self._searching(sentences, seed, settings))
+        return self._translate(sentences, self._searching(sentences, seed, settings), prefixes=prefixes)
 
     def stream(
         self, sentences: Iterable[str], *, ahead: int = 1, seed: int | None = None, **settings: Any
@@ -144,12 +151,46 @@ class Run:
         changes = {f"translate.{name}": value for name, value in settings.items()}
         return _changed(self.recipe, changes if seed is None else {**changes, "seed": seed})
 
-    def _translate(self, sentences: Iterable[str], recipe: Recipe, start: int = 0) -> list[list[Hypothesis]]:
+    def _translate(
+        self, sentences: Iterable[str], recipe: Recipe, start: int = 0, prefixes: Iterable[str] | None = None
+    ) -> list[list[Hypothesis]]:
         """`start`: sentences translated before these."""
         model = self.model if recipe.translate.precision == "fp32" else self._half
         with _threads(recipe):
-            return list(translate_shards(model, (self.source_vocab, self.target_vocab), sentences, recipe.translate,
-                                         Ranks.alone(self.device), seed=recipe.seed, start=start))
+            return list(translate_shards(model, self.vocabs, sentences, recipe.translate, Ranks.alone(self.device),
+                                         prefixes=prefixes, seed=recipe.seed, start=start))
+
+    def score(
+        self, sentences: Sequence[str], translations: Sequence[str], *, top: int = 0, **settings: Any
+    ) -> list[Scored]:
+        """Scores given translations, as `deepnmt score` does.
+
+        Args:
+            sentences: texts, one sentence each.
+            translations: one of each, in their order.
+            top: how many of the likeliest pieces to tell beside each piece of a translation.
+            settings: in place of those in the recipe's `translate` section.
+
+        Returns:
+            For each translation its log-probability in nats, end of sentence included, and that of every piece.
+
+        Raises:
+            UserError: there are not as many translations as sentences, or see `translate`.
+        """
+        if len(sentences) != len(translations):
+            raise UserError(f"there are {len(translations)} translations of {len(sentences)} sentences; give one of "
+                            "each")
+        recipe = _changed(self.recipe, {f"translate.{name}": value for name, value in settings.items()})
+        model = self.model if recipe.translate.precision == "fp32" else self._half
+        pairs = [(sentence, [Given(text)]) for sentence, text in zip(sentences, translations, strict=True)]
+        with _threads(recipe):
+            scored = score_lines([model], self.vocabs, pairs, recipe.translate, pieces=True, top=top)
+        return [line[0] for line in scored]
+
+    @property
+    def vocabs(self) -> tuple[Vocabulary, Vocabulary]:
+        """Source and target."""
+        return self.source_vocab, self.target_vocab
 
     def evaluate(self, tests: Sequence[str] | None = None, *, seed: int | None = None, **settings: Any) -> Report:
         """Translates test sets and scores them with SacreBLEU, as `deepnmt evaluate` does, but writes no file.

@@ -64,13 +64,20 @@ def plain_parser(command: str, text: str, examples: str, program: str = "deepnmt
 
 
 def recipe_parser(command: str, text: str, examples: str, program: str = "deepnmt",
-                  default: str | None = None) -> Parser:
-    """A parser of a recipe and overrides; commands add their own options. `default`: the recipe if none is given."""
+                  default: str | None = None, more: str = "") -> Parser:
+    """A parser of a recipe and overrides; commands add their own options.
+
+    Args:
+        default: the recipe if none is given.
+        more: what else may stand between overrides: folders of further runs, which `parse` puts into `runs`.
+    """
     parser = plain_parser(command, text, examples, program)
     what = "a recipe (a YAML file, or a name that `deepnmt recipes` lists), or the folder of a run"
     parser.add_argument("recipe", metavar="RECIPE", nargs="?" if default else None, default=default,
                         help=f"{what} (default {default})" if default else what)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
+    if more:
+        parser.set_defaults(runs=[])
+    parser.add_argument("overrides", nargs="*", metavar=f"{more} KEY=VALUE".strip(),
                         help="settings of the recipe to change, for example model.encoder.layers=18 train.updates=300")
     return parser
 
@@ -80,6 +87,12 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     args = parser.parse_intermixed_args(words)
     if (default := parser.get_default("recipe")) and "=" in args.recipe:  # the recipe was left out, a setting was not
         args.recipe, args.overrides = default, [args.recipe, *args.overrides]
+    if parser.get_default("runs") is not None:
+        args.runs = [word for word in args.overrides if "=" not in word]
+        args.overrides = [word for word in args.overrides if "=" in word]
+        for run in args.runs:
+            if not Path(run).is_dir():
+                raise UserError(f"{run} is neither the folder of a run nor of the form KEY=VALUE; give one of the two")
     folder = Path(args.recipe)
     if (folder / "manifest.json").is_file():
         raise UserError(f"{folder} is a checkpoint, not a recipe or a run; give the folder of the run, and name the "

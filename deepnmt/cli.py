@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from deepnmt.arguments import (
     recipe_parser,
     settable,
 )
-from deepnmt.config import Recipe
+from deepnmt.config import Recipe, load_recipe
 from deepnmt.errors import UserError, nearest
 from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes
 
@@ -127,8 +128,14 @@ def _checkpoint(name: str | None, recipe: Recipe) -> str | None:
     return str(find_checkpoint(Path(recipe.run), cast("Which", name)))
 
 
+def _checkpoints(names: list[str] | None, recipe: Recipe) -> list[str]:
+    """The folders that `--checkpoint`, which may be repeated, names."""
+    return [cast(str, _checkpoint(name, recipe)) for name in names or ()]
+
+
 _CHECKPOINT = ("best (by validation), newest, averaged, or the folder of a checkpoint (default: the run's average if "
                "there is one, else its newest checkpoint)")
+_ENSEMBLE = _CHECKPOINT + "; repeat it for an ensemble of models with one vocabulary"
 
 
 def _recipes(words: list[str]) -> None:
@@ -410,7 +417,9 @@ def _translate(words: list[str]) -> None:
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt translate runs/my --input in.txt --output out.txt\n"
         "deepnmt translate runs/my --checkpoint best translate.beam=8 < in.txt\n"
-        "deepnmt translate runs/my --input in.txt --format jsonl translate.beam=5 translate.nbest=5",
+        "deepnmt translate runs/my --input in.txt --format jsonl translate.beam=5 translate.nbest=5\n"
+        "deepnmt translate runs/my --checkpoint best --checkpoint runs/other --input in.txt --output out.txt\n"
+        "deepnmt translate runs/my --input in.txt --prefix begin.txt --output out.txt",
     )
     add = parser.add_argument
     add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
@@ -419,33 +428,88 @@ def _translate(words: list[str]) -> None:
     add("--format", "--form", dest="form", default="text", choices=["text", "tsv", "jsonl"],
         help="text: the best translation of each line; tsv: line, rank, score and translation; jsonl: an object a "
         "line (default text)")
-    add("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
+    add("--prefix", metavar="FILE", help="what each translation begins with, tags included: a line for each line of "
+        "the input, empty where nothing is given")
+    add("--alignments", metavar="FILE", help="a file for the word alignments of the translations, as 0-0 1-2, from the "
+        "cross-attention of translate.alignment_layer; jsonl has them too")
+    add("--checkpoint", action="append", metavar="WHICH", help=_ENSEMBLE)
     args, recipe = parse(parser, words)
     settable(args, ["run", "model", "translate", "seed", "parallel.threads", "parallel.device"],
              "a trained model translates as it is")
-    checkpoint = _checkpoint(args.checkpoint, recipe)
+    checkpoints = _checkpoints(args.checkpoint, recipe)
     from deepnmt.decode.translate import translate_files
     from deepnmt.parallel.launch import processes
 
     with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
-        translate_files(Path(checkpoint or recipe.run), args.input, args.output, recipe.translate,
-                        output_format=args.form, seed=recipe.seed, ranks=ranks,
-                        expected=expected_model(args, recipe, checkpoint))
+        translate_files(checkpoints or recipe.run, args.input, args.output, recipe.translate, prefixes=args.prefix,
+                        alignments=args.alignments, output_format=args.form, seed=recipe.seed, ranks=ranks,
+                        expected=expected_model(args, recipe, checkpoints))
+
+
+def _score(words: list[str]) -> None:
+    """Tell how likely a model finds translations that you give it."""
+    parser = recipe_parser(
+        "score",
+        "Scores given translations: the log-probability (in nats) that the model gives to each, end of sentence\n"
+        "included. The mean over all tokens and the perplexity are printed at the end.\n\n"
+        "The input has a sentence a line and --translations names the file with their translations. Or each line of\n"
+        "the input is a sentence and any number of translations, separated by tabs. For lines with several, as in\n"
+        "contrastive test sets, the share of lines whose first is the likeliest is printed.\n\n"
+        "Reads a checkpoint of the run, and files or standard input. Writes a file or standard output.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt score runs/my --input in.txt --translations out.txt\n"
+        "deepnmt score runs/my --input in.txt --translations nbest.jsonl --format jsonl --pieces --top 5\n"
+        "deepnmt score runs/my --checkpoint best < contrastive.tsv",
+    )
+    add = parser.add_argument
+    add("--input", default="-", metavar="FILE", help="the sentences, with their translations if --translations is not "
+        "given; plain, .gz, .xz, .zst or .bz2 (default: standard input)")
+    add("--translations", metavar="FILE", help="a translation a line; or, where the name ends in .jsonl, what "
+        "deepnmt translate --format jsonl wrote, whose pieces are scored as they are")
+    add("--output", default="-", metavar="FILE", help="the file of the scores (default: standard output)")
+    add("--format", default="text", choices=["text", "tsv", "jsonl"],
+        help="text: the log-probabilities of a line's translations; tsv: line, number, log-probability, score and "
+        "translation; jsonl: an object a line (default text)")
+    add("--pieces", action="store_true", help="with tsv or jsonl: the log-probability of every subword piece")
+    add("--top", type=int, default=0, metavar="N", help="beside each piece, the N likeliest there (default 0)")
+    add("--checkpoint", action="append", metavar="WHICH", help=_ENSEMBLE)
+    args, recipe = parse(parser, words)
+    settable(args, ["run", "model", "translate", "parallel.threads", "parallel.device"],
+             "a trained model scores as it is")
+    if args.pieces and args.format == "text":
+        raise UserError("--pieces has no effect here because --format text holds a number for each translation; "
+                        "choose --format tsv or jsonl")
+    if args.top < 0 or (args.top and not args.pieces):
+        raise UserError(f"--top is {args.top}, must be 0 or more, and needs --pieces")
+    checkpoints = _checkpoints(args.checkpoint, recipe)
+    from deepnmt.decode.score import score_files
+    from deepnmt.parallel.launch import processes
+
+    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
+        score_files(checkpoints or recipe.run, args.input, args.translations, args.output, recipe.translate,
+                    output_format=args.format, pieces=args.pieces, top=args.top, ranks=ranks,
+                    expected=expected_model(args, recipe, checkpoints))
+
+
+_METRICS = ("bleu", "chrf", "ter", "chrf++", "flores101", "flores200")  # a copy of evaluate/metrics.py, `METRICS`
 
 
 def _evaluate(words: list[str]) -> None:
     """Score a model, or ready translations, with SacreBLEU."""
     parser = recipe_parser(
         "evaluate",
-        "Translates the recipe's test sets (or those of --test) and scores the result. With --hypotheses it scores\n"
-        "ready translations instead, and compares several systems. Scores are SacreBLEU's, each with its\n"
-        "signature.\n\n"
+        "Translates the recipe's test sets (or those of --test) and scores the result. Further runs are compared with\n"
+        "the first on its test sets. With --hypotheses it scores ready translations instead, and compares several\n"
+        "systems. Scores are SacreBLEU's, each with its signature; systems are compared by paired bootstrap.\n\n"
         "Reads a checkpoint of the run and the test sets. Prints a table and writes RUN/scores.json; scores of other\n"
-        "test sets, checkpoints or settings go into a file beside it.\n"
+        "test sets, checkpoints, runs or settings go into a file beside it. Sources, references and translations are\n"
+        "kept in a folder of the file's name, as NAME.src, NAME.ref and NAME.hyp.\n"
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt evaluate runs/my\n"
         "deepnmt evaluate runs/my --checkpoint best --test mine=test.en,test.de\n"
-        "deepnmt evaluate runs/my --hypotheses baseline=a.de --hypotheses ours=b.de",
+        "deepnmt evaluate runs/my --hypotheses baseline=a.de --hypotheses ours=b.de\n"
+        "deepnmt evaluate runs/my runs/other --checkpoint best --metric bleu --metric chrf++",
+        more="[RUN ...]",
     )
     add = parser.add_argument
     add("--test", action="append", metavar="SET",
@@ -454,24 +518,62 @@ def _evaluate(words: list[str]) -> None:
     add("--hypotheses", action="append", metavar="SYSTEM=FILE[,FILE...]",
         help="score these translations of the test sets, a file for each set; repeat it to compare systems with the "
         "first one by paired bootstrap")
-    add("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
+    add("--metric", action="append", choices=_METRICS, metavar="NAME",
+        help=f"{', '.join(_METRICS[:-1])} or {_METRICS[-1]}, the last two BLEU over FLORES's pieces, whose vocabulary "
+        "SacreBLEU downloads; repeat it for several (default: bleu, chrf and ter)")
+    add("--checkpoint", action="append", metavar="WHICH", help=_ENSEMBLE)
     add("--output", metavar="FILE", help="the JSON file of the scores (default: RUN/scores.json or one beside it)")
     args, recipe = parse(parser, words)
+    named = args.checkpoint or ["newest"]
+    if args.runs and (named[1:] or named[0] not in ("best", "newest", "averaged")):
+        raise UserError(f"--checkpoint {' '.join(args.checkpoint)} names checkpoints of one run, but "
+                        f"{1 + len(args.runs)} runs are given; take best, newest or averaged, which every run has")
     scored = ["run", "data.test", "data.src_lang", "data.trg_lang", "parallel.threads", "parallel.device"]
     if args.hypotheses:
         settable(args, scored, "ready translations are scored")
     else:
         settable(args, [*scored, "model", "translate", "seed"], "a trained model translates as it is")
-    checkpoint = _checkpoint(args.checkpoint, recipe)
+    checkpoints = _checkpoints(args.checkpoint, recipe)
     from deepnmt.evaluate.evaluate import evaluate_run
     from deepnmt.parallel.launch import processes
 
+    others = {}
+    for run in args.runs:
+        other = load_recipe(run, [f"run={json.dumps(run)}", *args.overrides])
+        others[_checkpoints(args.checkpoint, other)[0] if args.checkpoint else run] = other
     with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
-        table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoint=checkpoint,
-                             output=args.output, expected=expected_model(args, recipe, checkpoint),
+        table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoints=checkpoints,
+                             others=others, metrics=args.metric or _METRICS[:3], output=args.output,
+                             expected=expected_model(args, recipe, checkpoints),
                              ranks=ranks)
         if ranks.first:
             print(table)
+
+
+def _report(words: list[str]) -> None:
+    """Write a page about a run's scores and translations, or compare two runs."""
+    parser = recipe_parser(
+        "report",
+        "Writes a page about a run that was evaluated: its learning curve, its scores, the ten best and worst\n"
+        "sentences of each test set, and how it does on short and long sentences and on frequent and rare words. With\n"
+        "a second run it also shows where the two differ.\n\n"
+        "Reads RUN/scores.json and RUN/scores, which deepnmt evaluate writes, log.jsonl, and the training text, in\n"
+        "which words are counted. Writes RUN/report.html, one file that needs no network.",
+        "deepnmt report runs/my\n"
+        "deepnmt report runs/my runs/other --output comparison.html",
+        more="[RUN]",
+    )
+    add = parser.add_argument
+    add("--scores", default="scores.json", metavar="NAME", help="the file of scores in the run (default scores.json)")
+    add("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    args, recipe = parse(parser, words)
+    settable(args, ["run", "data"], "what was scored is shown as it is")
+    if len(args.runs) > 1:
+        raise UserError(f"report was given {1 + len(args.runs)} runs, but it compares two; give one or two")
+    from deepnmt.evaluate.report import write_report
+
+    others = [load_recipe(run, [f"run={json.dumps(run)}"]) for run in args.runs]
+    print(write_report([recipe, *others], args.scores, args.output or Path(recipe.run) / "report.html"))
 
 
 def _serve(words: list[str]) -> None:
@@ -782,7 +884,7 @@ _GROUPS: dict[str, dict[str, Command]] = {
     "From text to a score, in the order of use": {
         "get": _get, "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "status": _status,
         "average": _average,
-        "translate": _translate, "evaluate": _evaluate, "serve": _serve,
+        "translate": _translate, "score": _score, "evaluate": _evaluate, "report": _report, "serve": _serve,
     },
     "Examine a model, or convert it": {"diagnose": _diagnose, "export": _export, "import": _import, "fold": _fold,
                                       "consolidate": _consolidate},

@@ -614,8 +614,9 @@ class LossScale(Section):
 class Translate(Section):
     """The search for translations."""
 
-    method: Literal["beam", "greedy", "sample"] = "beam"  # decode/translate.py, `_search`
-    """How translations are searched for."""
+    method: Literal["beam", "greedy", "sample", "mbr"] = "beam"  # decode/translate.py, `_search`
+    """How translations are searched for; `mbr` takes of many samples the one with the highest mean chrF against all
+    of them (minimum Bayes risk)."""
     beam: Count = 5
     """Hypotheses kept per sentence."""
     length_penalty: Literal["none", "average", "gnmt"] = "average"
@@ -624,9 +625,21 @@ class Translate(Section):
     alpha: Annotated[float, Field(ge=0.0)] = 1.0
     """Strength of the length penalty."""
     temperature: Positive = 1.0
-    """Divides the logits before sampling; below 1 likely tokens become likelier (with sample only)."""
+    """Divides the logits before sampling; below 1 likely tokens become likelier (with sample or mbr)."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample only from this many of the likeliest tokens; 0: from all (with sample or mbr)."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Sample only from the likeliest tokens that together have this probability (with sample or mbr)."""
+    epsilon: Rate = 0.0
+    """Sample only tokens of at least this probability; the likeliest always may be (with sample or mbr)."""
+    samples: Count = 32
+    """Samples drawn for each sentence (with mbr)."""
+    unknown: bool = False
+    """Whether a translation may contain the unknown piece `<unk>`, which is written as ⁇."""
+    no_repeat_ngram: Annotated[int, Field(ge=0)] = 0
+    """No sequence of this many tokens comes twice in a translation; 0: any may."""
     nbest: Count = 1
-    """Translations per sentence; at most `beam` with beam, 1 with greedy."""
+    """Translations per sentence; at most `beam` with beam, `samples` with mbr, 1 with greedy."""
     finish: Literal["any", "best"] = "any"
     """Which hypotheses may end: `any` of those kept, or only those whose end is among the `beam` best extensions of
     the step; at the length limit `best` ends all with eos, where `any` also truncates (with beam only). fairseq's
@@ -642,17 +655,26 @@ class Translate(Section):
     """Tokens of output allowed beyond `max_ratio` × source tokens."""
     batch_tokens: Count = 4096
     """Size of a batch: its sentences times beams times its longest source; on a GPU take 65536."""
+    alignment_layer: Annotated[int, Field(ge=0)] = 0
+    """The decoder layer, counted from 1, whose cross-attention gives the alignments that `--alignments` asks for;
+    0: the last but one."""
+    ensemble: Literal["arithmetic", "geometric"] = "arithmetic"
+    """The mean of the models' probabilities where several checkpoints are given."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Number format of the weights; bf16 is faster on a GPU and on a CPU with AMX, and slower without."""
 
     def faults(self) -> Iterator[str]:
         if self.method == "beam" and self.nbest > self.beam:
             yield f"nbest ({self.nbest}) must not be above beam ({self.beam})"
+        if self.method == "mbr" and self.nbest > self.samples:
+            yield f"nbest ({self.nbest}) must not be above samples ({self.samples})"
         if self.method == "greedy" and self.nbest > 1:
-            yield f"nbest ({self.nbest}) needs method: beam or sample, but method is greedy; set nbest: 1"
-        if self.temperature != 1.0 and self.method != "sample":
-            yield (f"temperature ({self.temperature:g}) needs method: sample, but method is {self.method}; "
-                   "remove temperature, or set it to 1.0")
+            yield f"nbest ({self.nbest}) needs method: beam, sample or mbr, but method is greedy; set nbest: 1"
+        for name in ("temperature", "top_k", "top_p", "epsilon"):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default and self.method not in ("sample", "mbr"):
+                yield (f"{name} ({value:g}) needs method: sample or mbr, but method is {self.method}; "
+                       f"remove {name}, or set it to {default}")
         if self.finish == "best" and self.method != "beam":
             yield (f"finish (best) needs method: beam, but method is {self.method}; remove finish, or set it to any")
         if self.patience is not None and self.method != "beam":

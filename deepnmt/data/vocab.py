@@ -194,6 +194,15 @@ class Vocabulary:
             return [number]
         return [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in piece.encode()] if self._bytes else [UNK]
 
+    def to_pieces(self, ids: Sequence[int]) -> list[str]:
+        """The pieces of `ids`, as SentencePiece writes them."""
+        return [self._processor.id_to_piece(int(i)) for i in ids]
+
+    def to_ids(self, pieces: Sequence[str]) -> list[int] | None:
+        """The ids of pieces; None if the vocabulary has not all of them."""
+        ids = [self._processor.piece_to_id(piece) for piece in pieces]
+        return ids if self.to_pieces(ids) == list(pieces) else None
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bos, eos and pad are skipped."""
         return self._processor.decode([int(i) for i in ids])

@@ -1,10 +1,12 @@
-"""What the search computes with: length penalties, and the log-probabilities of the best next tokens.
+"""What the search computes with: length penalties, rules on next tokens, and the best of them.
 
-`R` rows (hypotheses), `V` vocabulary, `C` candidates kept for each row.
+`B` sentences, `b` of them not done yet, `K` hypotheses of each, `R` rows (all hypotheses), `M` largest length limit,
+`V` vocabulary, `C` candidates kept for each row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from deepnmt.tokens import BOS, EOS, PAD
 
-FORBIDDEN = (BOS, PAD)  # tokens that no hypothesis may contain
+FORBIDDEN = (BOS, PAD)  # tokens that no hypothesis may ever contain
 
 BLOCK = 16  # logits in a block of `best_entries`: the fastest of 8 … 64 on a CPU at V = 8,000
 
@@ -38,6 +40,59 @@ class LengthPenalty:
         if self.name == "none":
             return 1.0
         return float(length if self.name == "average" else (5 + length) / 6) ** self.alpha
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What hypotheses must keep to, whatever the model's probabilities.
+
+    Rules only narrow the choice of the next token. The log-probability of what is chosen, or given, stays the model's,
+    from the softmax over the whole vocabulary.
+
+    Attributes:
+        barred: tokens that are not chosen, besides bos and pad. A prefix may contain them.
+        min_length: fewest tokens before eos, if the limit allows.
+        no_repeat: no sequence of so many tokens is chosen twice in a hypothesis; 0: any may be.
+        prefixes: what hypotheses begin with, int64 [B, P], pad behind the shorter ones; None: nothing is given.
+    """
+
+    barred: tuple[int, ...] = ()
+    min_length: int = 0
+    no_repeat: int = 0
+    prefixes: Tensor | None = None
+
+    @property
+    def never(self) -> list[int]:
+        """All tokens that are not chosen."""
+        return [*FORBIDDEN, *self.barred]
+
+    def given(self, sentences: Tensor, length: int) -> Tensor | None:
+        """The prefixes' token number `length` (from 1) of sentences [b]: [b], pad behind a prefix; None behind all."""
+        if self.prefixes is None or length > self.prefixes.size(1):
+            return None
+        return self.prefixes[sentences, length - 1]
+
+    def bar_repeats(self, logits: Tensor, tokens: Tensor, length: int) -> Tensor | None:
+        """Sets logits [b·K, V] to -inf for tokens number `length` that would repeat a sequence of `no_repeat` tokens.
+
+        Args:
+            tokens: [b, K, M], of which `length` - 1 are chosen.
+
+        Returns:
+            The rows' log Σ exp before that [b·K]; None if nothing can repeat.
+        """
+        n = self.no_repeat
+        if not n or length <= n:
+            return None
+        norms = log_normalisers(logits)
+        windows = tokens.flatten(0, 1)[:, : length - 1].unfold(1, n, 1)  # [b·K, length - n, n]
+        latest = tokens.flatten(0, 1)[:, None, length - n : length - 1]
+        repeats = (windows[:, :, :-1] == latest).all(2) & (windows[:, :, -1] != EOS)  # behind eos all may repeat
+        logits.scatter_(1, torch.where(repeats, windows[:, :, -1], PAD), -torch.inf)
+        return norms
+
+
+NO_RULES = Rules()
 
 
 def best_entries(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -71,27 +126,38 @@ def log_normalisers(logits: Tensor) -> Tensor:
     return torch.cat([part.float().logsumexp(1) for part in _row_groups(logits)])
 
 
-def best_extensions(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def best_extensions(
+    logits: Tensor, count: int, never: Sequence[int] = FORBIDDEN, norms: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The best next tokens of each hypothesis.
 
     Args:
         logits: [R, V] of any float type; overwritten.
         count: C, at most V.
+        never: tokens that are not among the best.
+        norms: the rows' log Σ exp, fp32 [R]; None: of these logits.
 
     Returns:
-        The log-probabilities [R, C] of the best tokens other than bos, eos and pad; these tokens [R, C]; and the
+        The log-probabilities [R, C] of the best tokens other than eos and `never`; these tokens [R, C]; and the
         log-probability [R] of eos. Log-probabilities are fp32, from the softmax over the whole vocabulary.
     """
-    parts = [_best_extensions(part.float(), count) for part in _row_groups(logits)]
+    groups = _row_groups(logits)
+    normed = [None] * len(groups) if norms is None else norms.split([len(part) for part in groups])
+    parts = [_best_extensions(part.float(), count, [EOS, *never], norm)
+             for part, norm in zip(groups, normed, strict=True)]
     values, tokens, ends = (torch.cat(column) for column in zip(*parts, strict=True))
     return values, tokens, ends
 
 
-def _best_extensions(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`best_extensions` for one group of rows, fp32."""
-    special = logits[:, [EOS, *FORBIDDEN]]
-    logits[:, [EOS, *FORBIDDEN]] = -torch.inf
+def _best_extensions(
+    logits: Tensor, count: int, apart: Sequence[int], norms: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`best_extensions` for one group of rows, fp32; `apart`: eos, and the tokens that are not among the best."""
+    special = logits[:, apart]
+    logits[:, apart] = -torch.inf
     values, tokens = best_entries(logits, count)
+    if norms is not None:
+        return values - norms[:, None], tokens, special[:, 0] - norms
     largest = torch.maximum(values[:, 0], special.amax(1))[:, None]  # subtracted, so that exp does not overflow
     total = logits.sub_(largest).exp_().sum(1, keepdim=True) + (special - largest).exp_().sum(1, keepdim=True)
     norm = largest + total.log_()

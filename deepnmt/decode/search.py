@@ -12,17 +12,17 @@ at n (`next_tokens.LengthPenalty`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepnmt.decode.next_tokens import FORBIDDEN, LengthPenalty, best_extensions, log_normalisers
+from deepnmt.decode.next_tokens import NO_RULES, LengthPenalty, Rules, best_extensions, log_normalisers
 from deepnmt.decode.steppers import Stepper
 from deepnmt.errors import UserError
-from deepnmt.tokens import BOS, EOS
+from deepnmt.tokens import BOS, EOS, PAD
 
 # Sentences that are done are removed from the batch once they are this share of it.
 COMPACT_AT = 0.125
@@ -80,6 +80,24 @@ class _Finished:
         ]
 
 
+class _Place(NamedTuple):
+    """Where the hypotheses of b sentences grow by a token.
+
+    Attributes:
+        sentences: [b].
+        sums: [b, K] their log-probabilities so far.
+        length: their new length.
+        may_end: [b] whether that token may be eos; None: it may in all.
+        norms: [b·K] log Σ exp of the logits, if some of these were barred.
+    """
+
+    sentences: Tensor
+    sums: Tensor
+    length: int
+    may_end: Tensor | None
+    norms: Tensor | None
+
+
 class _Step(NamedTuple):
     """The result of one step for the K live hypotheses of b sentences. A log-probability of -inf means no hypothesis.
 
@@ -97,9 +115,8 @@ class _Step(NamedTuple):
 
 
 def _grow_hypotheses(
-    stepper: Stepper, limits: Tensor, sums: Tensor, keep: int, penalty: LengthPenalty,
-    extend: Callable[[Tensor, Tensor, Tensor, int], _Step], is_done: Callable[[Tensor, _Step, Tensor], Tensor],
-    barred: Sequence[int],
+    stepper: Stepper, limits: Tensor, sums: Tensor, keep: int, penalty: LengthPenalty, rules: Rules,
+    extend: Callable[[Tensor, _Place], _Step], is_done: Callable[[Tensor, _Step, Tensor], Tensor],
 ) -> list[list[Candidate]]:
     """Grows hypotheses token by token until every sentence is done; those that reach their limit are truncated.
 
@@ -109,10 +126,10 @@ def _grow_hypotheses(
         sums: [B, K] initial log-probabilities.
         keep: N.
         penalty: for the score.
-        extend: makes a step, from logits [b·K, V], sentences [b], log-probabilities [b, K] and the new length.
+        rules: on the next tokens.
+        extend: makes a step, from logits [b·K, V] at a place.
         is_done: which sentences [b] are done, from their indices [b], their step, and the scores [b] that another
             hypothesis must beat to be among the N best.
-        barred: tokens that no hypothesis may contain, as if the model gave them no probability.
     """
     device, longest = limits.device, int(limits.max())
     finished = _Finished(len(limits), keep, longest, device)
@@ -120,18 +137,25 @@ def _grow_hypotheses(
     tokens = torch.zeros(*sums.shape, longest, dtype=torch.int64, device=device)
     last = torch.full((sums.numel(),), BOS, device=device)
     for length in range(1, longest + 1):
-        # All search methods pass here. To force tokens (a given prefix), set the other logits [b·K, V] of token number
-        # `length` of these sentences [b] to -inf.
-        logits = stepper.step(last)
-        if barred:
-            logits[:, barred] = -torch.inf
-        step = extend(logits, sentences, sums, length)
+        # All search methods pass here, so rules on tokens are kept here.
+        logits, at_limit = stepper.step(last), limits[sentences] == length
+        given, may_end = rules.given(sentences, length), None
+        if length <= rules.min_length:
+            may_end = at_limit
+        if given is not None:
+            may_end = given == PAD if may_end is None else may_end & (given == PAD)
+            forced = sums + _log_probs(logits, given.repeat_interleave(sums.size(1))).view_as(sums)
+        step = extend(logits, _Place(sentences, sums, length, may_end, rules.bar_repeats(logits, tokens, length)))
+        if given is not None:
+            here = (given != PAD)[:, None]
+            step = step._replace(
+                live=torch.where(here, forced, step.live), nexts=torch.where(here, given[:, None], step.nexts),
+                parents=None if step.parents is None else torch.where(here, order, step.parents))
         divisor, parents, sums = penalty.divisor(length), step.parents, step.live
         finished.add(sentences, step.ended, tokens, length - 1, divisor, ended=True)
         if parents is not None:
             tokens = tokens.gather(1, parents[:, :, None].expand_as(tokens))
         tokens[:, :, length - 1] = step.nexts
-        at_limit = limits[sentences] == length
         if bool(at_limit.any()):
             truncated = sums.masked_fill(~at_limit[:, None], -torch.inf)
             finished.add(sentences, truncated, tokens, length, divisor, ended=False)
@@ -152,6 +176,11 @@ def _grow_hypotheses(
     return finished.candidates()
 
 
+def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probabilities of tokens [R], one for each row of logits [R, V], fp32."""
+    return logits.gather(1, tokens[:, None]).squeeze(1).float() - log_normalisers(logits)
+
+
 def _compacted(done: Tensor) -> Tensor:
     """The indices [b'] of the sentences that are not done [b]. Most keep their place; those from b' on fill gaps."""
     stay = (~done).nonzero().squeeze(1)
@@ -162,7 +191,7 @@ def _compacted(done: Tensor) -> Tensor:
 
 def beam_search(
     stepper: Stepper, limits: Tensor, beams: int, nbest: int, penalty: LengthPenalty, patience: float | None = None,
-    finish: Literal["any", "best"] = "any", min_length: int = 0, barred: Sequence[int] = (),
+    finish: Literal["any", "best"] = "any", rules: Rules = NO_RULES,
 ) -> list[list[Candidate]]:
     """Beam search: the best `nbest` hypotheses of each sentence, best first.
 
@@ -176,10 +205,10 @@ def beam_search(
     K highest of all extensions, eos included (Kasai et al. 2022, A Call for Clarity in Beam Search). That is faster,
     but may miss a better hypothesis.
 
-    With `finish: best` only those hypotheses end, with `patience` no more than `patience`·K of a sentence, the likelier
-    first. At the limit all live ones end with eos and none is truncated. With `patience` 1 and `min_length` 1 that is
-    the search of fairseq (Ott et al. 2019): first come, first served. Without `finish: best`, `patience` 1 stops when
-    that search does, but the hypotheses to choose from are more.
+    With `finish: best` only those hypotheses end, with `patience` no more than `patience`·K of a sentence, the
+    likelier first. At the limit all live ones end with eos and none is truncated. With `patience` 1 and a least length
+    of 1 that is the search of fairseq (Ott et al. 2019): first come, first served. Without `finish: best`, `patience` 1
+    stops when that search does, but the hypotheses to choose from are more.
 
     Args:
         stepper: B·`beams` rows, at position 0.
@@ -189,8 +218,7 @@ def beam_search(
         penalty: for the score.
         patience: > 0; None: search until no better hypothesis is possible.
         finish: which hypotheses may end.
-        min_length: fewest tokens before eos, if the limit allows.
-        barred: tokens that no hypothesis may contain.
+        rules: on the next tokens.
     """
     device = limits.device
     counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses that ended among the K best
@@ -199,12 +227,13 @@ def beam_search(
     start = torch.full((len(limits), beams), -torch.inf, device=device)
     start[:, 0] = 0.0  # all beams start equal, so only one is used
 
-    def extend(logits: Tensor, sentences: Tensor, sums: Tensor, length: int) -> _Step:
-        log_probs, nexts, ends = best_extensions(logits, min(beams, logits.size(1)))
+    def extend(logits: Tensor, place: _Place) -> _Step:
+        sentences, sums, length, may_end, norms = place
+        log_probs, nexts, ends = best_extensions(logits, min(beams, logits.size(1)), rules.never, norms)
         live, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
         ended, at_limit = sums + ends.view_as(sums), (limits[sentences] == length)[:, None]
-        if length <= min_length:
-            ended = ended.masked_fill(~at_limit, -torch.inf)
+        if may_end is not None:
+            ended = ended.masked_fill(~may_end[:, None], -torch.inf)
         if finish == "best":
             live = live.masked_fill(at_limit, -torch.inf)
         if finish == "best" or patience is not None:
@@ -220,7 +249,7 @@ def beam_search(
     def is_done(sentences: Tensor, step: _Step, worst: Tensor) -> Tensor:
         return (step.live[:, 0] / last_divisors[sentences] <= worst) | (counts[sentences] >= most)
 
-    return _grow_hypotheses(stepper, limits, start, nbest, penalty, extend, is_done, barred)
+    return _grow_hypotheses(stepper, limits, start, nbest, penalty, rules, extend, is_done)
 
 
 # Chooses the next tokens [b·K], from logits [b·K, V] (-inf: forbidden), sentences [b] and the step, from 0.
@@ -232,27 +261,45 @@ def choose_greedily(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
     return logits.argmax(1)
 
 
-def make_sampler(uniforms: Tensor, temperature: float) -> ChooseToken:
-    """Samples from softmax(logits / temperature), by inverting its cumulative distribution.
+def make_sampler(
+    uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, epsilon: float = 0.0
+) -> ChooseToken:
+    """Samples from p = softmax(logits / temperature), by inverting its cumulative distribution.
+
+    A token is left out if any of the limits on p leaves it out; the likeliest never is.
 
     Args:
         uniforms: fp32 numbers in [0, 1), one for each sentence, sample and step [B, K, M]. They are the only
             randomness, so a sentence's samples do not depend on its batch.
         temperature: below 1 makes likely tokens more likely.
+        top_k: only the k likeliest (Fan et al. 2018, Hierarchical Neural Story Generation); 0: all.
+        top_p: only the likeliest that together have this probability (Holtzman et al. 2020, The Curious Case of Neural
+            Text Degeneration).
+        epsilon: only those of at least this probability (Hewitt et al. 2022, Truncation Sampling as Language Model
+            Desmoothing).
     """
 
     def sample(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
         # In float64 an fp32 number below 1 times the total is below the total, so the index is always in range.
-        mass = (logits.double() / temperature).softmax(1).cumsum(1)
+        p = (logits.double() / temperature).softmax(1)
+        least = p.amax(1, keepdim=True).clamp_max(epsilon) if epsilon else None
+        if top_k or top_p < 1.0:
+            likeliest, tokens = p.sort(dim=1, descending=True, stable=True)
+            likeliest[:, top_k or p.size(1):] = 0.0
+            likeliest[likeliest.cumsum(1) - likeliest >= top_p] = 0.0
+            p = torch.zeros_like(p).scatter_(1, tokens, likeliest)
+        if least is not None:
+            p[p < least] = 0.0
+        mass = p.cumsum(1)
         points = uniforms[sentences, :, step].double().view(-1, 1) * mass[:, -1:]
-        return torch.searchsorted(mass, points, right=True).squeeze(1)
+        # A row whose tokens are all barred gets the last, which has no probability either.
+        return torch.searchsorted(mass, points, right=True).squeeze(1).clamp_max(p.size(1) - 1)
 
     return sample
 
 
 def decode_independently(
-    stepper: Stepper, limits: Tensor, count: int, choose: ChooseToken, penalty: LengthPenalty, min_length: int = 0,
-    barred: Sequence[int] = (),
+    stepper: Stepper, limits: Tensor, count: int, choose: ChooseToken, penalty: LengthPenalty, rules: Rules = NO_RULES,
 ) -> list[list[Candidate]]:
     """`count` hypotheses of each sentence, each extended independently until eos or the limit; best first.
 
@@ -265,20 +312,21 @@ def decode_independently(
         count: K.
         choose: chooses the next tokens.
         penalty: for the score.
-        min_length: fewest tokens before eos, if the limit allows.
-        barred: tokens that no hypothesis may contain.
+        rules: on the next tokens.
     """
 
-    def extend(logits: Tensor, sentences: Tensor, sums: Tensor, length: int) -> _Step:
-        logits = logits.float()
-        norm = log_normalisers(logits)
-        logits[:, [*FORBIDDEN, EOS] if length <= min_length else FORBIDDEN] = -torch.inf
-        chosen = choose(logits, sentences, length - 1)
+    def extend(logits: Tensor, place: _Place) -> _Step:
+        sums, may_end, logits = place.sums, place.may_end, logits.float()
+        norm = log_normalisers(logits) if place.norms is None else place.norms
+        logits[:, rules.never] = -torch.inf
+        if may_end is not None:
+            logits[:, EOS].masked_fill_(~may_end.repeat_interleave(count), -torch.inf)
+        chosen = choose(logits, place.sentences, place.length - 1)
         sums = sums + (logits.gather(1, chosen[:, None]).squeeze(1) - norm).view_as(sums)
         nexts = chosen.view_as(sums)
         eos = nexts == EOS
         return _Step(sums.masked_fill(~eos, -torch.inf), sums.masked_fill(eos, -torch.inf), nexts, None)
 
     start = torch.zeros(len(limits), count, device=limits.device)
-    return _grow_hypotheses(stepper, limits, start, count, penalty, extend,
-                            lambda _, step, __: (step.live == -torch.inf).all(1), barred)
+    return _grow_hypotheses(stepper, limits, start, count, penalty, rules, extend,
+                            lambda _, step, __: (step.live == -torch.inf).all(1))

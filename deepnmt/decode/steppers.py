@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from deepnmt.model.transformer import Transformer
+from deepnmt.tokens import PAD
 
 
 class Stepper(Protocol):
@@ -30,6 +31,8 @@ class Stepper(Protocol):
     def select(self, sentences: Tensor) -> None:
         """Keeps only these sentences [B'], with all their hypotheses, in this order."""
 
+
+Mean = Literal["arithmetic", "geometric"]  # of the probabilities of several models
 
 MakeStepper = Callable[[Transformer, Tensor, Tensor, int, int], Stepper]
 
@@ -88,3 +91,57 @@ class RecomputingStepper:
     def select(self, sentences: Tensor) -> None:
         rows = (sentences[:, None] * self._beams + torch.arange(self._beams, device=sentences.device)).flatten()
         self._memory, self._lengths, self._prefixes = self._memory[rows], self._lengths[rows], self._prefixes[rows]
+
+
+class Ensemble:
+    """Several models that extend the same hypotheses, each with a cache: `mean_logits` of their logits.
+
+    Takes the arguments of `CachedStepper`; `others` are further models, `mean` is that of `mean_logits`.
+    """
+
+    def __init__(
+        self, model: Transformer, src: Tensor, src_lengths: Tensor, beams: int, max_steps: int,
+        others: Sequence[Transformer], mean: Mean,
+    ) -> None:
+        self._members = [CachedStepper(each, src, src_lengths, beams, max_steps) for each in (model, *others)]
+        self._mean = mean
+
+    def step(self, tokens: Tensor) -> Tensor:
+        return mean_logits([member.step(tokens) for member in self._members], self._mean)
+
+    def reorder(self, rows: Tensor) -> None:
+        for member in self._members:
+            member.reorder(rows)
+
+    def select(self, sentences: Tensor) -> None:
+        for member in self._members:
+            member.select(sentences)
+
+
+def mean_logits(logits: Sequence[Tensor], mean: Mean) -> Tensor:
+    """Logits [R, V] whose softmax is the mean of several models' probabilities.
+
+    They are the first model's plus a term that is exactly 0 where all models agree. So an ensemble of a model with
+    itself is that model, to the last bit.
+
+    Args:
+        logits: [R, V] of each model, at least one.
+        mean: arithmetic: of the probabilities; geometric: of the logits, so of the log-probabilities.
+    """
+    first = logits[0]
+    if len(logits) == 1:
+        return first
+    first = first.float()
+    offsets = [torch.zeros_like(first)]  # log-probabilities less those of the first model
+    for other in logits[1:]:
+        offset = other.float() - first
+        if mean == "arithmetic":
+            offset -= other.float().logsumexp(1, keepdim=True) - first.logsumexp(1, keepdim=True)
+        offsets.append(offset)
+    if mean == "geometric":
+        shift = torch.stack(offsets).mean(0)
+    else:
+        highest = torch.stack(offsets).amax(0)
+        shift = highest + torch.stack([(offset - highest).exp() for offset in offsets]).mean(0).log()
+    shift[:, PAD] = 0.0  # -inf less -inf
+    return first + shift

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import json
 import logging
 import os
@@ -16,22 +15,25 @@ import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from deepnmt import config
-from deepnmt.checkpoint.average import warn_if_outdated
-from deepnmt.checkpoint.checkpoint import LoadedModel, load_model, require_model
 from deepnmt.data.text import arriving_lines, read_lines
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.next_tokens import LengthPenalty
+from deepnmt.decode.align import Links, align, alignment_layer, pharaoh
+from deepnmt.decode.mbr import expected_chrf
+from deepnmt.decode.models import Folders, load_models, max_length
+from deepnmt.decode.next_tokens import LengthPenalty, Rules
 from deepnmt.decode.search import Candidate, beam_search, choose_greedily, decode_independently, make_sampler
+from deepnmt.decode.sharing import share
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
 from deepnmt.device import free_memory, release
 from deepnmt.errors import UserError
@@ -40,9 +42,7 @@ from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.ranks import Ranks
-from deepnmt.tokens import EOS, PAD
-
-CHUNK = 10_000  # lines held in memory: they are sorted by length, translated, and written together
+from deepnmt.tokens import BOS, EOS, PAD, UNK
 
 OutputFormat = Literal["text", "tsv", "jsonl"]
 
@@ -51,83 +51,166 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A translation: detokenised text on one line; its score (log-probability over length penalty); its number of
-    tokens, without eos; whether it `ended` with eos or was truncated at the length limit."""
+    """A translation: detokenised text on one line; its score (log-probability over length penalty; with the method mbr
+    the mean chrF against all samples); its number of tokens, without eos; whether it `ended` with eos or was truncated
+    at the length limit; its subword pieces; and the pairs of aligned words, where they were asked for."""
 
     text: str
     score: float
     log_prob: float
     tokens: int
     ended: bool
+    pieces: list[str] = field(default_factory=list)
+    alignment: Links | None = None
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------
 
 
 def translate_files(
-    folder: Path,
+    folders: Folders,
     source: str,
     target: str,
     settings: config.Translate,
     *,
+    prefixes: str | None = None,
+    alignments: str | None = None,
     output_format: OutputFormat = "text",
     seed: int = 1,
     ranks: Ranks | None = None,
-    stepper: MakeStepper = CachedStepper,
+    stepper: MakeStepper | None = None,
     expected: config.Model | None = None,
 ) -> int:
     """Translates a file with the model of a checkpoint or run folder, and returns how many lines it wrote.
 
     Args:
-        folder: as for `checkpoint.load_model`.
+        folders: as for `checkpoint.load_model`; several make an ensemble.
         source: UTF-8 text, plain or .gz; "-" is standard input (with one process only). Lines of a pipe or a terminal
             are translated as they arrive.
         target: the output file, which appears when it is complete; "-" is standard output.
         settings: of the search.
+        prefixes: a file with the beginning of each translation, empty lines where nothing is given.
+        alignments: a file to write, with the word alignment of each line's best translation.
         output_format: see `format_hypotheses`.
         seed: of sampling.
         ranks: several processes, see `translate_shards`; by default this one, on the CPU. Rank 0 writes and reports
             progress.
-        stepper: the way to compute the next logits.
+        stepper: the way to compute the next logits; by default that of the model or ensemble.
         expected: the model that the checkpoint must hold; None: any.
 
     Raises:
         UserError: a file cannot be read or written, or is not UTF-8; `output_format` has no room for the n-best list;
-            the model is not the one `expected`.
+            the prefixes are not as many as the lines; the model is not the one `expected`.
     """
     ranks = ranks or Ranks.alone()
     if output_format == "text" and settings.nbest > 1:
         raise UserError(f"translate.nbest is {settings.nbest}, but the format text holds one translation a line; "
                         "choose the format tsv or jsonl, or set translate.nbest=1")
-    if source == "-" and ranks.world > 1:
+    lines_out = check_files([source, *([prefixes] if prefixes else [])], target, ranks)
+    if alignments == target:
+        raise UserError(f"alignments and translations would go into the same file, {target}; give a file for each")
+    links_out = check_files([source], alignments, ranks) if alignments else None
+    models = load_models(folders, settings, ranks, expected)
+    arriving = source == "-" and not prefixes and _is_pipe(sys.stdin)
+    texts: Iterable[Iterable[str]] = [read_text(source)]
+    if arriving:
+        texts = arriving_lines(sys.stdin.fileno(), "standard input")
+    begins = None
+    if prefixes is not None:
+        texts = [lines := list(read_text(source))]
+        begins = in_step(lines, read_text(prefixes), source, prefixes)
+    with counted("{:,} lines translated", ranks) as progress, ExitStack() as stack:
+        links = stack.enter_context(open_output(links_out)) if alignments and ranks.first else None
+
+        def formatted() -> Iterator[str]:
+            number = 0
+            for text in texts:
+                for hypotheses in translate_shards(
+                        models.all[0], models.vocabs, text, settings, ranks, prefixes=begins, seed=seed, start=number,
+                        stepper=stepper or models.stepper, aligned=bool(alignments), progress=progress):
+                    number += 1
+                    if links is not None:
+                        links.write(pharaoh(hypotheses[0].alignment or []) + "\n")
+                    yield format_hypotheses(number, hypotheses, output_format)
+
+        return write_lines(lines_out, ranks, formatted(), at_once=arriving)
+
+
+def check_files(sources: Sequence[str], target: str, ranks: Ranks) -> Path | None:
+    """Refuses input files that are not there, or that the output would overwrite.
+
+    Args:
+        sources: file names; "-" is standard input.
+        target: the output file; "-" is standard output.
+
+    Returns:
+        The output file, None for standard output.
+
+    Raises:
+        UserError: the files cannot be used.
+    """
+    if "-" in sources and ranks.world > 1:
         raise UserError(f"standard input reaches one process only, but {ranks.world} were started; give an input file, "
                         "or start one process")
-    lines_in, lines_out = (None if name == "-" else Path(name) for name in (source, target))
-    if lines_in is not None and not lines_in.is_file():
-        raise UserError(f"there is no input file {lines_in}; give an existing text or .gz file, or - for standard "
-                        "input")
-    if lines_in is not None and lines_out is not None and lines_out.exists() and lines_out.samefile(lines_in):
-        raise UserError(f"output {lines_out} is the input file itself; give another output file")
-    if lines_out is not None and lines_out.is_dir():
-        raise UserError(f"output {lines_out} is a folder; give the name of a file in it")
-    loaded = load_for_search(folder, settings, ranks, expected)
-    begin = time.perf_counter()
-    written = 0
-    arriving = lines_in is None and _is_pipe(sys.stdin)
-    texts = arriving_lines(sys.stdin.fileno(), "standard input") if arriving else [read_lines(lines_in)]
-    with (show_progress("{:,} lines translated", unit=" lines", leave=False) as progress,
-          open_output(lines_out if ranks.first else Path(os.devnull)) as out):
-        for text in texts:
-            for hypotheses in translate_shards(loaded.model, loaded.vocabs, text, settings, ranks, seed=seed,
-                                               stepper=stepper, start=written,
-                                               progress=progress if ranks.first else no_progress):
-                written += 1
-                out.write(format_hypotheses(written, hypotheses, output_format))
-            out.flush()
+    if sources.count("-") > 1:
+        raise UserError("two inputs are standard input; give a file for one of them")
+    out = None if target == "-" else Path(target)
+    for file in (Path(source) for source in sources if source != "-"):
+        if not file.is_file():
+            raise UserError(f"there is no input file {file}; give an existing text or .gz file, or - for standard "
+                            "input")
+        if out is not None and out.exists() and out.samefile(file):
+            raise UserError(f"output {out} is the input file itself; give another output file")
+    if out is not None and out.is_dir():
+        raise UserError(f"output {out} is a folder; give the name of a file in it")
+    return out
+
+
+def read_text(name: str) -> Iterator[str]:
+    """The lines of a file, or of standard input ("-")."""
+    return read_lines(None if name == "-" else Path(name))
+
+
+def in_step(lines: Sequence[str], others: Iterable[str], name: str, other: str) -> list[str]:
+    """The lines of another text, as many as `lines`. Raises `UserError` if they are not."""
+    found = list(others)
+    if len(found) != len(lines):
+        raise UserError(f"{name} has {len(lines)} lines and {other} has {len(found)}; line N of one must belong to "
+                        "line N of the other, so give files of equal length")
+    return found
+
+
+@contextmanager
+def counted(line: str, ranks: Ranks) -> Iterator[Progress]:
+    """Progress over lines, which rank 0 reports; at the end it says how fast they were."""
+    begin, done = time.perf_counter(), 0
+    with show_progress(line, unit=" lines", leave=False) as show:
+
+        def report(count: int) -> None:
+            nonlocal done
+            done = count
+            show(count)
+
+        yield report if ranks.first else no_progress
+    if ranks.first:
+        seconds = time.perf_counter() - begin
+        print_status(f"{done:,} lines in {seconds:.1f} s: {done / seconds:.1f} lines/s")
+
+
+def write_lines(target: Path | None, ranks: Ranks, lines: Iterator[str], at_once: bool = False) -> int:
+    """Writes what rank 0 gets, with line ends, one element a line of input; returns their number, 0 on other ranks.
+
+    `at_once`: a reader may be waiting for every line.
+    """
     if not ranks.first:
-        return 0
-    seconds = time.perf_counter() - begin
-    print_status(f"{written:,} lines in {seconds:.1f} s: {written / seconds:.1f} lines/s")
+        return sum(1 for _ in lines)  # none
+    written = 0
+    with open_output(target) as out:
+        for line in lines:
+            written += 1
+            out.write(line)
+            if at_once:
+                out.flush()
     return written
 
 
@@ -137,30 +220,6 @@ def _is_pipe(stream: TextIO) -> bool:
         return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError):
         return False
-
-
-def load_for_search(
-    folder: Path, settings: config.Translate, ranks: Ranks, expected: config.Model | None
-) -> LoadedModel:
-    """Loads a model in the precision and on the device of a search; rank 0 warns of an outdated average.
-
-    Raises:
-        UserError: see `load_model`; the model is not the one `expected`.
-    """
-    loaded = load_model(folder)
-    require_model(loaded.folder, expected)
-    if ranks.first:
-        warn_if_outdated(loaded.folder)
-    cast_weights(loaded.model, settings.precision).to(ranks.device)
-    return loaded
-
-
-def cast_weights(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
-    """Casts the model's weights in place and returns it. The position table stays fp32."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
 
 
 @contextmanager
@@ -202,7 +261,8 @@ def format_hypotheses(number: int, hypotheses: Sequence[Hypothesis], output_form
         return hypotheses[0].text + "\n"
     if output_format == "tsv":
         return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
-    return json.dumps({"line": number, "hypotheses": [asdict(h) for h in hypotheses]}, ensure_ascii=False) + "\n"
+    found = [{name: value for name, value in asdict(h).items() if value is not None} for h in hypotheses]
+    return json.dumps({"line": number, "hypotheses": found}, ensure_ascii=False) + "\n"
 
 
 # -- any number of lines, on any number of processes -------------------------------------------------------------------
@@ -215,34 +275,26 @@ def translate_shards(
     settings: config.Translate,
     ranks: Ranks,
     *,
+    prefixes: Iterable[str] | None = None,
     seed: int = 1,
     stepper: MakeStepper = CachedStepper,
+    aligned: bool = False,
     progress: Progress = no_progress,
     warn: bool = True,
     start: int = 0,
 ) -> Iterator[list[Hypothesis]]:
-    """`translate_lines` for any number of lines, shared among processes. Yields every line's hypotheses in order on
-    rank 0, nothing on other ranks. Collective: all processes pass the same `lines` and exhaust the iterator.
+    """`translate_lines` for any number of lines, shared among processes (see `sharing.share`). Yields every line's
+    hypotheses in order on rank 0, nothing on other ranks. `start`: lines translated before these."""
 
-    Works in chunks of `CHUNK` lines. Each process takes every `world`-th line of a chunk in order of length, so that
-    all finish at about the same time; `progress` assumes that the others are as far as this process. Results are
-    gathered as JSON; nothing is unpickled. `start`: lines translated before these.
-    """
-    stream = iter(lines)
-    while chunk := list(itertools.islice(stream, CHUNK)):
-        mine = sorted(range(len(chunk)), key=lambda i: (-len(chunk[i]), i))[ranks.rank :: ranks.world]
-        translated = translate_lines(
-            model, vocabs, [chunk[i] for i in mine], settings, seed=seed, numbers=[start + i + 1 for i in mine],
-            stepper=stepper, warn=warn,
-            progress=lambda own: progress(start + min(len(chunk), own * ranks.world)),  # noqa: B023 (called here only)
-        )
-        shard = [[i, [list(asdict(h).values()) for h in best]] for i, best in zip(mine, translated, strict=True)]
-        shards = ranks.gather_bytes(json.dumps(shard).encode())
-        start += len(chunk)
-        if shards is not None:
-            whole = {i: [Hypothesis(*h) for h in best] for part in shards for i, best in json.loads(part)}
-            yield from (whole[i] for i in range(len(chunk)))
-            progress(start)
+    def work(items: list[tuple[str, str]], numbers: list[int], progress: Progress) -> list[list[list[object]]]:
+        texts, begins = [text for text, _ in items], [begin for _, begin in items]
+        translated = translate_lines(model, vocabs, texts, settings, prefixes=begins, seed=seed, numbers=numbers,
+                                     stepper=stepper, aligned=aligned, progress=progress, warn=warn)
+        return [[list(asdict(h).values()) for h in best] for best in translated]
+
+    items = ((line, "") for line in lines) if prefixes is None else zip(lines, prefixes, strict=True)
+    for best in share(items, lambda item: len(item[0]), work, ranks, progress, start):
+        yield [Hypothesis(*h) for h in best]
 
 
 def translate_lines(
@@ -251,9 +303,11 @@ def translate_lines(
     lines: Iterable[str],
     settings: config.Translate,
     *,
+    prefixes: Iterable[str] | None = None,
     seed: int = 1,
     numbers: Iterable[int] | None = None,
     stepper: MakeStepper = CachedStepper,
+    aligned: bool = False,
     progress: Progress = no_progress,
     warn: bool = True,
 ) -> list[list[Hypothesis]]:
@@ -264,9 +318,11 @@ def translate_lines(
         vocabs: source and target.
         lines: texts. One without tokens gives one empty hypothesis; one longer than the model allows is truncated.
         settings: of the search.
+        prefixes: what the translation of each line begins with, tags included; by default nothing.
         seed: of sampling. A line's samples depend on the seed, its number and the model alone.
         numbers: line numbers, for sampling and warnings; by default 1, 2, …
         stepper: the way to compute the next logits.
+        aligned: whether to tell the word alignments, by `model` alone.
         progress: called after each batch with the number of lines done.
         warn: whether to warn of truncated lines.
 
@@ -278,20 +334,24 @@ def translate_lines(
     """
     src_vocab, trg_vocab = vocabs
     texts = list(lines)
+    begins = list(prefixes) if prefixes is not None else [""] * len(texts)
     ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
-    longest = max_length(model)
+    limit = max_length(model)
     sources: list[list[int]] = []  # token ids with eos; none for an empty line
-    for text, number in zip(texts, ids, strict=True):
-        pieces = src_vocab.encode(text.strip())
-        if warn and len(pieces) >= longest:
-            log.warning("line %d has %d tokens; only its first %d are translated (model.max_length is %d)",
-                        number, len(pieces), longest - 1, longest)
+    given: list[list[int]] = []  # token ids
+    for text, begin, number in zip(texts, begins, ids, strict=True):
+        pieces = cut(src_vocab.encode(text.strip()), limit, f"line {number}", "translated", warn)
         words = src_vocab.split_tags(text.strip())[1]  # a line of tags alone is empty
-        sources.append([*pieces[: longest - 1], EOS] if pieces and words else [])
-    # Hypotheses searched at once for a sentence. A batch counts the tokens of each, and padding.
-    width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest}[settings.method]
+        sources.append([*pieces, EOS] if pieces and words else [])
+        given.append(cut(trg_vocab.encode(begin.strip()), limit, f"the prefix of line {number}", "used", warn)
+                     if begin else [])
+    # Hypotheses searched at once for a sentence. A batch counts the tokens of each, and padding, so its memory does not
+    # grow with the beam.
+    width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest, "mbr": settings.samples}[settings.method]
+    barred = (*(() if settings.unknown else (UNK,)), *trg_vocab.tags.values())
     order = sorted((i for i, source in enumerate(sources) if source), key=lambda i: (-len(sources[i]), i))
     results = [[Hypothesis("", 0.0, 0.0, 0, True)] for _ in texts]
+    layer = alignment_layer(model, settings.alignment_layer)
     done, device = 0, model.output_weight.device
     with evaluating(model), torch.inference_mode():
         most = len(order)  # sentences of a batch, as long as there is memory for so many
@@ -301,8 +361,8 @@ def translate_lines(
                        _sentences_that_fit(model, longest, _most_steps(model, settings, longest), width))
             batch = order[done : done + size]
             try:
-                searched = _search(model, [sources[i] for i in batch], [ids[i] for i in batch], settings, width, seed,
-                                   stepper, list(trg_vocab.tags.values()))
+                searched = _search(model, [sources[i] for i in batch], [given[i] for i in batch],
+                                   [ids[i] for i in batch], settings, width, seed, stepper, barred)
             except torch.OutOfMemoryError:
                 searched = None  # outside of here, where the error keeps the tensors of the search
             if searched is None:
@@ -314,46 +374,80 @@ def translate_lines(
                 continue
             for i, candidates in zip(batch, searched, strict=True):
                 results[i] = [Hypothesis(one_line(trg_vocab.decode(c.tokens)), c.score, c.log_prob, len(c.tokens),
-                                         c.ended) for c in candidates]
+                                         c.ended, trg_vocab.to_pieces(c.tokens)) for c in candidates]
+                if settings.method == "mbr":
+                    candidates, results[i] = _most_expected(candidates, results[i], settings.nbest)
+                if aligned:
+                    results[i] = _aligned(model, layer, sources[i], candidates, results[i], vocabs)
             done += len(batch)
             progress(done)
     return results
 
 
+def _most_expected(
+    candidates: list[Candidate], hypotheses: list[Hypothesis], count: int
+) -> tuple[list[Candidate], list[Hypothesis]]:
+    """The `count` different hypotheses with the highest expected chrF, which is their score, and their tokens."""
+    expected = expected_chrf([h.text for h in hypotheses])
+    first = {h.text: k for k, h in reversed(list(enumerate(hypotheses)))}  # of equal texts the likeliest
+    chosen = sorted(first.values(), key=lambda k: (-expected[k], k))[:count]
+    return [candidates[k] for k in chosen], [replace(hypotheses[k], score=expected[k]) for k in chosen]
+
+
+def _aligned(
+    model: Transformer, layer: int, source: list[int], candidates: list[Candidate], hypotheses: list[Hypothesis],
+    vocabs: tuple[Vocabulary, Vocabulary],
+) -> list[Hypothesis]:
+    """The hypotheses of a sentence with their alignments."""
+    device, targets = model.output_weight.device, [c.tokens for c in candidates]
+    src, lengths = padded([source] * len(targets), device), torch.tensor([len(source)] * len(targets), device=device)
+    links = align(model, layer, src, lengths, padded([[BOS, *target] for target in targets], device)
+                  [:, : max_length(model)], targets, vocabs)
+    return [replace(h, alignment=found) for h, found in zip(hypotheses, links, strict=True)]
+
+
+def cut(ids: list[int], limit: int, name: str, used: str, warn: bool) -> list[int]:
+    """At most `limit` - 1 token ids, so that eos fits; warns of others, which are not `used`."""
+    if warn and len(ids) >= limit:
+        log.warning("%s has %d tokens; only its first %d are %s (model.max_length is %d)",
+                    name, len(ids), limit - 1, used, limit)
+    return ids[: limit - 1]
+
+
 def _search(
-    model: Transformer, sources: Sequence[Sequence[int]], numbers: Sequence[int], settings: config.Translate,
-    width: int, seed: int, stepper: MakeStepper, barred: Sequence[int],
+    model: Transformer, sources: Sequence[Sequence[int]], given: Sequence[Sequence[int]], numbers: Sequence[int],
+    settings: config.Translate, width: int, seed: int, stepper: MakeStepper, barred: tuple[int, ...],
 ) -> list[list[Candidate]]:
     """Searches one batch; the best hypotheses come first.
 
     Args:
         sources: token ids with eos.
+        given: token ids that hypotheses begin with.
         numbers: their line numbers.
-        barred: tokens that no hypothesis may contain.
+        barred: tokens that are not chosen.
     """
     device = model.output_weight.device
     lengths = [len(source) for source in sources]
-    most = [_most_steps(model, settings, n) for n in lengths]
-    src = pad_sequence([torch.tensor(source) for source in sources], batch_first=True, padding_value=PAD).to(device)
-    state = stepper(model, src, torch.tensor(lengths, device=device), width, max(most))
+    most = [_most_steps(model, settings, n, len(begin)) for n, begin in zip(lengths, given, strict=True)]
+    state = stepper(model, padded(sources, device), torch.tensor(lengths, device=device), width, max(most))
     limits = torch.tensor(most, device=device)
+    rules = Rules(barred, settings.min_length, settings.no_repeat_ngram, padded(given, device) if any(given) else None)
     penalty = LengthPenalty(settings.length_penalty, settings.alpha)
     if settings.method == "beam":
-        return beam_search(state, limits, width, settings.nbest, penalty, settings.patience, settings.finish,
-                           settings.min_length, barred)
+        return beam_search(state, limits, width, settings.nbest, penalty, settings.patience, settings.finish, rules)
     if settings.method == "greedy":
-        return decode_independently(state, limits, width, choose_greedily, penalty, settings.min_length, barred)
+        return decode_independently(state, limits, width, choose_greedily, penalty, rules)
     uniforms = torch.zeros(len(numbers), width, max(most))
     for row, number, limit in zip(uniforms, numbers, most, strict=True):
         generator = np.random.default_rng((seed, number))
         row[:, :limit] = torch.from_numpy(generator.random((width, limit), dtype=np.float32))
-    return decode_independently(state, limits, width, make_sampler(uniforms.to(device), settings.temperature), penalty,
-                                settings.min_length, barred)
+    sampler = make_sampler(uniforms.to(device), settings.temperature, settings.top_k, settings.top_p, settings.epsilon)
+    return decode_independently(state, limits, width, sampler, penalty, rules)
 
 
-def _most_steps(model: Transformer, settings: config.Translate, length: int) -> int:
-    """The longest translation of a sentence of `length` tokens."""
-    return min(max_length(model), max(1, int(settings.max_ratio * length) + settings.max_extra))
+def _most_steps(model: Transformer, settings: config.Translate, length: int, given: int = 0) -> int:
+    """The longest translation of a sentence of `length` tokens that begins with `given` ones."""
+    return min(max_length(model), max(given + 1, int(settings.max_ratio * length) + settings.max_extra))
 
 
 def _sentences_that_fit(model: Transformer, length: int, steps: int, width: int) -> int:
@@ -362,9 +456,10 @@ def _sentences_that_fit(model: Transformer, length: int, steps: int, width: int)
     return max(1, int(0.9 * free_memory(model.output_weight.device) / each))
 
 
-def max_length(model: Transformer) -> int:
-    """The setting `model.max_length`, eos included."""
-    return model.encoder.input.positions.size(0)
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Token ids [B, T], pad behind the shorter rows."""
+    return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True,
+                        padding_value=PAD).to(device)
 
 
 def one_line(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 from deepnmt.doctor import plots
 from deepnmt.doctor.outcome import OUTCOMES, WORDS
 from deepnmt.model.blocks import SIDES
+from deepnmt.pages import page, picture
 
 Findings = Mapping[str, Any]
 _NO_RULE = "none: this version has no verdict rule; fit one with python -m studies verdict-runs and give it with --rule"
@@ -23,14 +23,6 @@ UNKNOWABLE = (
     "whether another seed ends otherwise, where two outcomes are about equally probable",
     "a fault in the text that the trial's first batches do not show",
 )
-
-_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
-h1{font-size:1.6rem}h2{font-size:1.15rem;margin-top:2.2rem;border-top:1px solid #ddd;padding-top:1rem}
-img{width:44rem;max-width:100%}p{max-width:44rem}
-table{border-collapse:collapse;margin-top:1.5rem}td,th{padding:.15rem .8rem .15rem 0}
-td,th{text-align:left;vertical-align:top;overflow-wrap:anywhere}th{min-width:6rem}
-.verdict{padding:.8rem 1rem;overflow-wrap:anywhere;border-left:.4rem solid #767676;background:#f5f5f5}
-.yes{border-color:#009E73}.no{border-color:#D55E00}li{margin:.1rem 0}"""
 
 
 def summary(findings: Findings) -> str:
@@ -119,16 +111,11 @@ def write_page(findings: Findings, folder: Path) -> Path:
     rows = "".join(f"<tr><th>{escape(title)}</th><td>{escape(text)}</td></tr>" for title, text in _rows(findings))
     parts.append(f"<table>{rows}</table>")
     for name, title, text, plot in _sections(findings):
-        picture = folder / f"{name}.png"
-        plot(picture)
-        data = base64.b64encode(picture.read_bytes()).decode()
-        parts.append(f"<h2>{title}</h2><p>{escape(text)}</p><img alt='{escape(title)}' "
-                     f"src='data:image/png;base64,{data}'>")
-    page = folder / "diagnosis.html"
-    page.write_text(f"<!doctype html><html lang='en'><meta charset='utf-8'>"
-                    f"<meta name='viewport' content='width=device-width'><title>Diagnosis</title><style>{_STYLE}"
-                    f"</style><body>{''.join(parts)}</body></html>\n", encoding="utf-8")
-    return page
+        plot(folder / f"{name}.png")
+        parts.append(f"<h2>{title}</h2><p>{escape(text)}</p>{picture(folder / f'{name}.png', title)}")
+    file = folder / "diagnosis.html"
+    file.write_text(page("Diagnosis", parts), encoding="utf-8")
+    return file
 
 
 def _verdict_box(verdict: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from tqdm import tqdm
 from deepnmt.checkpoint.checkpoint import RECIPE, has_average
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.data.text import read_lines, read_pairs
-from deepnmt.decode.translate import load_for_search, translate_shards
+from deepnmt.decode.models import Folders, load_models
+from deepnmt.decode.translate import translate_shards
 from deepnmt.device import choose
 from deepnmt.errors import UserError
-from deepnmt.evaluate.metrics import EvaluationSet, score_systems
-from deepnmt.files import as_json, atomic_write, write_json
+from deepnmt.evaluate.metrics import USUAL, EvaluationSet, make_scorers, score_systems
+from deepnmt.files import as_json, atomic_write, write_json, write_text
 from deepnmt.progress import bar_progress, print_status
 from deepnmt.ranks import Ranks
 
@@ -30,21 +31,30 @@ def evaluate_run(
     recipe: Recipe,
     tests: Sequence[str] | None = None,
     hypotheses: Sequence[str] | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoints: Sequence[str | Path] = (),
     output: str | Path | None = None,
     *,
+    others: Mapping[str, Recipe] | None = None,
+    metrics: Sequence[str] = USUAL,
     expected: Model | None = None,
     ranks: Ranks | None = None,
 ) -> str:
     """Scores a run's model, or existing translations, on test sets.
+
+    The texts are kept in a folder beside the scores, named as their file: NAME.src, NAME.ref (of further references
+    NAME.ref2, ...) and NAME.hyp (of several systems NAME.SYSTEM.hyp) of every test set.
 
     Args:
         recipe: its run, languages, test sets and search settings are used.
         tests: each a name of `data.test`, "NAME=SRC,REF" (text files, plain or .gz) or a name of SacreBLEU's such as
             "wmt14/full"; by default all of `data.test`.
         hypotheses: each "SYSTEM=FILE[,FILE...]", one file for each test set, scored instead of the run's model.
-        checkpoint: as for `load_model`; by default the run's average, else its newest checkpoint.
+        checkpoints: as for `load_model`, several make an ensemble; by default the run's average, else its newest
+            checkpoint.
         output: the JSON file; by default see `scores_file`.
+        others: the recipes of other runs that are compared with this one on its test sets, by the checkpoint to take;
+            they search as their own recipes say.
+        metrics: of `METRICS`.
         expected: the model that the checkpoint must hold; None: any.
         ranks: several processes, see `translate_shards`; by default this one, on a GPU if there is one. They share the
             lines; rank 0 scores.
@@ -54,38 +64,36 @@ def evaluate_run(
 
     Raises:
         UserError: no such test set, file or checkpoint; different numbers of lines; an empty text; another model than
-            `expected`; or both a checkpoint and `hypotheses` were given.
+            `expected`; other languages; or both a checkpoint and `hypotheses` were given.
     """
-    if hypotheses and checkpoint is not None:
-        raise UserError(f"hypotheses are scored without a model, so the checkpoint {checkpoint} would have no effect; "
-                        "give one of the two")
+    others = others or {}
+    if hypotheses and (checkpoints or others):
+        raise UserError(f"hypotheses are scored without a model, so the "
+                        f"{f'checkpoint {checkpoints[0]}' if checkpoints else f'run {next(iter(others))}'} would have "
+                        "no effect; give one of the two")
     ranks = ranks or Ranks.alone(choose(recipe.parallel.device))
     sets = load_test_sets(recipe, tests)
+    make_scorers(recipe.data.trg_lang, metrics)
     if hypotheses and not ranks.first:
         return ""
-    file = Path(output) if output is not None else scores_file(recipe, sets, tests, hypotheses, checkpoint)
+    names = system_names([recipe.run, *(other.run for other in others.values())])
+    file = Path(output) if output is not None else scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:])
     facts: dict[str, Any] = {}
     if hypotheses:
         systems = read_systems(hypotheses, sets)
     else:
-        loaded = load_for_search(Path(checkpoint or recipe.run), recipe.translate, ranks, expected)
-        if ranks.first:
-            what = "running average of the weights" if has_average(loaded.folder) else "model"
-            print_status(f"scoring the {what} of {loaded.folder}")
-        translations = []
-        for test in sets:
-            hidden = None if ranks.first else True  # None hides the bar if standard error is not a terminal
-            with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=hidden) as bar:
-                translated = translate_shards(loaded.model, loaded.vocabs, test.sources, recipe.translate, ranks,
-                                              seed=recipe.seed, progress=bar_progress(bar))
-                translations.append([best[0].text for best in translated])
+        systems, facts = {}, {}
+        runs = [(recipe, checkpoints or recipe.run), *((other, folder) for folder, other in others.items())]
+        for name, (of, folders) in zip(names, runs, strict=True):
+            for lang in ("src_lang", "trg_lang"):
+                if (theirs := getattr(of.data, lang)) != (ours := getattr(recipe.data, lang)):
+                    raise UserError(f"{of.run} has data.{lang} {theirs} and {recipe.run} {ours}; compare runs of one "
+                                    "pair of languages")
+            systems[name], about = _translate_sets(of, folders, sets, ranks, expected if of is recipe else None)
+            facts = facts or about
         if not ranks.first:
             return ""
-        systems = {Path(recipe.run).name: translations}
-        facts = {"checkpoint": str(loaded.folder), "update": loaded.state.update,
-                 "averaged_updates": loaded.state.extra.get("averaged_updates", []),
-                 "translate": recipe.translate.model_dump()}
-    report = score_systems(systems, sets, recipe.data.trg_lang)
+    report = score_systems(systems, sets, recipe.data.trg_lang, metrics)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if output is None:
@@ -93,10 +101,72 @@ def evaluate_run(
         else:
             with atomic_write(file) as stream:
                 stream.write(as_json({**report.as_json(), **facts}, indent=1))
+        texts = None if file.exists() and not file.is_file() else _keep_texts(texts_folder(file), systems, sets)
     except OSError as error:
         raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; give another file") from None
     print_status(f"scores are in {file}")
+    if texts is not None:
+        print_status(f"texts are in {texts_folder(file)}; for COMET:\n{texts}")
     return report.table()
+
+
+def system_names(runs: Sequence[str]) -> list[str]:
+    """The runs' own names, or their paths if two are the same."""
+    names = [Path(run).name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    if len(set(runs)) == len(runs):
+        return list(runs)
+    raise UserError(f"a run is given twice in {', '.join(runs)}; give each once")
+
+
+def _translate_sets(
+    recipe: Recipe, folders: Folders, sets: Sequence[EvaluationSet], ranks: Ranks, expected: Model | None
+) -> tuple[list[list[str]], dict[str, Any]]:
+    """The translations of test sets, and what is said in the scores of the model that they are by."""
+    models = load_models(folders, recipe.translate, ranks, expected)
+    if ranks.first:
+        what = "running average of the weights" if has_average(models.members[0].folder) else "model"
+        print_status(f"scoring the {what} of {', '.join(str(member.folder) for member in models.members)}")
+    translations = []
+    for test in sets:
+        hidden = None if ranks.first else True  # None hides the bar if standard error is not a terminal
+        with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=hidden) as bar:
+            translated = translate_shards(models.all[0], models.vocabs, test.sources, recipe.translate, ranks,
+                                          seed=recipe.seed, stepper=models.stepper, progress=bar_progress(bar))
+            translations.append([best[0].text for best in translated])
+    first, *rest = models.members
+    return translations, {
+        "checkpoint": str(first.folder), "update": first.state.update,
+        "averaged_updates": first.state.extra.get("averaged_updates", []),
+        **({"ensemble": [str(other.folder) for other in rest]} if rest else {}),
+        "translate": recipe.translate.model_dump()}
+
+
+def texts_folder(scores: Path) -> Path:
+    """The folder of the texts that belong to a file of scores."""
+    return scores.with_suffix("") if scores.suffix else scores.with_name(f"{scores.name}-texts")
+
+
+def text_name(name: str) -> str:
+    """The name of a test set or system in the names of files."""
+    return re.sub(r"[^\w.-]+", "_", name)
+
+
+def _keep_texts(folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequence[EvaluationSet]) -> str:
+    """Writes the texts of all test sets into a folder; returns the commands that score them with COMET."""
+    folder.mkdir(exist_ok=True)
+    commands = []
+    for number, test in enumerate(sets):
+        stem = folder / text_name(test.name)
+        texts = {"src": test.sources}
+        texts |= {f"ref{count if count > 1 else ''}": lines for count, lines in enumerate(test.references, start=1)}
+        hyps = {f"{text_name(system)}.hyp" if len(systems) > 1 else "hyp": translations[number]
+                for system, translations in systems.items()}
+        for ending, lines in {**texts, **hyps}.items():
+            write_text(Path(f"{stem}.{ending}"), "".join(f"{line}\n" for line in lines))
+        commands.append(f"comet-score -s {stem}.src -t {' '.join(f'{stem}.{ending}' for ending in hyps)} -r {stem}.ref")
+    return "\n".join(commands)
 
 
 def scores_file(
@@ -104,7 +174,8 @@ def scores_file(
     sets: Sequence[EvaluationSet],
     tests: Sequence[str] | None = None,
     hypotheses: Sequence[str] | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoints: Sequence[str | Path] = (),
+    others: Sequence[str] = (),
 ) -> Path:
     """The file in the run folder that scores go into; `sets` are the loaded `tests`.
 
@@ -112,7 +183,7 @@ def scores_file(
     recipe.yaml (of `recipe` if there is none). Anything else goes into `scores-NAMES.json`, named after what differs:
 
         the checkpoint   `update-00000024`, `averaged`; one of another run with that run's name, `other-averaged`
-        the systems      of `hypotheses`
+        the systems      of `hypotheses`, or `others`, the names of other runs
         the settings     of languages, search and seed that differ from the run's, `beam_1`
         the test sets    if `tests` was given, or they differ from the run's; a text that is neither in the run's recipe
                          nor in SacreBLEU under this name gets six digits of its SHA-256, `mine_0f3a9c`
@@ -122,8 +193,8 @@ def scores_file(
     """
     run = Path(recipe.run)
     own = load_recipe(run) if (run / RECIPE).is_file() else recipe
-    parts = [] if checkpoint is None else _checkpoint_parts(Path(checkpoint).resolve(), run.resolve())
-    parts += [spec.partition("=")[0] for spec in hypotheses or ()]
+    parts = [part for folder in checkpoints for part in _checkpoint_parts(Path(folder).resolve(), run.resolve())]
+    parts += [*(spec.partition("=")[0] for spec in hypotheses or ()), *others]
 
     def settings(of: Recipe) -> dict[str, Any]:
         search = {} if hypotheses else {"seed": of.seed, **of.translate.model_dump()}
@@ -136,7 +207,7 @@ def scores_file(
             known = "=" not in spec and recipe.data.test.get(spec) == own.data.test.get(spec)
             lines = json.dumps([test.sources, *test.references])
             parts.append(test.name if known else f"{test.name}_{hashlib.sha256(lines.encode()).hexdigest()[:6]}")
-    return run / ("-".join(["scores", *(re.sub(r"[^\w.-]+", "_", part) for part in parts)]) + ".json")
+    return run / ("-".join(["scores", *map(text_name, parts)]) + ".json")
 
 
 def _checkpoint_parts(checkpoint: Path, run: Path) -> list[str]:

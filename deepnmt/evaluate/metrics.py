@@ -13,18 +13,25 @@ from typing import Any
 import sacrebleu
 from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
+from sacrebleu.utils import SACREBLEU_DIR
 
 from deepnmt.errors import UserError
 from deepnmt.files import table
 
-# The metrics, by the name in our JSON: SacreBLEU's name, and the scorer for a target language. To add one: a row in
-# each.
-METRICS = {"bleu": "BLEU", "chrf": "chrF2", "ter": "TER"}
+# The metrics, by the name in our JSON: the name in tables, and the scorer for a target language. To add one: a row in
+# each. The last two are BLEU over the pieces of the FLORES-101 and FLORES-200 vocabularies (Goyal et al. 2022, The
+# FLORES-101 Evaluation Benchmark), for languages without spaces and for comparisons between languages.
+METRICS = {"bleu": "BLEU", "chrf": "chrF2", "ter": "TER", "chrf++": "chrF2++", "flores101": "spBLEU (FLORES-101)",
+           "flores200": "spBLEU (FLORES-200)"}
 SCORERS: dict[str, Callable[[str], Metric]] = {
     "bleu": lambda lang: sacrebleu.BLEU(trg_lang=lang),
     "chrf": lambda lang: sacrebleu.CHRF(),
     "ter": lambda lang: sacrebleu.TER(),
+    "chrf++": lambda lang: sacrebleu.CHRF(word_order=2),
+    "flores101": lambda lang: sacrebleu.BLEU(tokenize="flores101"),
+    "flores200": lambda lang: sacrebleu.BLEU(tokenize="flores200"),
 }
+USUAL = ("bleu", "chrf", "ter")
 LOWER_IS_BETTER = ("ter",)
 
 
@@ -89,6 +96,11 @@ class Report:
     scores: dict[str, dict[str, Scores]]
     comparisons: list[Comparison] = field(default_factory=list)
 
+    @property
+    def metrics(self) -> list[str]:
+        """Those that were scored, in the order of the table."""
+        return list(next(iter(next(iter(self.scores.values())).values())).values)
+
     def average(self, system: str, metric: str) -> float:
         """The mean over the test sets."""
         values = [scores.values[metric] for scores in self.scores[system].values()]
@@ -101,7 +113,7 @@ class Report:
         for system, by_set in self.scores.items():
             sets = {name: scores.as_json() for name, scores in by_set.items()}
             single = next(iter(sets.values())) if len(sets) == 1 else {}
-            average = {metric: self.average(system, metric) for metric in METRICS}
+            average = {metric: self.average(system, metric) for metric in self.metrics}
             systems[system] = {**single, "sets": sets, "average": average}
         if len(systems) == 1:
             return {"system": system, **systems[system]}
@@ -110,7 +122,8 @@ class Report:
     def table(self) -> str:
         """For each metric a row a system, a column a test set, their average and the signature; then comparisons."""
         blocks = []
-        for metric, name in METRICS.items():
+        for metric in self.metrics:
+            name = METRICS[metric]
             sets = list(next(iter(self.scores.values())))
             rows = [[name + (" (lower is better)" if metric in LOWER_IS_BETTER else ""), *sets, "average"]]
             for system, by_set in self.scores.items():
@@ -129,20 +142,24 @@ class Report:
         return "\n\n".join(blocks)
 
 
-def score_systems(systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence[EvaluationSet], lang: str) -> Report:
+def score_systems(
+    systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence[EvaluationSet], lang: str,
+    metrics: Sequence[str] = USUAL,
+) -> Report:
     """Scores systems, and compares each with the first.
 
     Args:
         systems: from a name to the translations of each of `sets`, in their order.
         sets: the test sets.
         lang: the target language; "zh", "ja" and "ko" have SacreBLEU tokenizers, all others use 13a.
+        metrics: of `METRICS`.
 
     Raises:
         UserError: a translation has another number of lines than its test set.
     """
     scores = {
         system: {
-            test.name: score_lines(lines, test.references, test.lang or lang, f"{system} on {test.name}")
+            test.name: score_lines(lines, test.references, test.lang or lang, f"{system} on {test.name}", metrics)
             for test, lines in zip(sets, translations, strict=True)
         }
         for system, translations in systems.items()
@@ -151,14 +168,15 @@ def score_systems(systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence
     if len(systems) > 1:
         for number, test in enumerate(sets):
             hypotheses = {system: texts[number] for system, texts in systems.items()}
-            comparisons += compare(hypotheses, test, test.lang or lang)
+            comparisons += compare(hypotheses, test, test.lang or lang, metrics)
     return Report(scores, comparisons)
 
 
 def score_lines(
-    hypotheses: Sequence[str], references: Sequence[Sequence[str]], lang: str, name: str = "the translation"
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]], lang: str, name: str = "the translation",
+    metrics: Sequence[str] = USUAL,
 ) -> Scores:
-    """All `METRICS` of lines against one or more sets of reference lines; `name` is used in messages.
+    """These metrics of lines against one or more sets of reference lines; `name` is used in messages.
 
     Raises:
         UserError: the numbers of lines differ or are 0, or SacreBLEU's tokenizer for `lang` is not installed.
@@ -169,23 +187,26 @@ def score_lines(
     if not hypotheses:
         raise UserError(f"{name} has no lines, so there is nothing to score; give a text with at least one")
     values, signatures = {}, {}
-    for metric, scorer in make_scorers(lang).items():
+    for metric, scorer in make_scorers(lang, metrics).items():
         values[metric] = float(scorer.corpus_score(hypotheses, references).score)
         signatures[metric] = str(scorer.get_signature())
     return Scores(values, signatures, len(hypotheses))
 
 
-def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str) -> list[Comparison]:
+def compare(
+    systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str, metrics: Sequence[str] = USUAL
+) -> list[Comparison]:
     """Compares every system with the first on one test set: 1,000 resamples, SacreBLEU's seed ($SACREBLEU_SEED).
 
     The systems must have as many lines as the test set (see `score_lines`).
     """
-    named = {METRICS[metric]: scorer for metric, scorer in make_scorers(lang).items()}
+    named = {METRICS[metric]: scorer for metric, scorer in make_scorers(lang, metrics).items()}
     signatures, scored = PairedTest(list(systems.items()), named, test.references, test_type="bs")()
     results: dict[str, list[Any]] = dict(scored)
     baseline, *others = systems
     comparisons = []
-    for metric, name in METRICS.items():
+    for metric in metrics:
+        name = METRICS[metric]
         first, *rest = results[name]
         for system, result in zip(others, rest, strict=True):
             difference = float(result.score - first.score)
@@ -195,10 +216,18 @@ def compare(systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str
     return comparisons
 
 
-def make_scorers(lang: str) -> dict[str, Metric]:
-    """The scorers for a target language, by metric. Raises `UserError` if its tokenizer is not installed."""
-    try:
-        return {metric: make(lang) for metric, make in SCORERS.items()}
-    except RuntimeError:
-        raise UserError(f"data.trg_lang is {lang!r}, whose tokenizer is not installed with SacreBLEU by default; run "
-                        f"pip install 'sacrebleu[{lang}]'") from None
+def make_scorers(lang: str, metrics: Sequence[str] = USUAL) -> dict[str, Metric]:
+    """The scorers for a target language, by metric. Raises `UserError` if a tokenizer is not there."""
+    scorers = {}
+    for metric in metrics:
+        try:
+            scorers[metric] = SCORERS[metric](lang)
+        except RuntimeError:
+            raise UserError(f"data.trg_lang is {lang!r}, whose tokenizer is not installed with SacreBLEU by default; "
+                            f"run pip install 'sacrebleu[{lang}]'") from None
+        except (OSError, SystemExit) as error:  # SacreBLEU exits the process if it cannot download
+            raise UserError(f"SacreBLEU's {metric} tokenizer is not in {SACREBLEU_DIR}/models and cannot be downloaded "
+                            f"({error}); on a machine with a network run echo | sacrebleu --tokenize {metric} "
+                            "/dev/null, copy its folder here, and set the environment variable SACREBLEU to it"
+                            ) from None
+    return scorers

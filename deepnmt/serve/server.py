@@ -17,7 +17,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deepnmt import config
 from deepnmt.config import Recipe
-from deepnmt.decode.translate import load_for_search, max_length, translate_lines
+from deepnmt.decode.models import load_for_search, max_length
+from deepnmt.decode.translate import translate_lines
 from deepnmt.errors import UserError
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks

@@ -25,8 +25,9 @@ from deepnmt.config import Model, Recipe, Translate, check_recipe
 from deepnmt.data.batching import Position
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
+from deepnmt.decode.models import cast_weights
 from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
-from deepnmt.decode.translate import cast_weights, translate_shards
+from deepnmt.decode.translate import translate_shards
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, write_json
 from deepnmt.model.positions import sinusoids

@@ -66,11 +66,12 @@ def after_the_program(example: list[str], command: str) -> list[str]:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder with a recipe my.yaml and the folder of its run, but no text, data or checkpoint. Only the variables
-    that recipes use are set."""
+    """A folder with a recipe my.yaml and the folders of two runs of it, but no text, data or checkpoint. Only the
+    variables that recipes use are set."""
     (tmp_path / "my.yaml").write_text((ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8"))
-    (tmp_path / "runs" / "my").mkdir(parents=True)
-    shutil.copy(tmp_path / "my.yaml", tmp_path / "runs" / "my" / "recipe.yaml")
+    for name in ("my", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        shutil.copy(tmp_path / "my.yaml", tmp_path / "runs" / name / "recipe.yaml")
     monkeypatch.delenv("DEEPNMT_DEMO", raising=False)
     for file in (ROOT / "recipes").rglob("*.yaml"):
         for name in re.findall(r"\$\{(\w+)\}", file.read_text(encoding="utf-8")):
@@ -117,6 +118,7 @@ def workplace(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree["train"] |= {"updates": 4, "save_every": 1, "validate_every": 1, "keep_best": 3}
     (folder / "my.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     (folder / "in.txt").write_text("the old dog sees the house\n\nthe cat sleeps\n", encoding="utf-8")
+    (folder / "begin.txt").write_text("der\n\n\n", encoding="utf-8")
     return folder
 
 
@@ -131,6 +133,7 @@ def test_examples_run(workplace: Path, installed: Path, capsys: pytest.CaptureFi
                               timeout=300, check=False, env=environment(installed))
         assert done.returncode == 0, f"{example}\n{done.stdout}\n{done.stderr}"
         assert "finished after 4 updates" in done.stderr
+    shutil.copytree("runs/my", "runs/other")
     for command in ("average", "fold", "translate", "evaluate"):
         for words in (after_the_program(example, command) for example in examples(command, capsys)):
             if "<" in words or "--hypotheses" in words or "--test" in words:  # files that do not exist here
@@ -138,6 +141,8 @@ def test_examples_run(workplace: Path, installed: Path, capsys: pytest.CaptureFi
             assert main(command, words) == 0, capsys.readouterr().err
             capsys.readouterr()
     assert (workplace / "out.txt").read_text(encoding="utf-8").count("\n") == 3
+    assert main("score", ["runs/my", "--input", "in.txt", "--translations", "out.txt"]) == 0
+    assert main("report", ["runs/my"]) == 0 and (workplace / "runs" / "my" / "report.html").is_file()
     for name in ("averaged", "folded", "folded-best"):
         assert (workplace / "runs" / "my" / name / "manifest.json").is_file(), name
     capsys.readouterr()

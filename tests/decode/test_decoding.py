@@ -41,6 +41,9 @@ class Numbers:
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
 
+    def to_pieces(self, ids: list[int]) -> list[str]:
+        return [str(i) for i in ids]
+
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
 

@@ -19,7 +19,7 @@ from deepnmt.progress import show_progress
 
 TEXT = "\ufeffein Haus\r\n\n  zwei\u2028Häuser \u0085\rx\nletzte"
 LINES = ["ein Haus", "", "  zwei\u2028Häuser \u0085\rx", "letzte"]
-BEST = [Hypothesis("ein Haus", -0.25, -0.75, 2, True), Hypothesis('"das"', -1.5, -3.0, 1, False)]
+BEST = [Hypothesis("ein Haus", -0.25, -0.75, 2, True, ["▁ein", "▁Haus"]), Hypothesis('"das"', -1.5, -3.0, 1, False)]
 
 
 def test_only_newlines_end_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,9 @@ def test_records() -> None:
     line = format_hypotheses(7, BEST, "jsonl")
     assert line.endswith("\n")
     assert json.loads(line) == {"line": 7, "hypotheses": [
-        {"text": "ein Haus", "score": -0.25, "log_prob": -0.75, "tokens": 2, "ended": True},
-        {"text": '"das"', "score": -1.5, "log_prob": -3.0, "tokens": 1, "ended": False},
+        {"text": "ein Haus", "score": -0.25, "log_prob": -0.75, "tokens": 2, "ended": True,
+         "pieces": ["▁ein", "▁Haus"]},
+        {"text": '"das"', "score": -1.5, "log_prob": -3.0, "tokens": 1, "ended": False, "pieces": []},
     ]}
 
 

@@ -13,7 +13,7 @@ import torch
 from refusals import user_error
 from torch import Tensor
 
-from deepnmt.decode.next_tokens import BLOCK, ROWS, LengthPenalty, best_entries, best_extensions, log_normalisers
+from deepnmt.decode.next_tokens import BLOCK, ROWS, LengthPenalty, Rules, best_entries, best_extensions, log_normalisers
 from deepnmt.decode.search import (
     Candidate,
     _compacted,
@@ -273,7 +273,7 @@ def test_the_best_finish_first_come_first_served(peaked: bool, beams: int, alpha
         return beam_search(HashStepper(sentences, beams, peaked), torch.tensor(limits), beams, beams, penalty, 1.0,
                            **options)
 
-    found = search(finish="best", min_length=1)
+    found = search(finish="best", rules=Rules(min_length=1))
     expected = [first_come_first_served(n, limit, beams, penalty, peaked) for n, limit in enumerate(limits)]
     for ours, theirs in zip(found, expected, strict=True):
         assert_same(ours, theirs)
@@ -294,9 +294,9 @@ def test_without_patience_the_best_finish_as_often_as_they_can() -> None:
 @pytest.mark.parametrize("finish", ["any", "best"])
 def test_a_least_length_is_kept_unless_the_limit_is_lower(finish: Literal["any", "best"]) -> None:
     penalty, limits = LengthPenalty("none", 1.0), torch.tensor([9, 2, 1, 9, 4] * 8)
-    found = beam_search(HashStepper(40, 4, False), limits, 4, 4, penalty, None, finish, min_length=3)
+    found = beam_search(HashStepper(40, 4, False), limits, 4, 4, penalty, None, finish, Rules(min_length=3))
     unbounded = beam_search(HashStepper(40, 4, False), limits, 4, 4, penalty, None, finish)
-    greedy = decode_independently(HashStepper(40, 1, False), limits, 1, choose_greedily, penalty, 3)
+    greedy = decode_independently(HashStepper(40, 1, False), limits, 1, choose_greedily, penalty, Rules(min_length=3))
     assert min(len(candidate.tokens) for best in unbounded for candidate in best) == 0
     for candidates in (found, greedy):
         for limit, best in zip(limits.tolist(), candidates, strict=True):

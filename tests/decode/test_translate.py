@@ -21,7 +21,8 @@ from warm import Warm
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
 from deepnmt.data.text import arriving_lines
-from deepnmt.decode import translate
+from deepnmt.decode import sharing, translate
+from deepnmt.decode.models import cast_weights
 from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
 from deepnmt.decode.translate import Hypothesis, translate_files, translate_lines, translate_shards
 from deepnmt.model.transformer import Transformer
@@ -173,7 +174,7 @@ def test_the_reference_decoder_gives_the_same_file(checkpoint: Path, source: Pat
 def test_bf16_weights_and_fp32_positions(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_path: Path) -> None:
     """translate.precision=bf16 gives the same output as a model with bf16 weights."""
     settings = SETTINGS.model_copy(update={"precision": "bf16"})
-    model = translate.cast_weights(loaded.model, "bf16")
+    model = cast_weights(loaded.model, "bf16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
     translate_files(checkpoint, str(source), str(tmp_path / "out"), settings)
@@ -183,12 +184,12 @@ def test_bf16_weights_and_fp32_positions(checkpoint: Path, loaded: LoadedModel, 
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 100])
-@pytest.mark.parametrize("method", ["beam", "sample"])
+@pytest.mark.parametrize("method", ["beam", "sample", "mbr"])
 def test_processes_share_the_lines(
     chunk: int, method: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three processes are simulated one after the other; each passes its bytes on chunk by chunk."""
-    monkeypatch.setattr(translate, "CHUNK", chunk)
+    monkeypatch.setattr(sharing, "CHUNK", chunk)
     settings = SETTINGS.model_copy(update={"method": method})
     sent: list[list[bytes]] = [[], []]
     seen: list[int] = []

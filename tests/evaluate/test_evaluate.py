@@ -229,7 +229,7 @@ def test_other_scores_do_not_overwrite_the_runs_own(
     good = _write(tmp_path / "good.de", TARGETS)
     mine = f"mine/1={tmp_path}/a.en.gz,{good}"
     evaluate_run(recipe, tests=["first", mine])
-    evaluate_run(recipe, checkpoint=checkpoint)
+    evaluate_run(recipe, checkpoints=[checkpoint])
     evaluate_run(config.load_recipe(run, ["translate.max_extra=2"]))
     evaluate_run(recipe, ["first"], [f"a={good}", f"b={good}"])
     assert f"scores are in {run}/scores-a-b-first.json" in capsys.readouterr().err
@@ -253,7 +253,7 @@ def test_names_of_other_scores(recipe: config.Recipe, tmp_path: Path) -> None:
         return file.name
 
     other = [f"data.test.first.src=[{lines}]", f"data.test.first.trg=[{less}]"]
-    assert name() == name(checkpoint=run) == name("run=" + str(run)) == "scores.json"
+    assert name() == name(checkpoints=[run]) == name("run=" + str(run)) == "scores.json"
     assert name("translate.beam=1", "seed=7") == "scores-seed_7-beam_1.json"
     assert name("translate.beam=1", hypotheses=["a b=x,y"]) == "scores-a_b.json"  # no search
     assert name("data.trg_lang=fr", hypotheses=["a=x,y"]) == "scores-a-trg_lang_fr.json"
@@ -265,7 +265,7 @@ def test_names_of_other_scores(recipe: config.Recipe, tmp_path: Path) -> None:
     for checkpoint, found in (("run/checkpoints/update-00000024", "update-00000024"), ("run/averaged", "averaged"),
                               ("other/checkpoints/update-00000024", "other-update-00000024"), ("other", "other"),
                               ("other/averaged", "other-averaged"), ("run/../other/mean", "other-mean")):
-        assert name(checkpoint=tmp_path / checkpoint) == f"scores-{found}.json"
+        assert name(checkpoints=[tmp_path / checkpoint]) == f"scores-{found}.json"
 
 
 def test_every_command_that_uses_the_average_warns_if_it_is_outdated(
@@ -329,7 +329,7 @@ def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
     with user_error(r"scores cannot be written to .*good\.de/x"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], output=f"{good}/x")
     with user_error(r"so the checkpoint c would have no effect; give one of the two"):
-        evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], checkpoint="c")
+        evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], checkpoints=["c"])
 
 
 def test_another_model_than_requested_is_rejected_with_the_setting(recipe: config.Recipe, tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Word alignments from cross-attention.
+
+`B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from deepnmt.data.vocab import SPACE, Vocabulary
+from deepnmt.errors import UserError
+from deepnmt.model.attention import CrossAttention, split_heads
+from deepnmt.model.transformer import Transformer
+
+Links = list[tuple[int, int]]  # of a word of the source and one of the translation, counted from 0
+
+
+def alignment_layer(model: Transformer, layer: int) -> int:
+    """The decoder layer, counted from 0, that gives alignments: number `layer` (from 1), or for 0 the last but one,
+    whose attention is most like an alignment without any training for it (Garg et al. 2019, Jointly Learning to Align
+    and Translate with Transformer Models).
+
+    Raises:
+        UserError: the model has no such layer.
+    """
+    layers = len(model.decoder_layers)
+    if layer > layers:
+        raise UserError(f"translate.alignment_layer is {layer}, but the model's decoder has {layers} layers; set it to "
+                        f"{layers} or less")
+    return layer - 1 if layer else max(0, layers - 2)
+
+
+@contextmanager
+def recorded_attention(attention: CrossAttention) -> Iterator[list[Tensor]]:
+    """A list that gets the weights [B, T, S] of every call of a cross-attention, averaged over heads, fp32."""
+    weights: list[Tensor] = []
+
+    def record(module: CrossAttention, arguments: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> None:
+        x, keys, _, mask = arguments
+        q = split_heads(module.q(x), module.heads).float()
+        scores = q @ keys.float().transpose(2, 3) / q.size(3) ** 0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        weights.append(scores.softmax(3).mean(1))
+
+    handle = attention.register_forward_pre_hook(record)
+    try:
+        yield weights
+    finally:
+        handle.remove()
+
+
+def align(
+    model: Transformer, layer: int, src: Tensor, lengths: Tensor, trg_in: Tensor, targets: Sequence[Sequence[int]],
+    vocabs: tuple[Vocabulary, Vocabulary],
+) -> list[Links]:
+    """The links of sentences with their translations: each piece of a translation with the piece of the source, other
+    than eos, that the step which predicted it attended to most; and so the words that these are pieces of.
+
+    Args:
+        layer: of the decoder, from 0.
+        src, lengths, trg_in: [B, S], [B] and [B, T], as for the model.
+        targets: the translations' token ids, without eos.
+        vocabs: source and target.
+    """
+    with recorded_attention(model.decoder_layers[layer].cross_attn) as weights:
+        model.decode(trg_in, model.encode(src, lengths), lengths)
+    found = []
+    for row, source, length, target in zip(weights[0], src.tolist(), lengths.tolist(), targets, strict=True):
+        sources, targeted = words_of(source[: length - 1], vocabs[0]), words_of(target, vocabs[1], count_tags=False)
+        best = row[: len(target), : length - 1].argmax(1).tolist() if length > 1 and target else []
+        found.append(sorted({(sources[s], t) for s, t in zip(best, targeted, strict=True) if t >= 0}))
+    return found
+
+
+def words_of(ids: Sequence[int], vocab: Vocabulary, count_tags: bool = True) -> list[int]:
+    """For each piece the number of its word, from 0; words are what spaces separate. Tags are words or, where they are
+    not counted, have the number -1, as in a text that is written without them."""
+    numbers, word = [], -1
+    tags = set(vocab.tags.values())
+    for piece, token in zip(vocab.to_pieces(ids), ids, strict=True):
+        if token in tags and not count_tags:
+            numbers.append(-1)
+            continue
+        word += word < 0 or piece.startswith(SPACE) or token in tags
+        numbers.append(word)
+    return numbers
+
+
+def pharaoh(links: Links) -> str:
+    """Links as Pharaoh wrote them and other programs read them: "0-0 1-2"."""
+    return " ".join(f"{source}-{target}" for source, target in links)

@@ -1,0 +1,94 @@
+"""The models that a search or scoring computes with: one, or an ensemble of several with one vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from deepnmt import config
+from deepnmt.checkpoint.average import warn_if_outdated
+from deepnmt.checkpoint.checkpoint import LoadedModel, load_model, require_model
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.steppers import CachedStepper, Ensemble, MakeStepper, Mean
+from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
+from deepnmt.ranks import Ranks
+
+Folders = str | Path | Sequence[str | Path]  # of checkpoints or runs; several make an ensemble
+
+
+@dataclass(frozen=True)
+class Models:
+    """Models of one vocabulary, as they were given.
+
+    Attributes:
+        members: at least one.
+        mean: of an ensemble's probabilities.
+    """
+
+    members: list[LoadedModel]
+    mean: Mean
+
+    @property
+    def all(self) -> list[Transformer]:
+        """The models; one that allows the shortest sentences is first, since the first one's limit holds."""
+        return sorted((loaded.model for loaded in self.members), key=max_length)
+
+    @property
+    def vocabs(self) -> tuple[Vocabulary, Vocabulary]:
+        """Source and target."""
+        return self.members[0].vocabs
+
+    @property
+    def stepper(self) -> MakeStepper:
+        """The way to compute the next logits, for the first of `all`."""
+        return partial(Ensemble, others=self.all[1:], mean=self.mean) if self.members[1:] else CachedStepper
+
+
+def load_models(
+    folders: Folders, settings: config.Translate, ranks: Ranks, expected: config.Model | None = None
+) -> Models:
+    """Loads one model or several; raises `UserError` if vocabularies differ, and see `load_for_search`."""
+    members = [load_for_search(Path(folder), settings, ranks, expected)
+               for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
+    first = members[0]
+    for other in members[1:]:
+        for side, ours, theirs in zip(("source", "target"), first.vocabs, other.vocabs, strict=True):
+            if ours.fingerprint != theirs.fingerprint:
+                raise UserError(f"{other.folder} has another {side} vocabulary than {first.folder}; an ensemble needs "
+                                "models of one vocabulary, trained on data that were prepared with the same one")
+    return Models(members, settings.ensemble)
+
+
+def load_for_search(
+    folder: Path, settings: config.Translate, ranks: Ranks, expected: config.Model | None
+) -> LoadedModel:
+    """Loads a model in the precision and on the device of a search; rank 0 warns of an outdated average.
+
+    Raises:
+        UserError: see `load_model`; the model is not the one `expected`.
+    """
+    loaded = load_model(folder)
+    require_model(loaded.folder, expected)
+    if ranks.first:
+        warn_if_outdated(loaded.folder)
+    cast_weights(loaded.model, settings.precision).to(ranks.device)
+    return loaded
+
+
+def cast_weights(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
+    """Casts the model's weights in place and returns it. The position table stays fp32."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def max_length(model: Transformer) -> int:
+    """The setting `model.max_length`, eos included."""
+    return model.encoder.input.positions.size(0)

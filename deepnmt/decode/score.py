@@ -1,0 +1,315 @@
+"""The scoring job: the log-probabilities that a model, or an ensemble, gives to translations that are there already.
+
+A translation is scored as it is segmented, by the vocabulary or in its file, and up to eos. So the output of
+`translate --format jsonl` gets the log-probabilities that the search gave it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepnmt import config
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.models import Folders, load_models, max_length
+from deepnmt.decode.next_tokens import LengthPenalty, log_normalisers
+from deepnmt.decode.sharing import share
+from deepnmt.decode.steppers import Mean, mean_logits
+from deepnmt.decode.translate import (
+    OutputFormat,
+    check_files,
+    counted,
+    cut,
+    in_step,
+    one_line,
+    padded,
+    read_text,
+    write_lines,
+)
+from deepnmt.errors import UserError
+from deepnmt.model.dropout import evaluating
+from deepnmt.model.transformer import Transformer
+from deepnmt.progress import Progress, no_progress, print_status
+from deepnmt.ranks import Ranks
+from deepnmt.tokens import BOS, EOS, PAD
+
+CHUNK_LOGITS = 2**22  # computed at once
+
+
+class Given(NamedTuple):
+    """A translation to score: its text; its subword pieces, where they are known; whether eos ends it."""
+
+    text: str
+    pieces: list[str] | None = None
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A subword piece, eos included, its log-probability, and the likeliest pieces there with theirs, best first."""
+
+    piece: str
+    log_prob: float
+    top: list[tuple[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A translation: its score (log-probability over length penalty), the sum of its pieces' log-probabilities, its
+    number of tokens, without eos; whether eos is counted; the loss that training has on it without label smoothing; and
+    its pieces, where they were asked for.
+
+    The loss is the negative log-probability but for the piece that pads batches: training's softmax gives it some
+    probability, about 1/V at first, and a search none. An ensemble was not trained, so it makes no such difference.
+    """
+
+    text: str
+    score: float
+    log_prob: float
+    tokens: int
+    ended: bool = True
+    loss: float = 0.0
+    pieces: list[Piece] = field(default_factory=list)
+
+
+@dataclass
+class Totals:
+    """Over all translations: their loss and tokens, eos included; lines that have several translations, and those of
+    them whose first is the likeliest."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    sets: int = 0
+    right: int = 0
+
+    def add(self, line: Sequence[Scored]) -> None:
+        """Counts the translations of a line."""
+        self.loss += sum(scored.loss for scored in line)
+        self.tokens += sum(scored.tokens + scored.ended for scored in line)
+        if len(line) > 1:
+            self.sets += 1
+            self.right += line[0].log_prob > max(scored.log_prob for scored in line[1:])
+
+    def __str__(self) -> str:
+        mean = self.loss / max(1, self.tokens)
+        text = f"loss {mean:.6f} nats a token over {self.tokens:,} tokens, perplexity {math.exp(min(mean, 50.0)):.4f}"
+        if self.sets:
+            text += f"\naccuracy {self.right / self.sets:.4f}: the first is the likeliest in {self.right:,} of " \
+                    f"{self.sets:,} lines"
+        return text
+
+
+def score_files(
+    folders: Folders,
+    source: str,
+    translations: str | None,
+    target: str,
+    settings: config.Translate,
+    *,
+    output_format: OutputFormat = "text",
+    pieces: bool = False,
+    top: int = 0,
+    ranks: Ranks | None = None,
+    expected: config.Model | None = None,
+) -> Totals:
+    """Scores the translations in a file; returns the totals of rank 0, which also reports them.
+
+    Args:
+        folders, source, target, ranks, expected: see `translate_files`.
+        translations: the translations of the source's lines, or the JSON lines that `translate_files` wrote of them;
+            without, each line of the source is a sentence and its translations, separated by tabs.
+        settings: batch size, precision, length penalty and ensemble are used.
+        output_format: see `format_scores`.
+        pieces: whether to tell the log-probability of every piece.
+        top: how many of the likeliest pieces to tell beside each, if `pieces`.
+
+    Raises:
+        UserError: see `translate_files`; a line has no translation, or it is not as `translations` says.
+    """
+    ranks = ranks or Ranks.alone()
+    lines_out = check_files([source, *([translations] if translations else [])], target, ranks)
+    models = load_models(folders, settings, ranks, expected)
+    totals = Totals()
+
+    def work(items: list[tuple[str, list[Given]]], numbers: list[int], progress: Progress) -> list[list[object]]:
+        scored = score_lines(models.all, models.vocabs, items, settings, numbers=numbers, pieces=pieces, top=top,
+                             progress=progress)
+        return [[asdict(each) for each in line] for line in scored]
+
+    def formatted(progress: Progress) -> Iterator[str]:
+        items = _tab_separated(source) if translations is None else _side_by_side(source, translations)
+        for number, line in enumerate(share(items, lambda item: len(item[0]), work, ranks, progress), start=1):
+            scored = [Scored(**{**each, "pieces": [Piece(**piece) for piece in each["pieces"]]}) for each in line]
+            totals.add(scored)
+            yield format_scores(number, scored, output_format)
+
+    with counted("{:,} lines scored", ranks) as progress:
+        write_lines(lines_out, ranks, formatted(progress))
+    if ranks.first:
+        print_status(str(totals))
+    return totals
+
+
+def _tab_separated(source: str) -> Iterator[tuple[str, list[Given]]]:
+    """The sentence and the translations of every line."""
+    for number, line in enumerate(read_text(source), start=1):
+        sentence, *translations = line.split("\t")
+        if not translations:
+            raise UserError(f"{source}, line {number}: no tab; give a sentence and its translations on each line, or "
+                            "name the file of the translations with --translations")
+        yield sentence, [Given(text) for text in translations]
+
+
+def _side_by_side(source: str, translations: str) -> Iterator[tuple[str, list[Given]]]:
+    """The lines of the source with their translations."""
+    sentences = list(read_text(source))
+    for number, (sentence, line) in enumerate(
+            zip(sentences, in_step(sentences, read_text(translations), source, translations)), start=1):
+        if not translations.endswith(".jsonl"):
+            yield sentence, [Given(line)]
+            continue
+        try:
+            hypotheses = json.loads(line)["hypotheses"]
+            given = [Given(str(h["text"]), h.get("pieces"), bool(h.get("ended", True))) for h in hypotheses]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{translations}, line {number}: not an object with hypotheses as deepnmt translate "
+                            "--format jsonl writes it; give such a file, or one not named .jsonl") from None
+        yield sentence, given
+
+
+def score_lines(
+    models: Sequence[Transformer],
+    vocabs: tuple[Vocabulary, Vocabulary],
+    lines: Iterable[tuple[str, Sequence[Given]]],
+    settings: config.Translate,
+    *,
+    numbers: Iterable[int] | None = None,
+    pieces: bool = False,
+    top: int = 0,
+    progress: Progress = no_progress,
+    warn: bool = True,
+) -> list[list[Scored]]:
+    """Scores sentences' translations on the models' device.
+
+    Args:
+        models: one, or an ensemble; the first one's `model.max_length` holds for all.
+        vocabs: source and target.
+        lines: sentences, each with its translations. What is longer than the model allows is truncated.
+        settings, pieces, top: see `score_files`.
+        numbers: line numbers, for warnings; by default 1, 2, …
+        progress: called after each batch with the number of lines done, or nearly so.
+        warn: whether to warn of truncated lines.
+
+    Raises:
+        UserError: a piece is not in the vocabulary.
+    """
+    src_vocab, trg_vocab = vocabs
+    limit = max_length(models[0])
+    lines = list(lines)
+    rows: list[tuple[int, list[int], list[int], Given]] = []
+    for i, ((text, translations), number) in enumerate(zip(lines, numbers or range(1, len(lines) + 1))):
+        source = [*cut(src_vocab.encode(text.strip()), limit, f"line {number}", "used", warn), EOS]
+        for given in translations:
+            ids = _ids(given, trg_vocab, number)
+            ids = cut(ids, limit, f"the translation of line {number}", "scored", warn) if given.ended else ids[:limit]
+            rows.append((i, source, [*ids, EOS] if given.ended else ids, given))
+    penalty = LengthPenalty(settings.length_penalty, settings.alpha)
+    order = sorted((r for r in range(len(rows)) if rows[r][2]),
+                   key=lambda r: (-max(len(rows[r][1]), len(rows[r][2])), r))
+    scored: list[Scored] = [Scored("", 0.0, 0.0, 0)] * len(rows)
+    done = 0
+    with ExitStack() as stack, torch.inference_mode():
+        for model in models:
+            stack.enter_context(evaluating(model))
+        while done < len(order):
+            longest = max(len(ids) for ids in rows[order[done]][1:3])
+            batch = order[done : done + max(1, settings.batch_tokens // longest)]
+            found = _score(models, [rows[r][1] for r in batch], [rows[r][2] for r in batch], settings.ensemble, top)
+            for r, (log_probs, padding, likeliest) in zip(batch, found, strict=True):
+                ids, given = rows[r][2], rows[r][3]
+                total = math.fsum(log_probs)
+                told = zip(trg_vocab.to_pieces(ids), log_probs, likeliest) if pieces else ()
+                scored[r] = Scored(
+                    one_line(given.text), total / penalty.divisor(max(1, len(ids))), total, len(ids) - given.ended,
+                    given.ended, padding - total, [Piece(piece, log_prob, [(trg_vocab.to_pieces([token])[0], value)
+                                                          for token, value in best]) for piece, log_prob, best in told])
+            done += len(batch)
+            progress(len(lines) * done // len(order))
+    results: list[list[Scored]] = [[] for _ in lines]
+    for (i, *_), each in zip(rows, scored, strict=True):
+        results[i].append(each)
+    return results
+
+
+def _ids(given: Given, vocab: Vocabulary, number: int) -> list[int]:
+    """The token ids of a translation, without eos."""
+    if given.pieces is None:
+        return vocab.encode(given.text.strip())
+    ids = vocab.to_ids(given.pieces)
+    if ids is None:
+        raise UserError(f"the translation of line {number} has pieces that are not in this model's vocabulary; score "
+                        "its text, a translation a line, in place of its pieces")
+    return ids
+
+
+def _score(
+    models: Sequence[Transformer], sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], mean: Mean,
+    top: int,
+) -> list[tuple[list[float], float, list[list[tuple[int, float]]]]]:
+    """Of each target the log-probabilities of its tokens, how much these would be lower in sum if pad had its share of
+    the probability, and the `top` likeliest tokens at each place, with theirs."""
+    device = models[0].output_weight.device
+    src, lengths = padded(sources, device), torch.tensor([len(source) for source in sources], device=device)
+    out = padded(targets, device)
+    begin = padded([[BOS, *target[:-1]] for target in targets], device)[:, : out.size(1)]
+    here = (out != PAD).flatten().nonzero().squeeze(1)
+    hidden = [model.decode(begin, model.encode(src, lengths), lengths).flatten(0, 1)[here] for model in models]
+    size = max(1, CHUNK_LOGITS // len(models[0].output_weight))
+    parts: list[tuple[Tensor, ...]] = []
+    for start in range(0, len(here), size):
+        logits = mean_logits([model.logits(states[start : start + size])
+                              for model, states in zip(models, hidden, strict=True)], mean).float()
+        norms = log_normalisers(logits)[:, None]
+        best = logits.topk(min(top, logits.size(1)))
+        chosen = logits.gather(1, out.flatten()[here][start : start + size, None])
+        pad = torch.full_like(norms, -torch.inf)
+        if len(models) == 1:
+            pad = (hidden[0][start : start + size] @ models[0].output_weight[PAD]).float()[:, None]
+        parts.append((chosen - norms, torch.logaddexp(norms, pad) - norms, best.values - norms, best.indices))
+    log_probs, padding, values, tokens = (torch.cat(column).tolist() for column in zip(*parts))
+    found, start = [], 0
+    for target in targets:
+        end = start + len(target)
+        found.append(([value for (value,) in log_probs[start:end]], math.fsum(value for (value,) in padding[start:end]),
+                      [list(zip(*best)) for best in zip(tokens[start:end], values[start:end])]))
+        start = end
+    return found
+
+
+def format_scores(number: int, line: Sequence[Scored], output_format: OutputFormat) -> str:
+    """The output for line `number` (from 1), line end included.
+
+    text: the log-probabilities of its translations, separated by tabs. tsv: a line "line, number, log-probability,
+    score, text" for each translation, numbers from 1; or with pieces a line "line, number, position, piece,
+    log-probability" for each of its pieces, then the likeliest there, each with its log-probability. jsonl: one object.
+    """
+    if output_format == "text":
+        return "\t".join(f"{scored.log_prob:.6f}" for scored in line) + "\n"
+    if output_format == "tsv":
+        rows: list[list[object]] = []
+        for rank, scored in enumerate(line, start=1):
+            if not scored.pieces:
+                rows.append([number, rank, f"{scored.log_prob:.6f}", f"{scored.score:.6f}", scored.text])
+            for position, piece in enumerate(scored.pieces, start=1):
+                top = [cell for each, value in piece.top for cell in (each, f"{value:.6f}")]
+                rows.append([number, rank, position, piece.piece, f"{piece.log_prob:.6f}", *top])
+        return "".join("\t".join(map(str, row)) + "\n" for row in rows)
+    found = [{name: value for name, value in asdict(scored).items() if name != "pieces" or value} for scored in line]
+    return json.dumps({"line": number, "translations": found}, ensure_ascii=False) + "\n"

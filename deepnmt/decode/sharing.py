@@ -1,0 +1,42 @@
+"""Work on the lines of a text, shared among processes and put together in the lines' order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from deepnmt.progress import Progress, no_progress
+from deepnmt.ranks import Ranks
+
+CHUNK = 10_000  # lines held in memory: they are sorted by length, worked on, and written together
+
+Item = TypeVar("Item")
+
+# From some lines, their numbers from 1, and whom to tell how many are done, to a result for each that JSON can hold.
+Work = Callable[[list[Item], list[int], Progress], Sequence[Any]]
+
+
+def share(
+    items: Iterable[Item], length: Callable[[Item], int], work: Work[Item], ranks: Ranks,
+    progress: Progress = no_progress, start: int = 0,
+) -> Iterator[Any]:
+    """Yields the result of every line in order on rank 0, nothing on other ranks. Collective: all processes pass the
+    same `items` and exhaust the iterator.
+
+    Each process takes every `world`-th line of a chunk in order of `length`, so that all finish at about the same time;
+    `progress` assumes that the others are as far as this process. Results are gathered as JSON; nothing is unpickled.
+    `start`: lines worked on before these.
+    """
+    stream = iter(items)
+    while chunk := list(itertools.islice(stream, CHUNK)):
+        mine = sorted(range(len(chunk)), key=lambda i: (-length(chunk[i]), i))[ranks.rank :: ranks.world]
+        done = work([chunk[i] for i in mine], [start + i + 1 for i in mine],
+                    lambda own: progress(start + min(len(chunk), own * ranks.world)))  # noqa: B023 (called here only)
+        shards = ranks.gather_bytes(json.dumps(list(zip(mine, done, strict=True))).encode())
+        start += len(chunk)
+        if shards is not None:
+            whole = {i: result for part in shards for i, result in json.loads(part)}
+            yield from (whole[i] for i in range(len(chunk)))
+            progress(start)

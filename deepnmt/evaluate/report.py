@@ -1,0 +1,287 @@
+"""The report: one HTML page about the scores and translations of a run, or of two runs beside each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cached_property, partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import sacrebleu
+
+from deepnmt.config import Recipe
+from deepnmt.data.text import read_lines, read_pairs
+from deepnmt.errors import UserError
+from deepnmt.evaluate.evaluate import system_names, text_name, texts_folder
+from deepnmt.evaluate.metrics import METRICS, EvaluationSet, compare, score_lines
+from deepnmt.files import atomic_write, read_log
+from deepnmt.pages import html_table, page, plotted
+from deepnmt.plots import GREY, panels, plot_learning_curve, save, style
+
+SHOWN = 10  # sentences of each kind
+LENGTHS = (1, 11, 21, 31, 51)  # words of a source at which a group begins
+FREQUENCIES = (0, 1, 10, 100, 1000)  # occurrences in the training text at which a group begins
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A run that was evaluated: its recipe, the scores in its file, and its translations of every test set."""
+
+    recipe: Recipe
+    scores: dict[str, Any]
+    sets: dict[str, EvaluationSet]
+    translations: dict[str, list[str]]
+
+    @cached_property
+    def chrf(self) -> dict[str, list[float]]:
+        """The chrF of every sentence of each test set."""
+        metric = sacrebleu.CHRF()
+        return {name: [metric.sentence_score(line, list(references)).score for line, *references in
+                       zip(self.translations[name], *test.references, strict=True)] for name, test in self.sets.items()}
+
+
+def write_report(recipes: Sequence[Recipe], scores: str, output: Path) -> Path:
+    """Writes the page about one run, or two, whose recipes are given, and returns its path.
+
+    Args:
+        scores: the name of their files of scores.
+
+    Raises:
+        UserError: a run was not evaluated, or has no texts; two have no test set in common; the page cannot be written.
+    """
+    runs = [_read(recipe, Path(recipe.run) / scores) for recipe in recipes]
+    names = [name for name in runs[0].sets if all(run.sets.get(name) == runs[0].sets[name] for run in runs)]
+    if not names:
+        raise UserError(f"{' and '.join(recipe.run for recipe in recipes)} were scored on no test set in common; "
+                        "evaluate both on the same")
+    labels = system_names([recipe.run for recipe in recipes])
+    parts = [f"<h1>{escape(' and '.join(labels))}</h1>", _facts(runs, labels), *_curves(runs, labels)]
+    parts += ["<h2>Scores</h2>", *_scores(runs, labels, names)]
+    counts = _training_words(runs[0].recipe, {word for name in names for word in _words(runs[0], name)})
+    for name in names:
+        parts.append(f"<h2>Test set {escape(name)}</h2>")
+        parts += [_by_length(runs, labels, name), _by_frequency(runs, labels, name, counts)]
+        parts += _differences(runs, labels, name) if runs[1:] else _best_and_worst(runs[0], name)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(output) as stream:
+            stream.write(page(f"Report: {' and '.join(labels)}", parts))
+    except OSError as error:
+        raise UserError(f"the report cannot be written to {output}: {error.strerror or error}; give another file"
+                        ) from None
+    return output
+
+
+def _read(recipe: Recipe, file: Path) -> Evaluated:
+    try:
+        scores = json.loads(file.read_bytes())
+        names = list(scores["sets"])
+    except OSError:
+        raise UserError(f"there is no file {file}; run deepnmt evaluate {recipe.run} first, or name another "
+                        "file of its scores with --scores") from None
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{file} does not hold the scores of one system; give the runs' own, as deepnmt evaluate RUN "
+                        "writes them") from None
+    sets, translations, folder = {}, {}, texts_folder(file)
+    for name in names:
+        stem = folder / text_name(name)
+        if not Path(f"{stem}.hyp").is_file():
+            raise UserError(f"{folder} does not hold the texts of test set {name}; run deepnmt evaluate {recipe.run} "
+                            "again, which keeps them")
+        src, hyp, ref = (list(read_lines(Path(f"{stem}.{ending}"))) for ending in ("src", "hyp", "ref"))
+        more = [list(read_lines(other)) for other in sorted(folder.glob(f"{text_name(name)}.ref?"))]
+        test = recipe.data.test.get(name)
+        sets[name] = EvaluationSet(name, src, [ref, *more], (test and test.trg_lang) or recipe.data.trg_lang)
+        translations[name] = hyp
+    return Evaluated(recipe, scores, sets, translations)
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+def _facts(runs: Sequence[Evaluated], labels: Sequence[str]) -> str:
+    columns = []
+    for run in runs:
+        model, scores = run.recipe.model, run.scores
+        facts = {
+            "languages": f"{run.recipe.data.src_lang} to {run.recipe.data.trg_lang}",
+            "model": f"{model.encoder.block} {model.encoder.layers}L, {model.decoder.block} {model.decoder.layers}L, "
+                     f"width {model.width}",
+        }
+        if "checkpoint" in scores:  # none if ready translations were scored
+            search = scores["translate"]
+            facts["checkpoint"] = f"{scores['checkpoint']}, update {scores['update']:,}"
+            facts["averaged updates"] = ", ".join(f"{update:,}" for update in scores["averaged_updates"]) or "none"
+            facts["search"] = f"{search['method']}, beam {search['beam']}, length penalty {search['length_penalty']}"
+        columns.append(facts)
+    facts = max(columns, key=len)
+    return html_table([["", *labels], *([fact, *(column.get(fact, "not told") for column in columns)]
+                                        for fact in facts)], numbers=False)
+
+
+def _curves(runs: Sequence[Evaluated], labels: Sequence[str]) -> list[str]:
+    parts = ["<h2>Learning</h2>"]
+    for run, label in zip(runs, labels, strict=True):
+        log = Path(run.recipe.run) / "log.jsonl"
+        if log.is_file():
+            parts.append(plotted(partial(plot_learning_curve, read_log(log), run=label), f"Learning curve of {label}"))
+        else:
+            parts.append(f"<p>{escape(label)} has no log.jsonl.</p>")
+    return parts
+
+
+def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[str]) -> list[str]:
+    parts = []
+    metrics = [metric for metric in METRICS if all(metric in run.scores["sets"][names[0]] for run in runs)]
+    for metric in metrics:
+        rows = [[METRICS[metric], *names]]
+        rows += [[label, *(f"{run.scores['sets'][name][metric]:.2f}" for name in names)]
+                 for run, label in zip(runs, labels, strict=True)]
+        signatures = dict.fromkeys(run.scores["sets"][name][f"{metric}_signature"] for run in runs for name in names)
+        parts.append(html_table(rows))
+        parts += [f"<p><small>{METRICS[metric]}|{escape(signature)}</small></p>" for signature in signatures]
+    if runs[1:]:
+        rows = [["", "metric", "difference", "p"]]
+        for name in names:
+            systems = {label: run.translations[name] for run, label in zip(runs, labels, strict=True)}
+            test = runs[0].sets[name]
+            rows += [[name, METRICS[c.metric], f"{c.difference:+.2f}", f"{c.p_value:.4f}"]
+                     for c in compare(systems, test, test.lang or "", metrics)]
+        parts.append(f"<h3>{escape(labels[1])} against {escape(labels[0])}</h3><p>Paired bootstrap resampling: p is "
+                     "the probability of a difference as large between equal systems.</p>")
+        parts.append(html_table(rows))
+    return parts
+
+
+def _by_length(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> str:
+    test = runs[0].sets[name]
+    groups: dict[int, list[int]] = {}
+    for i, source in enumerate(test.sources):
+        groups.setdefault(_group(len(source.split()), LENGTHS), []).append(i)
+    rows = [["words of the source", "sentences",
+             *(f"{metric}, {label}" for label in labels for metric in ("BLEU", "chrF2"))]]
+    for number in sorted(groups):
+        lines = groups[number]
+        references = [[reference[i] for i in lines] for reference in test.references]
+        values = [score_lines([run.translations[name][i] for i in lines], references, test.lang or "",
+                              metrics=("bleu", "chrf")).values for run in runs]
+        rows.append([_span(number, LENGTHS), f"{len(lines):,}",
+                     *(f"{of[metric]:.1f}" for of in values for metric in ("bleu", "chrf"))])
+    return "<h3>By length</h3>" + html_table(rows)
+
+
+def _by_frequency(runs: Sequence[Evaluated], labels: Sequence[str], name: str, counts: Counter[str] | None) -> str:
+    if counts is None:
+        return "<h3>By frequency of words</h3><p>The training text is not there any more, so nothing is known.</p>"
+    rows = [["times in the training text", "words of the reference", *(f"translated, {label}" for label in labels)]]
+    total, found = Counter[int](), [Counter[int]() for _ in runs]
+    for i, reference in enumerate(runs[0].sets[name].references[0]):
+        wanted = Counter(_split(reference))
+        for word, count in wanted.items():
+            total[_group(counts[word], FREQUENCIES)] += count
+        for run, hits in zip(runs, found, strict=True):
+            for word, count in (wanted & Counter(_split(run.translations[name][i]))).items():
+                hits[_group(counts[word], FREQUENCIES)] += count
+    rows += [[_span(number, FREQUENCIES), f"{total[number]:,}",
+              *(f"{100 * hits[number] / total[number]:.1f} %" for hits in found)] for number in sorted(total)]
+    return ("<h3>By frequency of words</h3><p>The share of the reference's words that the translation of the same "
+            "sentence contains, by how often they come in the training text.</p>") + html_table(rows)
+
+
+def _best_and_worst(run: Evaluated, name: str) -> list[str]:
+    chrf = run.chrf[name]
+    order = sorted(range(len(chrf)), key=lambda i: (-chrf[i], i))
+    some = min(SHOWN, (len(order) + 1) // 2)
+    return [f"<h3>The {some} {kind} sentences</h3><p>By chrF2, which is in brackets. Words that differ from the "
+            f"reference are marked.</p>{_sentences([run], ['translation'], name, chosen)}"
+            for kind, chosen in (("best", order[:some]), ("worst", order[::-1][:some]))]
+
+
+def _differences(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> list[str]:
+    gains = [theirs - ours for ours, theirs in zip(*(run.chrf[name] for run in runs), strict=True)]
+    order = sorted(range(len(gains)), key=lambda i: (-gains[i], i))
+    better, worse = ([i for i in order if gains[i] > 0], [i for i in order[::-1] if gains[i] < 0])
+    title = f"chrF2 of every sentence, {labels[1]} less {labels[0]}"
+    parts = [f"<h3>Differences</h3><p>{escape(labels[1])} is better in {len(better):,} sentences of {len(gains):,}, "
+             f"worse in {len(worse):,}; {sum(a == b for a, b in zip(*(run.translations[name] for run in runs))):,} "
+             "translations are the same.</p>", plotted(partial(_plot_gains, gains, title), title)]
+    for kind, chosen in (("better", better), ("worse", worse)):
+        if chosen:
+            some = chosen[:SHOWN]
+            parts.append(f"<h3>Where {escape(labels[1])} is {kind} by most</h3><p>The chrF2 of a sentence is in "
+                         "brackets. Words that differ from the reference are marked.</p>"
+                         f"{_sentences(runs, labels, name, some)}")
+    return parts
+
+
+def _plot_gains(gains: Sequence[float], title: str, file: Path) -> None:
+    """A histogram of the sentences' differences."""
+    figure, [axes] = panels([title], "difference of chrF2, points", "sentences")
+    axes.hist(gains, bins=[10 * edge for edge in range(-10, 11)], color=style(0)["color"], rwidth=0.9)
+    axes.axvline(0, color=GREY, linewidth=1)
+    save(figure, file)
+
+
+# -- words and sentences -----------------------------------------------------------------------------------------------
+
+
+def _sentences(runs: Sequence[Evaluated], labels: Sequence[str], name: str, chosen: Sequence[int]) -> str:
+    rows = []
+    for i in chosen:
+        test = runs[0].sets[name]
+        reference = test.references[0][i]
+        lines = [(f"source {i + 1:,}", escape(test.sources[i])), ("reference", escape(reference))]
+        lines += [(f"{label} ({run.chrf[name][i]:.0f})", _marked(run.translations[name][i], reference))
+                  for run, label in zip(runs, labels, strict=True)]
+        rows += [f"<tr{'' if number else ' class=first'}><td class='label'>{escape(label)}</td><td>{text}</td></tr>"
+                 for number, (label, text) in enumerate(lines)]
+    return f"<table class='sentences'>{''.join(rows)}</table>"
+
+
+def _marked(text: str, reference: str) -> str:
+    """The text as HTML, with marks on words that are not the reference's."""
+    words = text.split()
+    found = []
+    for kind, _, _, start, stop in SequenceMatcher(None, reference.split(), words, autojunk=False).get_opcodes():
+        part = escape(" ".join(words[start:stop]))
+        found.append(part if kind == "equal" else f"<mark>{part}</mark>" if part else "")
+    return " ".join(filter(None, found)) or "<small>nothing</small>"
+
+
+def _split(text: str) -> list[str]:
+    """The words of a text, without punctuation."""
+    return re.findall(r"\w+", text)
+
+
+def _words(run: Evaluated, name: str) -> set[str]:
+    return {word for reference in run.sets[name].references[0] for word in _split(reference)}
+
+
+def _training_words(recipe: Recipe, words: set[str]) -> Counter[str] | None:
+    """How often these words come in the target side of the training text; None if that cannot be read."""
+    counts: Counter[str] = Counter()
+    try:
+        for _, target in read_pairs(recipe.data.train):
+            counts.update(word for word in _split(target) if word in words)
+    except UserError:
+        return None
+    return counts
+
+
+def _group(value: int, begins: Sequence[int]) -> int:
+    """The last group that begins at or below a value."""
+    return max(number for number, begin in enumerate(begins) if begin <= max(value, begins[0]))
+
+
+def _span(number: int, begins: Sequence[int]) -> str:
+    """The values of a group, in words."""
+    if number + 1 == len(begins):
+        return f"{begins[number]:,} or more"
+    last = begins[number + 1] - 1
+    return f"{begins[number]:,} to {last:,}" if last > begins[number] else f"{last:,}"
