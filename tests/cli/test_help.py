@@ -170,7 +170,7 @@ def test_help_lists_every_command_in_groups(capsys: pytest.CaptureFixture[str]) 
         listed = re.findall(r"^  ([a-z-]+) +(\S.*)$", text, flags=re.MULTILINE)
         assert [name for name, _ in listed] == list(commands) and all(text.endswith(".") for _, text in listed)
     steps = ["recipes", "copy", "new", "get", "split", "prepare", "profile", "train", "status", "average", "translate",
-             "evaluate", "serve"]
+             "score", "evaluate", "report", "serve"]
     assert list(COMMANDS)[: len(steps)] == steps
 
 
