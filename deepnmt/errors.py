@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _LONGEST = 4000  # characters of a line
 
@@ -24,6 +25,19 @@ class UserError(Exception):
 
     def __init__(self, message: str = "") -> None:
         super().__init__("\n".join(map(printable, message.split("\n"))))
+
+
+@contextmanager
+def enough_memory(remedy: str) -> Iterator[None]:
+    """Turns what Python, a CPU or a GPU says of too little memory into a `UserError` that names the remedy."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+                or "DefaultCPUAllocator" in str(error)):
+            raise
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"there is not enough memory ({said}); {remedy}") from None
 
 
 def printable(line: str) -> str:

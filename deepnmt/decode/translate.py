@@ -36,7 +36,7 @@ from deepnmt.decode.search import Candidate, beam_search, choose_greedily, decod
 from deepnmt.decode.sharing import share
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
 from deepnmt.device import free_memory, release
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import atomic_write
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
@@ -353,7 +353,8 @@ def translate_lines(
     results = [[Hypothesis("", 0.0, 0.0, 0, True)] for _ in texts]
     layer = alignment_layer(model, settings.alignment_layer)
     done, device = 0, model.output_weight.device
-    with evaluating(model), torch.inference_mode():
+    remedy = f"lower translate.beam ({settings.beam:,}) or translate.batch_tokens ({settings.batch_tokens:,})"
+    with evaluating(model), torch.inference_mode(), enough_memory(remedy):
         most = len(order)  # sentences of a batch, as long as there is memory for so many
         while done < len(order):
             longest = len(sources[order[done]])

@@ -26,7 +26,7 @@ from deepnmt.checkpoint.checkpoint import (
 from deepnmt.checkpoint.saving import Saver, in_shards
 from deepnmt.config import Recipe, Train, dump_recipe
 from deepnmt.device import describe, deterministic
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import read_log, reporting, write_text
 from deepnmt.optim import warmup_note
 from deepnmt.parallel import watch as watch_
@@ -48,6 +48,8 @@ from deepnmt.training.validate import Validation
 from deepnmt.training.verification import AT_ONCE, Verification
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
+_TOO_LARGE = ("set parallel.recompute_layers, or let ZeRO share more, and the same command resumes from the newest "
+              "checkpoint; or lower batch.tokens, in another run")
 
 # What ends a run, by the setting: from the settings and the state, whether the run has ended. Every process evaluates
 # them after every update, so they may only use what is the same on all. To add one: a row here, a setting in
@@ -389,7 +391,7 @@ def train(
     with deterministic(recipe.train.deterministic), output_may_be_lost():
         trainer = Trainer(recipe, ranks, task, watch, explain)
         try:
-            with trainer.verification.explaining():
+            with trainer.verification.explaining(), enough_memory(_TOO_LARGE):
                 return trainer.run_to_end()
         except Exception as error:
             trainer.report_failure(error)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from machines import Machines, Unavailable
+from node_runs import LONG, SETTINGS
+from warm import Warm
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +31,13 @@ def nothing_left(machines: Machines) -> Iterator[None]:
     for process in left:
         process.kill()
     assert not lines, lines
+
+
+@pytest.fixture(scope="session")
+def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[int, Path]:
+    """Runs of 12 and of 300 updates on two processes of one machine, by their length."""
+    runs = {12: tmp_path_factory.mktemp("short"), 300: tmp_path_factory.mktemp("long")}
+    for updates, more in ((12, ()), (300, LONG)):
+        warm.train(2, prepared / "recipe.yaml", f"run={runs[updates]}", *SETTINGS, *more)
+        assert warm.wait() == [0, 0], warm.said()
+    return runs

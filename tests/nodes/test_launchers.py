@@ -5,69 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from machines import NODES, REPO, Machines
-from run_files import losses, tensors
-from warm import Warm
-
-LAUNCH = REPO / "recipes" / "launch"
-SETTINGS = (f"parallel.ds_config={REPO}/ds_configs/zero1.json", "model.encoder.block=pre_ln",
-            "model.decoder.block=pre_ln", "train.valid_bleu=false")
-LONG = ("train.updates=300", "train.save_every=1000", "train.validate_every=1000")  # time enough to be stopped in
-GONE = 30.0  # seconds within which everything must have ended
-
-
-@pytest.fixture(scope="session")
-def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[int, Path]:
-    """Runs of 12 and of 300 updates on two processes of one machine, by their length."""
-    runs = {12: tmp_path_factory.mktemp("short"), 300: tmp_path_factory.mktemp("long")}
-    for updates, more in ((12, ()), (300, LONG)):
-        warm.train(2, prepared / "recipe.yaml", f"run={runs[updates]}", *SETTINGS, *more)
-        assert warm.wait() == [0, 0], warm.said()
-    return runs
-
-
-def wait_for(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
-    """The first true value of `condition`; fails with what `what` says after `seconds`."""
-    until = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < until, what()
-        time.sleep(0.1)
-    return found
-
-
-def words(prepared: Path, run: Path, *overrides: str) -> str:
-    return shlex.join([str(prepared / "recipe.yaml"), f"run={run}", *SETTINGS, *overrides])
-
-
-def assert_same(run: Path, expected: dict[int, Path], updates: int) -> None:
-    """Losses and weights are those of one machine, to the bit."""
-    assert losses(run) == losses(expected[updates])
-    ours, theirs = tensors(run, updates, "weights"), tensors(expected[updates], updates, "weights")
-    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
-
-
-def stood(run: Path) -> str:
-    """The `status` in STATUS.json, "" before there is any."""
-    try:
-        return str(json.loads((run / "STATUS.json").read_text())["status"])
-    except FileNotFoundError:
-        return ""
-
-
-def text(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
-
+from machines import REPO, Machines
+from node_runs import GONE, LAUNCH, LONG, assert_same, hostfile, stood, text, torchrun, wait_for, words
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
@@ -121,15 +66,6 @@ def test_sbatch_is_stopped_requeued_and_resumes_to_the_same_bits(
 # -- deepspeed with a hostfile -----------------------------------------------------------------------------------------
 
 
-def hostfile(machines: Machines, port: int, line: str, name: str) -> tuple[subprocess.Popen[bytes], Path]:
-    """Starts recipes/launch/hostfile.sh on n1, with its files for these machines."""
-    (machines.shared / "hosts").write_text((LAUNCH / "hosts").read_text().replace("node", "n").replace("=8", "=1"))
-    (machines.shared / ".deepspeed_env").write_text(
-        (LAUNCH / ".deepspeed_env").read_text().replace("cuda", "cpu") + "OMP_NUM_THREADS=1\n")
-    said = machines.shared / name
-    return machines.start("n1", f"MASTER_PORT={port} {LAUNCH}/hostfile.sh {line}", said), said
-
-
 @pytest.mark.parametrize(("target", "number", "code"), [
     ("pdsh", signal.SIGKILL, 75), ("deepspeed", signal.SIGINT, 1), ("deepspeed", signal.SIGKILL, 137)])
 def test_whatever_ends_the_hostfile_run_it_saves_on_both_machines(
@@ -159,10 +95,8 @@ def test_whatever_ends_the_hostfile_run_it_saves_on_both_machines(
 def test_torchrun_trains_to_one_machines_losses(
         machines: Machines, prepared: Path, expected: dict[int, Path]) -> None:
     run = machines.shared / "torchrun"
-    line = f"NODES=2 FIRST=n1 PROCESSES=1 PORT=29800 {LAUNCH}/torchrun.sh {words(prepared, run)}"
-    said = {node: machines.shared / f"torchrun-{node}" for node in NODES}
-    agents = [machines.start(node, line, said[node]) for node in NODES]
-    assert [agent.wait(120) for agent in agents] == [0, 0], "\n".join(map(text, said.values()))
+    agents, said = torchrun(machines, 29800, words(prepared, run), "torchrun")
+    assert [agent.wait(120) for agent in agents] == [0, 0], "\n".join(map(text, said))
     assert_same(run, expected, 12)
 
 
