@@ -35,9 +35,9 @@ def nothing_left(machines: Machines) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[int, Path]:
-    """Runs of 12 and of 300 updates on two processes of one machine, by their length."""
-    runs = {12: tmp_path_factory.mktemp("short"), 300: tmp_path_factory.mktemp("long")}
-    for updates, more in ((12, ()), (300, LONG)):
+    """Runs of 12, 100 and 300 updates on two processes of one machine, by their length."""
+    runs = {updates: tmp_path_factory.mktemp(f"updates-{updates}") for updates in (12, 100, 300)}
+    for updates, more in ((12, ()), (100, (*LONG, "train.updates=100")), (300, LONG)):
         warm.train(2, prepared / "recipe.yaml", f"run={runs[updates]}", *SETTINGS, *more)
         assert warm.wait() == [0, 0], warm.said()
     return runs

@@ -15,7 +15,8 @@ from node_runs import GONE, LONG, assert_same, by_hand, text, wait_for, words
 from deepnmt.checkpoint.checkpoint import list_checkpoints, update_of, verify
 from deepnmt.parallel.watch import SILENCE
 
-SAVES = (*LONG[:1], "train.save_every=10", *LONG[2:])
+LENGTH = (*LONG, "train.updates=100")
+SAVES = (*LENGTH, "train.save_every=10")
 # waits for signs of life no longer than a test has time; what the limit is in a run, the first test uses up to a third
 IMPATIENT = ("python -c 'import sys; from deepnmt.parallel import watch; watch.SILENCE = 20.0; "
              "from deepnmt.cli import main; sys.exit(main(\"train\", sys.argv[1:]))'")
@@ -29,8 +30,8 @@ def link(machines: Machines, state: str) -> None:
 
 def test_a_link_that_is_down_for_20_seconds(machines: Machines, prepared: Path, expected: dict[int, Path]) -> None:
     run = machines.shared / "outage"
-    started, said = by_hand(machines, 29900, words(prepared, run, *LONG), "outage")
-    wait_for(lambda: "update 20/" in text(said[0]), 100, lambda: text(said[0]))
+    started, said = by_hand(machines, 29900, words(prepared, run, *LENGTH), "outage")
+    wait_for(lambda: "update 20/" in text(said[0]), 200, lambda: text(said[0]))
     link(machines, "down")
     try:
         time.sleep(1.0)
@@ -39,8 +40,8 @@ def test_a_link_that_is_down_for_20_seconds(machines: Machines, prepared: Path, 
         assert text(said[0]) == stands and [process.poll() for process in started] == [None, None]
     finally:
         link(machines, "up")
-    assert [process.wait(100) for process in started] == [0, 0], "\n".join(map(text, said))
-    assert_same(run, expected, 300)
+    assert [process.wait(200) for process in started] == [0, 0], "\n".join(map(text, said))
+    assert_same(run, expected, 100)
     assert SILENCE > 60 and SILENCE + GONE <= 120, "20 s are waited for with a margin, and two minutes never"
 
 
@@ -52,7 +53,7 @@ def test_a_machine_that_stays_away(
     line = words(prepared, run, *SAVES)
     port = {"link": 29910, "stop": 29930}[fault]
     started, said = by_hand(machines, port, line, f"away-{fault}", IMPATIENT)
-    wait_for(lambda: "update 20/" in text(said[0]), 100, lambda: text(said[0]))
+    wait_for(lambda: "update 20/" in text(said[0]), 200, lambda: text(said[0]))
     found = [process for process in machines.processes(f"run={run}")
              if process.name().startswith("python") and process.environ().get("RANK") == "1"]
     victim = found[0] if fault == "stop" else None
@@ -62,10 +63,10 @@ def test_a_machine_that_stays_away(
         victim.send_signal(signal.SIGSTOP)
     try:
         lost = [0, 1] if victim is None else [0]
-        assert [started[rank].wait(20 + GONE) for rank in lost] == [76] * len(lost), "\n".join(map(text, said))
+        assert [started[rank].wait(20 + 2 * GONE) for rank in lost] == [76] * len(lost), "\n".join(map(text, said))
     finally:
         link(machines, "up") if victim is None else victim.send_signal(signal.SIGCONT)
-    assert started[1].wait(20 + GONE) == 76, text(said[1])
+    assert started[1].wait(20 + 2 * GONE) == 76, text(said[1])
     for rank in lost:
         told = [line for line in text(said[rank]).splitlines() if line.startswith("deepnmt: ")]
         other = f"no sign of life from rank {1 - rank} on {NODES[1 - rank]} for "
@@ -76,6 +77,6 @@ def test_a_machine_that_stays_away(
     verify(newest)
     assert update_of(newest) >= 10
     started, said = by_hand(machines, port + 1, line, f"away-{fault}-again")
-    assert [process.wait(100) for process in started] == [0, 0], "\n".join(map(text, said))
+    assert [process.wait(200) for process in started] == [0, 0], "\n".join(map(text, said))
     assert "resuming from" in text(said[0])
-    assert_same(run, expected, 300)
+    assert_same(run, expected, 100)
