@@ -201,8 +201,8 @@ def test_a_full_queue_and_a_signal(run: deepnmt.Run, warm: Warm, server: Server)
     """Runs last: the server of the other tests ends, and one with a small queue begins."""
     assert re.search(r"served \d+ requests, \d+ sentences", server.end())
     small = Server(warm, str(run.folder), "--queue=1", "--batch=1", "translate.beam=8", "translate.max_extra=20")
-    with ThreadPoolExecutor(12) as clients:
-        asked = [clients.submit(small.translate, text=["the old dog sees the house"] * 8) for _ in range(12)]
+    with ThreadPoolExecutor(8) as clients:
+        asked = [clients.submit(small.translate, text=["the old dog sees the house"] * 5) for _ in range(8)]
         for _ in waiting(60, "a refusal"):
             if any(one.done() and one.result()[0] == 503 for one in asked):
                 break
