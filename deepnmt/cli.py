@@ -589,7 +589,7 @@ def _serve(words: list[str]) -> None:
         "deepnmt serve runs/my --checkpoint best --host 0.0.0.0 --port 8080 translate.beam=1",
     )
     add = parser.add_argument
-    add("--checkpoint", metavar="WHICH", help=_CHECKPOINT)
+    add("--checkpoint", action="append", metavar="WHICH", help=_ENSEMBLE)
     add("--host", default="127.0.0.1", metavar="ADDRESS",
         help="the address to listen at (default %(default)s, which only this machine reaches; 0.0.0.0: every one)")
     add("--port", type=int, default=8000, metavar="N", help="its port; 0: any that is free (default %(default)s)")
@@ -601,20 +601,21 @@ def _serve(words: list[str]) -> None:
     add("--drain", type=int, default=30, metavar="N",
         help="seconds in which requests are still answered after a signal (default %(default)s)")
     args, recipe = parse(parser, words)
-    settable(args, ["run", "model", "translate", "seed", "parallel.threads"], "a trained model translates as it is")
+    settable(args, ["run", "model", "translate", "seed", "parallel.threads", "parallel.device"],
+             "a trained model translates as it is")
     positive(args, "batch", "queue", "sentences", "bytes", "drain")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}, must be from 0 to 65535")
-    checkpoint = _checkpoint(args.checkpoint, recipe)
+    checkpoints = _checkpoints(args.checkpoint, recipe)
     from deepnmt.parallel.launch import processes, rank_from_environment
     from deepnmt.serve.server import serve
 
     if (count := rank_from_environment()[1]) > 1:
         raise UserError(f"serve was started on {count} processes, but one model answers at one port; start it alone")
-    with processes(recipe.parallel.threads) as ranks:
-        serve(recipe, ranks, checkpoint=checkpoint, expected=expected_model(args, recipe, checkpoint), host=args.host,
-              port=args.port, batch=args.batch, queue=args.queue, sentences=args.sentences, body=args.bytes,
-              drain=args.drain)
+    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
+        serve(recipe, ranks, checkpoints=checkpoints, expected=expected_model(args, recipe, checkpoints),
+              host=args.host, port=args.port, batch=args.batch, queue=args.queue, sentences=args.sentences,
+              body=args.bytes, drain=args.drain)
 
 
 def _diagnose(words: list[str]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import numpy as np
 import torch
@@ -261,8 +261,12 @@ def format_hypotheses(number: int, hypotheses: Sequence[Hypothesis], output_form
         return hypotheses[0].text + "\n"
     if output_format == "tsv":
         return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
-    found = [{name: value for name, value in asdict(h).items() if value is not None} for h in hypotheses]
-    return json.dumps({"line": number, "hypotheses": found}, ensure_ascii=False) + "\n"
+    return json.dumps({"line": number, "hypotheses": [as_record(h) for h in hypotheses]}, ensure_ascii=False) + "\n"
+
+
+def as_record(hypothesis: Hypothesis) -> dict[str, Any]:
+    """A hypothesis as JSON has it, without what was not asked for."""
+    return {name: value for name, value in asdict(hypothesis).items() if value is not None}
 
 
 # -- any number of lines, on any number of processes -------------------------------------------------------------------

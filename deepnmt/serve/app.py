@@ -6,11 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.translate import as_record
 from deepnmt.errors import UserError, nearest
 from deepnmt.serve.batches import Batches, QueueFullError
 from deepnmt.serve.metrics import Metrics
@@ -114,7 +115,7 @@ class App:
         self.metrics.tokens += sum(best[0].tokens for best in answers)
         answer: dict[str, Any] = {"translations": [best[0].text for best in answers]}
         if details:
-            answer["hypotheses"] = [[asdict(hypothesis) for hypothesis in best] for best in answers]
+            answer["hypotheses"] = [[as_record(hypothesis) for hypothesis in best] for best in answers]
         return answer
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deepnmt import config
 from deepnmt.config import Recipe
-from deepnmt.decode.models import load_for_search, max_length
+from deepnmt.decode.models import Folders, load_models, max_length
 from deepnmt.decode.translate import translate_lines
 from deepnmt.errors import UserError
 from deepnmt.progress import print_status
@@ -34,7 +34,7 @@ def serve(
     recipe: Recipe,
     ranks: Ranks,
     *,
-    checkpoint: str | Path | None = None,
+    checkpoints: Folders = (),
     expected: config.Model | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -50,7 +50,7 @@ def serve(
         recipe: of the run; its search settings and seed are used. A sentence's number, on which samples depend, is its
             place in its request.
         ranks: this process and its device.
-        checkpoint, expected: as for `load_for_search`.
+        checkpoints, expected: as for `load_models`; without, the run's.
         host, port: where it listens; port 0: any free one, which it prints.
         batch: sentences translated together.
         queue: sentences that may wait.
@@ -60,28 +60,30 @@ def serve(
     Raises:
         UserError: no such checkpoint, or another process has the port.
     """
-    loaded = load_for_search(Path(checkpoint or recipe.run), recipe.translate, ranks, expected)
+    models = load_models(checkpoints or recipe.run, recipe.translate, ranks, expected)
+    first = models.members[0]
     metrics = Metrics()
 
     def translate(texts: Any, numbers: Any) -> list[list[Hypothesis]]:
-        return translate_lines(loaded.model, loaded.vocabs, texts, recipe.translate, seed=recipe.seed,
-                               numbers=numbers)
+        return translate_lines(models.all[0], models.vocabs, texts, recipe.translate, seed=recipe.seed,
+                               numbers=numbers, stepper=models.stepper)
 
-    facts = {"run": Path(recipe.run).name, "update": loaded.state.update,
-             "languages": [recipe.data.src_lang, recipe.data.trg_lang], "tags": list(loaded.src_vocab.tags)}
-    limits = Limits(body, sentences, max_length(loaded.model) - 1, READ_SECONDS)
+    facts = {"run": Path(recipe.run).name, "update": first.state.update,
+             "languages": [recipe.data.src_lang, recipe.data.trg_lang], "tags": list(first.src_vocab.tags)}
+    limits = Limits(body, sentences, max_length(models.all[0]) - 1, READ_SECONDS)
 
     async def run() -> None:
         batches = Batches(translate, batch, queue, metrics.count_batch)
         server = _Server(uvicorn.Config(
-            App(batches, loaded.src_vocab, limits, metrics, facts), http=_Protocol, ws="none", lifespan="off",
+            App(batches, first.src_vocab, limits, metrics, facts), http=_Protocol, ws="none", lifespan="off",
             log_config=None, log_level="error", access_log=False, server_header=False,
             limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=drain,
         ))
         working = asyncio.create_task(batches.run())
         where, opened = listening.getsockname()[:2]
         address = f"[{where}]" if ":" in where else where
-        print(f"serving {loaded.folder} at http://{address}:{opened}", flush=True)
+        folders = ", ".join(str(one.folder) for one in models.members)
+        print(f"serving {folders} at http://{address}:{opened}", flush=True)
         await server.serve([listening])
         working.cancel()
         with suppress(asyncio.CancelledError):

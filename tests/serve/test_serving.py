@@ -21,6 +21,7 @@ from warm import Warm, waiting
 
 import deepnmt
 from deepnmt.cli import main
+from deepnmt.decode.translate import as_record
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; pip install 'deepnmt[serve]'")
 
@@ -103,7 +104,7 @@ def test_many_requests_at_once_get_what_a_file_gets(run: deepnmt.Run, server: Se
 def test_hypotheses_and_health(run: deepnmt.Run, server: Server, threads: None) -> None:
     status, answer = server.translate(text=["the dog"], hypotheses=True)
     assert status == 200
-    assert answer["hypotheses"] == [[vars(best) for best in run.translate_nbest(["the dog"])[0]]]
+    assert answer["hypotheses"] == [[as_record(best) for best in run.translate_nbest(["the dog"])[0]]]
     assert server.ask("GET", "/health") == (200, {
         "status": "ok", "run": "run", "update": 3, "languages": ["en", "de"], "tags": [], "waiting_sentences": 0})
     assert server.ask("HEAD", "/") == (200, "") and "<textarea" in server.ask("GET", "/")[1]
@@ -200,7 +201,8 @@ def test_mistakes(run: deepnmt.Run, refused: Refused, monkeypatch: pytest.Monkey
 def test_a_full_queue_and_a_signal(run: deepnmt.Run, warm: Warm, server: Server) -> None:
     """Runs last: the server of the other tests ends, and one with a small queue begins."""
     assert re.search(r"served \d+ requests, \d+ sentences", server.end())
-    small = Server(warm, str(run.folder), "--queue=1", "--batch=1", "translate.beam=8", "translate.max_extra=20")
+    small = Server(warm, str(run.folder), "--checkpoint=newest", "--checkpoint=best", "--queue=1", "--batch=1",
+                   "translate.beam=8", "translate.max_extra=20")
     with ThreadPoolExecutor(8) as clients:
         asked = [clients.submit(small.translate, text=["the old dog sees the house"] * 5) for _ in range(8)]
         for _ in waiting(60, "a refusal"):
