@@ -12,6 +12,7 @@ from torch import nn
 
 from deepnmt import config
 from deepnmt.config.plugins import Table
+from deepnmt.errors import UserError
 
 # Tensors of each weight's shape that every layout writes to checkpoints and reads from them. To add one: add its name
 # here and in `moment_names`, the setting that switches it on to `MOMENT_SETTINGS`, its value before the first update to
@@ -21,17 +22,18 @@ Moment = Literal["exp_avg", "exp_avg_sq", "momentum_buffer", "ema"]
 
 
 class Kind(NamedTuple):
-    """What the parameters of a group have in common: weight decay, and the factor of their learning rate, which is 0 if
-    they are frozen."""
+    """What the parameters of a group have in common: weight decay, the factor of their learning rate, which is 0 if
+    they are frozen, and whether they are matrices that Muon updates."""
 
     weight_decay: float
     factor: float
+    muon: bool = False
 
 
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], recipe: config.Recipe, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """PyTorch's optimizer for the recipe: Adam, AdamW, RAdam (also with decoupled weight decay: radamw) or SGD.
+    """PyTorch's optimizer for the recipe: Adam, AdamW, RAdam (also with decoupled weight decay: radamw), SGD or Muon.
 
     RAdam has no rectification for its first updates. PyTorch's then takes a step along the running mean of the
     gradient; with `unrectified: skip` there is none, as in the code of Liu et al. 2020 (Admin).
@@ -49,6 +51,8 @@ def build_optimizer(
 def _optimizer(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> torch.optim.Optimizer:
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused or None)
+    if settings.name == "muon":
+        return MuonAndAdam(groups, settings, fused)
     beta1, beta2 = settings.betas
     if settings.name in ("radam", "radamw"):
         radam = torch.optim.RAdam(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps,
@@ -58,6 +62,41 @@ def _optimizer(groups: list[dict[str, Any]], settings: config.Optimizer, fused: 
         return radam
     kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
     return kind(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
+
+
+class MuonAndAdam(torch.optim.Optimizer):
+    """Muon for the matrices of the layers, AdamW for tables and vectors. Jordan et al. 2024, Muon; a matrix's rate is
+    that of Liu et al. 2025, Muon is Scalable for LLM Training, section 2.2, so that one rate suits both.
+
+    It keeps what Adam keeps: of a matrix `exp_avg` is Muon's momentum, and `exp_avg_sq` stays 0.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise UserError(f"optimizer.name is muon, which PyTorch has from 2.9 on, but {torch.__version__} is here; "
+                            "install a newer one, or set another optimizer")
+        super().__init__(groups, {"lr": settings.lr})
+        matrices, rest = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
+        beta1, beta2 = settings.betas
+        self.parts: list[torch.optim.Optimizer] = []  # their groups are those of this one, rates included
+        if matrices:
+            self.parts.append(torch.optim.Muon(matrices, lr=settings.lr, momentum=settings.momentum,
+                                               adjust_lr_fn="match_rms_adamw"))
+        if rest:
+            self.parts.append(torch.optim.AdamW(rest, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps,
+                                                fused=fused or None))
+            self.parts[-1].state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups if group["muon"] for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if "exp_avg" not in state:
+                state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state["step"] += 1
+            self.parts[0].state[p] = {"momentum_buffer": state["exp_avg"]}
+        for part in self.parts:
+            part.step()
 
 
 def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -131,7 +170,8 @@ def kind_of(name: str, shape: Sequence[int], recipe: config.Recipe) -> Kind:
         return Kind(0.0, 0.0)
     factors = [factor for part, factor in settings.lr_factors.items() if is_in(part, name)]
     decayed = settings.decay_norms_and_biases is not False or len(shape) > 1
-    return Kind(settings.weight_decay if decayed else 0.0, factors[-1] if factors else 1.0)
+    muon = settings.name == "muon" and len(shape) == 2 and ".layers." in name
+    return Kind(settings.weight_decay if decayed else 0.0, factors[-1] if factors else 1.0, muon)
 
 
 def is_in(part: str, name: str) -> bool:

@@ -391,8 +391,10 @@ class Admin(Section):
 class Optimizer(Section):
     """The optimizer; all come from PyTorch."""
 
-    name: Literal["adam", "adamw", "radam", "radamw", "sgd"] = "adam"  # optim.py, `build_optimizer` and `moment_names`
-    """PyTorch's Adam, AdamW, RAdam, RAdam with AdamW's weight decay, or SGD."""
+    # optim.py, `build_optimizer` and `moment_names`
+    name: Literal["adam", "adamw", "radam", "radamw", "sgd", "muon"] = "adam"
+    """PyTorch's Adam, AdamW, RAdam, RAdam with AdamW's weight decay, SGD, or Muon for the matrices of the layers and
+    AdamW for the rest; Muon only without a `ds_config` or with ZeRO 0, since the other stages split matrices."""
     unrectified: Literal["momentum", "skip"] = "momentum"
     """What RAdam does in its first updates (five with the default betas), too few to rectify: `momentum` follows the
     running mean of the gradient, as PyTorch does; `skip` leaves out the step, not the decay, as Transformer-Clinic
@@ -408,16 +410,18 @@ class Optimizer(Section):
     eps: Positive = 1e-9
     """Added to the denominator (not with sgd)."""
     momentum: Rate = 0.0
-    """Momentum (with sgd only)."""
+    """Momentum (with sgd and muon only; muon needs one, 0.95 in its paper)."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """Weight decay: adamw and radamw shrink the weights themselves, the others add it to the gradient."""
+    """Weight decay: adamw, radamw and muon shrink the weights themselves, the others add it to the gradient."""
     decay_norms_and_biases: bool | None = None
     """Whether every parameter is decayed (true) or only matrices (false); required if `weight_decay` is above 0."""
 
     def faults(self) -> Iterator[str]:
-        if self.momentum and self.name != "sgd":
-            yield (f"momentum ({self.momentum:g}) needs name: sgd, but name is {self.name}, whose momentum is the "
-                   "first of betas; remove momentum")
+        if self.name == "muon" and not self.momentum:
+            yield "name: muon needs momentum, such as 0.95"
+        if self.momentum and self.name not in ("sgd", "muon"):
+            yield (f"momentum ({self.momentum:g}) needs name: sgd or muon, but name is {self.name}, whose momentum is "
+                   "the first of betas; remove momentum")
         if self.unrectified == "skip" and not self.name.startswith("radam"):
             yield (f"unrectified (skip) needs name: radam or radamw, but name is {self.name}; remove it, or set it to "
                    "momentum")

@@ -163,6 +163,11 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
                       "parallel.pipeline_stages, or remove the section from the JSON")
     if faults:
         raise UserError("\n  ".join([f"{path} does not fit this run:", *faults]))
+    if recipe.optimizer.name == "muon" and stage:
+        raise UserError(
+            f"optimizer.name is muon, which needs whole matrices, but {path} has ZeRO stage {stage}, which splits "
+            "them; set parallel.ds_config=ds_configs/zero0.json, or another optimizer"
+        )
     if stages and stage > 1:
         raise UserError(
             f"parallel.pipeline_stages is {stages} and {path} has ZeRO stage {stage}, but a pipeline keeps all "

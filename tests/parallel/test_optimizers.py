@@ -26,6 +26,8 @@ OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "radamw", "weight_decay": 0.1, "decay_norms_and_biases": False, "unrectified": "skip"},
 ]
 
+MUON: dict[str, Any] = {"name": "muon", "momentum": 0.9}  # not with ZeRO 1 to 3
+
 
 def micro_batches(update: int) -> list[Batch]:
     """Two micro-batches of unequal lengths."""
@@ -63,7 +65,7 @@ def trial(folder: str, layout: str) -> None:
 
     with processes(threads=1, group=True) as ranks:
         found: dict[str, torch.Tensor] = {}
-        for number, optimizer in enumerate(OPTIMIZERS):
+        for number, optimizer in enumerate([*OPTIMIZERS, *([MUON] if layout in ("local", "zero0_fp32") else [])]):
             whole = build(layout, optimizer, ranks)
             steps(whole, ranks, 0, 2)
             saved = end(whole)
@@ -109,9 +111,10 @@ def test_layout_equals_local_engine(world: int, layout: str, control: Path, tmp_
 
     warm.run(world, "test_optimizers:trial", tmp_path, layout)
     ours, theirs = load_file(tmp_path / "end.safetensors"), load_file(control / "end.safetensors")
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == {name for name in theirs if layout == "zero0_fp32" or not name.startswith("4.")}
     assert sum("momentum_buffer" in name for name in ours) == sum(name.startswith("1.") for name in ours)
-    for name, tensor in theirs.items():
+    for name in ours:
+        tensor, error = theirs[name], 50 if name.startswith("4.") else 1  # Muon rounds to 16 bits
         kept = without_keys(name, tensor)
-        torch.testing.assert_close(ours[name][kept], tensor[kept], rtol=1e-4, atol=1e-5,
+        torch.testing.assert_close(ours[name][kept], tensor[kept], rtol=error * 1e-4, atol=error * 1e-5,
                                    msg=lambda text, n=name: f"{n}: {text}")
