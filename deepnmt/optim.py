@@ -88,7 +88,7 @@ class MuonAndAdam(torch.optim.Optimizer):
             self.parts[-1].state = self.state
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in (p for group in self.param_groups if group["muon"] for p in group["params"] if p.grad is not None):
             state = self.state[p]
             if "exp_avg" not in state:
