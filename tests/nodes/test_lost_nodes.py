@@ -65,7 +65,11 @@ def test_a_machine_that_stays_away(
         lost = [0, 1] if victim is None else [0]
         assert [started[rank].wait(20 + 2 * GONE) for rank in lost] == [76] * len(lost), "\n".join(map(text, said))
     finally:
-        link(machines, "up") if victim is None else victim.send_signal(signal.SIGCONT)
+        if victim is None:
+            link(machines, "up")
+        else:
+            victim.send_signal(signal.SIGCONT)
+            started[1].send_signal(signal.SIGCONT)  # nsenter stops itself where its child is stopped
     assert started[1].wait(20 + 2 * GONE) == 76, text(said[1])
     for rank in lost:
         told = [line for line in text(said[rank]).splitlines() if line.startswith("deepnmt: ")]

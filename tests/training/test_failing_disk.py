@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from run_files import losses
-from warm import Warm, kill, train
+from warm import Warm, kill, train, without_pictures
 
 from deepnmt.checkpoint.checkpoint import find_checkpoint, list_checkpoints, update_of, verify
 from deepnmt.checkpoint.saving import Saver
@@ -54,6 +54,8 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 def command(name: str, under: str, at: str, error: str, count: str, *words: str) -> int:
     """Runs in a process of `failing`: a command of deepnmt, the `at`-th change of whose files fails."""
     os.environ.update(FAULT_UNDER=under, FAULT_AT=at, FAULT_ERRNO=error, FAULT_COUNT=count)
+    if not LONG:
+        without_pictures()
     return train(*words) if name == "train" else main(name, words)
 
 
@@ -71,7 +73,8 @@ def numbers(changes: int) -> Iterator[tuple[int, int]]:
     """Which change fails, and with which error."""
     for error in (errno.EIO, errno.ENOSPC):
         every = range(1, changes + 1)
-        yield from ((at, error) for at in (every if LONG else sorted(random.Random(error).sample(every, EVERY_DAY))))
+        some = sorted(random.Random(error).sample(every, min(EVERY_DAY, changes)))
+        yield from ((at, error) for at in (every if LONG else some))
 
 
 def files(checkpoint: Path) -> list[bytes]:
@@ -129,6 +132,23 @@ def test_an_average_is_the_old_or_the_new(failing: Warm, prepared: Path, tmp_pat
         assert attempt(failing, "average", run, 0, 0, run, "--last", 2)[0] == 0
         assert (find_checkpoint(run, "averaged") / "weights.safetensors").read_bytes() == new
         assert not list(run.glob(".*averaged*")), "what was in the way is swept away"
+
+
+def test_a_profile_is_whole_or_its_fault_is_told(failing: Warm, prepared: Path, tmp_path: Path) -> None:
+    recipe, whole = prepared / "recipe.yaml", tmp_path / "whole" / "run"
+    whole.parent.mkdir()
+    code, changes = attempt(failing, "profile", whole, 0, 0, recipe, f"run={whole}")
+    assert code == 0 and changes >= 4, failing.said()
+    expected = (whole / "admin_profile.json").read_bytes()
+    for at, error in numbers(changes):
+        case, run = f"change {at} of {changes}, {os.strerror(error)}", tmp_path / "broken" / "run"
+        run.parent.mkdir()
+        code, _ = attempt(failing, "profile", run, at, error, recipe, f"run={run}")
+        said = failing.said()
+        assert code == 2 and said.count("deepnmt: ") == 1 and os.strerror(error) in said, f"{case}\n{said}"
+        assert attempt(failing, "profile", run, 0, 0, recipe, f"run={run}")[0] == 0, f"{case}\n{failing.said()}"
+        assert (run / "admin_profile.json").read_bytes() == expected, case
+        shutil.rmtree(run.parent)
 
 
 # -- a disk that stays full --------------------------------------------------------------------------------------------
