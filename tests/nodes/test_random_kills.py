@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 from machines import Machines
 from node_runs import LONG, assert_same, hostfile, text, torchrun, wait_for, words
 
@@ -99,6 +100,7 @@ def strike(machines: Machines, run: Path, line: str, draw: random.Random, number
     return f"{launcher}: {kind} {sent.name}"
 
 
+@pytest.mark.timeout(900 + 400 * KILLS)  # of 2 minutes each on a crowded machine, and 300 updates to the end
 def test_killed_at_random(machines: Machines, prepared: Path, expected: dict[int, Path]) -> None:
     seed = time.time_ns()
     draw, done, runs = random.Random(seed), Counter[str](), 0
