@@ -1,0 +1,225 @@
+"""What is traced on a GPU that is not there; each function is a process of its own and prints its figures as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from fake_gpu import CUDA, ROOT, FakeTensorMode, Trace, begin, collectives, tracing, world
+from small_models import BLOCKS
+
+from deepnmt.batch import Batch
+from deepnmt.config import Recipe, load_recipe
+from deepnmt.decode import translate
+from deepnmt.decode.next_tokens import best_extensions
+from deepnmt.decode.steppers import CachedStepper
+from deepnmt.doctor import measures
+from deepnmt.doctor.nonfinite import first_non_finite
+from deepnmt.model.blocks import SIDES
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.settings import layout_of
+from deepnmt.training.plan import memory_estimate
+
+LONG = bool(os.environ.get("DEEPNMT_LONG"))
+
+VOCAB = 100
+SMALL = ["model.width=64", "model.ffn=128", "model.heads=4", "model.encoder.layers=2", "model.decoder.layers=2",
+         "train.clip=1.0", "batch.accumulation=2"]
+
+
+def recipe_of(name: str, *changes: str) -> Recipe:
+    return load_recipe(ROOT / "recipes" / f"{name}.yaml", list(changes))
+
+
+def batch_of(sentences: int, source: int, target: int, key: int = 5) -> Batch:
+    def ids(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=torch.int64, device=CUDA)
+
+    tensors = (ids(sentences, source), ids(sentences), ids(sentences, target), ids(sentences, target))
+    return Batch(tensors, key, sentences * target)
+
+
+def faults(found: dict[str, str], name: str, call: Callable[[], Any]) -> Any:
+    """Calls; what it raises is kept by name."""
+    try:
+        return call()
+    except Exception as error:
+        places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in
+                  traceback.extract_tb(error.__traceback__)[-4:]]
+        found[name] = f"{type(error).__name__}: {str(error)[:300]} {places}"
+
+
+def blocks() -> dict[str, Any]:
+    """Every block by the local engine: an update, evaluation, what is saved, decoding; the doctor's probes of some."""
+    found: dict[str, str] = {}
+    waits: dict[str, Any] = {}
+    for block in BLOCKS:
+        recipe = recipe_of("demo/admin_18l-18l", *SMALL, f"model.encoder.block={block}", f"model.decoder.block={block}",
+                           "admin.profile=null")
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
+            waits[block] = traced_block(recipe, trace, {} if LONG or block in PROBED else None, block, found)
+    return {"faults": found, "waits": waits}
+
+
+PROBED = ("b2t", "admin", "dlcl")  # the others if DEEPNMT_LONG is set
+
+
+def traced_block(recipe: Recipe, trace: Trace, probed: dict[str, Any] | None, block: str, found: dict[str, str]
+                 ) -> dict[str, int]:
+    """Runs everything with one block; returns what an update of two micro-batches made the host wait for."""
+    model = Transformer(recipe.model, VOCAB, VOCAB, 1, 0.1, after_build=lambda part: None)
+    batch, engine = batch_of(4, 9, 7), LocalEngine(model, recipe, CUDA)
+    trace.waits.clear()
+    calls: dict[str, Callable[[], Any]] = {"update": lambda: engine.train_step([batch, batch], 56, 1e-3)}
+    faults(found, f"{block} update", calls.pop("update"))
+    waits = dict(sorted(trace.waits.items()))
+    calls["evaluation"] = lambda: engine.evaluate([batch])
+    calls["owned"] = lambda: [part.weight.new_empty(1, device=CUDA) for part in engine.owned()]
+    if probed is not None:
+        calls |= {
+            "dependency": lambda: [measures.dependency(model, batch, side) for side in SIDES],
+            "similarity": lambda: [measures.layer_similarity(model, batch, side) for side in SIDES],
+            "gradients": lambda: measures.gradients(model, batch),
+            "ranges": lambda: measures.ranges(model, batch),
+            "noise": lambda: measures.noise_change(model, batch, trials=1),
+            "non-finite": lambda: first_non_finite(model, [batch]),
+        }
+    calls["decoding"] = lambda: decode(model, batch)
+    for name, call in calls.items():
+        faults(found, f"{block} {name}", call)
+    return waits
+
+
+@torch.no_grad()
+def decode(model: Any, batch: Batch) -> None:
+    model.eval()
+    sentences, beams = len(batch.tensors[0]), 3
+    cache = model.start_cache(model.encode(*batch.tensors[:2]), batch.tensors[1], beams, 6)
+    model.step(torch.zeros(sentences, dtype=torch.int64), cache)
+    cache.reorder(torch.arange(sentences * beams))
+    model.logits(model.step(torch.zeros(sentences * beams, dtype=torch.int64), cache))
+    cache.select(torch.arange(2))
+    model.logits(model.step(torch.zeros(2 * beams, dtype=torch.int64), cache))
+
+
+# DeepSpeed's file, precision, processes, rank and stages. Offloading is not traced: the optimizer's state would be on
+# the CPU, but the trace puts what names no device on the GPU.
+LAYOUTS = [
+    *((f"zero{stage}", "bf16", 8, 0, 0) for stage in range(4)),
+    ("zero1", "bf16", 2, 1, 0), ("zero1", "fp16", 2, 0, 0), ("zero0", "fp16", 1, 0, 0), ("zero2", "fp32", 2, 0, 0),
+    ("zero3", "bf16", 1, 0, 0),
+    ("zero1", "bf16", 1, 0, 1), ("zero0", "fp16", 2, 0, 2), ("zero1", "bf16", 2, 1, 2),
+    *(("zero1", "bf16", 8, rank, 4) for rank in (0, 2, 6)),
+]
+if LONG:
+    LAYOUTS += [(f"zero{stage}", precision, size, 0, 0) for size in (1, 2, 8) for precision in ("fp32", "bf16", "fp16")
+                for stage in range(4)]
+
+
+def layouts() -> dict[str, Any]:
+    """Every layout: start, update, evaluation, what is saved and read, and the whole model."""
+    found: dict[str, str] = {}
+    waits: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
+    for config, precision, size, rank, stages in LAYOUTS:
+        name = f"{config} {precision} {rank}/{size}" + f" {stages} stages" * bool(stages)
+        recipe = recipe_of("demo/admin_18l-18l", *SMALL, "model.encoder.block=b2t", "model.decoder.block=b2t",
+                           f"parallel.ds_config={ROOT}/ds_configs/{config}.json", f"parallel.precision={precision}",
+                           f"parallel.pipeline_stages={stages}")
+
+        def run(name: str = name, recipe: Recipe = recipe, size: int = size, rank: int = rank, stages: int = stages
+                ) -> None:
+            with world(rank, size) as ranks, FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), \
+                    tracing() as trace:
+                batch = batch_of(4, 9, 7)
+                engine: Any = start_engine(recipe, layout_of(recipe, size), (VOCAB, VOCAB), ranks)
+                trace.waits.clear()
+                collectives.clear()
+                engine.train_step([batch, batch], 56 * engine.data_world, 1e-3)
+                waits[name], messages[name] = dict(sorted(trace.waits.items())), dict(sorted(collectives.items()))
+                if stages:  # else two events of every update would be kept
+                    assert not engine.engine.timers("train_batch").event_timers
+                engine.evaluate([batch])
+                parts = {part.name: part for part in engine.owned()}
+                assert all(part.weight.dtype == torch.float32 for part in parts.values())
+                engine.fill(lambda key: torch.zeros(dict(engine_shapes(engine))[key]), step=3)
+                engine.gather_model()
+                engine.close()
+
+        faults(found, name, run)
+    probed = "__compatible_ops__" in vars(sys.modules["deepspeed.ops"])
+    return {"faults": found, "waits": waits, "messages": messages, "probed": probed}
+
+
+def engine_shapes(engine: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.local.items()}
+
+
+def counts() -> dict[str, Any]:
+    """Launches, bytes and memory of an update of 60L-12L with 28,672 tokens a side, as on eight GPUs; and of decoding
+    with 12 and with 100 layers."""
+    configs = [("zero1", "bf16"), *([("zero1", "fp16"), ("zero0", "bf16")] if LONG else [])]
+    found: dict[str, Any] = {f"{zero} {precision}": update_of(zero, precision) for zero, precision in configs}
+    found["decoding"] = decoding("60l-12l", 100, 256)
+    found["deepest"] = decoding("100l-100l", 30)
+    return found
+
+
+def update_of(zero: str, precision: str) -> dict[str, Any]:
+    recipe = recipe_of("wmt14_en_de/60l-12l", f"parallel.ds_config={ROOT}/ds_configs/{zero}.json",
+                       f"parallel.precision={precision}", "train.clip=0.1")
+    vocab, layout = recipe.vocab.size, layout_of(recipe, 8)
+    with world(0, 8) as ranks, FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
+        engine = start_engine(recipe, layout, (vocab, vocab), ranks, initialise=False)
+        trace.clear()
+        batches = [batch_of(1024, 28, 28, key) for key in (1, 2)]
+        begun: list[tuple[int, int]] = []
+        module = cast(Any, engine).module
+        module.register_forward_pre_hook(lambda *_: begun.append((trace.launches, trace.moved)))
+        trace.clear()
+        engine.train_step(batches, 8 * 2 * 28 * 1024, 1e-3)
+        (first, first_bytes), (second, second_bytes) = begun
+        parameters = engine.parameters
+    estimate = memory_estimate(recipe, layout, parameters, vocab, device="cuda")
+    return {"micro_batch": second - first, "update": trace.launches - 2 * (second - first), "waits": trace.waits,
+            "gigabytes": round((second_bytes - first_bytes) / 1e9), "peak": trace.peak,
+            "estimate": sum(estimate.values())}
+
+
+@torch.no_grad()
+def decoding(name: str, length: int, sentences: int = 0) -> dict[str, Any]:
+    """A search's first steps for sentences of `length` tokens on a GPU of 80 GB; as many as fit, if not given."""
+    recipe = recipe_of(f"wmt14_en_de/{name}")
+    settings, vocab = recipe.translate, recipe.vocab.size
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
+        model = Transformer(recipe.model, vocab, vocab, 1, 0.1, after_build=lambda part: None).eval()
+        steps = translate._most_steps(model, settings, length)
+        asked = settings.batch_tokens // (length * settings.beam)
+        weights = trace.held
+        torch.cuda.mem_get_info = lambda *_: (int(80e9 - 2.5 * 2**30) - weights, int(80e9))
+        if not sentences:
+            sentences = min(asked, translate._sentences_that_fit(model, length, steps, settings.beam))
+        src = batch_of(sentences, length, 1).tensors
+        stepper = CachedStepper(model, *src[:2], settings.beam, steps)
+        tokens = torch.zeros(sentences * settings.beam, dtype=torch.int64)
+        stepper.step(tokens)
+        trace.kernels.clear()
+        trace.waits.clear()
+        best_extensions(stepper.step(tokens), settings.beam)
+        stepper.select(torch.arange(sentences // 2))
+    return {"sentences": sentences, "asked": asked, "peak": trace.peak, "launches": trace.launches,
+            "waits": trace.waits}
+
+
+if __name__ == "__main__":
+    begin()
+    print(json.dumps(globals()[sys.argv[1]]()))
+    sys.stdout.flush()
+    os._exit(0)  # what answers for CUDA cannot be taken down in order

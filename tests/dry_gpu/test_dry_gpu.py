@@ -1,0 +1,104 @@
+"""What would run on a GPU, traced on one that is not there: faults, launches, bytes, memory and waits.
+
+The tables are golden: they may only fall. A new line, or a larger number, needs a reason in the commit that changes it.
+DEEPNMT_LONG=1 traces more layouts, probes and precisions. The compiled part (fake_cuda.cpp) needs g++.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOM = Path(__file__).resolve().parent
+LONG = bool(os.environ.get("DEEPNMT_LONG"))
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles what answers for CUDA; install it")
+
+GOLDEN: dict[str, Any] = json.loads((ROOM / "golden.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def row(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Runs a function of rows.py in a process of its own, once, and returns its figures."""
+    import torch
+
+    library = tmp_path_factory.mktemp("cuda") / "libfake_cuda.so"
+    installed = Path(torch.__file__).parent
+    subprocess.run(["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{installed / 'include'}", "-o", library,
+                    ROOM / "fake_cuda.cpp", f"-L{installed / 'lib'}", "-ltorch_cpu", "-lc10"], check=True)
+    paths = os.pathsep.join(map(str, (ROOM.parents[1], ROOM.parent, ROOM)))
+    env = {**os.environ, "DEEPNMT_FAKE_CUDA": str(library), "PYTHONPATH": paths}
+
+    @cache
+    def run(name: str) -> dict[str, Any]:
+        code = f"import before_torch, runpy, sys; sys.argv[1:] = ['{name}']; runpy.run_path('{ROOM}/rows.py', None, "\
+               "'__main__')"
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600,
+                              check=False)
+        assert done.returncode == 0, done.stderr
+        said, _, figures = done.stdout.rstrip().rpartition("\n")
+        return {**json.loads(figures), "said": said}
+
+    return run
+
+
+def grown(found: dict[str, int], golden: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """What is more than in the table: now and there."""
+    return {name: (count, golden.get(name, 0)) for name, count in found.items() if count > golden.get(name, 0)}
+
+
+def test_no_block_has_a_fault_and_none_makes_the_host_wait_more(row: Callable[[str], dict[str, Any]]) -> None:
+    """Updates, evaluation, what is saved, probes and decoding: all tensors are where they should be."""
+    found = row("blocks")
+    assert found["faults"] == {} and len(found["waits"]) == 14
+    assert {block: more for block, waits in found["waits"].items() if (more := grown(waits, GOLDEN["blocks"]))} == {}
+
+
+def test_no_layout_has_a_fault_and_none_makes_the_host_wait_more(row: Callable[[str], dict[str, Any]]) -> None:
+    """Every collective got contiguous tensors on the GPU. Waits and messages are those of an update of two
+    micro-batches."""
+    found = row("layouts")
+    assert found["faults"] == {}
+    golden = GOLDEN["layouts"]
+    known = {name: waits for name, waits in found["waits"].items() if name in golden}
+    assert len(known) == len(golden), "DEEPNMT_LONG adds layouts, none goes"
+    for kind in ("waits", "messages"):
+        assert {name: more for name in known if (more := grown(found[kind][name], golden[name][kind]))} == {}
+
+
+def test_deepspeed_probes_nothing_and_says_nothing(row: Callable[[str], dict[str, Any]]) -> None:
+    """On a GPU without the CUDA toolkit its probes would print seven warnings for every process."""
+    found = row("layouts")
+    assert not found["probed"]
+    assert "compatibility" not in found["said"]
+
+
+def test_launches_bytes_and_memory_of_60l_12l(row: Callable[[str], dict[str, Any]]) -> None:
+    """A micro-batch of 28,672 tokens a side; the memory is what `--dry-run` says, within 10 %."""
+    found = row("counts")
+    for name, golden in GOLDEN["counts"].items():
+        if name not in found:
+            assert not LONG
+            continue
+        now = found[name]
+        assert grown({key: now[key] for key in golden if key != "waits"}, golden) == {}, name
+        assert grown(now["waits"], golden["waits"]) == {}, name
+        assert now["peak"] == pytest.approx(now["estimate"], rel=0.1), name
+
+
+def test_decoding_fits_and_launches_no_more(row: Callable[[str], dict[str, Any]]) -> None:
+    """100L-100L decodes on a GPU of 80 GB, whose memory the whole batch of its recipe would exceed."""
+    found = row("counts")
+    deep, golden = found["deepest"], GOLDEN["decoding"]
+    assert 1 <= deep["sentences"] < deep["asked"] and 0.5 * 80e9 < deep["peak"] < 80e9 - 2.5 * 2**30
+    assert found["decoding"]["launches"] <= golden["launches"]
+    assert grown(found["decoding"]["waits"], golden["waits"]) == {}
