@@ -75,7 +75,8 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
     grown = _grown(recipe, old, folder)
     names = {name: _origin(name, grown, recipe.train.grow) for name in expected}
     found = {name: held[origin] for name, origin in names.items() if origin in held}
-    found |= {name: shape for name, shape in held.items() if name not in names.values()}  # without a place in the model
+    placed = set(names.values())
+    found |= {name: shape for name, shape in held.items() if name not in placed}
     difference = first_difference(expected, found)
     changes = [tuple(re.split(": | -> ", change)) for change in changed_settings(old, recipe.model)]
     for key, was, now in changes:
