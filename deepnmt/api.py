@@ -155,7 +155,7 @@ class Run:
         self, sentences: Iterable[str], recipe: Recipe, start: int = 0, prefixes: Iterable[str] | None = None
     ) -> list[list[Hypothesis]]:
         """`start`: sentences translated before these."""
-        model = self.model if recipe.translate.precision == "fp32" else self._half
+        model = self._model_for(recipe)
         with _threads(recipe):
             return list(translate_shards(model, self.vocabs, sentences, recipe.translate, Ranks.alone(self.device),
                                          prefixes=prefixes, seed=recipe.seed, start=start))
@@ -214,6 +214,23 @@ class Run:
         """The records of the run's `log.jsonl`: of type "train" (loss, learning_rate, ...), "valid" (loss, bleu, ...)
         and "event" (message), each with its `update`. Raises `UserError` where there is none."""
         return read_log(self.folder / "log.jsonl")
+
+    def _model_for(self, recipe: Recipe) -> Transformer:
+        """The model in the number format of a search, with CTranslate2's search where that is asked for."""
+        search = recipe.translate
+        if search.backend == "torch":
+            return self.model if search.precision == "fp32" else self._half
+        if search.precision not in self._exported:
+            from deepnmt.decode.ctranslate2 import load_exported
+
+            model = copy.copy(self.model)  # which shares its weights
+            model.searcher = load_exported(load_model(self.checkpoint), search, self.device)
+            self._exported[search.precision] = model
+        return self._exported[search.precision]
+
+    @cached_property
+    def _exported(self) -> dict[str, Transformer]:
+        return {}
 
     @cached_property
     def _half(self) -> Transformer:

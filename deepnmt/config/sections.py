@@ -664,10 +664,28 @@ class Translate(Section):
     0: the last but one."""
     ensemble: Literal["arithmetic", "geometric"] = "arithmetic"
     """The mean of the models' probabilities where several checkpoints are given."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Number format of the weights; bf16 is faster on a GPU and on a CPU with AMX, and slower without."""
+    precision: Literal["fp32", "bf16", "int16", "int8"] = "fp32"
+    """Number format of the weights; bf16 is faster on a GPU and on a CPU with AMX, and slower without; int16 and int8
+    with ctranslate2 only."""
+    backend: Literal["torch", "ctranslate2"] = "torch"
+    """What searches: deepnmt itself, or CTranslate2, with the model that `deepnmt export --to ctranslate2` has written
+    into the run folder. CTranslate2's search is greedy, or a beam with `finish: best` and a patience. It is never
+    chosen by itself."""
 
     def faults(self) -> Iterator[str]:
+        if self.backend == "ctranslate2":
+            if self.method not in ("beam", "greedy"):
+                yield (f"backend (ctranslate2) needs method: beam or greedy, but method is {self.method}; set backend: "
+                       "torch")
+            elif self.method == "beam" and (self.finish != "best" or self.patience is None):
+                patience = "null" if self.patience is None else f"{self.patience:g}"
+                yield (f"backend (ctranslate2) searches with finish: best and a patience, but finish is {self.finish} "
+                       f"and patience {patience}; set finish: best and patience: 1.0")
+            if self.length_penalty == "gnmt":
+                yield ("backend (ctranslate2) needs length_penalty: average or none, but length_penalty is gnmt; set "
+                       "another, or backend: torch")
+        elif self.precision in ("int16", "int8"):
+            yield f"precision ({self.precision}) needs backend: ctranslate2, but backend is torch; set precision: fp32"
         if self.method == "beam" and self.nbest > self.beam:
             yield f"nbest ({self.nbest}) must not be above beam ({self.beam})"
         if self.method == "mbr" and self.nbest > self.samples:

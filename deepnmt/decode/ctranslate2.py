@@ -6,14 +6,17 @@ eos by itself, and has one length limit for a whole batch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import ctranslate2
 import torch
 
+from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Translate
 from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.models import FACTS, weights_of
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import Candidate
 from deepnmt.errors import UserError
@@ -23,24 +26,46 @@ from deepnmt.tokens import BOS, EOS
 FORMATS = {"fp32": "float32", "bf16": "bfloat16", "int16": "int16", "int8": "int8"}
 
 
+
+def load_exported(loaded: LoadedModel, settings: Translate, device: torch.device | str) -> CTranslate2:
+    """The model in the folder `ctranslate2` of a checkpoint's run.
+
+    Raises:
+        UserError: there is none, or it is of other weights.
+    """
+    nearby = [parent / "ctranslate2" for parent in (loaded.folder, *loaded.folder.resolve().parents[:2])]
+    folder = next((folder for folder in nearby if (folder / FACTS).is_file()), None)
+    if folder is None:
+        raise UserError(f"translate.backend is ctranslate2, but there is no exported model in {nearby[-1]} or "
+                        f"{nearby[-2]}; run deepnmt export RUN --to ctranslate2, or set translate.backend=torch")
+    facts = json.loads((folder / FACTS).read_bytes())
+    if facts["weights"] != weights_of(loaded.folder):
+        raise UserError(f"{folder} was exported from {facts['checkpoint']}, which is not what {loaded.folder} holds; "
+                        "export the run again, or name that checkpoint")
+    if facts["precision"] not in ("fp32", settings.precision):
+        raise UserError(f"{folder} holds weights in {facts['precision']}, but translate.precision is "
+                        f"{settings.precision}; export the run in fp32, which serves every precision, or set "
+                        f"translate.precision={facts['precision']}")
+    return CTranslate2(folder, loaded.vocabs, settings.precision, device)
+
+
 class CTranslate2:
     """A model in CTranslate2's format, on a device and as many threads as PyTorch takes.
 
     Args:
         folder: as `deepnmt export` writes it.
         vocabs: source and target.
-        max_length: `model.max_length`.
         precision: the number format to compute in.
+        device: a GPU, or the CPU.
 
     Raises:
         UserError: CTranslate2 cannot load the folder or compute in this format.
     """
 
     def __init__(
-        self, folder: Path, vocabs: tuple[Vocabulary, Vocabulary], max_length: int, precision: str = "fp32",
+        self, folder: Path, vocabs: tuple[Vocabulary, Vocabulary], precision: str = "fp32",
         device: torch.device | str = "cpu",
     ) -> None:
-        self.max_length = max_length
         self._src, self._trg = (vocab.names() for vocab in vocabs)
         self._ids = {piece: number for number, piece in enumerate(self._trg)}
         device = torch.device(device)
@@ -80,6 +105,7 @@ class CTranslate2:
             num_hypotheses=settings.nbest,
             length_penalty=settings.alpha if settings.length_penalty == "average" else 0.0,
             min_decoding_length=settings.min_length,
+            no_repeat_ngram_size=settings.no_repeat_ngram,
             max_decoding_length=max(limits),
             max_input_length=0,
             suppress_sequences=[[self._trg[i]] for i in (BOS, *barred)],

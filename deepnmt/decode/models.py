@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
@@ -16,9 +16,11 @@ from deepnmt.checkpoint.checkpoint import LoadedModel, load_model, require_model
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.steppers import CachedStepper, Ensemble, MakeStepper, Mean
 from deepnmt.errors import UserError
+from deepnmt.folders import read_manifest
 from deepnmt.model.transformer import Transformer
 from deepnmt.ranks import Ranks
 
+FACTS = "deepnmt.json"  # what an exported folder says of itself
 Folders = str | Path | Sequence[str | Path]  # of checkpoints or runs; several make an ensemble
 
 
@@ -57,6 +59,9 @@ def load_models(
     members = [load_for_search(Path(folder), settings, ranks, expected)
                for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
     first = members[0]
+    if members[1:] and settings.backend == "ctranslate2":
+        raise UserError("translate.backend is ctranslate2, which knows no ensembles; give one checkpoint, or set "
+                        "translate.backend=torch")
     for other in members[1:]:
         for side, ours, theirs in zip(("source", "target"), first.vocabs, other.vocabs, strict=True):
             if ours.fingerprint != theirs.fingerprint:
@@ -77,12 +82,23 @@ def load_for_search(
     require_model(loaded.folder, expected)
     if ranks.first:
         warn_if_outdated(loaded.folder)
+    if settings.backend == "ctranslate2":
+        from deepnmt.decode.ctranslate2 import load_exported
+
+        loaded.model.searcher = load_exported(loaded, settings, ranks.device)
+        return loaded
     cast_weights(loaded.model, settings.precision).to(ranks.device)
     return loaded
 
 
-def cast_weights(model: Transformer, precision: Literal["fp32", "bf16"]) -> Transformer:
-    """Casts the model's weights in place and returns it. The position table stays fp32."""
+def weights_of(checkpoint: Path) -> dict[str, Any]:
+    """The hashes of a checkpoint's weights, by which an exported folder knows its model."""
+    files = read_manifest(checkpoint)["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")}
+
+
+def cast_weights(model: Transformer, precision: str) -> Transformer:
+    """Casts the model's weights to fp32 or bf16 in place and returns it. The position table stays fp32."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -434,6 +434,11 @@ def _search(
     device = model.output_weight.device
     lengths = [len(source) for source in sources]
     most = [_most_steps(model, settings, n, len(begin)) for n, begin in zip(lengths, given, strict=True)]
+    if model.searcher is not None:
+        if any(given):
+            raise UserError("translate.backend is ctranslate2, with which deepnmt gives no beginnings of translations; "
+                            "set translate.backend=torch")
+        return model.searcher.search(sources, most, settings, barred)
     state = stepper(model, padded(sources, device), torch.tensor(lengths, device=device), width, max(most))
     limits = torch.tensor(most, device=device)
     rules = Rules(barred, settings.min_length, settings.no_repeat_ngram, padded(given, device) if any(given) else None)

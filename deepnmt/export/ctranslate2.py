@@ -85,7 +85,7 @@ class Engine:
     """The exported model as `proof.py` asks it."""
 
     def __init__(self, loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
-        self._model = CTranslate2(folder, loaded.vocabs, loaded.recipe.model.max_length, precision)
+        self._model = CTranslate2(folder, loaded.vocabs, precision)
 
     def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._model.score([source[:-1] for source in sources], targets)

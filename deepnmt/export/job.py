@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import deepnmt
 from deepnmt.checkpoint.average import warn_if_outdated
@@ -17,14 +15,13 @@ from deepnmt.checkpoint.checkpoint import LoadedModel, find_checkpoint, load_mod
 from deepnmt.config import Corpus, Recipe, dump_recipe
 from deepnmt.data.prepared import PreparedData, on_this_machine
 from deepnmt.data.text import Pair, read_pairs
+from deepnmt.decode.models import FACTS, weights_of
 from deepnmt.errors import UserError
 from deepnmt.export.card import model_card
 from deepnmt.export.proof import Engine, Native, Proof, compare
 from deepnmt.files import as_json
-from deepnmt.folders import read_manifest, reporting
+from deepnmt.folders import reporting
 from deepnmt.progress import print_status
-
-FACTS = "deepnmt.json"  # what an exported folder says of itself
 
 
 @dataclass(frozen=True)
@@ -137,12 +134,6 @@ def export_run(
     return "\n".join([*said, f"{size:.1f} MiB"])
 
 
-def weights_of(checkpoint: Path) -> dict[str, Any]:
-    """The hashes of a checkpoint's weights, by which an exported folder knows its model."""
-    files = read_manifest(checkpoint)["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")}
-
-
 def _pairs(recipe: Recipe, text: str | None, lines: int) -> Sequence[Pair]:
     """The first sentence pairs of the text to compare on. Raises `UserError`."""
     if text is not None:
@@ -158,11 +149,3 @@ def _pairs(recipe: Recipe, text: str | None, lines: int) -> Sequence[Pair]:
         raise UserError("neither the recipe's validation text nor its prepared data is here to compare the models on; "
                         "name two text files with --text SRC,REF") from None
     return list(itertools.islice(zip(valid.src_text(), valid.trg_text(), strict=True), lines))
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What an exported folder says of itself. Raises `UserError` if it is none."""
-    try:
-        return json.loads((folder / FACTS).read_bytes())
-    except (OSError, ValueError):
-        raise UserError(f"{folder} is no model that deepnmt exported; export the run first") from None

@@ -178,6 +178,13 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__width": 65, "model__heads": 4},
      ["model: width (65) must be a multiple of heads (4)",
       "model: width (65) must be even: positions are half sines, half cosines"]),
+    ({"translate__precision": "int8"},
+     ["translate: precision (int8) needs backend: ctranslate2, but backend is torch; set precision: fp32"]),
+    ({"translate__backend": "ctranslate2"},
+     ["translate: backend (ctranslate2) searches with finish: best and a patience, but finish is any and patience "
+      "null; set finish: best and patience: 1.0"]),
+    ({"translate__backend": "ctranslate2", "translate__method": "sample"},
+     ["translate: backend (ctranslate2) needs method: beam or greedy, but method is sample; set backend: torch"]),
     ({"translate__nbest": 6}, ["translate: nbest (6) must not be above beam (5)"]),
     ({"translate": {"method": "greedy", "nbest": 2}},
      ["translate: nbest (2) needs method: beam, sample or mbr, but method is greedy; set nbest: 1"]),

@@ -16,6 +16,7 @@ import torch
 from refusals import Refused, user_error
 from test_folding import as_trained, shapes
 
+import deepnmt
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, load_model
 from deepnmt.cli import main
@@ -230,6 +231,48 @@ def test_int8_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert facts["proof"]["int8"]["difference"] > facts["proof"]["fp32"]["difference"]
     message = refused("export", run, "--to", "huggingface", "--output", tmp_path / "hf", "--precision", "int8")
     assert "--precision is int8, but --to huggingface writes fp32" in message
+
+
+def test_the_backend_searches_as_deepnmt_does(
+    run: Path, prepared: Path, tmp_path: Path, refused: Refused, threads: None
+) -> None:
+    """In the command and in Python; never by itself; of these weights only."""
+    target("ctranslate2")
+    lines = (prepared / "text" / "test.en").read_text(encoding="utf-8").splitlines()
+    (source := tmp_path / "in").write_text("\n".join([*lines[:5], "", *lines[5:]]) + "\n", encoding="utf-8")
+    search = ["translate.beam=4", "translate.finish=best", "translate.patience=1", "translate.nbest=2",
+              "translate.max_ratio=0.5", "translate.min_length=1"]
+    words = ["translate", run, "--input", source, "--format", "jsonl", *search]
+    backend = "translate.backend=ctranslate2"
+    assert "there is no exported model in" in refused(*words, backend)
+    assert main("export", [str(run), "--to", "ctranslate2", "--lines", "4"]) == 0
+    found = {}
+    for name, extra in (("torch", 20), ("longer", 26), ("ctranslate2", 20)):
+        arguments = [str(word) for word in (*words[1:], f"translate.backend={name.replace('longer', 'torch')}",
+                                            f"translate.max_extra={extra}", "--output", tmp_path / name)]
+        assert main("translate", arguments) == 0
+        found[name] = [json.loads(line)["hypotheses"] for line in (tmp_path / name).read_text("utf-8").splitlines()]
+    assert found["torch"][5] == found["ctranslate2"][5]  # an empty line
+    compared = 0
+    for ours, longer, theirs in zip(found["torch"], found["longer"], found["ctranslate2"], strict=True):
+        if ours == longer:  # at a length limit the searches differ
+            compared += 1
+            assert [one["text"] for one in ours] == [one["text"] for one in theirs]
+            for one, other in zip(ours, theirs, strict=True):
+                assert one["log_prob"] == pytest.approx(other["log_prob"], rel=0.01)  # barred pieces had a share
+                assert one["tokens"] == other["tokens"]
+    assert compared >= 4, compared
+    model = deepnmt.load(run)
+    best = model.translate(lines, backend="ctranslate2", beam=4, finish="best", patience=1.0, min_length=1,
+                           max_ratio=0.5)
+    assert best == [line[0]["text"] for line in found["ctranslate2"] if line[0]["tokens"]]
+    assert len(model.translate(lines[:2], beam=1)) == 2  # deepnmt's own is as before
+    assert main("average", [str(run), "--last", "1", "--output", str(tmp_path / "averaged")]) == 0
+    (run / "ctranslate2").rename(tmp_path / "ctranslate2")
+    facts = json.loads((tmp_path / "ctranslate2" / "deepnmt.json").read_text())
+    facts["weights"] = {}
+    (tmp_path / "ctranslate2" / "deepnmt.json").write_text(json.dumps(facts))
+    assert "which is not what" in refused(*words, backend, "--checkpoint", tmp_path / "averaged")
 
 
 def test_mistakes_are_refused(run: Path, tmp_path: Path, refused: Refused) -> None:
