@@ -261,7 +261,7 @@ def test_the_backend_searches_as_deepnmt_does(
             for one, other in zip(ours, theirs, strict=True):
                 assert one["log_prob"] == pytest.approx(other["log_prob"], rel=0.01)  # barred pieces had a share
                 assert one["tokens"] == other["tokens"]
-    assert compared >= 4, compared
+    assert compared >= 3, compared
     model = deepnmt.load(run)
     best = model.translate(lines, backend="ctranslate2", beam=4, finish="best", patience=1.0, min_length=1,
                            max_ratio=0.5)
