@@ -263,16 +263,16 @@ def test_the_backend_searches_as_deepnmt_does(
                 assert one["tokens"] == other["tokens"]
     assert compared >= 3, compared
     model = deepnmt.load(run)
-    best = model.translate(lines, backend="ctranslate2", beam=4, finish="best", patience=1.0, min_length=1,
-                           max_ratio=0.5)
-    assert best == [line[0]["text"] for line in found["ctranslate2"] if line[0]["tokens"]]
+    nbest = model.translate_nbest(lines, backend="ctranslate2", beam=4, finish="best", patience=1.0, min_length=1,
+                                  max_ratio=0.5, max_extra=20, nbest=2)
+    assert [line[0].text for line in nbest] == [line[0]["text"] for line in found["ctranslate2"] if line[0]["tokens"]]
     assert len(model.translate(lines[:2], beam=1)) == 2  # deepnmt's own is as before
-    assert main("average", [str(run), "--last", "1", "--output", str(tmp_path / "averaged")]) == 0
-    (run / "ctranslate2").rename(tmp_path / "ctranslate2")
-    facts = json.loads((tmp_path / "ctranslate2" / "deepnmt.json").read_text())
-    facts["weights"] = {}
-    (tmp_path / "ctranslate2" / "deepnmt.json").write_text(json.dumps(facts))
-    assert "which is not what" in refused(*words, backend, "--checkpoint", tmp_path / "averaged")
+    other = tmp_path / "other"
+    assert main("average", [str(run), "--last", "1", "--output", str(other / "averaged")]) == 0
+    (run / "ctranslate2").rename(other / "ctranslate2")
+    facts = json.loads((other / "ctranslate2" / "deepnmt.json").read_text())
+    (other / "ctranslate2" / "deepnmt.json").write_text(json.dumps({**facts, "weights": {}}))
+    assert "which is not what" in refused(*words, backend, "--checkpoint", other / "averaged")
 
 
 def test_mistakes_are_refused(run: Path, tmp_path: Path, refused: Refused) -> None:
