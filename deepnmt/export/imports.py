@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from sentencepiece import sentencepiece_model_pb2 as sentencepiece_model
+from sentencepiece import sentencepiece_model_pb2
 from torch import Tensor
 
 from deepnmt.checkpoint.checkpoint import Contents, TrainingState, write_checkpoint
@@ -33,6 +33,7 @@ from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 
+sentencepiece_model: Any = sentencepiece_model_pb2  # its classes are made when it is imported
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
 
@@ -92,7 +93,7 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
         "train": {"updates": 1},
     }, f"the model in {folder}")
     weights = _renamed(foreign, recipe)
-    sizes = [Vocabulary(model).size for model in foreign.vocabs]
+    sizes = (Vocabulary(foreign.vocabs[0]).size, Vocabulary(foreign.vocabs[1]).size)
     model = Transformer(recipe.model, *sizes, recipe.seed)
     try:
         fill(model, weights.__getitem__)
@@ -198,8 +199,9 @@ def _marian(folder: Path) -> Foreign:
     bias = weights.pop("final_logits_bias", torch.zeros(1))
     weights = {name.removeprefix("model."): tensor for name, tensor in weights.items() if "embed_positions" not in name}
     shared = weights.pop("shared.weight", None)
-    for side in SIDES:
-        weights.setdefault(f"{side}.embed_tokens.weight", shared)
+    if shared is not None:
+        for side in SIDES:
+            weights.setdefault(f"{side}.embed_tokens.weight", shared)
     output = weights.pop("lm_head.weight", weights["decoder.embed_tokens.weight"])
     separate = (folder / "target_vocab.json").is_file()
     tables = [_json(folder / "vocab.json"), _json(folder / ("target_vocab.json" if separate else "vocab.json"))]
@@ -212,8 +214,9 @@ def _marian(folder: Path) -> Foreign:
     bias = bias.clone()
     bias[tables[1]["<pad>"]] = 0  # barred anyway
     tokenizer = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    stacks = {side: {"block": "post_ln", "layers": config[f"{side}_layers"], "heads": config[f"{side}_attention_heads"],
-                     "ffn": config[f"{side}_ffn_dim"]} for side in SIDES}
+    stacks: dict[str, Any] = {
+        side: {"block": "post_ln", "layers": config[f"{side}_layers"], "heads": config[f"{side}_attention_heads"],
+               "ffn": config[f"{side}_ffn_dim"]} for side in SIDES}
     model = {"width": config["d_model"], "heads": config["encoder_attention_heads"],
              "activation": _activation(config.get("activation_function", "relu")),
              "dropout": config.get("dropout", 0.1), "tied": "none",
@@ -258,10 +261,11 @@ def _fairseq(folder: Path) -> Foreign:
         vocabs.append(_vocabulary(_bytes(model), names))
         rows.append([3, 2, 2, 1, *range(4, count)])  # theirs: <s> 0, <pad> 1, </s> 2, <unk> 3; they begin with </s>
     out_rows = [3, 0, *rows[1][2:]]
-    stacks = {side: {"block": "pre_ln" if settings.get(f"{side}_normalize_before") else "post_ln",
-                     "layers": int(settings[f"{side}_layers"]), "heads": int(settings[f"{side}_attention_heads"]),
-                     "ffn": int(settings[f"{side}_ffn_embed_dim"]), "width": int(settings[f"{side}_embed_dim"])}
-              for side in SIDES}
+    stacks: dict[str, Any] = {
+        side: {"block": "pre_ln" if settings.get(f"{side}_normalize_before") else "post_ln",
+               "layers": int(settings[f"{side}_layers"]), "heads": int(settings[f"{side}_attention_heads"]),
+               "ffn": int(settings[f"{side}_ffn_embed_dim"]), "width": int(settings[f"{side}_embed_dim"])}
+        for side in SIDES}
     longest = min(int(settings.get("max_source_positions") or 1024), int(settings.get("max_target_positions") or 1024))
     shapes = {"width": stacks["encoder"]["width"], "heads": stacks["encoder"]["heads"], "positions": "fairseq",
               "activation": _activation(settings.get("activation_fn") or "relu"),
