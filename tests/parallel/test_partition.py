@@ -75,7 +75,7 @@ def test_parameters_are_those_of_the_stages(block: Block, tied: str, cuts: list[
     units = cost_units(shape, 20, target)
     for bounds in cuts:
         found = Partition(units, bounds)
-        built = [Stage(shape, 20, target, 1, 0.1, *ends, 0) for ends in pairwise(bounds)]
+        built = [Stage(shape, 20, target, 1, 0.1, *ends, 0, 0.0) for ends in pairwise(bounds)]
         held = [sum(p.numel() for p in stage.parameters()) for stage in built]
         assert [found.parameters(stage) for stage in range(found.stages)] == held, bounds
         rows = found.table(4).splitlines()[1:-1]
