@@ -33,7 +33,7 @@ def commands() -> list[str]:
 
 def test_readme_has_the_commands_that_are_tested_here() -> None:
     assert {command.split()[1] for command in commands() if command.startswith("deepnmt ")} == {
-        "split", "prepare", "train", "average", "translate", "evaluate"}
+        "split", "prepare", "train", "average", "translate", "evaluate", "report"}
     assert {command.split()[0] for command in commands()} == {"paste", "deepnmt", "deepspeed"}
 
 
