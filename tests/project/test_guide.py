@@ -18,7 +18,7 @@ GUIDE = ROOT / "docs" / "guide"
 def test_the_recipe_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                  capsys: pytest.CaptureFixture[str]) -> None:
     page = (GUIDE / "your_own_text.md").read_text(encoding="utf-8")
-    recipe, *_ = re.findall(r"^```yaml\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    recipe, = re.findall(r"^```yaml\n(run: .*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "my.yaml").write_text(recipe, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert main("train", ["my.yaml", "--dry-run"]) == 0
