@@ -45,6 +45,7 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
             not come; or the machines differ.
     """
     rank, world, local_rank, local_world = rank_from_environment()
+    port_given = "MASTER_PORT" in os.environ
     quiet_libraries()
     if world > 1:
         end_with_launcher()
@@ -86,6 +87,8 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
         if watch.current is not None:
             watch.current.close()
             watch.current = None
+        if not port_given:  # a later run in this process takes one that is free then
+            os.environ.pop("MASTER_PORT", None)
 
 
 def end_others(fault: str) -> None:

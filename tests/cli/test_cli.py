@@ -14,7 +14,7 @@ NEEDS = "needs a recipe (a YAML file) or the folder of a run, for example: deepn
     ("trian my.yaml", "unknown command 'trian'; did you mean train? see deepnmt --help"),
     ("eval my.yaml", "unknown command 'eval'; did you mean evaluate? see deepnmt --help"),
     ("gpu_report", "unknown command 'gpu_report'; did you mean gpu-report? see deepnmt --help"),
-    ("export", "unknown command 'export'; see deepnmt --help"),
+    ("publish", "unknown command 'publish'; see deepnmt --help"),
     ("train", f"train {NEEDS} train my.yaml; see deepnmt train --help"),
     ("train --dry-run", f"train {NEEDS} train my.yaml; see deepnmt train --help"),
     ("prepare", f"prepare {NEEDS} prepare my.yaml; see deepnmt prepare --help"),

@@ -107,7 +107,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
 
     def start(_: list[str]) -> int:
         with processes() as ranks:
-            print(ranks.rank, ranks.device, os.environ["LOCAL_RANK"], flush=True)
+            os.write(1, f"{ranks.rank} {ranks.device} {os.environ['LOCAL_RANK']}\n".encode())  # in one piece
             ranks.store.add("done", 1)
             until = time.monotonic() + 30
             while ranks.first and ranks.store.add("done", 0) < len(visible):  # the store ends with this process
