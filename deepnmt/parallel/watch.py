@@ -80,10 +80,11 @@ class Watch:
         self._signs: dict[int, Sign] = {}
         self._silent = dict.fromkeys(self._others, 0.0)
         self._thread, self._work, self._past = 0, Work(""), defaultdict[str, deque[float]](lambda: deque(maxlen=20))
-        self._over, self._shown, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._over, self._wake = threading.Event(), threading.Event()
         self.when_lost: Callable[[str], object] = lambda sentence: None
-        for work in (self._show, self._judge):
-            threading.Thread(target=work, daemon=True).start()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._show, self._judge)]
+        for thread in self._threads:
+            thread.start()
 
     def begin(self, kind: str) -> None:
         """The thread that calls this begins a piece of the training; until the next call it may take as long as
@@ -97,7 +98,6 @@ class Watch:
             word, last = self._word, self._over.is_set()
             try:
                 self._store.set(f"sign/{self._rank}", json.dumps([count, *word, self._broken, *self._place()]))
-                self._shown.set()
                 if last:
                     return
                 for rank, sign in zip(self._others, self._store.multi_get([f"sign/{r}" for r in self._others])):
@@ -202,10 +202,12 @@ class Watch:
                 time.sleep(0.1)
 
     def close(self) -> None:
-        self._shown.clear()
+        """Ends both threads after a last sign. A thread that is still in the store when Python ends would abort the
+        process; where the store is gone or does not answer, that takes a moment."""
         self._over.set()
         self._wake.set()
-        self._shown.wait(1.0)
+        for thread in self._threads:
+            thread.join(_LINGER)
 
 
 def allowed(kind: str, past: Sequence[float]) -> float:
