@@ -162,16 +162,20 @@ def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
     return Lengths(size, sum(trg) / len(trg), longest[min(rare, len(longest) - 1)], ratios[min(rare, len(ratios) - 1)])
 
 
-def machine() -> tuple[Hardware, str, str]:
-    """The hardware here, its precision, and both in words."""
+def machine(wanted: Hardware | None) -> tuple[Hardware, str, str]:
+    """Where it will train, the precision there, and both in words. Raises `UserError`: see `device.choose`."""
     import torch
 
-    if torch.cuda.is_available():
-        name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30
-        precision = "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp16"
-        return "gpu", precision, f"{name} with {memory:.0f} GiB"
-    amx = hasattr(torch.cpu, "_is_amx_tile_supported") and torch.cpu._is_amx_tile_supported()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from deepnmt import device
+
+    if wanted == "gpu":
+        return "gpu", "bf16", "a GPU (--machine gpu)"
+    if wanted is None and device.choose() == "cuda":
+        gpu = torch.device("cuda")
+        memory = device.memory(gpu) / 2**30
+        return "gpu", "fp16" if device.emulates_bf16(gpu) else "bf16", (
+            f"{torch.cuda.get_device_name()} with {memory:.0f} GiB")
+    amx, cores = torch.cpu._is_amx_tile_supported(), len(os.sched_getaffinity(0))
     return "cpu", "bf16" if amx else "fp32", f"{cores} CPU cores {'with' if amx else 'without'} AMX"
 
 
@@ -197,10 +201,11 @@ def new_recipe(
         raise UserError(f"{file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
     if file.exists():
         raise UserError(f"{file} exists already; give another name, or remove it")
-    here, precision, words = machine()
-    if hardware and hardware != here:
-        precision, words = "bf16" if hardware == "gpu" else "fp32", f"a {hardware.upper()} (--machine)"
-    kind = hardware or here
+    folder = Path("data") / file.stem / "text"
+    if folder.exists() and not valid:
+        raise UserError(f"{folder}, where the texts would go, exists already; give the recipe another name, or remove "
+                        "the folder")
+    kind, precision, words = machine(hardware)
     seen = survey(corpus)
     name, said = file.stem, [seen.text]
     texts = {"train": corpus}
@@ -211,7 +216,6 @@ def new_recipe(
     else:
         shares = {part: max(1, min(50, round(1000 * wanted / seen.pairs)))
                   for part, wanted in (("valid", _HELD_OUT // 2), ("test", _HELD_OUT))}
-        folder = Path("data") / name / "text"
         counts = split_corpus(corpus, folder, langs, shares["valid"], shares["test"])
         texts = {part: Corpus(src=[f"{folder}/{part}.{langs[0]}"], trg=[f"{folder}/{part}.{langs[1]}"])
                  for part in counts}

@@ -124,7 +124,22 @@ def index_of(owned: Iterable[Iterable[Place]], moments: Iterable[str]) -> dict[s
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class Tensors(Mapping[str, Tensor]):
+class _Named(Mapping[str, Tensor]):
+    """Tensors by name, of which `shapes` lists all; calling it is asking for one, as a `Source` is."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __call__(self, name: str) -> Tensor:
+        return self[name]
+
+
+class Tensors(_Named):
     """The tensors of one kind in a verified checkpoint, in one file or in shards, read from disk when asked for.
 
     Maps names to whole tensors; as a `Source` it also reads ranges. `shapes`: of the whole tensors, by name. Its
@@ -161,15 +176,6 @@ class Tensors(Mapping[str, Tensor]):
     def _add(self, name: str, shape: Iterable[int], pieces: list[Piece]) -> None:
         self.shapes[name], self._pieces[name] = tuple(shape), pieces
 
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __call__(self, name: str) -> Tensor:
-        return self[name]
-
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shapes.get(name)
         if shape is None:
@@ -205,22 +211,13 @@ class Tensors(Mapping[str, Tensor]):
             return stored[first : -(-stop // row)].flatten()[start - first * row :][: stop - start]
 
 
-class Renamed(Mapping[str, Tensor]):
+class Renamed(_Named):
     """Tensors under other names; `names`: from the new name of each to its name in `tensors`."""
 
     def __init__(self, tensors: Tensors | Renamed, names: Mapping[str, str]) -> None:
         self._tensors, self._names = tensors, names
-        self.shapes: dict[str, tuple[int, ...]] = {
+        self.shapes = {
             new: tensors.shapes[old] for new, old in names.items() if old in tensors.shapes}
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __call__(self, name: str) -> Tensor:
-        return self[name]
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._names.get(name, name)]

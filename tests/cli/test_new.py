@@ -77,12 +77,14 @@ def test_the_page_has_the_table() -> None:
     ("my.yaml --src text --trg a.en", "text does not end in a language such as .de; add --langs"),
     ("my.yaml --src a.de --trg a.en --valid a.de a.en", "--valid and --test go together"),
     ("my.yaml --src empty.de --trg empty.de --langs de en", "empty.de has no pair with text on both sides"),
+    ("old.yaml --src a.de --trg a.en", "data/old/text, where the texts would go, exists already"),
     ("my.yaml --src few.de --trg few.de --langs de en", "few.de has"),
 ])
 def test_mistakes(
     words: str, message: str, text: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("a.yaml").touch()
+    Path("data/old/text").mkdir(parents=True)
     Path("empty.de").write_text("\n\n")
     Path("few.de").write_text("ein Satz\n")
     assert main("new", words.split()) == 2
