@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from deepnmt.parallel.launch import free_port
 from deepnmt.ranks import Ranks
 
 Gather = Callable[[bytes], "list[bytes] | None"]
@@ -23,10 +23,7 @@ _CODE = "import sys; sys.path[:0] = sys.argv[1].split(':'); import importlib; m,
 
 def run_on_ranks(world: int, target: str, *arguments: str, timeout: float = 600) -> None:
     """Runs `module:function(*arguments)` in `world` processes; fails with their output unless all exit with 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
            "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _CODE, _PATHS, target, *arguments]
     running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import random
 import socket
 import sys
 from collections.abc import Iterator
@@ -144,10 +145,14 @@ def count_gpus(wanted: Wanted = "auto") -> int:
 
 
 def free_port() -> int:
-    """A free TCP port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free TCP port of this machine, below those that Linux gives to outgoing connections (32768 to 60999).
+
+    Seconds pass before a launcher opens it; a port that the system chooses may be some connection's by then.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_240, 32_768)))
+            return int(probe.getsockname()[1])
 
 
 def _open_store(rank: int, world: int, wait: timedelta = WAIT) -> dist.Store:
