@@ -348,6 +348,32 @@ def _train(words: list[str]) -> int:
         return train(recipe, ranks, watch=watch, explain=explain)
 
 
+def _run(words: list[str]) -> int:
+    """Take all steps of a recipe, from the texts to the scores."""
+    parser = recipe_parser(
+        "run",
+        "Takes all steps of a recipe: prepare, train, average and evaluate. Before, it lets the models that the recipe\n"
+        "names as translated_by translate their texts: for distillation and back-translation. If such a model is given\n"
+        "by its recipe, that is run first.\n\n"
+        "Prints each command it runs. Started again, it continues where it was stopped. It writes what these commands\n"
+        "write, and beside each text that was translated a record of how, FILE.source.json.\n\n"
+        "exit codes: 0, or that of the command that ended otherwise; 75 is training that was stopped and has saved",
+        "deepnmt run my.yaml\n"
+        "deepnmt run multi30k/student_6l-2l\n"
+        'deepnmt run my.yaml --launcher "torchrun --nproc_per_node 8 -m deepnmt"',
+    )
+    parser.add_argument("--launcher", metavar="COMMAND", help="what starts training, translation and scoring on "
+                        "several processes (default: one process)")
+    args, recipe = parse(parser, words)
+    from deepnmt.parallel.launch import rank_from_environment
+    from deepnmt.steps import run_steps, starter
+
+    if rank_from_environment()[1] > 1:
+        raise UserError("deepnmt run starts processes by itself and was started by a launcher; start it as one process "
+                        'with --launcher "COMMAND", for example --launcher "torchrun --nproc_per_node 2 -m deepnmt"')
+    return run_steps(args.recipe, recipe, args.overrides, starter(args.launcher))
+
+
 def _status(words: list[str]) -> int:
     """Say how a run stands, by a sentence and an exit code."""
     parser = recipe_parser(
@@ -883,6 +909,7 @@ def _check_cluster(words: list[str]) -> int:
 _GROUPS: dict[str, dict[str, Command]] = {
     "Recipes to begin with": {"recipes": _recipes, "copy": _copy, "new": _new},
     "From text to a score, in the order of use": {
+        "run": _run,
         "get": _get, "split": _split, "prepare": _prepare, "profile": _profile, "train": _train, "status": _status,
         "average": _average,
         "translate": _translate, "score": _score, "evaluate": _evaluate, "report": _report, "serve": _serve,

@@ -82,6 +82,11 @@ class Corpus(Section):
     `Statmt-europarl_wmt13-7-deu-eng`."""
     sacrebleu: str | None = None
     """The test set that `deepnmt get` fetches into `src` and `trg`, by SacreBLEU's name, such as `wmt14/full`."""
+    translated_by: Folder | None = None
+    """The model, a run or its recipe, whose translations `deepnmt run` writes into one of the files: into `trg` if it
+    translates as this recipe does (distillation), into `src` if the other way round (back-translation)."""
+    translate: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    """Settings of that model's `translate` section to change for it, as in `{method: sample}`."""
 
     def faults(self) -> Iterator[str]:
         if self.tsv and (self.src or self.trg):
@@ -96,6 +101,10 @@ class Corpus(Section):
             files = [*self.src, *self.trg]
             if len(set(files)) != 2 or any(file.endswith((".gz", ".xz", ".zst", ".bz2")) for file in files):
                 yield "'mtdata' and 'sacrebleu' are fetched into two plain files; name one in 'src' and one in 'trg'"
+        if self.translated_by and (self.tsv or self.mtdata or self.sacrebleu):
+            yield "'translated_by' needs 'src' and 'trg', and nothing else that makes them; remove one of the two"
+        if self.translate and not self.translated_by:
+            yield "'translate' has no effect without 'translated_by', the model that translates; name it, or remove it"
 
 
 class ScoredCorpus(Corpus):
@@ -133,7 +142,7 @@ class _Corpora(Corpus):
         corpora = getattr(self, "corpora", {})
         if not corpora:
             yield from super().faults()
-        elif self.src or self.trg or self.tsv or self.tag or self.mtdata or self.sacrebleu:
+        elif any((self.src, self.trg, self.tsv, self.tag, self.mtdata, self.sacrebleu, self.translated_by)):
             yield f"give either the files of one corpus, or corpora by name ({', '.join(corpora)}), not both"
         for name in corpora:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):

@@ -108,9 +108,11 @@ def input_files(text: Corpus) -> list[Path]:
     """The files of a text, in a fixed order. Raises `UserError` if one does not exist or is not a file."""
     files = [Path(name) for corpus in corpora_of(text).values()
              for name in corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))]
+    made = any(corpus.translated_by for corpus in corpora_of(text).values())
     for file in files:
         if not file.exists():
-            raise UserError(f"there is no text file {file}; correct its path in the recipe's data section")
+            raise UserError(f"there is no text file {file}; correct its path in the recipe's data section"
+                            + made * ", or let deepnmt run make it, if it is what translated_by writes")
         if not file.is_file():
             raise UserError(f"{file} is not a file; the recipe's data section must name text or TSV files")
     return files

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
         "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "saves": "studies.benchmarks.saves.measure_saves",
         "verdict-runs": "studies.verdict_text.run_all", "demo": "deepnmt.demo.run.make_corpus",
-        "get": "deepnmt.data.fetch.fetch_texts"}
+        "get": "deepnmt.data.fetch.fetch_texts", "run": "deepnmt.steps.run_steps"}
 # Messages that an example may end with if there is no text, data or checkpoint.
 WANTED = ("no training has begun there", "there is nothing to compare", "there is no text file",
           "there is no input file", "there is no file", "there is no prepared data in",

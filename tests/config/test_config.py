@@ -158,6 +158,11 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation"]),
     ({"data__train__mtdata": ["a"], "data__train__sacrebleu": "wmt14/full"},
      ["data.train: give either 'mtdata' or 'sacrebleu', not both"]),
+    ({"data__train__translated_by": "runs/a", "data__train__mtdata": ["a"]},
+     ["data.train: 'translated_by' needs 'src' and 'trg', and nothing else that makes them; remove one of the two"]),
+    ({"data__train__translate": {"method": "sample"}},
+     ["data.train: 'translate' has no effect without 'translated_by', the model that translates; name it, or remove "
+      "it"]),
     ({"data__train__src": "a.gz", "data__train__mtdata": ["a"]},
      ["data.train: 'mtdata' and 'sacrebleu' are fetched into two plain files; name one in 'src' and one in 'trg'"]),
     ({"train__trackers": ["wandb", "tensorboard"]},

@@ -1,0 +1,138 @@
+"""`deepnmt run`: every step from the texts of a recipe to its scores, with the texts that other models translate.
+
+Each step is a command that a user could type. It finds by itself what is done already, so the same `deepnmt run`
+continues where an earlier one was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepnmt.config import Corpus, Recipe, load_recipe
+from deepnmt.data.prepared import corpora
+from deepnmt.data.text import COMPRESSED, corpora_of
+from deepnmt.errors import UserError
+from deepnmt.files import write_json
+from deepnmt.progress import print_status
+from deepnmt.training.status import run_status
+
+Start = Callable[[list[str]], int]  # runs a command, from the words after `deepnmt` to the exit code
+_MAIN = Path(__file__).with_name("__main__.py")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def run_steps(
+    file: str, recipe: Recipe, overrides: Sequence[str], start: Start, asking: tuple[str, ...] = ()
+) -> int:
+    """Makes the texts that are translated, prepares, trains, averages and evaluates.
+
+    Args:
+        file: the recipe's, or a run.
+        recipe: what `file` and `overrides` say.
+        asking: the recipes that want translations of this one's model.
+
+    Returns:
+        0, or the exit code of the step that ended otherwise.
+
+    Raises:
+        UserError: a text cannot be translated by the model that should, or was by another one.
+    """
+    if file in asking:
+        raise UserError(f"data.translated_by goes round in a circle, {' -> '.join((*asking, file))}; let one of these "
+                        "recipes do without the other's translations")
+    wanted = [(corpus, load_recipe(corpus.translated_by, [*_place(corpus.translated_by), *_search(corpus)]))
+              for text in corpora(recipe).values() for corpus in corpora_of(text).values() if corpus.translated_by]
+    jobs = [job for corpus, maker in wanted for job in _missing(recipe, corpus, maker)]  # all faults come first
+    for by in dict.fromkeys(str(corpus.translated_by) for corpus, *_ in jobs):
+        if not Path(by).is_dir() and (code := run_steps(by, load_recipe(by), (), start, (*asking, file))):
+            return code
+    for corpus, maker, source, made in jobs:
+        if maker.translate.backend == "ctranslate2" and not (Path(maker.run) / "ctranslate2").is_dir() and (
+                code := start(["export", maker.run, "--to", "ctranslate2"])):
+            return code
+        made.parent.mkdir(parents=True, exist_ok=True)
+        write_json(_record(made), _origin(corpus, source))
+        if code := start(["translate", maker.run, "--input", source, "--output", str(made), *_search(corpus)]):
+            return code
+    for words in (["prepare", file, *overrides], ["train", file, *overrides], ["average", recipe.run],
+                  *([["evaluate", recipe.run]] if recipe.data.test else [])):
+        code = start(words)
+        if not code and words[0] == "train":  # not every launcher hands on that training was stopped
+            code = run_status(Path(recipe.run)).code
+        if code:
+            return code
+    return 0
+
+
+def _place(by: str) -> list[str]:
+    """A run's folder is the run, wherever it was moved since it was trained."""
+    return [f"run={json.dumps(by)}"] if Path(by).is_dir() else []
+
+
+def _search(corpus: Corpus) -> list[str]:
+    """What a corpus changes in the recipe of the model that translates it."""
+    return [f"translate.{name}={json.dumps(value)}" for name, value in corpus.translate.items()]
+
+
+def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus, Recipe, str, Path]]:
+    """The files of a corpus that `maker` has still to write, each after the file that it translates.
+
+    Raises:
+        UserError: it translates between other languages; a file is packed, or was translated otherwise.
+    """
+    ours, theirs = ((of.data.src_lang, of.data.trg_lang) for of in (recipe, maker))
+    if sorted(ours) != sorted(theirs):
+        raise UserError(f"{corpus.translated_by} (data.translated_by) translates {theirs[0]} to {theirs[1]}, but the "
+                        f"recipe is for {ours[0]} and {ours[1]}; name a model of these, in either direction")
+    sources, files = (corpus.src, corpus.trg) if ours == theirs else (corpus.trg, corpus.src)
+    jobs = []
+    for source, made in zip(sources, map(Path, files), strict=True):
+        if made.suffix in COMPRESSED:
+            raise UserError(f"{made}, into which {corpus.translated_by} translates, would be packed; name it "
+                            f"{made.with_suffix('')}")
+        if not made.exists():
+            if not Path(source).is_file():
+                raise UserError(f"there is no text file {source}, which {corpus.translated_by} is to translate; "
+                                "correct its path in the recipe's data section")
+            jobs.append((corpus, maker, source, made))
+        elif _record(made).is_file() and json.loads(_record(made).read_bytes()) != _origin(corpus, source):
+            raise UserError(f"{made} was translated from another text, by another model or with other settings "
+                            f"({_record(made)}); remove it to have it made again, or name another file")
+        else:
+            print_status(f"{made} is there already; remove it to have it made again")
+    return jobs
+
+
+def _record(made: Path) -> Path:
+    """Says of what is translated where it comes from."""
+    return made.with_name(f"{made.name}.source.json")
+
+
+def _origin(corpus: Corpus, source: str) -> dict[str, Any]:
+    return {"source": source, "translated_by": corpus.translated_by, "translate": corpus.translate}
+
+
+def starter(launcher: str | None) -> Start:
+    """Runs each command in a process of its own; those that take several, with `launcher`, which ends in deepnmt."""
+
+    def start(words: list[str]) -> int:
+        alone = launcher is None or words[0] in ("prepare", "average")
+        print_status(f"$ {'deepnmt' if alone else launcher} {shlex.join(words)}")
+        command = [sys.executable, str(_MAIN)] if alone else shlex.split(str(launcher))
+        with subprocess.Popen([*command, *words]) as process:
+            # so that training saves: subprocess.run would kill it
+            before = {number: signal.signal(number, lambda n, _: process.send_signal(n)) for number in _SIGNALS}
+            try:
+                return process.wait()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    return start

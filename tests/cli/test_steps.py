@@ -1,0 +1,162 @@
+"""`deepnmt run`: distillation and back-translation from recipes alone, stopped and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from refusals import Refused
+
+from deepnmt.cli import main
+from deepnmt.config import load_recipe
+from deepnmt.steps import run_steps, starter
+
+TINY = {"train": {"updates": 3, "save_every": 1, "validate_every": 3, "valid_sentences": 2}, "average_last": 2,
+        "translate": {"beam": 1, "max_ratio": 1.0, "max_extra": 2}}
+
+
+@pytest.fixture
+def place(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None) -> Path:
+    """The current folder, empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(prepared: Path, name: str, langs: tuple[str, str], train: dict[str, Any]) -> str:
+    """Writes NAME.yaml, a tiny recipe over 150 pairs of the demo's text, and returns its name. In `train` a language
+    stands for its text."""
+    for lang in langs:
+        lines = (prepared / "text" / f"train.{lang}").read_text(encoding="utf-8").splitlines(keepends=True)
+        Path(f"real.{lang}").write_text("".join(lines[:150]), encoding="utf-8")
+    texts = {part: {side: str(prepared / "text" / f"{part}.{lang}")
+                    for side, lang in zip(("src", "trg"), langs, strict=True)} for part in ("valid", "test")}
+    tree = yaml.safe_load((prepared / "recipe.yaml").read_text(encoding="utf-8"))
+    tree["data"] |= {"folder": f"data/{name}", "src_lang": langs[0], "trg_lang": langs[1], "train": train,
+                     "valid": texts["valid"], "test": {}}
+    tree["vocab"]["size"] = 150
+    tree["run"] = f"runs/{name}"
+    tree |= {key: {**tree.get(key, {}), **value} if isinstance(value, dict) else value for key, value in TINY.items()}
+    Path(f"{name}.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return f"{name}.yaml"
+
+
+class Steps:
+    """Runs commands in this process and keeps their first words. Until it was called `fail_at` times."""
+
+    def __init__(self, fail_at: int = 1000) -> None:
+        self.taken: list[str] = []
+        self.fail_at = fail_at
+
+    def __call__(self, words: list[str]) -> int:
+        self.taken.append(f"{words[0]} {words[1].partition('.')[0]}")
+        if len(self.taken) == self.fail_at:
+            return 75
+        return main(words[0], words[1:])
+
+    def run(self, file: str) -> int:
+        return run_steps(file, load_recipe(file), (), self)
+
+
+TRAINED = ("prepare {0}", "train {0}", "average runs/{0}")
+
+
+def steps_of(name: str) -> list[str]:
+    return [step.format(name) for step in TRAINED]
+
+
+def test_distillation(prepared: Path, place: Path, refused: Refused) -> None:
+    write(prepared, "teacher", ("en", "de"), {"src": "real.en", "trg": "real.de"})
+    student = write(prepared, "student", ("en", "de"), {
+        "src": "real.en", "trg": "made/train.de", "translated_by": "teacher.yaml", "translate": {"beam": 2}})
+    made = Path("made/train.de")
+    assert "or let deepnmt run make it" in refused("prepare", student)
+
+    stopped = Steps(fail_at=4)
+    assert stopped.run(student) == 75 and not made.exists()
+    assert stopped.taken == [*steps_of("teacher"), "translate runs/teacher"]
+    whole = Steps()
+    assert whole.run(student) == 0
+    assert whole.taken == [*steps_of("teacher"), "translate runs/teacher", *steps_of("student")]
+    lines = made.read_text(encoding="utf-8").splitlines()
+    assert main("translate", ["runs/teacher", "--input", "real.en", "--output", "again.de", "translate.beam=2"]) == 0
+    assert lines == Path("again.de").read_text(encoding="utf-8").splitlines() and len(lines) == 150
+    settings = json.loads(Path("data/student/manifest.json").read_text())["inputs"]["train"]
+    assert {file["name"] for file in settings} == {"real.en", "train.de"}
+
+    again = Steps()
+    assert again.run(student) == 0 and again.taken == steps_of("student")  # nothing is translated twice
+    other = Path(student).read_text(encoding="utf-8").replace("beam: 2", "beam: 3")
+    Path(student).write_text(other, encoding="utf-8")
+    assert "made/train.de was translated from another text, by another model" in refused("run", student)
+
+
+def test_back_translation(prepared: Path, place: Path) -> None:
+    write(prepared, "back", ("de", "en"), {"src": "real.de", "trg": "real.en"})
+    mono = (prepared / "text" / "train.de").read_text(encoding="utf-8").splitlines(keepends=True)[150:200]
+    Path("mono.de").write_text("".join(mono), encoding="utf-8")
+    forward = write(prepared, "forward", ("en", "de"), {
+        "real": {"src": "real.en", "trg": "real.de"},
+        "bt": {"src": "back.en", "trg": "mono.de", "tag": "<BT>", "translated_by": "back.yaml",
+               "translate": {"method": "sample", "top_k": 3}}})
+    steps = Steps()
+    assert steps.run(forward) == 0
+    assert steps.taken == [*steps_of("back"), "translate runs/back", *steps_of("forward")]
+    assert len(Path("back.en").read_text(encoding="utf-8").splitlines()) == 50
+    assert json.loads(Path("back.en.source.json").read_text())["translate"] == {"method": "sample", "top_k": 3}
+    manifest = json.loads(Path("data/forward/manifest.json").read_text())
+    assert manifest["splits"]["train"]["corpora"].keys() == {"real", "bt"}
+    assert sorted(manifest["settings"]["data.train.corpora"]) == [["bt", "<BT>"], ["real", None]]
+    # a run in place of its recipe is taken as it is
+    Path("back.en").unlink()
+    tree = Path(forward).read_text(encoding="utf-8").replace("back.yaml", "runs/back")
+    Path("other.yaml").write_text(tree, encoding="utf-8")
+    steps = Steps(fail_at=2)
+    assert steps.run("other.yaml") == 75 and steps.taken == ["translate runs/back", "prepare other"]
+
+
+def test_mistakes(prepared: Path, place: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, langs, change in (
+        ("a", ("en", "de"), {"trg": "a.de", "translated_by": "b.yaml"}),
+        ("b", ("en", "de"), {"trg": "b.de", "translated_by": "a.yaml"}),
+        ("packed", ("en", "de"), {"trg": "made.de.gz", "translated_by": "a.yaml"}),
+        ("none", ("en", "de"), {"src": "none.en", "trg": "made.de", "translated_by": "a.yaml"}),
+        ("wrong", ("en", "de"), {"trg": "made.de", "translated_by": "a.yaml", "translate": {"beams": 5}}),
+    ):
+        write(prepared, name, langs, {"src": "real.en", **change})
+    text = Path("a.yaml").read_text(encoding="utf-8").replace("src_lang: en", "src_lang: fr")
+    Path("french.yaml").write_text(text.replace("b.yaml", "packed.yaml"), encoding="utf-8")
+    assert "in a circle, a.yaml -> b.yaml -> a.yaml" in refused("run", "a.yaml")
+    assert "made.de.gz, into which a.yaml translates, would be packed; name it made.de" in refused("run", "packed.yaml")
+    assert "there is no text file none.en, which a.yaml is to translate" in refused("run", "none.yaml")
+    assert "packed.yaml (data.translated_by) translates en to de, but the recipe is for fr and de" in refused(
+        "run", "french.yaml")
+    assert "translate.beams: unknown setting; did you mean translate.beam?" in refused("run", "wrong.yaml")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert "--launcher" in refused("run", "a.yaml")
+
+
+def test_a_step_is_a_process_that_gets_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to `deepnmt run` reaches the training that it has started, and the exit code comes back."""
+    program = tmp_path / "launch.py"
+    program.write_text("import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+                       f"open({str(tmp_path / 'ready')!r}, 'w').close()\ntime.sleep(60)\n", encoding="utf-8")
+    code = ("import sys\nfrom deepnmt.steps import starter\n"
+            f"sys.exit(starter({f'{sys.executable} {program}'!r})(['train', 'my.yaml']))")
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True,
+                          cwd=Path(__file__).parents[2]) as process:
+        while not (tmp_path / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGTERM)
+        said = process.communicate()[1]
+    assert process.returncode == 75 and "train my.yaml" in said
+    assert starter(None)(["prepare", str(tmp_path / "none.yaml")]) == 2
