@@ -352,9 +352,9 @@ def _run(words: list[str]) -> int:
     """Take all steps of a recipe, from the texts to the scores."""
     parser = recipe_parser(
         "run",
-        "Takes all steps of a recipe: prepare, train, average and evaluate. Before, it lets the models that the recipe\n"
-        "names as translated_by translate their texts: for distillation and back-translation. If such a model is given\n"
-        "by its recipe, that is run first.\n\n"
+        "Takes all steps of a recipe: prepare, train, average and evaluate. Before, it lets the models that the\n"
+        "recipe names as translated_by translate their texts, for distillation and back-translation. If such a model\n"
+        "is given by its recipe, that is run first.\n\n"
         "Prints each command it runs. Started again, it continues where it was stopped. It writes what these commands\n"
         "write, and beside each text that was translated a record of how, FILE.source.json.\n\n"
         "exit codes: 0, or that of the command that ended otherwise; 75 is training that was stopped and has saved",
