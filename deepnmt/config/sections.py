@@ -114,14 +114,27 @@ class ScoredCorpus(Corpus):
     """The target language, by which SacreBLEU tokenises; null: `data.trg_lang`."""
 
 
-class WeightedCorpus(Corpus):
+class AlignedCorpus(Corpus):
+    """A parallel corpus that may have word alignments."""
+
+    alignments: Files = Field(default_factory=list)
+    """Files of word alignments, line by line as the corpus: `0-0 1-2` links word 0 of the source with word 0 of the
+    target, and 1 with 2. Words are what spaces separate, without the `tag`. For `train.guided_alignment`, and in the
+    validation text for the alignment error."""
+
+
+class WeightedCorpus(AlignedCorpus):
     """One of several parallel corpora of a training text."""
 
     weight: Positive = 1.0
     """How often the corpus is used: 3 is as if it were given three times."""
 
 
-class _Corpora(Corpus):
+class AlignedScoredCorpus(ScoredCorpus, AlignedCorpus):
+    """One of several parallel corpora of a validation text."""
+
+
+class _Corpora(AlignedCorpus):
     """One parallel corpus, or several by name."""
 
     @model_validator(mode="before")
@@ -142,7 +155,8 @@ class _Corpora(Corpus):
         corpora = getattr(self, "corpora", {})
         if not corpora:
             yield from super().faults()
-        elif any((self.src, self.trg, self.tsv, self.tag, self.mtdata, self.sacrebleu, self.translated_by)):
+        elif any((self.src, self.trg, self.tsv, self.alignments, self.tag, self.mtdata, self.sacrebleu,
+                  self.translated_by)):
             yield f"give either the files of one corpus, or corpora by name ({', '.join(corpora)}), not both"
         for name in corpora:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
@@ -159,11 +173,11 @@ class TrainText(_Corpora):
     with several corpora."""
 
 
-class ValidText(_Corpora, ScoredCorpus):
+class ValidText(_Corpora, AlignedScoredCorpus):
     """The validation text: one parallel corpus, or several by name. Several are scored one by one, and the BLEU that
     decides about the best checkpoint is their mean."""
 
-    corpora: dict[str, ScoredCorpus] = Field(default_factory=dict)
+    corpora: dict[str, AlignedScoredCorpus] = Field(default_factory=dict)
     """Several corpora by name, instead of `src`, `trg` or `tsv`."""
 
 
@@ -533,6 +547,12 @@ class Train(Section):
     """α of R-Drop: every sentence passes the model twice, with other dropout, and α/4 times the divergence of the two
     predictions, in both directions, is added to their mean loss; the paper takes 5. An update takes twice the time and
     activations. 0: none."""
+    guided_alignment: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of guided alignment: this times the cross-entropy of one cross-attention, from the word alignments of
+    `data.train.alignments`, is added to the loss; 0.05 is usual. 0: none. Not in a pipeline."""
+    guided_layer: Annotated[int, Field(ge=0)] = 0
+    """The decoder layer, counted from 1, whose cross-attention is guided; 0: the last but one. Give
+    `translate.alignment_layer` the same."""
     clip: Annotated[float, Field(ge=0.0)] = 0.0
     """Largest gradient norm; 0: no clipping."""
     log_every: Count = 50
@@ -781,6 +801,17 @@ class Recipe(Section):
                                           self.model.decoder.word_dropout)):
             yield (f"train.r_drop ({self.train.r_drop:g}) has no effect because model.dropout and all other dropout is "
                    "0; set train.r_drop to 0, or a dropout")
+        text = self.data.train
+        if self.train.guided_alignment and not any(one.alignments for one in (text, *text.corpora.values())):
+            yield (f"train.guided_alignment ({self.train.guided_alignment:g}) needs word alignments; name their files "
+                   "in data.train.alignments, or set train.guided_alignment to 0")
+        if self.train.guided_alignment and self.parallel.pipeline_stages:
+            yield (f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot be combined with "
+                   f"train.guided_alignment ({self.train.guided_alignment:g}): the last stage computes the loss, and "
+                   "the guided attention may be on another; set parallel.pipeline_stages: 0")
+        if self.train.guided_layer > self.model.decoder.layers:
+            yield (f"train.guided_layer ({self.train.guided_layer}) must not be above model.decoder.layers "
+                   f"({self.model.decoder.layers})")
         if self.train.best_by == "bleu" and not self.train.valid_bleu:
             yield "train.best_by: bleu needs train.valid_bleu: true"
         if self.schedule.name in ("linear", "cosine") and self.schedule.warmup >= self.train.updates:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from deepnmt.batch import Batch
 from deepnmt.data.prepared import Indices, Lengths, Split
@@ -241,9 +242,13 @@ def collate(split: Split, indices: Indices | Sequence[int], key: int, device: to
     trg_out, trg_lengths = split.targets.with_eos(rows)
     trg_in = np.full_like(trg_out, BOS)
     trg_in[:, 1:] = np.where(trg_out[:, :-1] == EOS, PAD, trg_out[:, :-1])
-    arrays = (src, src_lengths, trg_in, trg_out)
-    tensors = [torch.from_numpy(array) for array in arrays]
-    if device.type == "cuda":  # from other memory the host would wait for each copy
-        tensors = [tensor.pin_memory() for tensor in tensors]
-    tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    tensors = (on_device(array, device) for array in (src, src_lengths, trg_in, trg_out))
     return Batch(tuple(tensors), key, int(trg_lengths.sum()))
+
+
+def on_device(array: Indices, device: torch.device) -> Tensor:
+    """An array as a tensor on the device."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":  # from other memory the host would wait for the copy
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

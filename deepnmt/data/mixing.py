@@ -8,7 +8,7 @@ makes all corpora equally large. An epoch has as many pairs as all corpora toget
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,10 +59,10 @@ class Mixture:
         return np.sort(np.concatenate(parts))
 
 
-def training_stream(recipe: Recipe, data: PreparedData) -> Stream:
-    """The micro-batches of a recipe's training text. Raises `UserError` if it is empty."""
+def training_stream(recipe: Recipe, data: PreparedData, kind: Callable[..., Stream] = Stream) -> Stream:
+    """The micro-batches of a recipe's training text, in a stream of this kind. Raises `UserError` if it is empty."""
     corpora, text = data.corpora("train"), recipe.data.train
     weights = [text.corpora[name].weight if name in text.corpora else 1.0 for name in corpora]
     mixture = Mixture(list(corpora.values()), weights, text.temperature)
     rows = None if mixture.counts() == mixture.sizes else lambda epoch: mixture.rows(recipe.seed, epoch)
-    return Stream(data.split("train"), recipe.batch.tokens, recipe.seed, rows)
+    return kind(data.split("train"), recipe.batch.tokens, recipe.seed, rows)

@@ -8,6 +8,7 @@ size and hash of every other file. For a side of a split, e.g. `train.src`:
     train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
     train.v03.src.tokens    the same for sampled segmentation 3 of the training text
     valid.src.txt           the text itself, one sentence a line; not for the training text
+    train.links.tokens      where there are word alignments: the words that are linked, source and target in turn
 
 `open_prepared` opens the data of a recipe and checks that it was made with the recipe's settings.
 """
@@ -296,7 +297,7 @@ class PreparedData:
                                 f"{_AGAIN}") from None
             if not same:
                 raise UserError(f"prepared data {self.folder} is damaged: {name} differs from its manifest; {_AGAIN}")
-        sizes = dict(zip(("src", "trg"), (vocab.size for vocab in self.vocabs())))
+        sizes = {**dict(zip(("src", "trg"), (vocab.size for vocab in self.vocabs()))), "links": 2**16}
         for name in self.manifest["files"]:
             side, kind = name.split(".")[-2:]
             if kind in TOKENS:
@@ -374,7 +375,8 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
 
 def on_this_machine(corpus: Corpus) -> bool:
     """Whether all files of a text are on this machine; prepared data can be used without them."""
-    return all(Path(file).exists() for one in corpora_of(corpus).values() for file in [*one.src, *one.trg, *one.tsv])
+    return all(Path(file).exists() for one in corpora_of(corpus).values()
+               for file in [*one.src, *one.trg, *one.tsv, *getattr(one, "alignments", ())])
 
 
 def changed_texts_error(data: PreparedData, name: str) -> UserError:

@@ -105,9 +105,10 @@ def corpora_of(text: Corpus) -> dict[str, Corpus]:
 
 
 def input_files(text: Corpus) -> list[Path]:
-    """The files of a text, in a fixed order. Raises `UserError` if one does not exist or is not a file."""
-    files = [Path(name) for corpus in corpora_of(text).values()
-             for name in corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))]
+    """The files of a text, in a fixed order, those of word alignments after each corpus. Raises `UserError` if one does
+    not exist or is not a file."""
+    files = [Path(name) for corpus in corpora_of(text).values() for name in
+             (*(corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))), *getattr(corpus, "alignments", ()))]
     made = any(corpus.translated_by for corpus in corpora_of(text).values())
     for file in files:
         if not file.exists():
@@ -129,7 +130,7 @@ def read_pairs(text: Corpus, tags: bool = True) -> Iterator[Pair]:
             few columns; the corpus has no lines.
     """
     for corpus in corpora_of(text).values():
-        files = input_files(corpus)
+        files = input_files(corpus)[:len(corpus.tsv or (*corpus.src, *corpus.trg))]
         empty = True
         tag = f"{corpus.tag} " if corpus.tag and tags else ""
         for src, trg in (_tsv_pairs(files, corpus.columns) if corpus.tsv else _aligned_pairs(files)):

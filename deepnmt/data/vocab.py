@@ -11,6 +11,7 @@ import hashlib
 import io
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -176,6 +177,12 @@ class Vocabulary:
             return self._processor.encode(texts, num_threads=1)
         tags, rest = zip(*map(self.split_tags, texts)) if texts else ((), ())
         return [[*some, *ids] for some, ids in zip(tags, self._processor.encode(list(rest), num_threads=1))]
+
+    @cached_property
+    def begins_word(self) -> list[bool]:
+        """For each id whether a word begins with its piece; words are what spaces separate, and tags are words."""
+        tags = set(self.tags.values())
+        return [name.startswith(SPACE) or i in tags for i, name in enumerate(self.names())]
 
     def normalize(self, text: str) -> str:
         """The text that is segmented: runs of spaces are one, and every word begins with `SPACE`."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from deepnmt.data.vocab import SPACE, Vocabulary
+from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.model.attention import CrossAttention, split_heads
+from deepnmt.model.attention import CrossAttention
+from deepnmt.model.guided import attention_scores, guided_index
 from deepnmt.model.transformer import Transformer
 
 Links = list[tuple[int, int]]  # of a word of the source and one of the translation, counted from 0
@@ -31,7 +31,7 @@ def alignment_layer(model: Transformer, layer: int) -> int:
     if layer > layers:
         raise UserError(f"translate.alignment_layer is {layer}, but the model's decoder has {layers} layers; set it to "
                         f"{layers} or less")
-    return layer - 1 if layer else max(0, layers - 2)
+    return guided_index(layer, layers)
 
 
 @contextmanager
@@ -41,11 +41,7 @@ def recorded_attention(attention: CrossAttention) -> Iterator[list[Tensor]]:
 
     def record(module: CrossAttention, arguments: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> None:
         x, keys, _, mask = arguments
-        q = split_heads(module.q(x), module.heads).float()
-        scores = q @ keys.float().transpose(2, 3) / q.size(3) ** 0.5
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        weights.append(scores.softmax(3).mean(1))
+        weights.append(attention_scores(module.q(x), keys, mask).softmax(3).mean(1))
 
     handle = attention.register_forward_pre_hook(record)
     try:
@@ -82,11 +78,11 @@ def words_of(ids: Sequence[int], vocab: Vocabulary, count_tags: bool = True) -> 
     not counted, have the number -1, as in a text that is written without them."""
     numbers, word = [], -1
     tags = set(vocab.tags.values())
-    for piece, token in zip(vocab.to_pieces(ids), ids, strict=True):
+    for token in ids:
         if token in tags and not count_tags:
             numbers.append(-1)
             continue
-        word += word < 0 or piece.startswith(SPACE) or token in tags
+        word += word < 0 or vocab.begins_word[token]
         numbers.append(word)
     return numbers
 

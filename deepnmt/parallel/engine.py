@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
+from deepnmt.model.guided import guided
 from deepnmt.model.init import Source
 from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
@@ -25,8 +26,9 @@ Build = Callable[[Callable[[nn.Module], None]], Transformer]
 
 def build_of(recipe: Recipe, vocabs: tuple[int, int]) -> Build:
     """Builds the recipe's translation model; `vocabs`: source and target vocabulary sizes."""
-    return partial(Transformer, recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing,
-                   r_drop=recipe.train.r_drop)
+    train = recipe.train
+    build = partial(Transformer, recipe.model, *vocabs, recipe.seed, train.label_smoothing, r_drop=train.r_drop)
+    return partial(guided, build, train.guided_layer, train.guided_alignment) if train.guided_alignment else build
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class StepStats:
 
     `loss` and `nll` are this process's sums over its target tokens, in nats (in a pipeline the last stage has them, the
     others 0). `applied` is False, and `grad_norm` inf, if the update was dropped because a gradient was not finite.
+    `alignment`: the sum of guided alignment's loss, without its weight.
     """
 
     loss: float
@@ -42,12 +45,13 @@ class StepStats:
     grad_norm: float
     loss_scale: float
     applied: bool
+    alignment: float = 0.0
 
 
 def add_sums(total: Tensor | None, sums: LossSums) -> Tensor:
-    """Adds a micro-batch's (loss, nll) to those before, in float64 and on the device, so that nothing waits for it."""
-    pair = torch.stack((sums.loss.detach(), sums.nll)).double()
-    return pair if total is None else total.add_(pair)
+    """Adds a micro-batch's sums to those before, in float64 and on the device, so that nothing waits for it."""
+    own = torch.stack([each.detach() for each in sums]).double()
+    return own if total is None else total.add_(own)
 
 
 def read_sums(sums: Sequence[LossSums]) -> list[tuple[float, float]]:

@@ -40,14 +40,14 @@ class LocalEngine:
             (sums.loss / update_tokens).backward()
             total = add_sums(total, sums)
         norm = clip_gradients(self.module.parameters(), self.clip)
-        loss, nll = total.tolist() if total is not None else (0.0, 0.0)
+        loss, nll, *alignment = total.tolist() if total is not None else (0.0, 0.0)
         applied = math.isfinite(norm) and math.isfinite(loss)
         if applied:
             set_rate(self.optimizer, rate)
             self.optimizer.step()
             self._applied += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return StepStats(loss, nll, norm if applied else math.inf, 1.0, applied)
+        return StepStats(loss, nll, norm if applied else math.inf, 1.0, applied, *alignment)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:

@@ -76,8 +76,8 @@ class ZeroEngine(DeepSpeedEngine):
         self._applied += applied
         if self.scaler:
             self.scaler.after_step()
-        loss, nll = total.tolist() if total is not None else (0.0, 0.0)
-        return StepStats(loss, nll, norm, scale_used, applied)
+        loss, nll, *alignment = total.tolist() if total is not None else (0.0, 0.0)
+        return StepStats(loss, nll, norm, scale_used, applied, *alignment)
 
     def _apply(self) -> tuple[float, bool]:
         if self.zero == 0:

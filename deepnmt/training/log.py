@@ -80,7 +80,8 @@ class Monitor:
         self.status("running", update)
         self._write("train", update, record)
         self._write_figures("train", update, record)
-        text = (f"epoch {record['epoch']:.0f} loss {record['loss']:.3f} ppl {record['perplexity']:.2f} "
+        aligned = f"alignment {record['alignment_loss']:.3f} " if "alignment_loss" in record else ""
+        text = (f"epoch {record['epoch']:.0f} loss {record['loss']:.3f} ppl {record['perplexity']:.2f} {aligned}"
                 f"lr {record['learning_rate']:.2e} gnorm {record['gradient_norm']:.2f} scale {record['loss_scale']:g} "
                 f"{record['target_tokens_per_second']:.0f} tok/s"
                 + (f" skipped {record['skipped_updates']:.0f}" if record["skipped_updates"] else ""))
@@ -100,6 +101,7 @@ class Monitor:
         bleu = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
         each = [f"{key.removesuffix('/bleu')} {value:.1f}" for key, value in record.items() if key.endswith("/bleu")]
         bleu += f" ({', '.join(each)})" if each else ""
+        bleu += f" alignment error {record['alignment_error']:.1%}" if "alignment_error" in record else ""
         self.print_line(f"validation at update {update}: loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}"
                  f"{' (best so far)' if record['best'] else ''}")
 

@@ -23,6 +23,7 @@ class Interval:
     updates: int = 0
     rate: float = 0.0
     loss_scale: float = 1.0
+    alignment: float = 0.0
 
 
 @dataclass

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
 from deepnmt.config import Recipe
 from deepnmt.config.plugins import Table
+from deepnmt.data.alignments import GuidedStream, Links
+from deepnmt.data.batching import Stream
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.evaluate.metrics import make_scorers
@@ -71,6 +74,12 @@ def _check(recipe: Recipe) -> None:
             make_scorers(corpus.trg_lang or recipe.data.trg_lang)
 
 
+def _stream(recipe: Recipe, data: PreparedData) -> Stream:
+    if not recipe.train.guided_alignment:
+        return training_stream(recipe, data)
+    return training_stream(recipe, data, partial(GuidedStream, Links(data, "train")))
+
+
 def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:
     sizes = (data.vocabs()[0].size, data.vocabs()[1].size)
     ratio = data.split("train").source_per_target
@@ -94,7 +103,7 @@ def _files(data: PreparedData) -> dict[str, bytes]:
     return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
 
 
-TRANSLATION = Task(_check, open_prepared, PreparedData.verify, training_stream, _start, validate, _files)
+TRANSLATION = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files)
 
 TASKS: Table[Task] = Table(
     "TASKS", {"translation": TRANSLATION},

@@ -239,6 +239,7 @@ class Trainer:
             "skipped_updates": state.skipped,
             "padding_waste": self.stream.waste(state.position.epoch),
             "training_seconds": state.seconds,
+            **({"alignment_loss": interval.alignment / interval.tokens} if interval.alignment else {}),
         }, *self._remaining())
 
     def _remaining(self) -> tuple[int, float]:
@@ -273,8 +274,11 @@ class Trainer:
         record = {"loss": result.loss, "perplexity": result.perplexity, "best": improved}
         if result.bleu is not None:
             record |= {"bleu": result.bleu, "signature": result.signature}
+        if result.alignment_error is not None:
+            record["alignment_error"] = result.alignment_error
         for name, one in result.corpora.items():
-            figures = {"loss": one.loss, "perplexity": one.perplexity, "bleu": one.bleu}
+            figures = {"loss": one.loss, "perplexity": one.perplexity, "bleu": one.bleu,
+                       "alignment_error": one.alignment_error}
             record |= {f"{name}/{figure}": value for figure, value in figures.items() if value is not None}
         state.validations.append({"update": state.update, "value": value, **record})
         self.monitor.valid(state.update, {**record, "training_seconds": state.seconds})

@@ -74,13 +74,15 @@ def updates(
             stats = engine.train_step(update.batches, update.tokens, rate)
         measured = measure(stats) if measure and stats.applied else {}
         late = limit is not None and state.seconds >= limit
-        loss, nll, stop, over = ranks.sum([stats.loss, stats.nll, float(stop_requested()), float(late)])
+        loss, nll, alignment, stop, over = ranks.sum(
+            [stats.loss, stats.nll, stats.alignment, float(stop_requested()), float(late)])
         state.position, state.out_of_time, interval = update.next, over > 0, state.interval
         if stats.applied:
             state.update = number
             state.target_tokens += update.tokens
             interval.loss += loss
             interval.nll += nll
+            interval.alignment += alignment
             interval.tokens += update.tokens
             interval.gradient_norm += stats.grad_norm
             interval.applied += 1

@@ -8,13 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from deepnmt.config import Recipe, Translate
+from deepnmt.data.alignments import Links
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split
+from deepnmt.decode.align import align
 from deepnmt.decode.translate import translate_shards
 from deepnmt.device import release
 from deepnmt.evaluate.metrics import make_scorers
+from deepnmt.model.dropout import evaluating
+from deepnmt.model.guided import guided_index
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.ranks import Ranks
@@ -27,40 +32,50 @@ BATCHES_PER_CALL = 64
 @dataclass(frozen=True)
 class Validation:
     """Figures of one validation. `loss`: label-smoothed, nats a target token; `perplexity`: e to the power of the
-    plain loss; `corpora`: the same of each corpus, by name, if there are several; `bleu` is then their mean."""
+    plain loss; `alignment_error`: of the validation text's word alignments, 0 to 1; `corpora`: the same of each corpus,
+    by name, if there are several; `bleu` is then their mean, and so is `alignment_error`."""
 
     loss: float
     perplexity: float
     bleu: float | None = None
     signature: str | None = None
+    alignment_error: float | None = None
     corpora: Mapping[str, Validation] = field(default_factory=dict)
 
 
 def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:
     """Validates; every rank returns the same figures. Collective."""
     split, text = data.split("valid"), recipe.data.valid
-    model = engine.gather_model() if recipe.train.valid_bleu else None
+    links = Links(data, "valid") if "alignments" in data.manifest["splits"]["valid"] else None
+    model = engine.gather_model() if recipe.train.valid_bleu or links else None
     sums, results, begin = np.zeros(3), {}, 0
     for name, size in data.corpora("valid").items():
         rows = range(begin, begin := begin + size)
         losses = ranks.sum(_losses(recipe, split.truncated(recipe.model.max_length), rows, engine, ranks))
-        bleu: tuple[float, str] | tuple[None, None] = (None, None)
-        if model is not None:
+        bleu: tuple[float | None, str | None] = (None, None)
+        if model is not None and recipe.train.valid_bleu:
             lang = text.corpora.get(name, text).trg_lang or recipe.data.trg_lang
             bleu = _bleu(recipe, data, split, rows, lang, model, ranks)
+        error = _alignment_error(recipe, data, links, rows, model, ranks) if model is not None and links else None
+        if model is not None:
             release(ranks.device)  # what decoding kept, in shapes that training does not have
-        results[name] = _figures(losses, *bleu)
+        results[name] = _figures(losses, *bleu, error)
         sums += losses
     if len(results) == 1:
         return next(iter(results.values()))
-    scores = [result.bleu for result in results.values() if result.bleu is not None]
-    mean = sum(scores) / len(scores) if scores else None
-    return replace(_figures(sums.tolist(), mean, next(iter(results.values())).signature), corpora=results)
+    bleus, errors = ([value for value in values if value is not None] for values in
+                     zip(*((result.bleu, result.alignment_error) for result in results.values()), strict=True))
+    mean = _figures(sums.tolist(), _mean(bleus), next(iter(results.values())).signature, _mean(errors))
+    return replace(mean, corpora=results)
 
 
-def _figures(sums: Sequence[float], bleu: float | None, signature: str | None) -> Validation:
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _figures(sums: Sequence[float], bleu: float | None, signature: str | None, error: float | None) -> Validation:
     loss, nll, tokens = map(float, sums)
-    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), bleu, signature)
+    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), bleu, signature, error)
 
 
 def _losses(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: Ranks) -> list[float]:
@@ -97,3 +112,25 @@ def _bleu(recipe: Recipe, data: PreparedData, split: Split, rows: range, lang: s
         score = json.dumps([value, str(metric.get_signature())]).encode()
     value, signature = json.loads(ranks.broadcast_bytes(score))
     return value, signature
+
+
+def _alignment_error(recipe: Recipe, data: PreparedData, links: Links, rows: range, model: Transformer, ranks: Ranks
+                     ) -> float | None:
+    """The alignment error rate of these sentences, 0 to 1, as `align` finds links in the guided layer; None if none has
+    alignments. It is 1 - 2·|A∩G| / (|A| + |G|), A the links found and G the given ones (Och and Ney 2003, A Systematic
+    Comparison of Various Statistical Alignment Models, eq. 21, where all given links are sure)."""
+    split = data.split("valid").truncated(recipe.model.max_length)
+    given = [row for row in rows if links.of(row)]
+    plan = plan_eval(split.src_lengths[given], split.trg_lengths[given], recipe.batch.tokens)
+    layer, vocabs = guided_index(recipe.train.guided_layer, len(model.decoder_layers)), data.vocabs()
+    right = found = 0.0
+    with evaluating(model), torch.inference_mode():
+        for index in range(ranks.rank, len(plan), ranks.world):
+            numbers = np.array(given)[plan[index]]
+            src, lengths, trg_in, _ = collate(split, numbers, 0, ranks.device).tensors
+            targets = [split.targets[row].tolist() for row in numbers]
+            for row, own in zip(numbers, align(model, layer, src, lengths, trg_in, targets, vocabs), strict=True):
+                gold = set(links.of(row))
+                right, found = right + len(gold & set(own)), found + len(gold) + len(own)
+    right, found = ranks.sum([right, found])
+    return 1 - 2 * right / found if found else None

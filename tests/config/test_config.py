@@ -245,6 +245,14 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"plugins": ["gone.py"]},
      ["plugins: there is no file gone.py, neither here nor beside the recipe; give the path of a plug-in"]),
     ({"task": "speech"}, ["task: is 'speech', must be one of translation"]),
+    ({"train": {"updates": 10, "guided_alignment": 0.05}},
+     ["train.guided_alignment (0.05) needs word alignments; name their files in data.train.alignments, or set "
+      "train.guided_alignment to 0"]),
+    ({"train": {"updates": 10, "guided_alignment": 0.05, "guided_layer": 9},
+      "data__train__alignments": "links", "parallel__pipeline_stages": 2},
+     ["parallel.pipeline_stages (2) cannot be combined with train.guided_alignment (0.05): the last stage computes the "
+      "loss, and the guided attention may be on another; set parallel.pipeline_stages: 0",
+      "train.guided_layer (9) must not be above model.decoder.layers (6)"]),
     ({"model__encoder__layer_drop": 1.0}, ["model.encoder.layer_drop: is 1.0, must be less than 1"]),
     ({"model__norm": "rmsnorm"},
      ["model.norm: is 'rmsnorm', must be one of layer_norm, rms_norm; did you mean rms_norm?"]),

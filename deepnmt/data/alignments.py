@@ -1,0 +1,150 @@
+"""Word alignments of prepared texts, and micro-batches with the links of their pieces, for guided alignment.
+
+A line of an alignment file has the links of a sentence pair as Pharaoh wrote them: "0-0 1-2". Words are kept, not
+pieces, so that one array serves every sampled segmentation; a link of two words is one of all their pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deepnmt.batch import Batch
+from deepnmt.config import Corpus
+from deepnmt.data.batching import Stream, on_device
+from deepnmt.data.encoding import CHUNK
+from deepnmt.data.filters import KEPT, Codes
+from deepnmt.data.prepared import REMEDY, Indices, PreparedData, Side, SideWriter, Split, Tokens
+from deepnmt.data.text import corpora_of, read_lines, read_pairs
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.errors import UserError
+
+_LINK = re.compile(r"(\d{1,9})-(\d{1,9})")
+_SIDES = ("source", "target")
+
+
+def has_alignments(text: Corpus) -> bool:
+    """Whether a text, or a corpus of it, has word alignments."""
+    return any(getattr(corpus, "alignments", ()) for corpus in corpora_of(text).values())
+
+
+def write_links(folder: Path, name: str, text: Corpus, codes: Codes, vocabs: tuple[Vocabulary, Vocabulary]
+                ) -> dict[str, int]:
+    """Writes the links of the pairs that are kept beside their pieces, and returns counts for the manifest.
+
+    A pair has none where the pieces begin another number of words than the text has, as with a vocabulary of other
+    spaces.
+
+    Raises:
+        UserError: a file has another number of lines than its corpus, or a line is faulty.
+    """
+    split, writer = Split(folder, name, 0), SideWriter(folder, f"{name}.links")
+    starts = [np.array(vocab.begins_word) for vocab in vocabs]
+    flat: list[int] = []
+    lengths: list[int] = []
+    row = aligned = unlike = links = 0
+    for (found, sizes), code in zip(_read_links(text), codes, strict=True):
+        if code != KEPT:
+            continue
+        pieces = [_words(side[row], start) for side, start in zip((split.sources, split.targets), starts, strict=True)]
+        row += 1
+        if sizes != tuple(words[-1] + 1 if len(words) else 0 for words in pieces):
+            unlike += bool(found)
+            found = []
+        flat += (number for link in found for number in link)
+        lengths.append(2 * len(found))
+        aligned, links = aligned + bool(found), links + len(found)
+        if len(lengths) == CHUNK:
+            writer.add(np.array(flat, dtype=np.uint16), np.array(lengths))
+            flat, lengths = [], []
+    writer.add(np.array(flat, dtype=np.uint16), np.array(lengths, dtype=np.int64))
+    return {"aligned": aligned, "links": links, "unlike": unlike}
+
+
+def _read_links(text: Corpus) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
+    """The links of every pair of a text, and its numbers of words; a corpus's tag is a word of the source."""
+    for corpus in corpora_of(text).values():
+        files = [Path(name) for name in getattr(corpus, "alignments", ())]
+        tag = int(bool(corpus.tag))
+        lines = ((file, number, line) for file in files for number, line in enumerate(read_lines(file), start=1))
+        for count, (pair, line) in enumerate(zip_longest(read_pairs(corpus, tags=False), lines if files else ())):
+            if pair is None or (files and line is None):
+                ahead = count + 1 + sum(1 for _ in lines)
+                raise UserError(f"{', '.join(map(str, files))}: {ahead if pair is None else count} lines of word "
+                                f"alignments for {count if pair is None else f'at least {count + 1}'} sentence pairs; "
+                                "line N of one must align line N of the other")
+            words = [len(side.split(" ")) - side.split(" ").count("") for side in pair]
+            found = [] if line is None else [(s + tag, t) for s, t in _links(line, words)]
+            yield found, (words[0] + tag, words[1])
+
+
+def _links(given: tuple[Path, int, str], words: list[int]) -> Iterator[tuple[int, int]]:
+    """The links of a line, with its file and number; `words`: of source and target."""
+    file, number, line = given
+    for text in line.split():
+        match = _LINK.fullmatch(text)
+        if match is None:
+            raise UserError(f"{file}, line {number}: {text!r} is no link; write links as SOURCE-TARGET, two words "
+                            "counted from 0, such as 0-0 1-2")
+        for side, word, count in zip(_SIDES, map(int, match.groups()), words, strict=True):
+            if word >= count:
+                raise UserError(f"{file}, line {number}: {text} is beyond the {side} sentence, which has {count} words "
+                                "counted from 0; align the text that the recipe names, in words that spaces separate")
+        yield int(match[1]), int(match[2])
+
+
+def _words(ids: Tokens | Indices, starts: np.typing.NDArray[np.bool_]) -> Indices:
+    """The numbers, from 0, of the words that pieces [..., L] are of."""
+    begins = starts[ids]
+    begins[..., :1] = True
+    return np.cumsum(begins, axis=-1) - 1
+
+
+class Links:
+    """The word alignments of a split. Raises `UserError` if it was prepared without."""
+
+    def __init__(self, data: PreparedData, name: str) -> None:
+        if f"{name}.links.offsets" not in data.manifest["files"]:
+            raise UserError(f"prepared data {data.folder} has no word alignments of the {name} text; {REMEDY}")
+        self._links = Side(data.folder, f"{name}.links", None)
+        self._starts = [np.array(vocab.begins_word) for vocab in data.vocabs()]
+
+    def of(self, row: int) -> list[tuple[int, int]]:
+        """The linked words of a sentence."""
+        return [(int(source), int(target)) for source, target in self._links[row].reshape(-1, 2)]
+
+    def of_pieces(self, split: Split, rows: Indices) -> Indices:
+        """The links of pieces in the micro-batch of these sentences, int64 [4, L]: sentence, position of the target,
+        position of the source, and how many links that target has."""
+        words = [np.array(self._links[int(row)]).reshape(-1, 2) for row in rows]
+        size = 1 + max((int(each.max(initial=0)) for each in words), default=0)
+        linked = np.zeros((len(rows), size + 1, size + 1), dtype=bool)  # the last is of words without links
+        for sentence, each in zip(linked, words, strict=True):
+            sentence[each[:, 1], each[:, 0]] = True
+        source, target = (
+            np.where(np.arange(ids.shape[1]) < lengths[:, None] - 1, np.minimum(_words(ids, starts), size), size)
+            for (ids, lengths), starts in zip((side.with_eos(rows) for side in (split.sources, split.targets)),
+                                              self._starts, strict=True))
+        gold = linked[np.arange(len(rows))[:, None, None], target[:, :, None], source[:, None, :]]
+        found = np.nonzero(gold)
+        return np.stack([*found, gold.sum(2)[found[:2]]]).astype(np.int64)
+
+
+class GuidedStream(Stream):
+    """A stream whose micro-batches have the links of their pieces as a fifth tensor."""
+
+    def __init__(self, links: Links, split: Split, tokens: int, seed: int,
+                 rows: Callable[[int], Indices] | None = None) -> None:
+        super().__init__(split, tokens, seed, rows)
+        self._links = links
+
+    def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
+        batch = super().batch(epoch, index, device)
+        links = self._links.of_pieces(self.split(epoch), self.plan(epoch)[index])
+        return replace(batch, tensors=(*batch.tensors, on_device(links, device)))
