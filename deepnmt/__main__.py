@@ -11,4 +11,5 @@ if not __package__:
 
 from deepnmt.cli import entry
 
-entry()
+if __name__ == "__main__":  # not where another process, which prepares data, imports its parent's program
+    entry()

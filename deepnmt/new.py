@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Literal
 
 from deepnmt.config import Corpus, Vocab, load_recipe
 from deepnmt.data.split import split_corpus
+from deepnmt.data.subwords import SAMPLERS
 from deepnmt.data.text import Pair, read_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
@@ -63,6 +65,8 @@ TABLE: dict[Hardware, tuple[Choice, ...]] = {
     ),
 }
 _VARIANTS_FROM = 8  # epochs from which sampled segmentations help
+_ALPHA = 0.04  # of BPE-dropout
+_PADDING = 1.06  # a micro-batch's size over the tokens of its sentences' longer sides
 
 
 def table(hardware: Hardware) -> str:
@@ -135,11 +139,14 @@ def survey(corpus: Corpus) -> Survey:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of the sample in pieces of a vocabulary of `size`: target tokens a pair, and what one pair in 1,000 exceeds: the
-    tokens of the longer side, and the target's share of the source after the first ten."""
+    """Of the sample in pieces of a vocabulary of `size`: target tokens a pair, tokens of a pair's longer side, the same
+    with BPE-dropout, and what one pair in 1,000 exceeds: the tokens of the longer side, and the target's share of the
+    source after the first ten."""
 
     size: int
     tokens: float
+    longer: float
+    sampled: float
     longest: int
     ratio: float
 
@@ -156,10 +163,14 @@ def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
             size = size * 3 // 4 // 50 * 50
     vocab = Vocabulary(model)
     src, trg = ([len(ids) + 1 for ids in vocab.encode_batch([pair[side] for pair in sample])] for side in (0, 1))
+    sampler, some = SAMPLERS["bpe"](vocab, _ALPHA), random.Random(1).sample(sample, min(2000, len(sample)))
+    sampled = [max(len(ids) + 1 for ids in sampler.sample_batch(list(pair), number))
+               for number, pair in enumerate(some)]
     longest = sorted(map(max, src, trg))
     ratios = sorted((t - 10) / s for s, t in zip(src, trg, strict=True))
     rare = len(sample) * 999 // 1000
-    return Lengths(size, sum(trg) / len(trg), longest[min(rare, len(longest) - 1)], ratios[min(rare, len(ratios) - 1)])
+    return Lengths(size, sum(trg) / len(trg), sum(longest) / len(longest), sum(sampled) / len(sampled),
+                   longest[min(rare, len(longest) - 1)], ratios[min(rare, len(ratios) - 1)])
 
 
 def machine(wanted: Hardware | None) -> tuple[Hardware, str, str]:
@@ -241,11 +252,12 @@ def _recipe(
     hardware: Hardware, precision: str, machine: str, held: str, seen: Survey,
 ) -> tuple[str, str]:
     """The recipe, and what it does in a few words."""
-    epoch = max(1, math.ceil(pairs * lengths.tokens * 1.1 / row.tokens))  # a tenth: the other side is longer, padding
-    updates = min(max(row.epochs * epoch, row.updates[0]), row.updates[1])
-    updates = math.ceil(updates / 100) * 100
-    epochs = updates / epoch
-    variants = 16 if epochs >= _VARIANTS_FROM else 0
+    for variants, longer in ((16, lengths.sampled), (0, lengths.longer)):  # noqa: B007
+        epoch = max(1, math.ceil(pairs * longer * _PADDING / row.tokens))
+        updates = math.ceil(min(max(row.epochs * epoch, row.updates[0]), row.updates[1]) / 100) * 100
+        epochs = updates / epoch
+        if epochs >= _VARIANTS_FROM:
+            break
     longest = min(250, math.ceil(max(lengths.longest, 40) / 10) * 10)
     ratio = max(1.5, math.ceil(10 * lengths.ratio) / 10)
     size = f"for {pairs:,} pairs on a {hardware.upper()}, see docs/guide/new_recipe.md"
@@ -280,7 +292,7 @@ def _recipe(
         f"  subword_variants: {variants} # " + (
             f"{epochs:.0f} epochs: BPE-dropout keeps a text seen so often from being learned by heart" if variants else
             f"{epochs:.0f} epochs: too few for BPE-dropout to pay"),
-        *(["  subword_alpha: 0.04 # share of merges left out; more makes the text longer"] if variants else []),
+        *([f"  subword_alpha: {_ALPHA} # share of merges left out; more makes the text longer"] if variants else []),
         "",
         "vocab:",
         f"  size: {lengths.size} # a target sentence then has {lengths.tokens:.0f} on average",

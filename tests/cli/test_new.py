@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,9 @@ def test_the_recipe_is_accepted_as_it_is(text: list[tuple[str, str]], capsys: py
     for line in Path("my.yaml").read_text().splitlines():  # what is chosen says why
         assert "updates:" not in line or "epochs of about" in line
     assert main("prepare", ["my.yaml"]) == 0
+    real, said = (int(re.search(rf"epoch{form} ([\d,]+) micro-batches", text)[1].replace(",", "")) for form, text in (
+        (" is", capsys.readouterr().err), ("s of about", Path("my.yaml").read_text())))
+    assert said == pytest.approx(real, rel=0.08)
     assert main("train", ["my.yaml", "--dry-run"]) == 0
     assert "4L-4L, admin / admin, width 128" in capsys.readouterr().out
 
@@ -54,7 +58,7 @@ def test_texts_of_ones_own_and_a_larger_machine(text: list[tuple[str, str]]) -> 
 
 def test_lengths_by_hand() -> None:
     seen = try_vocabulary([("aa bb", "aa bb aa bb"), ("bb", "aa")] * 50, 12)
-    assert seen.size == 12 and seen.ratio < 0 < seen.tokens <= seen.longest
+    assert seen.size == 12 and seen.ratio < 0 < seen.tokens <= seen.longer <= min(seen.longest, seen.sampled)
 
 
 def test_the_sample_is_spread_over_the_text(text: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:

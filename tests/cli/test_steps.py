@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from refusals import Refused
 
+import deepnmt
 from deepnmt.cli import main
 from deepnmt.config import load_recipe
 from deepnmt.steps import run_steps, starter
@@ -160,3 +162,10 @@ def test_a_step_is_a_process_that_gets_signals(tmp_path: Path, monkeypatch: pyte
         said = process.communicate()[1]
     assert process.returncode == 75 and "train my.yaml" in said
     assert starter(None)(["prepare", str(tmp_path / "none.yaml")]) == 2
+
+
+def test_processes_that_prepare_do_not_run_the_program_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import their parent's program, as `multiprocessing` does with this name."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["deepnmt", "none"])
+    assert "entry" in runpy.run_path(str(Path(deepnmt.__file__).with_name("__main__.py")), run_name="__mp_main__")
