@@ -48,8 +48,8 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Tested:
-    """Predictions and what came of them."""
+class Judged:
+    """Judged and what came of them."""
 
     pairs: list[tuple[dict[Outcome, float], Outcome]]
 
@@ -114,7 +114,7 @@ def _regression(x: Array, y: Array, weight: Array, decay: float, names: Sequence
     return Line(round(float(solution[0]), 6), weights, middle, width, round(spread, 6))
 
 
-def crossed(examples: Sequence[Example], kind: str, make: Callable[[Sequence[Example]], VerdictRule]) -> Tested:
+def crossed(examples: Sequence[Example], kind: str, make: Callable[[Sequence[Example]], VerdictRule]) -> Judged:
     """Each group's runs at their end, predicted by a rule fitted on all other groups."""
     pairs = []
     for group in sorted({example.groups[kind] for example in examples}):
@@ -122,7 +122,7 @@ def crossed(examples: Sequence[Example], kind: str, make: Callable[[Sequence[Exa
         rule = make(others)
         pairs += [(rule.probabilities(example.values), example.outcome) for example in examples
                   if example.groups[kind] == group and example.last]
-    return Tested(pairs)
+    return Judged(pairs)
 
 
 def choose(examples: Sequence[Example]) -> float:
@@ -136,7 +136,7 @@ def kinds_of(examples: Sequence[Example]) -> list[str]:
     return [kind for kind in examples[0].groups if len({example.groups[kind] for example in examples}) > 1]
 
 
-def report(tested: Tested) -> dict[str, Any]:
+def report(tested: Judged) -> dict[str, Any]:
     """The figures of a test, for the rule's facts and the docs."""
     return {"runs": len(tested.pairs), "right": round(tested.accuracy, 4),
             "calibration_error": round(tested.calibration_error, 4), "log_loss": round(tested.log_loss, 4)}

@@ -40,7 +40,7 @@ from deepnmt.training.updates import updates
 from studies.plots import plot_reliability
 from studies.runs import Record, append_runs, read_runs
 from studies.toy_task import ToyTask
-from studies.verdict_fit import BINS, Example, Tested, choose, crossed, fit, kinds_of, report
+from studies.verdict_fit import BINS, Example, Judged, choose, crossed, fit, kinds_of, report
 
 # By text: source and target language, and files of training and validation text in the folder `DEEPNMT_CORPORA`. How
 # they are made from what one downloads: docs/results/verdict.md.
@@ -330,8 +330,8 @@ def judge_runs(file: Path, rule_file: Path | None = None) -> str:
                         "verdict-runs run, for example with --seed 2")
     ends = [example for record in records for example in examples_of(record) if example.last]
 
-    def tested(some: Sequence[Example]) -> Tested:
-        return Tested([(rule.probabilities(example.values), example.outcome) for example in some])
+    def tested(some: Sequence[Example]) -> Judged:
+        return Judged([(rule.probabilities(example.values), example.outcome) for example in some])
 
     whole = tested(ends)
     plot_reliability([(max(said.values()), max(OUTCOMES, key=said.__getitem__) == came) for said, came in whole.pairs],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process that a test starts would compile deepnmt anew
 
 import pytest
 import torch

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import io
 import json
+import sys
 from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -221,7 +222,14 @@ def check_with_deepspeed(layout: Layout) -> None:
     """
     if layout.config is None:
         return
-    from deepspeed.runtime.config import DeepSpeedConfig
+    idle = "mlflow" not in sys.modules
+    if idle:  # only DeepSpeed's autotuner would use it: a second of every start, where it is installed
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        from deepspeed.runtime.config import DeepSpeedConfig
+    finally:
+        if idle:
+            del sys.modules["mlflow"]
 
     tree = _Asked(copy.deepcopy(layout.config))
     del tree["train_batch_size"]  # else DeepSpeed compares it with the processes running now

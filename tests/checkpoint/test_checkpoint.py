@@ -337,17 +337,32 @@ def test_a_missing_truncated_or_linked_file_is_named(
     assert newest_checkpoint(run / "checkpoints", lambda why: None) == run / "checkpoints" / "update-00000010"
 
 
+FLIPS = 1430 if os.environ.get("DEEPNMT_LONG") else 60  # in each of the seven files
+
+
 def test_every_flipped_bit_is_detected(run: Path) -> None:
-    folder, chance = run / "checkpoints" / "update-00000020", random.Random(1)
+    """60 flips and 10 cuts of each file, with an older checkpoint to fall back to; 10,010 and 1,673 if DEEPNMT_LONG is
+    set."""
+    older, folder, draw = *(run / "checkpoints" / f"update-000000{update}" for update in (10, 20)), random.Random(1)
+    found = {"flips": 0, "cuts": 0}
     for name in (*FILES, "manifest.json"):
         data = (folder / name).read_bytes()
-        for _ in range(60):
-            flipped = bytearray(data)
-            flipped[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-            (folder / name).write_bytes(flipped)
+        damaged = bytearray(data)
+        for number in range(FLIPS):
+            place, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
+            damaged[place] ^= bit
+            (folder / name).write_bytes(damaged)
+            damaged[place] ^= bit
             assert name in _damages(folder) or "format" in _damages(folder)
+            found["flips"] += 1
+            if number % 6 == 0:
+                (folder / name).write_bytes(data[:draw.randrange(len(data))])
+                assert name in _damages(folder)
+                assert newest_checkpoint(folder.parent, lambda why: None) == older
+                found["cuts"] += 1
         (folder / name).write_bytes(data)
     verify(folder)
+    print(f"{found} found")
 
 
 def _forge(folder: Path, **changes: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import nbformat
@@ -15,10 +16,13 @@ NOTEBOOK = ROOT / "docs" / "guide" / "notebook.ipynb"
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder. Admin's loss ends well below Post-LN's."""
+    """In an empty folder. Admin's loss ends well below Post-LN's: after 50 updates, and as it stands if DEEPNMT_LONG is
+    set."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (cell,) = [cell for cell in notebook.cells if '"updates": 100' in cell.source]
+    if not os.environ.get("DEEPNMT_LONG"):
+        cell.source = cell.source.replace('"updates": 100', '"updates": 50').replace('_every": 100', '_every": 50')
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
                    ).execute()
     admin, post_ln = ([record["loss"] for record in read_log(tmp_path / "runs" / name / "log.jsonl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import re
 import shutil
@@ -131,12 +132,12 @@ def test_open_notices_a_truncated_file_and_verify_a_changed_byte(folder: Path) -
 
 
 def test_every_flipped_bit_is_found(prepared: Path, tmp_path: Path) -> None:
-    """200, as many in each file; and the vocabulary of another text."""
+    """200, as many in each file, 10,000 if DEEPNMT_LONG is set; and the vocabulary of another text."""
     folder = tmp_path / "data"
     shutil.copytree(prepared / "data", folder)
     PreparedData.open(folder).verify()
     files, draw = sorted(folder.iterdir()), random.Random(8)
-    for number in range(200):
+    for number in range(10_000 if os.environ.get("DEEPNMT_LONG") else 200):
         file = files[number % len(files)]
         whole = file.read_bytes()
         damaged = bytearray(whole)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -162,6 +163,9 @@ def engine_shapes(engine: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.local.items()}
 
 
+DEEP = {"encoder": 60, "decoder": 12}
+
+
 def counts() -> dict[str, Any]:
     """Launches, bytes and memory of an update of 60L-12L with 28,672 tokens a side, as on eight GPUs; and of decoding
     with 12 and with 100 layers."""
@@ -173,8 +177,29 @@ def counts() -> dict[str, Any]:
 
 
 def update_of(zero: str, precision: str) -> dict[str, Any]:
-    recipe = recipe_of("wmt14_en_de/60l-12l", f"parallel.ds_config={ROOT}/ds_configs/{zero}.json",
-                       f"parallel.precision={precision}", "train.clip=0.1")
+    """Figures of an update, and the memory that `--dry-run` says. All but the last are sums over layers, so they follow
+    from models of two and three layers; DEEPNMT_LONG traces the whole depth."""
+    settings = (f"parallel.ds_config={ROOT}/ds_configs/{zero}.json", f"parallel.precision={precision}",
+                "train.clip=0.1")
+    if LONG:
+        found = traced_update(DEEP, *settings)
+    else:
+        least = dict.fromkeys(DEEP, 2)
+        found = traced_update(least, *settings)
+        slopes = {side: traced_update({**least, side: 3}, *settings) for side in DEEP}
+        for slope in slopes.values():
+            slope.subtract(found)
+        for side, slope in slopes.items():
+            found.update({name: (DEEP[side] - least[side]) * count for name, count in slope.items()})
+    recipe = recipe_of("wmt14_en_de/60l-12l", *settings)
+    estimate = memory_estimate(recipe, layout_of(recipe, 8), found["parameters"], recipe.vocab.size, device="cuda")
+    return {"micro_batch": found["micro_batch"], "update": found["update"], "gigabytes": round(found["bytes"] / 1e9),
+            "peak": found["peak"], "estimate": sum(estimate.values()),
+            "waits": {name.removeprefix("waits "): n for name, n in found.items() if name.startswith("waits ")}}
+
+
+def traced_update(layers: dict[str, int], *settings: str) -> Counter[str]:
+    recipe = recipe_of("wmt14_en_de/60l-12l", *settings, *(f"model.{side}.layers={n}" for side, n in layers.items()))
     vocab, layout = recipe.vocab.size, layout_of(recipe, 8)
     with world(0, 8) as ranks, FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
         engine = start_engine(recipe, layout, (vocab, vocab), ranks, initialise=False)
@@ -186,11 +211,10 @@ def update_of(zero: str, precision: str) -> dict[str, Any]:
         trace.clear()
         engine.train_step(batches, 8 * 2 * 28 * 1024, 1e-3)
         (first, first_bytes), (second, second_bytes) = begun
-        parameters = engine.parameters
-    estimate = memory_estimate(recipe, layout, parameters, vocab, device="cuda")
-    return {"micro_batch": second - first, "update": trace.launches - 2 * (second - first), "waits": trace.waits,
-            "gigabytes": round((second_bytes - first_bytes) / 1e9), "peak": trace.peak,
-            "estimate": sum(estimate.values())}
+        return Counter(
+            micro_batch=second - first, update=trace.launches - 2 * (second - first), bytes=second_bytes - first_bytes,
+            peak=trace.peak, parameters=engine.parameters,
+            **{f"waits {name}": count for name, count in trace.waits.items()})
 
 
 @torch.no_grad()

@@ -12,6 +12,9 @@ from typing import Any
 
 from machines import NODES, REPO, Machines
 from run_files import losses, tensors
+from warm import Warm
+
+from deepnmt.checkpoint.checkpoint import list_checkpoints, update_of
 
 LAUNCH = REPO / "recipes" / "launch"
 SETTINGS = (f"parallel.ds_config={REPO}/ds_configs/zero1.json", "model.encoder.block=pre_ln",
@@ -38,6 +41,19 @@ def assert_same(run: Path, expected: dict[int, Path], updates: int) -> None:
     assert losses(run) == losses(expected[updates])
     ours, theirs = tensors(run, updates, "weights"), tensors(expected[updates], updates, "weights")
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def finish(warm: Warm, prepared: Path, run: Path, expected: dict[int, Path], *overrides: str) -> None:
+    """Resumes on two processes of this machine, which wait for no launcher, and compares the whole run."""
+    resumes = 0 < newest(run) < 300
+    warm.train(2, prepared / "recipe.yaml", f"run={run}", *SETTINGS, *LONG, *overrides)
+    assert warm.wait() == [0, 0] and ("resuming from" in warm.said()) == resumes, warm.said()
+    assert_same(run, expected, 300)
+
+
+def newest(run: Path) -> int:
+    """The update of the newest checkpoint, 0 before there is any."""
+    return max(map(update_of, list_checkpoints(run / "checkpoints")), default=0)
 
 
 def stood(run: Path) -> str:

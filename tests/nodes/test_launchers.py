@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from machines import REPO, Machines
-from node_runs import GONE, LAUNCH, LONG, assert_same, hostfile, stood, text, torchrun, wait_for, words
+from node_runs import GONE, LAUNCH, LONG, assert_same, finish, hostfile, newest, stood, text, torchrun, wait_for, words
+from warm import Warm
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
@@ -66,27 +67,32 @@ def test_sbatch_is_stopped_requeued_and_resumes_to_the_same_bits(
 # -- deepspeed with a hostfile -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("target", "number", "code"), [
-    ("pdsh", signal.SIGKILL, 75), ("deepspeed", signal.SIGINT, 1), ("deepspeed", signal.SIGKILL, 137)])
 def test_whatever_ends_the_hostfile_run_it_saves_on_both_machines(
-        target: str, number: int, code: int, machines: Machines, prepared: Path, expected: dict[int, Path]) -> None:
-    """It resumes afterwards. DeepSpeed's own exit code after pdsh was killed is 0, so the script asks the run."""
-    run = machines.shared / f"{target}-{number:d}"
-    line = words(prepared, run, *LONG)
-    script, said = hostfile(machines, 29600 + number, line, f"{target}-{number:d}.txt")
-    wait_for(lambda: "update 20/" in text(said), 100, lambda: text(said))
+        machines: Machines, prepared: Path, expected: dict[int, Path], warm: Warm) -> None:
+    """One run, which every start resumes. DeepSpeed's own exit code after pdsh was killed is 0, so the script asks the
+    run."""
+    run = machines.shared / "hostfile"
+    assert end(machines, prepared, run, "pdsh", signal.SIGKILL) == 75
+    assert end(machines, prepared, run, "deepspeed", signal.SIGINT) == 1
+    assert end(machines, prepared, run, "deepspeed", signal.SIGKILL) == 137
+    finish(warm, prepared, run, expected)
+
+
+def end(machines: Machines, prepared: Path, run: Path, target: str, number: int) -> int:
+    """Starts the run, ends a part of the launcher once it trains, and returns the script's exit code."""
+    before = newest(run)
+    script, said = hostfile(machines, 29600 + before, words(prepared, run, *LONG), f"hostfile-{before}.txt")
+    wait_for(lambda: f"update {before + 20}/" in text(said), 100, lambda: text(said))
+    assert ("resuming from" in text(said)) == (before > 0), text(said)
     (process,) = [process for process in machines.processes(f"run={run}")
                   if target in (process.name(), process.cmdline()[0])]
     process.send_signal(number)
-    assert script.wait(GONE) == code, text(said)
+    code = script.wait(GONE)
     wait_for(lambda: not machines.processes(f"run={run}"), GONE, lambda: f"left behind\n{text(said)}")
     stopped = json.loads((run / "STATUS.json").read_text())
     assert stopped["status"] == "preempted" and "has ended (n" in stopped["cause"], (stopped, text(said))
-    assert 20 <= stopped["update"] < 300
-    if target == "pdsh":
-        script, said = hostfile(machines, 29700, line, "again.txt")
-        assert script.wait(120) == 0, text(said)
-        assert_same(run, expected, 300)
+    assert before + 20 <= stopped["update"] == newest(run) < 300
+    return code
 
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------

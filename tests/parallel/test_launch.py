@@ -13,10 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from refusals import user_error
+from warm import Warm, kill, waiting
 
 import deepnmt
 from deepnmt.cli import COMMANDS, main
@@ -225,6 +227,21 @@ with processes(1) as ranks:
     assert done.returncode == 0, done.stderr
     met = {file.name: file.read_text() for file in tmp_path.glob("met-*")}
     assert met == {f"met-{attempt}-{rank}": "[3.0]" for attempt in (0, 1) for rank in (0, 1)}
+
+
+def test_a_run_listens_where_it_was_told_and_nowhere_else(prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    """The processes of a machine meet at its loopback; so does what they open while they train."""
+    pids = warm.train(2, prepared / "recipe.yaml", f"run={tmp_path}", "parallel.ds_config=ds_configs/zero1.json",
+                      "train.updates=100000", "train.validate_every=100000", "train.save_every=2")
+    for _ in waiting(120, "a checkpoint, whose threads meet too"):
+        if "checkpoint of update 2" in warm.said():
+            break
+    found = [connection.laddr.ip for pid in pids for connection in psutil.Process(pid).net_connections("tcp")
+             if connection.status == psutil.CONN_LISTEN]
+    for pid in pids:
+        kill(pid)
+    warm.wait(60)
+    assert len(found) > len(pids) and set(found) == {"127.0.0.1"}, found
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory in use")

@@ -15,7 +15,7 @@ from refusals import Refused
 from deepnmt.doctor.outcome import OUTCOMES, Outcome
 from deepnmt.doctor.verdict import FEATURES, Trial, VerdictRule
 from studies import verdict_text
-from studies.verdict_fit import Example, Tested, choose, crossed, fit
+from studies.verdict_fit import Example, Judged, choose, crossed, fit
 from studies.verdict_text import Choice, depth_group, draw, examples_of, fit_runs, judge_runs, key_hash, run_all
 
 SHIPPED_RUNS = Path(__file__).parents[2] / "studies" / "verdict_text.jsonl"
@@ -43,7 +43,7 @@ def test_the_fit_finds_what_outcomes_follow_from() -> None:
     assert [loss.weights[name] / loss.scale[name] for name in loss.weights] == pytest.approx([0.5, 0.0, 0.3], abs=0.01)
     assert gain.weights["trial_gain"] / gain.scale["trial_gain"] == pytest.approx(0.7, abs=0.01)
     assert loss.spread < 0.01 and gain.spread < 0.01 and set(rule.spans) == set(FEATURES)
-    tested = Tested([(rule.probabilities(example.values), example.outcome) for example in random_examples(200, seed=9)])
+    tested = Judged([(rule.probabilities(example.values), example.outcome) for example in random_examples(200, seed=9)])
     assert tested.accuracy > 0.97
     shrunk = fit(random_examples(300), 1000.0, ["budget", "layers", "budget*width"], ["trial_gain", "budget"])
     assert shrunk.loss.weights["budget"] < 0.5 * loss.weights["budget"] and shrunk.loss.spread > 0.1
@@ -93,7 +93,7 @@ def sure(outcome: Outcome, probability: float) -> dict[Outcome, float]:
 
 
 def test_calibration_error_and_table_by_hand() -> None:
-    tested = Tested([(sure("stuck", 0.9), "stuck"), (sure("stuck", 0.9), "stuck"), (sure("translates", 0.95), "stuck"),
+    tested = Judged([(sure("stuck", 0.9), "stuck"), (sure("stuck", 0.9), "stuck"), (sure("translates", 0.95), "stuck"),
                      (sure("target only", 0.5), "target only"), (sure("target only", 0.5), "translates")])
     assert tested.accuracy == 0.6
     # bin 0.8 to 1: said 2.75, right 2; bin 0.4 to 0.6: said 1, right 1

@@ -159,6 +159,14 @@ def test_the_copy_of_a_checkpoint(
     assert "checkpoint copy" not in found, "it is in the machine's memory, not in the GPU's"
 
 
+@pytest.mark.parametrize(("form", "gigabytes"), [("shards", 1.9), ("one_file", 1.9 + 120)])
+def test_the_copy_of_10_billion_parameters(form: str, gigabytes: float, prepared: Path) -> None:
+    """On 64 processes, as the table of docs/results/reliability.md has it: each copies its share, or the first all."""
+    recipe = load_recipe(prepared / "recipe.yaml", [*options("zero1_fp32"), f"train.checkpoint_form={form}"])
+    found = memory_estimate(recipe, layout_of(recipe, 64), 10**10, 300, device="cpu")
+    assert found["checkpoint copy"] / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("change", [{}, {"ffn": 256}, {"activation": "gelu"}, {"activation_dropout": 0.1}], ids=str)
 def test_activations_are_what_autograd_keeps(

@@ -2,10 +2,9 @@
 
 One run, with frozen parts and a running average of its weights, is killed again and again until it ends, in each
 layout; every loss, every validation, the final weights, moments and averages equal, bit for bit, those of an
-uninterrupted run. Several processes save in shards; in
-tests/checkpoint/test_faults_of_saves.py each of them is killed at every write. Three moments in each layout; seven if
-DEEPNMT_LONG is set. Then the run is killed at every step of a save, with the local engine; if DEEPNMT_LONG is set, in
-the other layouts too.
+uninterrupted run. Several processes save in shards; in tests/checkpoint/test_faults_of_saves.py each of them is killed
+at every write. Three moments of 24 updates in each layout; seven of 60 if DEEPNMT_LONG is set. Then the run is killed
+at every step of a save, with the local engine; if DEEPNMT_LONG is set, in the other layouts too.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from warm import Warm, kill, train, waiting
 
 from deepnmt.checkpoint.checkpoint import FAIL_POINTS, list_checkpoints, moments_in, update_of, weights_in
 
-UPDATES, SAVE_EVERY, VALIDATE_EVERY = (60 if os.environ.get("DEEPNMT_LONG") else 32), 4, 7
+UPDATES, SAVE_EVERY, VALIDATE_EVERY = (60 if os.environ.get("DEEPNMT_LONG") else 24), 4, 7
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 KILLS = 7 if LONG else 3
 # name: processes, layout, pipeline stages. A new layout is one more row.
