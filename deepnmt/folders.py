@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,7 +35,6 @@ Entry = dict[str, int | str]  # of a file in the manifest: its "size" in bytes a
 FORMAT, SHARDED = 1, 2  # of the manifest; the second where the tensors are in shards, see `checkpoint/tensors.py`
 _BLOCK = 8 << 20  # bytes that are hashed and written at a time
 MANIFEST = "manifest.json"
-FAIL_POINTS = ("folder made", "folder synced", "predecessor moved", "renamed", "parent synced", "set aside", "trashed")
 _HEX = "[0-9a-f]" * 8  # the end of names made by `_temporary_name`
 
 
@@ -49,15 +47,6 @@ class DamagedCheckpoint(UserError):  # noqa: N818 (a state of the folder, not of
 
     def __init__(self, folder: Path, damage: str) -> None:
         super().__init__(f"checkpoint {folder} is damaged: {damage}; restore it from a copy, or delete it")
-
-
-def fail_point(name: str) -> None:
-    """For tests: kills this process here if the environment variable DEEPNMT_FAIL_POINT is `name`.
-
-    The names are those of FAIL_POINTS and, for each file, "<file> written" and "<file> synced".
-    """
-    if os.environ.get("DEEPNMT_FAIL_POINT") == name:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -88,7 +77,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         with reporting(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
-            fail_point("folder made")
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -111,9 +99,7 @@ def write_file(file: Path, content: Iterable[Buffer], target: Path) -> Entry:
                     digest.update(block)
                     while block:
                         block = block[stream.write(block):]
-            fail_point(f"{file.name} written")
             os.fsync(stream.fileno())
-        fail_point(f"{file.name} synced")
     return {"size": size, "sha256": digest.hexdigest()}
 
 
@@ -129,21 +115,16 @@ def publish(temporary: Path, target: Path, entries: Mapping[str, Entry], facts: 
     write_file(temporary / MANIFEST, [json.dumps(manifest, indent=1).encode()], target)
     with reporting(target):
         _sync(temporary)
-        fail_point("folder synced")
         if target.exists():
             target.rename(_before(temporary))
-            fail_point("predecessor moved")
         temporary.rename(target)
-        fail_point("renamed")
         _sync(target.parent)
-        fail_point("parent synced")
 
 
 def set_aside(folder: Path) -> None:
     """Renames a folder to `set-aside-*`. Raises `CheckpointWriteError`."""
     with reporting(folder):
         folder.rename(_temporary_name(folder, "set-aside"))
-    fail_point("set aside")
 
 
 def delete(folder: Path) -> None:
@@ -151,7 +132,6 @@ def delete(folder: Path) -> None:
     trash = _temporary_name(folder, ".trash")
     with reporting(folder):
         folder.rename(trash)
-    fail_point("trashed")
     shutil.rmtree(trash, ignore_errors=True)
 
 

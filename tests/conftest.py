@@ -85,10 +85,18 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_environment(tmp_path_factory.mktemp("installed"), wheel)
 
 
+LONGEST = [
+    "test_launchers", "test_kill", "test_lost_nodes", "test_launcher", "test_torchrun", "test_engines",
+    "test_foreign_files", "test_dry_gpu", "test_wheel", "test_pipeline", "test_readme", "test_resume_anywhere",
+    "test_faults_of_saves", "test_failing_disk", "test_random_kills", "test_nodes_that_differ", "test_demo",
+    "test_help", "test_diagnose", "test_notebook", "test_admin_profile", "test_layout_change", "test_watch",
+    "test_offload", "test_optimizers", "test_divergence", "test_gather", "test_export",
+]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The rooms whose files take minutes come first, so that no worker is left alone with one at the end."""
-    first = ("parallel", "training", "gpu_report", "demo", "project", "studies", "doctor")
-    items.sort(key=lambda item: first.index(item.path.parent.name) if item.path.parent.name in first else len(first))
+    """The files that take longest come first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -34,13 +34,14 @@ class Warm:
 
     Args:
         preload: a library that the dynamic linker puts before all others.
+        imports: further modules that its processes need not import.
     """
 
-    def __init__(self, preload: Path | None = None) -> None:
+    def __init__(self, preload: Path | None = None, *imports: str) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
                **({"LD_PRELOAD": str(preload)} if preload else {})}
-        self._server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        bufsize=0, env=env, cwd=ROOT)
+        self._server = subprocess.Popen([sys.executable, __file__, *imports], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, bufsize=0, env=env, cwd=ROOT)
         assert self._answer(300) == "ready"
         self._folder, self._jobs = tempfile.TemporaryDirectory(), 0
         self.pids: list[int] = []
@@ -139,7 +140,8 @@ def serve() -> int:
     os.dup2(2, 1)  # libraries print while they are imported
     quiet_libraries()
     for name in ("pytest", "deepnmt.cli", "deepnmt.training.trainer", "deepnmt.parallel.pipeline.engine",
-                 "deepspeed.runtime.zero.muon.muon_optimizer"):  # DeepSpeed's first engine would import the last
+                 "deepspeed.runtime.zero.muon.muon_optimizer",  # DeepSpeed's first engine would import it
+                 *sys.argv[1:]):
         importlib.import_module(name)
     from deepspeed.accelerator import get_accelerator
 

@@ -47,11 +47,6 @@ REQUIRED = (WEIGHTS, STATE, RECIPE)  # in every checkpoint, whatever its task
 MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is loaded from
 FILES = (*MODEL_FILES, MOMENTS)
 
-FAIL_POINTS = (
-    *folders.FAIL_POINTS,
-    *(f"{name} {step}" for name in (*FILES, MANIFEST) for step in ("written", "synced")),
-)
-
 Which = Literal["auto", "averaged", "newest", "best"]
 
 log = logging.getLogger(__name__)

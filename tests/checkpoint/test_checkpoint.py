@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -14,17 +15,18 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_run
 import torch
+from kills import kill_before
 from refusals import user_error
 from safetensors.torch import load_file, save_file
 
 from deepnmt import folders
 from deepnmt.checkpoint import checkpoint
 from deepnmt.checkpoint.checkpoint import (
-    FAIL_POINTS,
     FILES,
     MOMENTS,
     CheckpointWriteError,
@@ -67,18 +69,19 @@ def run(saved: Path, tmp_path: Path) -> Path:
     return _copy(saved, tmp_path, 10, 20)
 
 
-def _in_child(work: Callable[[], object], fail_point: str = "") -> int:
-    """Runs `work` in a forked process; returns its wait status."""
+def _in_child(work: Callable[[], object], *kill: Any) -> int:
+    """Runs `work` in a forked process, which `kill_before(*kill)` may end; returns its exit code."""
     pid = os.fork()
     if pid == 0:
         try:
             torch.set_num_threads(1)  # OpenMP's threads are not forked, and the child would wait for them
-            os.environ["DEEPNMT_FAIL_POINT"] = fail_point
+            if kill:
+                kill_before(*kill)
             work()
             os._exit(0)
         finally:
             os._exit(1)
-    return os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -144,41 +147,38 @@ def test_views_of_one_buffer_are_stored_separately(tmp_path: Path) -> None:
 
 
 def _eventful_save(run: Path) -> None:
-    """A save that passes every fail point: it replaces a checkpoint, sets a newer one aside and prunes older ones."""
+    """A save of everything: it replaces a checkpoint, sets a newer one aside and prunes older ones."""
     tiny_run.write(tiny_run.recipe_of(run), 30)
     prune(run / "checkpoints", 1, 0, {})
 
 
-@pytest.fixture
-def eventful(saved: Path, tmp_path: Path) -> Path:
+def _eventful(saved: Path, run: Path) -> Path:
     """10 and 20 are whole; 30 and 40 damaged."""
-    checkpoints = _copy(saved, tmp_path, 10, 20, 30, 40) / "checkpoints"
+    checkpoints = _copy(saved, run, 10, 20, 30, 40) / "checkpoints"
     (checkpoints / "update-00000030" / "weights.safetensors").write_bytes(b"{")
     (checkpoints / "update-00000040" / "manifest.json").write_bytes(b"{")
-    return tmp_path
+    return checkpoints
 
 
-def test_the_list_of_fail_points_is_complete(eventful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[str] = []
-    monkeypatch.setattr(folders, "fail_point", passed.append)
-    _eventful_save(eventful)
-    assert set(passed) == set(FAIL_POINTS)
-
-
-@pytest.mark.parametrize("point", FAIL_POINTS)
-def test_a_kill_at_any_step_leaves_an_undamaged_checkpoint(eventful: Path, point: str) -> None:
-    checkpoints = eventful / "checkpoints"
-    status = _in_child(lambda: _eventful_save(eventful), point)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    after = {"renamed", "parent synced", "set aside", "trashed"}
-    skipped: list[DamagedCheckpoint] = []
-    newest = newest_checkpoint(checkpoints, skipped.append)
-    assert newest is not None and update_of(newest) == (30 if point in after else 20)
-    assert _same(load_weights(newest), tiny_run.weights_of(tiny_run.recipe_of(eventful), update_of(newest)))
-    assert all("update-00000040" in str(why) or "update-00000030" in str(why) for why in skipped)
-    _eventful_save(eventful)  # the resumed run
-    assert [update_of(path) for path in list_checkpoints(checkpoints)] == [30]
-    assert not list(checkpoints.glob(".*"))
+def test_a_kill_before_any_change_leaves_an_undamaged_checkpoint(saved: Path, tmp_path: Path) -> None:
+    found, codes = [], [-signal.SIGKILL]
+    for number in itertools.count(1):
+        run = tmp_path / str(number)
+        checkpoints = _eventful(saved, run)
+        codes.append(_in_child(lambda run=run: _eventful_save(run), number, checkpoints))  # type: ignore[misc]
+        skipped: list[DamagedCheckpoint] = []
+        newest = newest_checkpoint(checkpoints, skipped.append)
+        assert newest is not None
+        assert _same(load_weights(newest), tiny_run.weights_of(tiny_run.recipe_of(run), update_of(newest)))
+        assert all("update-00000040" in str(why) or "update-00000030" in str(why) for why in skipped)
+        found.append(update_of(newest))
+        _eventful_save(run)  # the resumed run
+        assert [update_of(path) for path in list_checkpoints(checkpoints)] == [30]
+        assert not list(checkpoints.glob(".*"))
+        if codes[-1] == 0:
+            break
+    assert set(codes[:-1]) == {-signal.SIGKILL} and len(found) > len(FILES) + 6
+    assert found == sorted(found) and set(found) == {20, 30} and found.count(30) > 3
 
 
 def _only(folder: Path) -> str:
@@ -192,21 +192,18 @@ def _commit(target: Path, text: str) -> None:
     folders.commit_folder(target, {"text": [text.encode()]}, {})
 
 
-def test_a_kill_at_any_step_leaves_the_old_or_the_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_before_any_change_leaves_the_old_or_the_new_folder(tmp_path: Path) -> None:
     """After the recovery exactly one of the two is left, and it is undamaged."""
-    points: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(folders, "fail_point", points.append)
+    found, code = [], -signal.SIGKILL
+    for number in itertools.count(1):
         _commit(tmp_path / "update-1", "old")
-        _commit(tmp_path / "update-1", "old")
-    assert "predecessor moved" in points and len(set(points)) == 9
-    for point in sorted(set(points)):
-        status = _in_child(lambda: _commit(tmp_path / "update-1", "new"), point)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        code = _in_child(lambda: _commit(tmp_path / "update-1", "new"), number, tmp_path)
         folders.recover_after_kill(tmp_path, "update-*")
-        assert _only(tmp_path) == f"update-1: {'new' if point in ('renamed', 'parent synced') else 'old'}", point
-        if point in ("renamed", "parent synced"):
-            _commit(tmp_path / "update-1", "old")
+        found.append(_only(tmp_path))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert found == sorted(found, reverse=True) and set(found) == {"update-1: old", "update-1: new"} and len(found) > 5
 
 
 def test_a_folder_whose_successor_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +227,7 @@ def test_a_folder_that_a_kill_left_renamed_can_be_read(run: Path) -> None:
     shutil.copytree(checkpoints / "update-00000010", run / "averaged")
     shutil.rmtree(checkpoints / "update-00000010")
     for target in (run / "averaged", checkpoints / "update-00000020"):
-        _in_child(lambda folder=target: _commit(folder, "new"), "predecessor moved")  # type: ignore[misc]
+        _in_child(lambda folder=target: _commit(folder, "new"), 2, target.name, "os.rename")  # type: ignore[misc]
         assert not target.exists()
     (average,), (newest,) = run.glob(".before-averaged-*"), checkpoints.glob(".before-update-00000020-*")
     assert find_checkpoint(run) == find_checkpoint(run / "averaged") == find_checkpoint(run, "averaged") == average
@@ -291,7 +288,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(run: Path) -> None:
         except CheckpointWriteError as error:
             os._exit(42 if "update-00000030 cannot be written: " in str(error) else 1)
 
-    assert os.waitstatus_to_exitcode(_in_child(save)) == 42
+    assert _in_child(save) == 42
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
 
 

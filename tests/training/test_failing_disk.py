@@ -3,7 +3,8 @@
 As SQLite is tested. A preloaded library (tests/faults.c) makes the n-th making, writing, syncing, renaming or deleting
 of a file in the run folder fail; the package knows nothing of it. Whatever n: the user reads one sentence and no
 traceback, nothing that was saved is lost, and the same command goes on to the same bits. Some of the numbers are tried
-every day, all if DEEPNMT_LONG is set. And a disk that is really full: a run makes room for its checkpoints.
+every day, all if DEEPNMT_LONG is set, or with `DEEPNMT_WRITES=1-100` those. And a disk that is really full: a run makes
+room for its checkpoints.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     library = tmp_path_factory.mktemp("library") / "faults.so"
     source = Path(__file__).resolve().parents[1] / "faults.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    server = Warm(preload=library)
+    server = Warm(library, *(("matplotlib.backends.backend_agg", "matplotlib.ticker") if LONG else ()))
     yield server
     server.close()
 
@@ -74,7 +75,9 @@ def numbers(changes: int) -> Iterator[tuple[int, int]]:
     for error in (errno.EIO, errno.ENOSPC):
         every = range(1, changes + 1)
         some = sorted(random.Random(error).sample(every, min(EVERY_DAY, changes)))
-        yield from ((at, error) for at in (every if LONG else some))
+        first, _, last = os.environ.get("DEEPNMT_WRITES", f"1-{changes}").partition("-")
+        for at in every[int(first) - 1 : int(last)] if LONG else some:
+            yield at, error
 
 
 def files(checkpoint: Path) -> list[bytes]:

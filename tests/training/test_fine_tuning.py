@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from kills import kill_before
 from refusals import Refused, user_error
 from run_files import losses, records, tensors
 from warm import Warm, train
@@ -92,7 +92,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(prepared: Path, base: Path, 
     shutil.copytree(base / "old", moved)
     given = [word.replace(f"init_from={base}/old", f"init_from={moved}") for word in words(prepared, base, "killed")]
     assert main("train", [*given, *options, f"run={base}/whole"]) == 0
-    warm.start(1, "test_fine_tuning:train_to", "renamed", *given, *options)
+    warm.start(1, "test_fine_tuning:train_until", "/checkpoints/update-", *given, *options)
     assert warm.wait() == [-9], warm.said()
     shutil.rmtree(moved)
     assert main("train", [*given, *options]) == 0
@@ -102,9 +102,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(prepared: Path, base: Path, 
         assert all(torch.equal(tensor, read(killed)[name]) for name, tensor in read(whole).items())
 
 
-def train_to(step: str, *arguments: str) -> int:
-    """Runs on each rank: `deepnmt train`, killed at that step of its first save."""
-    os.environ["DEEPNMT_FAIL_POINT"] = step
+def train_until(name: str, *arguments: str) -> int:
+    """Runs on each rank: `deepnmt train`, killed before its second save gets its name."""
+    kill_before(2, name, "os.rename")
     return train(*arguments)
 
 

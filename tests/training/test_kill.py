@@ -4,7 +4,8 @@ One run, with frozen parts and a running average of its weights, is killed again
 layout; every loss, every validation, the final weights, moments and averages equal, bit for bit, those of an
 uninterrupted run. Several processes save in shards; in tests/checkpoint/test_faults_of_saves.py each of them is killed
 at every write. Three moments of 24 updates in each layout; seven of 60 if DEEPNMT_LONG is set. Then the run is killed
-at every step of a save, with the local engine; if DEEPNMT_LONG is set, in the other layouts too.
+before every second of the first 30 changes of files after a start, with the local engine; if DEEPNMT_LONG is set,
+before every one, and in the other layouts too.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kills import kill_before
 from tiny_engines import options as layout_options
 from torch import equal
 from warm import Warm, kill, train, waiting
 
-from deepnmt.checkpoint.checkpoint import FAIL_POINTS, list_checkpoints, moments_in, update_of, weights_in
+from deepnmt.checkpoint.checkpoint import moments_in, newest_checkpoint, update_of, weights_in
 
 UPDATES, SAVE_EVERY, VALIDATE_EVERY = (60 if os.environ.get("DEEPNMT_LONG") else 24), 4, 7
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
@@ -106,41 +108,40 @@ def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, w
     assert not saves(broken), "what a killed save left is swept away"
 
 
-# Steps of a save; the first ones leave checkpoints that later ones need.
-FIRST = ("renamed", "parent synced")
-STEPS = (*FIRST, *(point for point in FAIL_POINTS if point not in FIRST))
+CHANGES = range(1, 31, 1 if LONG else 2)  # before which of them after a start it is killed; a save makes about 12
 
 
-def train_to(step: str, *arguments: str) -> int:
-    """Runs on each rank: `deepnmt train`, whose first process is killed at that step of its first save."""
-    os.environ["DEEPNMT_FAIL_POINT"] = step
+def train_to(number: str, checkpoints: str, *arguments: str) -> int:
+    """Runs on each rank: `deepnmt train`, whose first process is killed before that change in the folder."""
+    if os.environ["RANK"] == "0":
+        kill_before(int(number), checkpoints)
     return train(*arguments)
 
 
-def make_way(checkpoints: Path, step: str) -> None:
-    """Damages checkpoints so that the next save has a step that not every save has."""
-    newest = list_checkpoints(checkpoints)[-1:]
-    if step == "predecessor moved":  # the newest is damaged, computed again and replaced
-        newest[0].joinpath("state.json").write_bytes(b"{")
-    if step == "set aside":  # a later one is damaged and in the way
-        later = shutil.copytree(newest[0], checkpoints / f"update-{update_of(newest[0]) + 9:08d}")
+def make_way(checkpoints: Path, number: int) -> None:
+    """Damages checkpoints, two times of three, so that the next save does what not every save does."""
+    newest = newest_checkpoint(checkpoints, lambda why: None) if checkpoints.exists() else None
+    if newest is not None and number % 3 == 1:  # the newest is damaged, computed again and replaced
+        newest.joinpath("state.json").write_bytes(b"{")
+    if newest is not None and number % 3 == 2:  # a later one is damaged and in the way
+        later = shutil.copytree(newest, checkpoints / f"update-{update_of(newest) + 9:08d}", dirs_exist_ok=True)
         later.joinpath("manifest.json").write_bytes(b"{")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS if LONG else ["local"])
-def test_killed_at_every_step_of_a_save(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
+def test_killed_before_every_change_of_a_save(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
     world, name, stages = LAYOUTS[layout]
     recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"
-    updates = len(STEPS) + 2
+    updates = sum(CHANGES) // 10
     options = (*layout_options(name, stages), f"train.updates={updates}",
                "train.save_every=1", "train.validate_every=100", "train.keep_last=2", "train.keep_best=0")
     warm.train(world, recipe, f"run={whole}", *options)
     assert warm.wait() == [0] * world, warm.said()
-    for step in STEPS:
-        make_way(broken / "checkpoints", step)
-        warm.start(world, "test_kill:train_to", step, recipe, f"run={broken}", *options)
+    for number in CHANGES:
+        make_way(broken / "checkpoints", number)
+        warm.start(world, "test_kill:train_to", number, broken / "checkpoints", recipe, f"run={broken}", *options)
         codes = warm.wait()
-        assert codes[0] == -9 and 0 not in codes, f"{step}: {codes}\n{warm.said()}"
+        assert codes[0] == -9 and 0 not in codes, f"{number}: {codes}\n{warm.said()}"
     warm.train(world, recipe, f"run={broken}", *options)
     assert warm.wait() == [0] * world, warm.said()
     compare(whole, broken, updates)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kills import kill_before
 from warm import Warm
 
 from deepnmt import folders
@@ -82,7 +83,7 @@ def test_killed_while_the_only_checkpoint_is_replaced(prepared: Path, tmp_path: 
     pid = os.fork()
     if pid == 0:
         try:
-            os.environ["DEEPNMT_FAIL_POINT"] = "predecessor moved"
+            kill_before(2, "update-00000002", "os.rename")  # the first makes way for the second
             attempt(prepared, run, 0, *only)
         finally:
             os._exit(1)
