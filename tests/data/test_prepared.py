@@ -143,7 +143,8 @@ def test_every_flipped_bit_is_found(prepared: Path, tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
         file.write_bytes(damaged)
-        with user_error(rf"^(prepared data {folder}|{folder}/manifest\.json) .*delete the folder and run deepnmt prep"):
+        with user_error(rf"^(prepared data {folder}|{folder}/manifest\.json) .*(delete the folder and run deepnmt prep"
+                        r"|is not a manifest of deepnmt's)"):
             PreparedData.open(folder).verify()
         file.write_bytes(whole)
     whole = (folder / "trg.spm").read_bytes()

@@ -133,7 +133,8 @@ def layouts() -> dict[str, Any]:
         name = f"{config} {precision} {rank}/{size}" + f" {stages} stages" * bool(stages)
         recipe = recipe_of("demo/admin_18l-18l", *SMALL, "model.encoder.block=b2t", "model.decoder.block=b2t",
                            f"parallel.ds_config={ROOT}/ds_configs/{config}.json", f"parallel.precision={precision}",
-                           f"parallel.pipeline_stages={stages}")
+                           f"parallel.pipeline_stages={stages}",
+                           *(() if stages else ("model.encoder.layers=1", "model.decoder.layers=1")))
 
         def run(name: str = name, recipe: Recipe = recipe, size: int = size, rank: int = rank, stages: int = stages
                 ) -> None:
