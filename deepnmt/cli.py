@@ -929,5 +929,6 @@ Documentation: README.md and docs/ of the repository. Studies, in a checkout: py
 def entry() -> None:
     """The console script."""
     code = main()
-    gc.freeze()  # else Python would search all modules for garbage once more: half a second
+    gc.collect()
+    gc.freeze()  # else Python would take all modules apart: half a second
     sys.exit(code)
