@@ -65,9 +65,14 @@ def r_drop_loss(
     q the predictions of a token in the two passes. It is half of the loss of Liang et al. 2021, R-Drop, eq. 4, so that
     it is that of one pass where the two agree."""
     sums = label_smoothed_loss(hidden, weight, torch.cat([targets, targets]), smoothing, pad)
-    rows = (targets.flatten() != pad).nonzero().squeeze(1)
-    first, second = (half.flatten(0, 1).index_select(0, rows) for half in hidden.chunk(2))
-    return LossSums((sums.loss + alpha / 2 * _Divergence.apply(first, second, weight)) / 2, sums.nll / 2)
+    is_token, kept = targets.flatten() != pad, None
+    first, second = (half.flatten(0, 1) for half in hidden.chunk(2))
+    if device_.on_gpu(hidden):  # as in `label_smoothed_loss`
+        kept = is_token.float()[:, None]
+    else:
+        rows = is_token.nonzero().squeeze(1)
+        first, second = first.index_select(0, rows), second.index_select(0, rows)
+    return LossSums((sums.loss + alpha / 2 * _Divergence.apply(first, second, weight, kept)) / 2, sums.nll / 2)
 
 
 def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> int:
@@ -158,22 +163,25 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
 
 class _Divergence(torch.autograd.Function):
     """(h, g [R, D], weight [V, D]) to Σ KL(p‖q) + KL(q‖p) over the rows, p = softmax(h weightᵀ) and q = softmax(g
-    weightᵀ); in chunks, gradients are computed in the forward."""
+    weightᵀ); in chunks, gradients are computed in the forward. `kept`: see `_ProjectedCrossEntropy`."""
 
     @staticmethod
-    def forward(ctx: Any, first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, first: Tensor, second: Tensor, weight: Tensor, kept: Tensor | None) -> Tensor:
         total = first.new_zeros((), dtype=torch.float32)
         grads = torch.empty_like(first), torch.empty_like(second)
         weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32)
-        size = max(1, _CHUNK_LOGITS[first.device.type] // len(weight) // 4)
+        size = max(1, _CHUNK_LOGITS["cuda" if kept is not None else "cpu"] // len(weight) // 4)
         for chunk in (slice(start, start + size) for start in range(0, len(first), size)):
             logs = [torch.mm(h[chunk], weight.t()).float().log_softmax(1) for h in (first, second)]
             for (own, other), h, grad in zip((logs, logs[::-1]), (first, second), grads, strict=True):
                 p, ratio = own.exp(), own - other
                 divergence = (p * ratio).sum(1, keepdim=True)  # of p from q
-                total += divergence.sum()
                 # d KL(p‖q) / d z = p (log p/q - KL(p‖q)), d KL(q‖p) / d z = p - q
-                of_logits = (p * (ratio - divergence) + p - other.exp()).to(h.dtype)
+                of_logits = p * (ratio - divergence) + p - other.exp()
+                if kept is not None:
+                    divergence, of_logits = divergence * kept[chunk], of_logits * kept[chunk]
+                total += divergence.sum()
+                of_logits = of_logits.to(h.dtype)
                 torch.mm(of_logits, weight, out=grad[chunk])
                 _add_product(weight_grad, of_logits.t(), h[chunk], ratio)
         ctx.save_for_backward(*grads, weight_grad)
@@ -182,9 +190,9 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, total_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, total_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         first, second, weight = ctx.saved_tensors
-        return first * total_grad, second * total_grad, (weight * total_grad).to(ctx.weight_dtype)
+        return first * total_grad, second * total_grad, (weight * total_grad).to(ctx.weight_dtype), None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, scratch: Tensor) -> None:

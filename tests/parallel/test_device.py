@@ -17,7 +17,7 @@ from deepnmt import device
 from deepnmt.cli import main
 from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.init import new_model
-from deepnmt.model.loss import label_smoothed_loss
+from deepnmt.model.loss import label_smoothed_loss, r_drop_loss
 from deepnmt.parallel.deepspeed import supported_precisions
 from deepnmt.tokens import PAD
 
@@ -62,6 +62,23 @@ def test_a_gpus_loss_without_a_check_of_its_values(monkeypatch: pytest.MonkeyPat
         expected = F.cross_entropy(logits, targets.flatten(), label_smoothing=smoothing, ignore_index=PAD,
                                    reduction="sum")
         assert sums.double() == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_gpus_r_drop_without_positions_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients are those of the target tokens alone."""
+    draw = torch.Generator().manual_seed(4)
+    weight, targets = torch.randn(30, 8, generator=draw), torch.randint(4, 30, (4, 5), generator=draw)
+    targets[1, 2:] = PAD
+    found = []
+    for on_gpu in (False, True):
+        monkeypatch.setattr(device, "on_gpu", lambda tensor, on_gpu=on_gpu: on_gpu)
+        hidden = torch.randn(8, 5, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()
+        table = weight.clone().requires_grad_()
+        sums = r_drop_loss(hidden, table, targets, 0.1, PAD, 5.0)
+        sums.loss.backward()
+        assert hidden.grad is not None and not hidden.grad[5, 2:].any()
+        found.append([sums.loss, sums.nll, hidden.grad, table.grad])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_a_gpus_dropout_is_seeded_and_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
