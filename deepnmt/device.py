@@ -142,6 +142,11 @@ def memory(device: torch.device, processes: int = 1) -> float:
     return min(sizes) / processes
 
 
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU's tensor to the device, and waits for nothing: from other than pinned memory the host would."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def free_memory(device: torch.device) -> float:
     """Bytes that new tensors can take: of the GPU, what is free and what PyTorch keeps unused; else `memory`."""
     if device.type != "cuda":

@@ -186,22 +186,22 @@ def set_rate(optimizer: Any, rate: float) -> None:
         group["lr"] = rate * group["factor"]
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scales all gradients, taken as one vector, so that their Euclidean norm is at most `limit` (0: no limit).
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The Euclidean norm of all gradients, taken as one vector, in float64; inf or nan if one is not finite.
 
     The norm of each row is computed in fp32, that of all rows in float64. PyTorch's own norm sums the squares of a
     whole tensor at once; on a CPU it loses 6.5e-4 of the norm of an embedding of 32,000 × 512.
-
-    Returns:
-        The norm before clipping; inf or nan if a gradient is not finite.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     rows = [torch.linalg.vector_norm(g, dim=-1).flatten() if g.dim() else g.abs().reshape(1) for g in gradients]
-    norm = float(torch.linalg.vector_norm(torch.cat(rows).double())) if rows else 0.0
+    return torch.linalg.vector_norm(torch.cat(rows).double()) if rows else torch.zeros((), dtype=torch.float64)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
+    """Scales all gradients, whose `gradient_norm` is given, so that it is at most `limit` (0: no limit)."""
     if limit and norm + 1e-6 > limit:  # 1e-6 as in PyTorch's and DeepSpeed's clipping
-        for gradient in gradients:
+        for gradient in (p.grad for p in parameters if p.grad is not None):
             gradient.mul_(limit / (norm + 1e-6))
-    return norm
 
 
 def moment_names(recipe: config.Recipe) -> tuple[Moment, ...]:

@@ -222,7 +222,7 @@ def run_variant(variant: Variant, recipe: Recipe, ranks: Ranks, weights: Path | 
     stream = (Stream if variant.source else _Sourceless)(data.split("train"), made.batch.tokens, made.seed)
     state, losses = TrainState(), []
     for done in updates(engine, stream, made, state, ranks):
-        losses.append(done.nll / done.update.tokens)
+        losses.append(done.stats.nll / done.update.tokens)
         if done.give_up or state.update == made.train.updates:
             break
     cpu_seconds = time.process_time() - started_cpu

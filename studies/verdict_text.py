@@ -194,7 +194,7 @@ def run_recipe(recipe: Recipe) -> Record:
     engine, state = LocalEngine(second, recipe, device), TrainState()
     total, losses, marks = recipe.train.updates, [], []
     for done in updates(engine, training_stream(recipe, data), recipe, state, ranks):
-        losses.append(done.nll / done.update.tokens)
+        losses.append(done.stats.nll / done.update.tokens)
         if done.give_up or (done.stats.applied and state.update in (total // 4, total // 2, total)):
             measured = measure_outcome(engine.evaluate, valid, surprise, device)
             marks.append(mark_of(state.update, measured, done.give_up))

@@ -83,7 +83,7 @@ def step(engine: Engine, plan: list[Batch], ranks: Ranks, rate: float = 1e-2) ->
     """One update on `plan`, shared among the processes: loss per token, gradient norm, scale, whether applied."""
     tokens = sum(batch.tokens for batch in plan)
     stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
-    return ranks.sum([stats.loss / tokens])[0], stats.grad_norm, stats.loss_scale, stats.applied
+    return stats.loss / tokens, stats.grad_norm, stats.loss_scale, stats.applied
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import Corpus
-from deepnmt.data.batching import Stream, on_device
+from deepnmt.data.batching import Stream
 from deepnmt.data.encoding import CHUNK
 from deepnmt.data.filters import KEPT, Codes
 from deepnmt.data.prepared import REMEDY, Indices, PreparedData, Side, SideWriter, Split, Tokens
 from deepnmt.data.text import corpora_of, read_lines, read_pairs
 from deepnmt.data.vocab import Vocabulary
+from deepnmt.device import upload
 from deepnmt.errors import UserError
 
 _LINK = re.compile(r"(\d{1,9})-(\d{1,9})")
@@ -147,4 +148,4 @@ class GuidedStream(Stream):
     def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
         batch = super().batch(epoch, index, device)
         links = self._links.of_pieces(self.split(epoch), self.plan(epoch)[index])
-        return replace(batch, tensors=(*batch.tensors, on_device(links, device)))
+        return replace(batch, tensors=(*batch.tensors, upload(torch.from_numpy(links), device)))

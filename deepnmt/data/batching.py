@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from deepnmt.batch import Batch
 from deepnmt.data.prepared import Indices, Lengths, Split
+from deepnmt.device import upload
 from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS, PAD
 
@@ -242,13 +242,5 @@ def collate(split: Split, indices: Indices | Sequence[int], key: int, device: to
     trg_out, trg_lengths = split.targets.with_eos(rows)
     trg_in = np.full_like(trg_out, BOS)
     trg_in[:, 1:] = np.where(trg_out[:, :-1] == EOS, PAD, trg_out[:, :-1])
-    tensors = (on_device(array, device) for array in (src, src_lengths, trg_in, trg_out))
+    tensors = (upload(torch.from_numpy(array), device) for array in (src, src_lengths, trg_in, trg_out))
     return Batch(tuple(tensors), key, int(trg_lengths.sum()))
-
-
-def on_device(array: Indices, device: torch.device) -> Tensor:
-    """An array as a tensor on the device."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":  # from other memory the host would wait for the copy
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -27,6 +27,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
 from deepnmt.checkpoint.tensors import Part
@@ -44,7 +45,8 @@ from deepnmt.optim import (
     moment_names,
     set_rate,
 )
-from deepnmt.parallel.engine import Build
+from deepnmt.parallel.engine import Build, Reading
+from deepnmt.parallel.flat import update_flat
 from deepnmt.parallel.settings import Layout
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -132,6 +134,7 @@ class DeepSpeedEngine:
         self.scaler: LossScaler | None = None
         self._half: HalfPrecisionCopy[Any] | None = None
         self._applied = 0
+        self._reading = Reading(device, dist.get_world_size())  # of the present update
         self._out_of_memory = torch.zeros(1, device=device)  # a flag; allocated now, while the device has room
         _check_device(layout)
         for p in local.values():  # the step that creates the moments needs finite weights
@@ -162,9 +165,29 @@ class DeepSpeedEngine:
         for name, p in self.module.named_parameters():  # DeepSpeed needs gradients of all, which then do not count
             if kind_of(name, _whole_shape(p), self.recipe).factor == 0:
                 p.register_hook(torch.zeros_like)
+        if self.zero:
+            self._read_norm_once()
         if self._half:
             refresh = self._half.refresh
             optimizer.register_step_post_hook(lambda *_: refresh())
+
+    def _read_norm_once(self) -> None:
+        """Has DeepSpeed's optimizer compute the gradient norm and then take it from the host, which reads it together
+        with all else that it needs of the update. DeepSpeed would read it, or flags that follow from it, up to four
+        times. Its search for non-finite gradients is left out: their norm is not finite either.
+        """
+        optimizer = self.engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            update_flat(optimizer, lambda norm: self._reading.read(norm)[0])
+        elif self.zero == 3:
+            norms = optimizer._get_norm_groups
+            optimizer._get_norm_groups = lambda: self._reading.read(*norms())
+        else:
+            norm = optimizer.scaled_global_norm
+            optimizer.scaled_global_norm = lambda: self._reading.read(norm())[0]
+        offloaded = getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)
+        if not offloaded:  # its norms are computed on the CPU
+            optimizer.check_overflow = lambda **_: None
 
     def _create_optimizer_state(self, update: Callable[[], None]) -> None:
         """Makes the optimizer create its moments. `update` takes one update with gradients of zero."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
+from deepnmt.device import upload
 from deepnmt.model.guided import guided
 from deepnmt.model.init import Source
 from deepnmt.model.loss import LossSums
@@ -33,11 +36,11 @@ def build_of(recipe: Recipe, vocabs: tuple[int, int]) -> Build:
 
 @dataclass(frozen=True)
 class StepStats:
-    """The figures of one update.
+    """The figures of one update, the same on all processes.
 
-    `loss` and `nll` are this process's sums over its target tokens, in nats (in a pipeline the last stage has them, the
-    others 0). `applied` is False, and `grad_norm` inf, if the update was dropped because a gradient was not finite.
-    `alignment`: the sum of guided alignment's loss, without its weight.
+    `loss` and `nll` are sums over the target tokens of all processes, in nats; `alignment` is that of guided
+    alignment's loss, without its weight. `applied` is False, and `grad_norm` inf, if the update was dropped because a
+    gradient was not finite. `flags` are the sums over all processes of what they passed to `train_step`.
     """
 
     loss: float
@@ -46,12 +49,47 @@ class StepStats:
     loss_scale: float
     applied: bool
     alignment: float = 0.0
+    flags: Sequence[float] = ()
 
 
-def add_sums(total: Tensor | None, sums: LossSums) -> Tensor:
-    """Adds a micro-batch's sums to those before, in float64 and on the device, so that nothing waits for it."""
-    own = torch.stack([each.detach() for each in sums]).double()
-    return own if total is None else total.add_(own)
+# Returns numbers that are summed over all processes together with the loss, and called shortly before.
+Flags = Callable[[], Sequence[float]]
+
+
+class Reading:
+    """What the host learns of one update. It waits for the device once, when it needs the norm of the gradients.
+
+    Attributes:
+        figures: once `read`: sums over all processes of loss, nll and guided alignment's loss, and of the flags.
+    """
+
+    def __init__(self, device: torch.device, world: int, flags: Flags = tuple) -> None:
+        self._world, self._flags = world, flags
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self.figures: list[float] = []
+
+    def add(self, sums: LossSums) -> None:
+        """Adds a micro-batch's sums to those before; nothing waits for it."""
+        self._sums[: len(sums)].add_(torch.stack([each.detach() for each in sums]))
+
+    def read(self, *norms: Tensor) -> list[Tensor]:
+        """Copies the figures, and `norms` of one number each, to the host; returns these. Collective."""
+        device, flags = self._sums.device, torch.tensor(self._flags(), dtype=torch.float64, device="cpu")
+        figures = torch.cat([self._sums, upload(flags, device)])
+        if self._world > 1:
+            dist.all_reduce(figures)
+        count = len(figures)
+        read = torch.cat([figures, *(norm.detach().double().view(1).to(device) for norm in norms)]).tolist()
+        self.figures = read[:count]
+        return [torch.tensor(value, dtype=norm.dtype, device="cpu")
+                for value, norm in zip(read[count:], norms, strict=True)]
+
+    def stats(self, norm: float, scale: float, applied: bool) -> StepStats:
+        """The update's figures."""
+        if not self.figures:  # DeepSpeed dropped the update before it came to the norm
+            self.read()
+        loss, nll, alignment, *flags = self.figures
+        return StepStats(loss, nll, norm if applied else math.inf, scale, applied, alignment, flags)
 
 
 def read_sums(sums: Sequence[LossSums]) -> list[tuple[float, float]]:
@@ -74,7 +112,9 @@ class Engine(Protocol):
     def module(self) -> nn.Module:
         """The module this process runs: the model or a pipeline stage, its layers under their canonical names."""
 
-    def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
+    def train_step(
+        self, batches: Sequence[Batch], update_tokens: int, rate: float, flags: Flags = tuple
+    ) -> StepStats:
         """Makes one update from this process's micro-batches, at learning rate `rate`; `update_tokens`: target tokens
         of all processes' micro-batches together."""
 

@@ -12,8 +12,16 @@ from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import ScalerState, build_optimizer, clip_gradients, initial_moment, moment_names, set_rate
-from deepnmt.parallel.engine import StepStats, add_sums, read_sums
+from deepnmt.optim import (
+    ScalerState,
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    initial_moment,
+    moment_names,
+    set_rate,
+)
+from deepnmt.parallel.engine import Flags, Reading, StepStats, read_sums
 
 
 class LocalEngine:
@@ -32,22 +40,24 @@ class LocalEngine:
         self.counts = recipe.optimizer.name != "sgd"  # whether the optimizer counts its steps
         self._applied = 0
 
-    def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
+    def train_step(
+        self, batches: Sequence[Batch], update_tokens: int, rate: float, flags: Flags = tuple
+    ) -> StepStats:
         self.module.train()
-        total = None
+        reading = Reading(next(self.module.parameters()).device, 1, flags)
         for batch in batches:
             sums = self.module(*batch.tensors, batch.key)
             (sums.loss / update_tokens).backward()
-            total = add_sums(total, sums)
-        norm = clip_gradients(self.module.parameters(), self.clip)
-        loss, nll, *alignment = total.tolist() if total is not None else (0.0, 0.0)
-        applied = math.isfinite(norm) and math.isfinite(loss)
+            reading.add(sums)
+        norm = float(*reading.read(gradient_norm(self.module.parameters())))
+        applied = math.isfinite(norm) and math.isfinite(reading.figures[0])
         if applied:
+            clip_gradients(self.module.parameters(), norm, self.clip)
             set_rate(self.optimizer, rate)
             self.optimizer.step()
             self._applied += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return StepStats(loss, nll, norm if applied else math.inf, 1.0, applied, *alignment)
+        return reading.stats(norm, 1.0, applied)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:

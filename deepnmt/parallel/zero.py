@@ -27,9 +27,9 @@ from torch import nn
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer, fill_with_nan
-from deepnmt.optim import clip_gradients
+from deepnmt.optim import clip_gradients, gradient_norm
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
-from deepnmt.parallel.engine import Build, StepStats, add_sums, read_sums
+from deepnmt.parallel.engine import Build, Flags, Reading, StepStats, read_sums
 from deepnmt.parallel.host import give_memory_back
 from deepnmt.parallel.settings import Layout
 
@@ -58,43 +58,44 @@ class ZeroEngine(DeepSpeedEngine):
         self._start(module if module is self.module else MasterWeights(module, self.module), layout)
         self._create_optimizer_state(self._update_with_zero_gradients)
 
-    def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
+    def train_step(
+        self, batches: Sequence[Batch], update_tokens: int, rate: float, flags: Flags = tuple
+    ) -> StepStats:
         self.engine.train()
+        self._reading = Reading(self.device, self.data_world, flags)
         self._set_rate(rate)
         # DeepSpeed averages over processes, but sums over accumulated micro-batches
         scale = self._loss_factor * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
-        total = None
         for number, batch in enumerate(batches):
             self.engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
             sums = self.engine(*batch.tensors, batch.key)
             self.engine.backward(sums.loss * scale, scale_wrt_gas=False)
-            total = add_sums(total, sums)
+            self._reading.add(sums)
             if number < len(batches) - 1:
                 self.engine.step()
         norm, applied = self._apply()
         self._applied += applied
         if self.scaler:
             self.scaler.after_step()
-        loss, nll, *alignment = total.tolist() if total is not None else (0.0, 0.0)
-        return StepStats(loss, nll, norm, scale_used, applied, *alignment)
+        return self._reading.stats(norm, scale_used, applied)
 
     def _apply(self) -> tuple[float, bool]:
         if self.zero == 0:
             self._unscale()
-            norm = clip_gradients(self.local.values(), self.clip)
+            norm = float(*self._reading.read(gradient_norm(self.local.values())))
             finite = math.isfinite(norm)
             if self.scaler:
                 self.scaler.update_scale(not finite)
-            if not finite:
+            if finite:
+                clip_gradients(self.local.values(), norm, self.clip)
+            else:
                 self.engine.optimizer.zero_grad(set_to_none=True)  # PyTorch's optimizers skip missing gradients
             self.engine.step()
-            return (norm, True) if finite else (math.inf, False)
+            return norm, finite
         self.engine.step()
         norm = float(self.engine.get_global_grad_norm())
-        if not self.engine.was_step_applied() or not math.isfinite(norm) or norm < 0:
-            return math.inf, False
-        return norm, True
+        return norm, self.engine.was_step_applied() and math.isfinite(norm) and norm >= 0
 
     def _update_with_zero_gradients(self) -> None:
         """Takes one update with gradients of zero."""

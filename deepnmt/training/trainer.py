@@ -216,7 +216,7 @@ class Trainer:
         """Reports a dropped update; raises `Diverged` if it was one too many."""
         scale = done.stats.loss_scale
         self.monitor.event(self.state.update, f"skipped update {done.number}: its gradient is not finite "
-                           f"(loss scale {scale:g})", loss=str(done.loss))
+                           f"(loss scale {scale:g})", loss=str(done.stats.loss))
         if done.give_up:
             watch_.begin("")  # to be explained
             raise diverged(self.recipe, self.engine, self.ranks, done.update.batches,

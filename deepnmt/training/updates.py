@@ -36,7 +36,6 @@ class FinishedUpdate:
         number: from 1; the next update takes the number of a dropped one.
         update: this process's share of its micro-batches.
         stats: the engine's figures.
-        loss, nll: sums over all processes, label-smoothed and plain, in nats.
         measured: figures from the hook.
         stop: whether a stop was requested on any process.
         give_up: whether too many in a row were dropped, see `DroppedUpdates`.
@@ -45,8 +44,6 @@ class FinishedUpdate:
     number: int
     update: Update
     stats: StepStats
-    loss: float
-    nll: float
     measured: dict[str, float]
     stop: bool
     give_up: bool
@@ -70,19 +67,19 @@ def updates(
                                 engine.data_world, ranks.device)
         rate = learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates, update.passes,
                              [validation["value"] for validation in state.validations])
-        with hook(number) as measure:
-            stats = engine.train_step(update.batches, update.tokens, rate)
-        measured = measure(stats) if measure and stats.applied else {}
         late = limit is not None and state.seconds >= limit
-        loss, nll, alignment, stop, over = ranks.sum(
-            [stats.loss, stats.nll, stats.alignment, float(stop_requested()), float(late)])
+        with hook(number) as measure:
+            stats = engine.train_step(update.batches, update.tokens, rate,
+                                      lambda: (float(stop_requested()), float(late)))  # noqa: B023 (called at once)
+        measured = measure(stats) if measure and stats.applied else {}
+        stop, over = stats.flags
         state.position, state.out_of_time, interval = update.next, over > 0, state.interval
         if stats.applied:
             state.update = number
             state.target_tokens += update.tokens
-            interval.loss += loss
-            interval.nll += nll
-            interval.alignment += alignment
+            interval.loss += stats.loss
+            interval.nll += stats.nll
+            interval.alignment += stats.alignment
             interval.tokens += update.tokens
             interval.gradient_norm += stats.grad_norm
             interval.applied += 1
@@ -94,4 +91,4 @@ def updates(
         interval.seconds += seconds
         interval.rate, interval.loss_scale = rate, stats.loss_scale
         state.seconds += seconds
-        yield FinishedUpdate(number, update, stats, loss, nll, measured, stop > 0, give_up)
+        yield FinishedUpdate(number, update, stats, measured, stop > 0, give_up)

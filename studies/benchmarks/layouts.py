@@ -176,7 +176,7 @@ def run_updates(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
             worked, ended = busy.take()
             share = 1 - worked / ranks.max([ended - started])[0]
             idle = [*idle, share] if update > 1 else [share]  # the first counts only if there is no other
-        losses.append(ranks.sum([stats.loss])[0] / tokens)
+        losses.append(stats.loss / tokens)
         norms.append(stats.grad_norm)
     cuda = ranks.device.type == "cuda"
     peak = (torch.cuda.max_memory_allocated(ranks.device) if cuda else own_peak()) / 2**30

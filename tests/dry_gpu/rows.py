@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from small_models import BLOCKS
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, load_recipe
+from deepnmt.data.batching import START, Update
 from deepnmt.decode import translate
 from deepnmt.decode.next_tokens import best_extensions
 from deepnmt.decode.steppers import CachedStepper
@@ -26,7 +28,10 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.settings import layout_of
+from deepnmt.ranks import Ranks
 from deepnmt.training.plan import memory_estimate
+from deepnmt.training.state import TrainState
+from deepnmt.training.updates import updates
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 
@@ -45,6 +50,13 @@ def batch_of(sentences: int, source: int, target: int, key: int = 5) -> Batch:
 
     tensors = (ids(sentences, source), ids(sentences), ids(sentences, target), ids(sentences, target))
     return Batch(tensors, key, sentences * target)
+
+
+def take_update(engine: Any, recipe: Recipe, ranks: Ranks, batches: list[Batch]) -> None:
+    """An update as training makes it, logs and the question for a signal included."""
+    tokens = engine.data_world * sum(batch.tokens for batch in batches)
+    stream = cast(Any, SimpleNamespace(update=lambda *_: Update(batches, tokens, 0.0, START)))
+    next(updates(engine, stream, recipe, TrainState(), ranks))
 
 
 def faults(found: dict[str, str], name: str, call: Callable[[], Any]) -> Any:
@@ -144,7 +156,7 @@ def layouts() -> dict[str, Any]:
                 engine: Any = start_engine(recipe, layout_of(recipe, size), (VOCAB, VOCAB), ranks)
                 trace.waits.clear()
                 collectives.clear()
-                engine.train_step([batch, batch], 56 * engine.data_world, 1e-3)
+                take_update(engine, recipe, ranks, [batch, batch])
                 waits[name], messages[name] = dict(sorted(trace.waits.items())), dict(sorted(collectives.items()))
                 if stages:  # else two events of every update would be kept
                     assert not engine.engine.timers("train_batch").event_timers
@@ -210,7 +222,7 @@ def traced_update(layers: dict[str, int], *settings: str) -> Counter[str]:
         module = cast(Any, engine).module
         module.register_forward_pre_hook(lambda *_: begun.append((trace.launches, trace.moved)))
         trace.clear()
-        engine.train_step(batches, 8 * 2 * 28 * 1024, 1e-3)
+        take_update(engine, recipe, ranks, batches)
         (first, first_bytes), (second, second_bytes) = begun
         return Counter(
             micro_batch=second - first, update=trace.launches - 2 * (second - first), bytes=second_bytes - first_bytes,

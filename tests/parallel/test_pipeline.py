@@ -78,8 +78,7 @@ def update(engine: Engine, number: int, count: int, ranks: Ranks, rate: float) -
     tokens = sum(batch.tokens for batch in plan)
     stats = engine.train_step(plan[engine.data_rank :: engine.data_world], tokens, rate)
     assert stats.applied
-    sums = [stats.loss / tokens, stats.nll / tokens]
-    return [*ranks.sum(sums), stats.grad_norm]
+    return [stats.loss / tokens, stats.nll / tokens, stats.grad_norm]
 
 
 def gradients(engine: Engine) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from deepnmt.optim import (
     LossScaler,
     build_optimizer,
     clip_gradients,
+    gradient_norm,
     learning_rate,
     moment_names,
     warmup_note,
@@ -367,6 +368,13 @@ def test_what_is_stored_is_what_pytorch_keeps(settings: dict[str, object], kept:
     assert list(moment_names(recipe_of(settings))) == kept
 
 
+def clipped(parameters: list[torch.nn.Parameter], limit: float) -> float:
+    """Clips gradients; returns their norm before."""
+    norm = float(gradient_norm(parameters))
+    clip_gradients(parameters, norm, limit)
+    return norm
+
+
 def test_clipping_by_the_norm_of_all_gradients() -> None:
     sizes = ((3000, 256), (7,), (), (2, 3, 4))
     draw = torch.Generator().manual_seed(5)
@@ -375,15 +383,15 @@ def test_clipping_by_the_norm_of_all_gradients() -> None:
         p.grad = 1e-3 * torch.randn(p.shape, generator=draw)
     before = [p.grad.clone() for p in parameters[:-1] if p.grad is not None]
     exact = math.sqrt(sum(float(g.double().square().sum()) for g in before))
-    assert clip_gradients(parameters, 0.0) == pytest.approx(exact, rel=1e-7)
-    assert clip_gradients(parameters, exact * 1.1) == pytest.approx(exact, rel=1e-7)
+    assert clipped(parameters, 0.0) == pytest.approx(exact, rel=1e-7)
+    assert clipped(parameters, exact * 1.1) == pytest.approx(exact, rel=1e-7)
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=False) if p.grad is not None)
-    assert clip_gradients(parameters, exact / 4) == pytest.approx(exact, rel=1e-7)
-    assert clip_gradients(parameters, 0.0) == pytest.approx(exact / 4, rel=1e-5) and parameters[-1].grad is None
+    assert clipped(parameters, exact / 4) == pytest.approx(exact, rel=1e-7)
+    assert clipped(parameters, 0.0) == pytest.approx(exact / 4, rel=1e-5) and parameters[-1].grad is None
     for value in (math.nan, math.inf):
         parameters[-1].grad = torch.tensor([0.0, value] * 2 + [0.0])
-        assert clip_gradients(parameters, 1.0) == pytest.approx(value, nan_ok=True)
-    assert clip_gradients([], 1.0) == 0.0
+        assert clipped(parameters, 1.0) == pytest.approx(value, nan_ok=True)
+    assert clipped([], 1.0) == 0.0
 
 
 def test_the_norm_is_exact_where_pytorchs_is_not() -> None:
@@ -391,5 +399,5 @@ def test_the_norm_is_exact_where_pytorchs_is_not() -> None:
     parameter = torch.nn.Parameter(torch.zeros(8000, 512))
     parameter.grad = torch.randn(8000, 512, generator=torch.Generator().manual_seed(1))
     exact = float(parameter.grad.double().norm())
-    assert clip_gradients([parameter], 0.0) == pytest.approx(exact, rel=1e-7)
+    assert clipped([parameter], 0.0) == pytest.approx(exact, rel=1e-7)
     assert abs(float(torch.nn.utils.get_total_norm([parameter.grad])) / exact - 1) > 1e-5

@@ -36,7 +36,7 @@ from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import kind_of
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
-from deepnmt.parallel.engine import StepStats, build_of, read_sums
+from deepnmt.parallel.engine import Flags, Reading, StepStats, build_of, read_sums
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.pipeline.stage import Stage, tables_used
 from deepnmt.parallel.settings import Layout
@@ -46,15 +46,15 @@ from deepnmt.ranks import Ranks
 class StageModule(PipelineModule):
     """The model as DeepSpeed sees it: one "layer" for each stage; each process builds its own stage.
 
-    `scale` is the factor of the loss; `sums` collects (loss, nll) of each micro-batch until it is cleared; `begin` says
-    which micro-batches come, since every stage takes their ids itself; `compute_module` holds the module that runs: the
+    `scale` is the factor of the loss; the last stage calls `add` with the sums of each micro-batch; `begin` says which
+    micro-batches come, since every stage takes their ids itself; `compute_module` holds the module that runs: the
     stage, or its copy in 16 bits without ZeRO.
     """
 
     def __init__(self, recipe: Recipe, vocabs: tuple[int, int], partition: Partition) -> None:
         self.recipe, self.vocabs, self.partition = recipe, vocabs, partition
         self.scale = 1.0
-        self.sums: list[LossSums] = []
+        self.add: Callable[[LossSums], None] = lambda sums: None
         os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it, but plain python does not set it
         with contextlib.redirect_stdout(io.StringIO()):
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # uses the open process group
@@ -128,7 +128,7 @@ class StageModule(PipelineModule):
         if stage.followed_by is not None:
             return output
         sums = stage.loss(output, batch.tensors[3])
-        self.sums.append(LossSums(sums.loss.detach(), sums.nll.detach()))
+        self.add(LossSums(sums.loss.detach(), sums.nll.detach()))
         return sums.loss * self.scale
 
     def train(self, mode: bool = True) -> StageModule:
@@ -205,12 +205,15 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def train_step(self, batches: Sequence[Batch], update_tokens: int, rate: float) -> StepStats:
+    def train_step(
+        self, batches: Sequence[Batch], update_tokens: int, rate: float, flags: Flags = tuple
+    ) -> StepStats:
         self._set_rate(rate)
         # DeepSpeed averages over micro-batches and data-parallel ranks
         self.pipe.scale = self._loss_factor * self.micro_batches * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
-        sums = self._run(batches)
+        self._reading = Reading(self.device, self.ranks.world, flags)
+        self._run(batches)
         if self.zero:
             norm = float(self.engine.get_global_grad_norm())
             self._step_applied = bool(self.engine.was_step_applied()) and math.isfinite(norm) and norm >= 0
@@ -218,27 +221,21 @@ class PipelineEngine(DeepSpeedEngine):
         self._applied += self._step_applied
         if self.scaler:
             self.scaler.after_step()
-        loss, nll = sum(loss for loss, _ in sums), sum(nll for _, nll in sums)
-        return StepStats(loss, nll, self._norm if self._step_applied else math.inf, scale_used, self._step_applied)
+        return self._reading.stats(self._norm, scale_used, self._step_applied)
 
-    def _run(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
-        """Makes one update; returns what `_take_sums` does."""
+    def _run(self, batches: Sequence[Batch]) -> None:
+        """Makes one update."""
         if len(batches) != self.micro_batches:
             raise ValueError(f"an update takes {self.micro_batches} micro-batches, but got {len(batches)}")
         self.pipe.begin(batches)
+        self.pipe.add = self._reading.add
         self.engine.train_batch(_loaded(batches))
         self.engine.timers(TRAIN_BATCH_TIMER).reset()  # else it keeps two CUDA events of every update
-        return self._take_sums(len(batches))
 
     def _update_with_zero_gradients(self) -> None:
         """Takes one update with gradients of zero."""
         self.pipe.scale = 0.0
         self._run([Transformer.smallest_batch(self.device)] * self.micro_batches)
-
-    def _take_sums(self, count: int) -> list[tuple[float, float]]:
-        """Returns and clears (loss, nll) of the last `count` micro-batches; zeros on all but the last stage."""
-        sums, self.pipe.sums = self.pipe.sums, []
-        return read_sums(sums) if sums else [(0.0, 0.0)] * count
 
     def _checked_step(self, lr_kwargs: Any) -> None:
         """The optimizer step without ZeRO: clips by the norm over all stages (DeepSpeed uses the first stage's alone)
@@ -248,7 +245,8 @@ class PipelineEngine(DeepSpeedEngine):
         squares = torch.stack([grad.float().pow(2).sum() for grad in own]).sum() if own else torch.zeros(())
         total = squares.double().to(self.device)
         dist.all_reduce(total, group=self.pipe._grid.get_pipe_parallel_group())
-        self._norm = math.sqrt(total.item()) if math.isfinite(total.item()) else math.inf
+        squared = float(*self._reading.read(total))
+        self._norm = math.sqrt(squared) if math.isfinite(squared) else math.inf
         self._step_applied = math.isfinite(self._norm)
         if self.scaler:
             self.scaler.update_scale(not self._step_applied)
@@ -264,9 +262,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
         self.pipe.begin(batches)
-        count = len(batches)
+        sums: list[LossSums] = []
+        self.pipe.add, count = sums.append, len(batches)
         self.engine.eval_batch(_loaded(batches), reduce_output=None, bcast_loss=False, num_micro_batches=count)
-        return self._take_sums(count)
+        return read_sums(sums) if sums else [(0.0, 0.0)] * count
 
     # -- state -------------------------------------------------------------------------------------------------------
 
