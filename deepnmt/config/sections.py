@@ -617,6 +617,9 @@ class Parallel(Section):
     recompute_layers: Annotated[int, Field(ge=0)] = 0
     """Activation checkpointing: of each group of this many layers only the input is kept, and the rest is computed
     again in the backward pass, to save memory; 0: all activations are kept."""
+    compile: bool = False
+    """Whether torch.compile fuses what a layer computes in training; not with ZeRO-3, dlcl and dlcl_post. The first
+    update then takes a minute or more. On a GPU dropout draws other masks than without it."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads per process; 0: the machine's cores, shared among its processes."""
     same_paths: bool = True

@@ -64,6 +64,11 @@ class Dropout(nn.Module):
 
 
 def cpu_mask(x: Tensor, p: float) -> Tensor:
+    """See `_cpu_mask`, of which torch.compile makes one operation: it cannot follow one that draws in place."""
+    return _mask_operation(x.detach(), p) if torch.compiler.is_compiling() else _cpu_mask(x, p)
+
+
+def _cpu_mask(x: Tensor, p: float) -> Tensor:
     """A dropout mask in the shape and type of x: 0 with probability q, else 1 / (1 - q), q = round(2^16 p) / 2^16.
 
     PyTorch's Bernoulli sampling on a CPU takes longer than a layer's matrix products. Here one random 64-bit number
@@ -74,3 +79,9 @@ def cpu_mask(x: Tensor, p: float) -> Tensor:
     mask = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.ge(samples.view(torch.int16)[: x.numel()].view(x.shape), dropped - 2**15, out=mask)
     return mask.mul_(2**16 / (2**16 - dropped))
+
+
+_mask_operation = torch.library.custom_op("deepnmt::cpu_mask", _cpu_mask, mutates_args=(),
+                                          schema="(Tensor x, float p) -> Tensor",
+                                          tags=(torch.Tag.nondeterministic_seeded,))
+_mask_operation.register_fake(lambda x, p: torch.empty_like(x, memory_format=torch.contiguous_format))

@@ -66,14 +66,17 @@ class EncoderLayer(Layer):
     def forward(self, x: Stream, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
         """x [B, S, D] and key mask [B, 1, 1, S] (false at padding) to [B, S, D]; see `blocks.Stream`."""
         self.seed_masks(x, dropout_key)
-        y = self.rule(
+        return self.survivor(x, self.compute(x, mask), dropout_key)
+
+    def compute(self, x: Stream, mask: Tensor | None) -> Stream:
+        """The layer once its dropout is seeded."""
+        return self.rule(
             x,
             (
                 lambda h: self.dropout(self.self_attn(h, mask, causal=False)),
                 lambda h: self.dropout(self.ffn(h)),
             ),
         )
-        return self.survivor(x, y, dropout_key)
 
 
 class DecoderLayer(Layer):
@@ -88,8 +91,12 @@ class DecoderLayer(Layer):
     def forward(self, x: Stream, memory: Tensor, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
         """x [B, T, D], memory [B, S, M] and its key mask [B, 1, 1, S] (false at padding) to [B, T, D]."""
         self.seed_masks(x, dropout_key)
+        return self.survivor(x, self.compute(x, memory, mask), dropout_key)
+
+    def compute(self, x: Stream, memory: Tensor, mask: Tensor | None) -> Stream:
+        """The layer once its dropout is seeded."""
         keys, values = self.cross_attn.keys_values(memory)
-        y = self.rule(
+        return self.rule(
             x,
             (
                 lambda h: self.dropout(self.self_attn(h, None, causal=True)),
@@ -97,7 +104,6 @@ class DecoderLayer(Layer):
                 lambda h: self.dropout(self.ffn(h)),
             ),
         )
-        return self.survivor(x, y, dropout_key)
 
     def step(
         self,

@@ -6,6 +6,7 @@ from deepnmt.config import Recipe
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.init import Initialiser
 from deepnmt.model.transformer import fill_with_nan
+from deepnmt.parallel.compiled import compile_layers
 from deepnmt.parallel.engine import Build, Engine, build_of
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.pipeline.partition import Partition, cost_units, partition
@@ -37,6 +38,7 @@ def start_engine(
         from deepnmt.parallel.pipeline.engine import PipelineEngine  # importing DeepSpeed takes seconds
 
         engine: Engine = PipelineEngine(recipe, vocabs, partition_of(recipe, *vocabs, ratio), layout, ranks)
+        _compile(engine, recipe, ranks)
     else:
         engine = build_engine(build_of(recipe, vocabs), recipe, layout, ranks)
     if initialise:
@@ -49,7 +51,15 @@ def build_engine(build: Build, recipe: Recipe, layout: Layout, ranks: Ranks) -> 
     if layout.config is not None:
         from deepnmt.parallel.zero import ZeroEngine
 
-        return ZeroEngine(build, recipe, layout, ranks.device)
-    module = build(fill_with_nan)
-    module.recompute = recipe.parallel.recompute_layers
-    return LocalEngine(module, recipe, ranks.device)
+        engine: Engine = ZeroEngine(build, recipe, layout, ranks.device)
+    else:
+        module = build(fill_with_nan)
+        module.recompute = recipe.parallel.recompute_layers
+        engine = LocalEngine(module, recipe, ranks.device)
+    _compile(engine, recipe, ranks)
+    return engine
+
+
+def _compile(engine: Engine, recipe: Recipe, ranks: Ranks) -> None:
+    if recipe.parallel.compile:
+        ranks.raise_everywhere(lambda: compile_layers(engine.module, ranks.device))

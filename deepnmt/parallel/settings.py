@@ -92,6 +92,10 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
             required key or contradicts the recipe (all such faults at once).
     """
     path, stages, precision = recipe.parallel.ds_config, recipe.parallel.pipeline_stages, recipe.parallel.precision
+    for stack in (recipe.model.encoder, recipe.model.decoder):
+        if recipe.parallel.compile and BLOCKS[stack.block].needs_history:
+            raise UserError(f"parallel.compile is true, but each layer of {stack.block} has another number of inputs, "
+                            "so each would be compiled by itself; set parallel.compile=false, or choose another block")
     if path is None:
         if stages:
             raise UserError(
@@ -164,6 +168,10 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
                       "parallel.pipeline_stages, or remove the section from the JSON")
     if faults:
         raise UserError("\n  ".join([f"{path} does not fit this run:", *faults]))
+    if recipe.parallel.compile and stage == 3:
+        raise UserError(f"parallel.compile is true, but {path} has ZeRO stage 3, which gathers the weights of every "
+                        "part of a layer while that is computed; set parallel.ds_config=ds_configs/zero1.json, or "
+                        "parallel.compile=false")
     if recipe.optimizer.name == "muon" and stage:
         raise UserError(
             f"optimizer.name is muon, which needs whole matrices, but {path} has ZeRO stage {stage}, which splits "
