@@ -21,7 +21,8 @@ from deepnmt.shipped import SCHEMA, shipped_recipes
 SMALL = ["vocab.size=300", "model.width=16", "model.heads=2", "model.ffn=32", "model.encoder.layers=2",
          "model.decoder.layers=2", "train.updates=4", "train.save_every=2", "train.validate_every=4",
          "admin.tokens=256", "schedule.warmup=1", "data.workers=1"]
-FIRST_HOUR = (ROOT / "docs/guide/first_hour.md").read_text(encoding="utf-8")
+FIRST_HOUR, SERVING = ((ROOT / "docs/guide" / page).read_text(encoding="utf-8") for page in (
+    "first_hour.md", "serving.md"))
 
 
 def run(programs: Path, folder: Path, *words: object, program: str = "deepnmt") -> subprocess.CompletedProcess[str]:
@@ -107,6 +108,10 @@ def test_translation_needs_the_listed_packages_alone(wheel: Path, prepared: Path
     lists = re.search(r"pip install --no-deps deepnmt-.*\n((?:pip install .*\\\n)?.*)\n", FIRST_HOUR)
     assert lists
     packages = lists[1].removeprefix("pip install ").replace("\\\n", " ").split()
+    container, = re.findall(r"^FROM .*?^CMD", SERVING, re.MULTILINE | re.DOTALL)
+    installed = re.findall(r"pip install --no-cache-dir (?!--no-deps)(.*?)(?= --index-url|\n [&C]|\nCOPY)", container,
+                           re.DOTALL)
+    assert {*" ".join(installed).replace("\\\n", " ").split()} == {*packages, "uvicorn"}
     programs = make_environment(tmp_path / "env", wheel, only=packages)
     for name in ("deepspeed", "tensorboard", "matplotlib"):
         assert "No module" in run(programs, tmp_path, "-c", f"import {name}", program="python").stderr
