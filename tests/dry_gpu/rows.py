@@ -122,8 +122,7 @@ def decode(model: Any, batch: Batch) -> None:
     model.logits(model.step(torch.zeros(2 * beams, dtype=torch.int64), cache))
 
 
-# DeepSpeed's file, precision, processes, rank and stages. Offloading is not traced: the optimizer's state would be on
-# the CPU, but the trace puts what names no device on the GPU.
+# DeepSpeed's file, precision, processes, rank and stages.
 LAYOUTS = [
     *((f"zero{stage}", "bf16", 8, 0, 0) for stage in range(4)),
     ("zero1", "bf16", 2, 1, 0), ("zero1", "fp16", 2, 0, 0), ("zero0", "fp16", 1, 0, 0), ("zero2", "fp32", 2, 0, 0),
@@ -150,8 +149,9 @@ def layouts() -> dict[str, Any]:
 
         def run(name: str = name, recipe: Recipe = recipe, size: int = size, rank: int = rank, stages: int = stages
                 ) -> None:
-            with world(rank, size) as ranks, FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), \
-                    tracing() as trace:
+            # what DeepSpeed names no device for is on the GPU, but where it offloads to the CPU
+            place = torch.device("cpu" if "offload" in name else CUDA)
+            with world(rank, size) as ranks, FakeTensorMode(allow_non_fake_inputs=True), place, tracing() as trace:
                 batch = batch_of(4, 9, 7)
                 engine: Any = start_engine(recipe, layout_of(recipe, size), (VOCAB, VOCAB), ranks)
                 trace.waits.clear()
@@ -206,8 +206,8 @@ def update_of(zero: str, precision: str) -> dict[str, Any]:
             found.update({name: (DEEP[side] - least[side]) * count for name, count in slope.items()})
     recipe = recipe_of("wmt14_en_de/60l-12l", *settings)
     estimate = memory_estimate(recipe, layout_of(recipe, 8), found["parameters"], recipe.vocab.size, device="cuda")
-    return {"micro_batch": found["micro_batch"], "update": found["update"], "gigabytes": round(found["bytes"] / 1e9),
-            "peak": found["peak"], "estimate": sum(estimate.values()),
+    return {"micro_batch": round(found["micro_batch"]), "update": round(found["update"]),
+            "gigabytes": round(found["bytes"] / 1e9), "peak": found["peak"], "estimate": sum(estimate.values()),
             "waits": {name.removeprefix("waits "): n for name, n in found.items() if name.startswith("waits ")}}
 
 
@@ -251,7 +251,7 @@ def decoding(name: str, length: int, sentences: int = 0) -> dict[str, Any]:
         trace.waits.clear()
         best_extensions(stepper.step(tokens), settings.beam)
         stepper.select(torch.arange(sentences // 2))
-    return {"sentences": sentences, "asked": asked, "peak": trace.peak, "launches": trace.launches,
+    return {"sentences": sentences, "asked": asked, "peak": trace.peak, "launches": round(trace.launches),
             "waits": trace.waits}
 
 
