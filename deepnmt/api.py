@@ -36,6 +36,7 @@ from deepnmt.config.sections import OWN
 from deepnmt.data.prepare import prepare as prepare_data
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.models import cast_weights
+from deepnmt.decode.packed import pack, packed_copy
 from deepnmt.decode.score import Given, Scored, score_lines
 from deepnmt.decode.translate import Hypothesis, translate_shards
 from deepnmt.errors import UserError
@@ -219,7 +220,7 @@ class Run:
         """The model in the number format of a search, with CTranslate2's search where that is asked for."""
         search = recipe.translate
         if search.backend == "torch":
-            return self.model if search.precision == "fp32" else self._half
+            return self._packed() if search.precision == "fp32" else self._half
         if search.precision not in self._exported:
             from deepnmt.decode.ctranslate2 import load_exported
 
@@ -228,6 +229,17 @@ class Run:
             self._exported[search.precision] = model
         return self._exported[search.precision]
 
+    def _packed(self) -> Transformer:
+        """A copy of the model for searches, made anew when a weight has changed."""
+        versions = [(parameter.data_ptr(), parameter._version) for parameter in self.model.parameters()]
+        if self._copies.get("versions") != versions:
+            self._copies.update(versions=versions, model=packed_copy(self.model))
+        return cast(Transformer, self._copies["model"])
+
+    @cached_property
+    def _copies(self) -> dict[str, Any]:
+        return {}
+
     @cached_property
     def _exported(self) -> dict[str, Transformer]:
         return {}
@@ -235,7 +247,7 @@ class Run:
     @cached_property
     def _half(self) -> Transformer:
         """The same model in bf16."""
-        return cast_weights(copy.deepcopy(self.model), "bf16")
+        return pack(cast_weights(copy.deepcopy(self.model), "bf16"))
 
     def __repr__(self) -> str:
         encoder, decoder = self.recipe.model.encoder, self.recipe.model.decoder

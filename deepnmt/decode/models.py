@@ -14,6 +14,7 @@ from deepnmt import config
 from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model, require_model
 from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.packed import pack
 from deepnmt.decode.steppers import CachedStepper, Ensemble, MakeStepper, Mean
 from deepnmt.errors import UserError
 from deepnmt.folders import read_manifest
@@ -87,7 +88,7 @@ def load_for_search(
 
         loaded.model.searcher = load_exported(loaded, settings, ranks.device)
         return loaded
-    cast_weights(loaded.model, settings.precision).to(ranks.device)
+    pack(cast_weights(loaded.model, settings.precision).to(ranks.device))
     return loaded
 
 

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from deepnmt import device
+from deepnmt.model.cache import indices
 from deepnmt.tokens import BOS, EOS, PAD
 
 FORBIDDEN = (BOS, PAD)  # tokens that no hypothesis may ever contain
@@ -141,16 +143,22 @@ def best_extensions(
         The log-probabilities [R, C] of the best tokens other than eos and `never`; these tokens [R, C]; and the
         log-probability [R] of eos. Log-probabilities are fp32, from the softmax over the whole vocabulary.
     """
+    apart = indices([EOS, *never], logits.device)
+    if device.on_gpu(logits):
+        log_probs = logits.log_softmax(1, torch.float32) if norms is None else logits.float() - norms[:, None]
+        ends = log_probs[:, EOS].clone()
+        values, tokens = log_probs.index_fill_(1, apart, -torch.inf).topk(count)
+        return values, tokens, ends
     groups = _row_groups(logits)
     normed = [None] * len(groups) if norms is None else norms.split([len(part) for part in groups])
-    parts = [_best_extensions(part.float(), count, [EOS, *never], norm)
+    parts = [_best_extensions(part.float(), count, apart, norm)
              for part, norm in zip(groups, normed, strict=True)]
     values, tokens, ends = (torch.cat(column) for column in zip(*parts, strict=True))
     return values, tokens, ends
 
 
 def _best_extensions(
-    logits: Tensor, count: int, apart: Sequence[int], norms: Tensor | None
+    logits: Tensor, count: int, apart: Tensor, norms: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`best_extensions` for one group of rows, fp32; `apart`: eos, and the tokens that are not among the best."""
     special = logits[:, apart]

@@ -19,13 +19,18 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from deepnmt import device as device_
 from deepnmt.decode.next_tokens import NO_RULES, LengthPenalty, Rules, best_extensions, log_normalisers
 from deepnmt.decode.steppers import Stepper
 from deepnmt.errors import UserError
+from deepnmt.model.cache import indices
 from deepnmt.tokens import BOS, EOS, PAD
 
 # Sentences that are done are removed from the batch once they are this share of it.
 COMPACT_AT = 0.125
+
+# Steps after which the host asks a GPU which sentences are done. In between it prepares the next steps.
+GPU_CHECKS = 8
 
 
 @dataclass(frozen=True)
@@ -39,44 +44,49 @@ class Candidate:
 
 
 class _Finished:
-    """The N best finished hypotheses so far of each of B sentences."""
+    """The N best finished hypotheses so far of the b sentences that are not done, and of those that were."""
 
     def __init__(self, sentences: int, keep: int, longest: int, device: torch.device) -> None:
         self.scores = torch.full((sentences, keep), -torch.inf, device=device)
-        self.sums = torch.full_like(self.scores, -torch.inf)
-        self.tokens = torch.zeros(sentences, keep, longest, dtype=torch.int64, device=device)
-        self.lengths = torch.zeros(sentences, keep, dtype=torch.int64, device=device)  # of tokens, without eos
-        self.ended = torch.zeros(sentences, keep, dtype=torch.bool, device=device)
+        self._sums = torch.full_like(self.scores, -torch.inf)
+        self._tokens = torch.zeros(sentences, keep, longest + 2, dtype=torch.int64, device=device)
+        self._all = (self.scores, self._sums, self._tokens)
 
-    def add(self, sentences: Tensor, sums: Tensor, tokens: Tensor, length: int, divisor: float, ended: bool) -> None:
+    def add(self, sums: Tensor, tokens: Tensor, length: int, divisor: float, ended: bool) -> None:
         """Adds finished hypotheses of equal length, and keeps the N best of each sentence.
 
         Args:
-            sentences: [b] indices of the sentences.
             sums: [b, K] log-probabilities; -inf: no hypothesis.
-            tokens: [b, K, M].
+            tokens: [b, K, M + 2], the last two being free.
             length: of all of them, without eos.
             divisor: the length penalty.
             ended: whether they ended with eos.
         """
-        scores, best = torch.cat([self.scores[sentences], sums / divisor], dim=1).topk(self.scores.size(1))
-        self.scores[sentences] = scores
-        for kept, new in ((self.sums, sums), (self.lengths, torch.full_like(sums, length, dtype=torch.int64)),
-                          (self.ended, torch.full_like(sums, ended, dtype=torch.bool))):
-            kept[sentences] = torch.cat([kept[sentences], new], dim=1).gather(1, best)
-        pool = torch.cat([self.tokens[sentences], tokens], dim=1)
-        self.tokens[sentences] = pool.gather(1, best[:, :, None].expand(-1, -1, pool.size(2)))
+        tokens[..., -2], tokens[..., -1] = length, int(ended)
+        self.scores, best = torch.cat([self.scores, sums / divisor], dim=1).topk(self.scores.size(1))
+        self._sums = torch.cat([self._sums, sums], dim=1).gather(1, best)
+        pool = torch.cat([self._tokens, tokens], dim=1)
+        self._tokens = pool.gather(1, best[:, :, None].expand(-1, -1, pool.size(2)))
 
-    def candidates(self) -> list[list[Candidate]]:
-        """The hypotheses of each sentence, best first. Raises `UserError` if a score is NaN."""
-        if bool(self.scores.isnan().any()):
+    def select(self, sentences: Tensor, kept: Tensor) -> None:
+        """Goes on with those of the b sentences [b] whose positions are `kept`."""
+        live = self.scores, self._sums, self._tokens
+        for whole, part in zip(self._all, live, strict=True):
+            if whole is not part:
+                whole[sentences] = part
+        self.scores, self._sums, self._tokens = (part[kept] for part in live)
+
+    def candidates(self, sentences: Tensor) -> list[list[Candidate]]:
+        """The hypotheses of all sentences, best first. Raises `UserError` if a score is NaN."""
+        self.select(sentences, sentences[:0])
+        scores, sums, tokens = (column.tolist() for column in self._all)
+        if any(math.isnan(score) for sentence in scores for score in sentence):
             raise UserError("the model's scores are not numbers (NaN), because its training has diverged; translate "
                             "with an earlier checkpoint")
-        columns = (self.tokens, self.lengths, self.scores, self.sums, self.ended)
         return [
-            [Candidate(tokens[:length], score, log_prob, ended)
-             for tokens, length, score, log_prob, ended in zip(*sentence, strict=True) if score > -torch.inf]
-            for sentence in zip(*(column.tolist() for column in columns), strict=True)
+            [Candidate(row[: row[-2]], score, log_prob, bool(row[-1]))
+             for row, score, log_prob in zip(*sentence, strict=True) if score > -torch.inf]
+            for sentence in zip(tokens, scores, sums, strict=True)
         ]
 
 
@@ -87,6 +97,7 @@ class _Place(NamedTuple):
         sentences: [b].
         sums: [b, K] their log-probabilities so far.
         length: their new length.
+        at_limit: [b] whether that is the sentence's limit.
         may_end: [b] whether that token may be eos; None: it may in all.
         norms: [b·K] log Σ exp of the logits, if some of these were barred.
     """
@@ -94,6 +105,7 @@ class _Place(NamedTuple):
     sentences: Tensor
     sums: Tensor
     length: int
+    at_limit: Tensor
     may_end: Tensor | None
     norms: Tensor | None
 
@@ -131,10 +143,12 @@ def _grow_hypotheses(
         is_done: which sentences [b] are done, from their indices [b], their step, and the scores [b] that another
             hypothesis must beat to be among the N best.
     """
-    device, longest = limits.device, int(limits.max())
+    ends, device, on = set(limits.tolist()), limits.device, device_.on_gpu(limits)
+    longest, checks = max(ends), GPU_CHECKS if on else 1
     finished = _Finished(len(limits), keep, longest, device)
     sentences, order = torch.arange(len(limits), device=device), torch.arange(sums.size(1), device=device)
-    tokens = torch.zeros(*sums.shape, longest, dtype=torch.int64, device=device)
+    first = order.new_empty(0)  # row of each sentence
+    tokens = torch.zeros(*sums.shape, longest + 2, dtype=torch.int64, device=device)
     last = torch.full((sums.numel(),), BOS, device=device)
     for length in range(1, longest + 1):
         # All search methods pass here, so rules on tokens are kept here.
@@ -145,35 +159,40 @@ def _grow_hypotheses(
         if given is not None:
             may_end = given == PAD if may_end is None else may_end & (given == PAD)
             forced = sums + _log_probs(logits, given.repeat_interleave(sums.size(1))).view_as(sums)
-        step = extend(logits, _Place(sentences, sums, length, may_end, rules.bar_repeats(logits, tokens, length)))
+        norms = rules.bar_repeats(logits, tokens, length)
+        step = extend(logits, _Place(sentences, sums, length, at_limit, may_end, norms))
         if given is not None:
             here = (given != PAD)[:, None]
             step = step._replace(
                 live=torch.where(here, forced, step.live), nexts=torch.where(here, given[:, None], step.nexts),
                 parents=None if step.parents is None else torch.where(here, order, step.parents))
         divisor, parents, sums = penalty.divisor(length), step.parents, step.live
-        finished.add(sentences, step.ended, tokens, length - 1, divisor, ended=True)
+        finished.add(step.ended, tokens, length - 1, divisor, ended=True)
         if parents is not None:
             tokens = tokens.gather(1, parents[:, :, None].expand_as(tokens))
         tokens[:, :, length - 1] = step.nexts
-        if bool(at_limit.any()):
+        if length in ends:
             truncated = sums.masked_fill(~at_limit[:, None], -torch.inf)
-            finished.add(sentences, truncated, tokens, length, divisor, ended=False)
-        done = at_limit | is_done(sentences, step, finished.scores[sentences, -1])
-        stay = _compacted(done)
-        if len(stay) == 0:
-            break
-        if len(stay) <= (1 - COMPACT_AT) * len(done):
-            stepper.select(stay)
-            sentences, tokens, sums = sentences[stay], tokens[stay], sums[stay]
-            parents = None if parents is None else parents[stay]
-        else:
-            sums[done] = -torch.inf
+            finished.add(truncated, tokens, length, divisor, ended=False)
+        done = at_limit | is_done(sentences, step, finished.scores[:, -1])
+        sums.masked_fill_(done[:, None], -torch.inf)
+        if length % checks == 0:
+            stay = _compacted(done.tolist())
+            if not stay:
+                break
+            if len(stay) <= (1 - COMPACT_AT) * len(done):
+                stepper.select(stay)
+                kept = indices(stay, device)
+                finished.select(sentences, kept)
+                sentences, tokens, sums = sentences[kept], tokens[kept], sums[kept]
+                parents = None if parents is None else parents[kept]
         # After the first step all rows of a sentence in the stepper are still equal.
-        if parents is not None and length > 1 and not torch.equal(parents, order.expand_as(parents)):
-            stepper.reorder((torch.arange(len(parents), device=device)[:, None] * len(order) + parents).flatten())
+        if parents is not None and length > 1 and (on or not torch.equal(parents, order.expand_as(parents))):
+            if len(first) != len(parents):
+                first = torch.arange(0, parents.numel(), len(order), device=device)[:, None]
+            stepper.reorder((first + parents).flatten())
         last = tokens[:, :, length - 1].flatten()
-    return finished.candidates()
+    return finished.candidates(sentences)
 
 
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -181,12 +200,11 @@ def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.gather(1, tokens[:, None]).squeeze(1).float() - log_normalisers(logits)
 
 
-def _compacted(done: Tensor) -> Tensor:
-    """The indices [b'] of the sentences that are not done [b]. Most keep their place; those from b' on fill gaps."""
-    stay = (~done).nonzero().squeeze(1)
-    order = torch.arange(len(stay), device=done.device)
-    order[done[: len(stay)]] = stay[stay >= len(stay)]
-    return order
+def _compacted(done: list[bool]) -> list[int]:
+    """The indices of the b' sentences that are not done. Most keep their place; those from b' on fill gaps."""
+    count = done.count(False)
+    rest = (i for i in range(count, len(done)) if not done[i])
+    return [next(rest) if done[i] else i for i in range(count)]
 
 
 def beam_search(
@@ -228,14 +246,14 @@ def beam_search(
     start[:, 0] = 0.0  # all beams start equal, so only one is used
 
     def extend(logits: Tensor, place: _Place) -> _Step:
-        sentences, sums, length, may_end, norms = place
+        sentences, sums, _, at_limit, may_end, norms = place
         log_probs, nexts, ends = best_extensions(logits, min(beams, logits.size(1)), rules.never, norms)
         live, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
-        ended, at_limit = sums + ends.view_as(sums), (limits[sentences] == length)[:, None]
+        ended = sums + ends.view_as(sums)
         if may_end is not None:
             ended = ended.masked_fill(~may_end[:, None], -torch.inf)
         if finish == "best":
-            live = live.masked_fill(at_limit, -torch.inf)
+            live = live.masked_fill(at_limit[:, None], -torch.inf)
         if finish == "best" or patience is not None:
             values, columns = torch.cat([live, ended], dim=1).topk(beams)
             among = (columns >= beams) & (values > -torch.inf)
@@ -247,7 +265,8 @@ def beam_search(
         return _Step(ended, live, nexts.view(len(sums), -1).gather(1, best), best // log_probs.size(1))
 
     def is_done(sentences: Tensor, step: _Step, worst: Tensor) -> Tensor:
-        return (step.live[:, 0] / last_divisors[sentences] <= worst) | (counts[sentences] >= most)
+        hopeless = step.live[:, 0] / last_divisors[sentences] <= worst
+        return hopeless if patience is None else hopeless | (counts[sentences] >= most)
 
     return _grow_hypotheses(stepper, limits, start, nbest, penalty, rules, extend, is_done)
 
@@ -315,10 +334,12 @@ def decode_independently(
         rules: on the next tokens.
     """
 
+    never = indices(rules.never, limits.device)
+
     def extend(logits: Tensor, place: _Place) -> _Step:
         sums, may_end, logits = place.sums, place.may_end, logits.float()
         norm = log_normalisers(logits) if place.norms is None else place.norms
-        logits[:, rules.never] = -torch.inf
+        logits[:, never] = -torch.inf
         if may_end is not None:
             logits[:, EOS].masked_fill_(~may_end.repeat_interleave(count), -torch.inf)
         chosen = choose(logits, place.sentences, place.length - 1)

@@ -28,8 +28,8 @@ class Stepper(Protocol):
     def reorder(self, rows: Tensor) -> None:
         """Makes row r a copy of row rows[r], for rows [B·K] of the same sentence."""
 
-    def select(self, sentences: Tensor) -> None:
-        """Keeps only these sentences [B'], with all their hypotheses, in this order."""
+    def select(self, sentences: Sequence[int]) -> None:
+        """Keeps only these sentences, with all their hypotheses, in this order."""
 
 
 Mean = Literal["arithmetic", "geometric"]  # of the probabilities of several models
@@ -52,20 +52,17 @@ class CachedStepper:
         self._model = model
         self._beams = beams
         self._cache = model.start_cache(model.encode(src, src_lengths), src_lengths, beams, max_steps)
-        # Allocated once: asking the system for so much memory in each step can take as long as the matrix product.
-        self._logits = model.output_weight.new_empty(len(src) * beams, len(model.output_weight))
 
     def step(self, tokens: Tensor) -> Tensor:
         if self._cache.position == 0:  # all hypotheses of a sentence are still equal
             hidden = self._model.step(tokens[:: self._beams], self._cache)
             return self._model.logits(hidden).repeat_interleave(self._beams, 0)
-        hidden = self._model.step(tokens, self._cache)
-        return self._model.logits(hidden, self._logits[: len(hidden)])
+        return self._model.logits(self._model.step(tokens, self._cache))
 
     def reorder(self, rows: Tensor) -> None:
         self._cache.reorder(rows)
 
-    def select(self, sentences: Tensor) -> None:
+    def select(self, sentences: Sequence[int]) -> None:
         self._cache.select(sentences)
 
 
@@ -88,8 +85,8 @@ class RecomputingStepper:
     def reorder(self, rows: Tensor) -> None:
         self._prefixes = self._prefixes[rows]
 
-    def select(self, sentences: Tensor) -> None:
-        rows = (sentences[:, None] * self._beams + torch.arange(self._beams, device=sentences.device)).flatten()
+    def select(self, sentences: Sequence[int]) -> None:
+        rows = [sentence * self._beams + beam for sentence in sentences for beam in range(self._beams)]
         self._memory, self._lengths, self._prefixes = self._memory[rows], self._lengths[rows], self._prefixes[rows]
 
 
@@ -113,7 +110,7 @@ class Ensemble:
         for member in self._members:
             member.reorder(rows)
 
-    def select(self, sentences: Tensor) -> None:
+    def select(self, sentences: Sequence[int]) -> None:
         for member in self._members:
             member.select(sentences)
 

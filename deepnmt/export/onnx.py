@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -137,8 +138,8 @@ class _Stepper:
     def reorder(self, rows: Tensor) -> None:
         self._past = self._past[:, :, rows.numpy()]
 
-    def select(self, sentences: Tensor) -> None:
-        rows = (sentences[:, None] * self._beams + torch.arange(self._beams)).flatten().numpy()
+    def select(self, sentences: Sequence[int]) -> None:
+        rows = [sentence * self._beams + beam for sentence in sentences for beam in range(self._beams)]
         self._past, self._source = self._past[:, :, rows], self._source[:, :, rows]
         self._lengths = self._lengths[rows]
 

@@ -76,25 +76,25 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         return self.out(merge_heads(attend(q, k, v, mask, dropout, causal)))
 
-    def step(self, x: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, slots: slice) -> Tensor:
+    def step(self, x: Tensor, past: Tensor, visible: Tensor | None, slots: slice) -> Tensor:
         """Decodes one position: x [B, K, D], the inputs of all hypotheses there, to [B, K, D].
 
         Args:
             x: may be [B, 1, D] as long as all hypotheses of a sentence are the same; its key and value then go into all
                 slots of the position.
-            keys, values: [B, H, max_steps·K, d], of all hypotheses of a sentence: slot p·K + j is the j-th at position
-                p. Those of this position are written.
+            past: keys and values [2, B, H, max_steps·K, d], of all hypotheses of a sentence: slot p·K + j is the j-th
+                at position p. Those of this position are written.
             visible: [B, 1, K, slots.stop], added to the scores: 0 if a hypothesis continues that slot, else -inf. None
                 if all slots are visible.
             slots: those of this position.
         """
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-        position = slots.start // (slots.stop - slots.start)
-        q, k = (self.rotate(each, position, position + 1) for each in (q, k))
-        keys[:, :, slots] = k
-        values[:, :, slots] = v
-        attended = attend(q, keys[:, :, : slots.stop], values[:, :, : slots.stop], visible)
-        return self.out(merge_heads(attended))
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, K, d]
+        if self.rotate is not unrotated:
+            position = slots.start // (slots.stop - slots.start)
+            qkv = torch.cat([self.rotate(qkv[:2], position, position + 1), qkv[2:]])
+        past[..., slots, :] = qkv[1:]
+        keys, values = past[..., : slots.stop, :]
+        return self.out(merge_heads(attend(qkv[0], keys, values, visible)))
 
 
 class CrossAttention(nn.Module):

@@ -5,8 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+
+def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers as int64 on a device, which the host does not wait for."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def _copy_rows(store: Tensor, dim: int, targets: Tensor, sources: Tensor) -> None:
@@ -25,7 +32,8 @@ class Cache:
 
     def __init__(self, past: Tensor, source: list[tuple[Tensor, Tensor]], mask: Tensor | None, beams: int) -> None:
         self.past = past  # [layers, 2, B, H, max_steps·K, d], filled up to `position`
-        self.lineage = past.new_full((past.size(2) * beams, past.size(4)), -torch.inf)
+        # Rows of a multiple of 8, so that no layer's attention has to copy the mask on a GPU.
+        self.lineage = past.new_full((past.size(2) * beams, -(-past.size(4) // 8) * 8), -torch.inf)
         self.own = past.new_full((beams, beams), -torch.inf).fill_diagonal_(0.0)
         self.source = source
         self.mask = mask
@@ -51,14 +59,15 @@ class Cache:
         lineage[:, :, slots] = self.own
         return lineage[:, None, :hypotheses, : slots.stop], slots
 
-    def select(self, sentences: Tensor) -> None:
-        """Keeps these sentences [B'] with all their hypotheses, in this order.
+    def select(self, sentences: Sequence[int]) -> None:
+        """Keeps these sentences with all their hypotheses, in this order.
 
         A sentence whose index does not change is not copied.
         """
-        count, filled = len(sentences), self.position * self.beams
-        targets = (sentences != torch.arange(count, device=sentences.device)).nonzero().squeeze(1)
-        sources = sentences[targets]
+        count, filled, device = len(sentences), self.position * self.beams, self.past.device
+        moves = [(target, source) for target, source in enumerate(sentences) if target != source]
+        targets, sources = (indices([move[side] for move in moves], device) for side in (0, 1))
+        kept = indices(sentences, device)
         for layer in self.past:  # one by one, so that the copy in between takes little memory
             _copy_rows(layer[..., :filled, :], 1, targets, sources)
         self.past = self.past[:, :, :count]
@@ -66,5 +75,5 @@ class Cache:
             _copy_rows(k, 0, targets, sources)
             _copy_rows(v, 0, targets, sources)
         self.source = [(k[:count], v[:count]) for k, v in self.source]
-        self.lineage = self.lineage.unflatten(0, (-1, self.beams)).index_select(0, sentences).flatten(0, 1)
-        self.mask = None if self.mask is None else self.mask.index_select(0, sentences)
+        self.lineage = self.lineage.unflatten(0, (-1, self.beams)).index_select(0, kept).flatten(0, 1)
+        self.mask = None if self.mask is None else self.mask.index_select(0, kept)

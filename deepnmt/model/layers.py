@@ -108,7 +108,7 @@ class DecoderLayer(Layer):
     def step(
         self,
         x: Stream,
-        past: tuple[Tensor, Tensor],
+        past: Tensor,
         visible: Tensor | None,
         source: tuple[Tensor, Tensor],
         mask: Tensor | None,
@@ -117,7 +117,7 @@ class DecoderLayer(Layer):
         """Decodes one target position, without dropout: x [B, K, D] to [B, K, D].
 
         Args:
-            past: keys and values of the self-attention [B, H, max_steps·K, d], extended in place.
+            past: keys and values of the self-attention [2, B, H, max_steps·K, d], extended in place.
             visible, slots: see `SelfAttention.step`.
             source: keys and values of the cross-attention [B, H, S, d].
             mask: the key mask of the cross-attention.
@@ -125,7 +125,7 @@ class DecoderLayer(Layer):
         return self.rule(
             x,
             (
-                lambda h: self.self_attn.step(h, *past, visible, slots),
+                lambda h: self.self_attn.step(h, past, visible, slots),
                 lambda h: self.cross_attn(h, *source, mask),
                 self.ffn,
             ),

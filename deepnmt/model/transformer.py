@@ -110,6 +110,7 @@ class Transformer(nn.Module):
         if model.tied == "all" and src_vocab != trg_vocab:
             raise ValueError(f"model.tied: all needs one vocabulary, but the sizes are {src_vocab} and {trg_vocab}")
         self.searcher: Any = None  # another program's search with this model (decode/ctranslate2.py); None: our own
+        self.project: nn.Module | None = None  # the output projection, if it is packed (decode/packed.py)
         self.label_smoothing, self.r_drop = label_smoothing, r_drop
         self.recompute = 0  # see `run_layers`
         self.shape = model.shape("decoder")
@@ -170,10 +171,9 @@ class Transformer(nn.Module):
         """The decoder's layers, lowest first."""
         return cast(list[DecoderLayer], list(self.decoder.layers))
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [..., D] to logits [..., V], with -inf for pad; written to `out` if given (then hidden is [R, D])."""
-        weight = self.output_weight
-        logits = F.linear(hidden, weight) if out is None else torch.mm(hidden, weight.t(), out=out)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] to logits [..., V], with -inf for pad."""
+        logits = F.linear(hidden, self.output_weight) if self.project is None else self.project(hidden)
         logits[..., PAD] = -torch.inf
         return logits
 
@@ -207,6 +207,6 @@ class Transformer(nn.Module):
         embedded = self.table("trg")(tokens.view(cache.past.size(2), -1))
         x: Stream = self.decoder.input.step(embedded, cache.position)
         visible, slots = cache.advance(embedded.size(1))
-        for layer, (keys, values), source in zip(self.decoder_layers, cache.past, cache.source, strict=True):
-            x = layer.step(x, (keys, values), visible, source, cache.mask, slots)
+        for layer, past, source in zip(self.decoder_layers, cache.past, cache.source, strict=True):
+            x = layer.step(x, past, visible, source, cache.mask, slots)
         return self.decoder.norm(x).flatten(0, 1)

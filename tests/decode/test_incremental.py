@@ -70,7 +70,7 @@ def test_selected_sentences_continue_alone(kept: list[int]) -> None:
     d.steps(d.tokens, 0, 1)
     given = d.tokens.view(B, K, T)
     for t, keep in ((2, kept), (4, [len(kept) - 1])):
-        d.cache.select(torch.tensor(keep))
+        d.cache.select(keep)
         given, d.memory, d.lengths = given[keep], d.memory[keep], d.lengths[keep]
         rows = given.flatten(0, 1)
         assert_close(d.steps(rows, t, t + 1), d.whole(rows)[:, t : t + 2])

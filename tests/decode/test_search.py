@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from refusals import user_error
 from torch import Tensor
 
+from deepnmt import device
 from deepnmt.decode.next_tokens import BLOCK, ROWS, LengthPenalty, Rules, best_entries, best_extensions, log_normalisers
 from deepnmt.decode.search import (
     Candidate,
@@ -57,8 +58,8 @@ class TableStepper:
         assert [s for s, _ in moved] == [s for s, _ in self.rows]
         self.rows = moved
 
-    def select(self, sentences: Tensor) -> None:
-        self.rows = [self.rows[s * self.beams + k] for s in sentences.tolist() for k in range(self.beams)]
+    def select(self, sentences: Sequence[int]) -> None:
+        self.rows = [self.rows[s * self.beams + k] for s in sentences for k in range(self.beams)]
 
 
 def log_prob(sentence: int, tokens: tuple[int, ...]) -> float:
@@ -227,7 +228,7 @@ class HashStepper:
     def reorder(self, rows: Tensor) -> None:
         self.states = self.states[rows]
 
-    def select(self, sentences: Tensor) -> None:
+    def select(self, sentences: Sequence[int]) -> None:
         self.states = self.states.view(-1, self.beams)[sentences].flatten()
 
 
@@ -305,10 +306,41 @@ def test_a_least_length_is_kept_unless_the_limit_is_lower(finish: Literal["any",
 
 @pytest.mark.parametrize("done", ["", "0", "1", "01", "10", "0010110", "1110001", "1111111", "0000"])
 def test_compaction_keeps_places_and_fills_gaps(done: str) -> None:
-    flags = torch.tensor([flag == "1" for flag in done], dtype=torch.bool)
-    order = _compacted(flags).tolist()
+    order = _compacted([flag == "1" for flag in done])
     assert sorted(order) == [i for i, flag in enumerate(done) if flag == "0"]
     assert all(order[i] == i for i in range(len(order)) if done[i] == "0")
+
+
+@pytest.mark.parametrize("limits", [(1, 8, 25, 8), (3, 17), (8,), (16, 2)], ids=str)
+def test_a_gpu_is_asked_every_eight_steps_and_finds_the_same(limits: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+                                                             ) -> None:
+    """The host reads the limits, what is done every eight steps, and the result."""
+    lengths, penalty = torch.tensor([limits[i % len(limits)] for i in range(60)]), LengthPenalty("average", 1.0)
+    prefixes = torch.full((60, 2), PAD)
+    prefixes[::3, 0], prefixes[::6, 1] = 4, 5
+
+    def search(peaked: bool) -> list[list[Candidate]]:
+        found = decode_independently(HashStepper(60, 3, peaked), lengths, 3, choose_greedily, penalty)
+        for patience, finish, rules in ((None, "any", Rules()), (1.0, "best", Rules(min_length=2, no_repeat=2)),
+                                        (0.5, "any", Rules(prefixes=prefixes))):
+            found += beam_search(HashStepper(60, 4, peaked), lengths, 4, 2, penalty, patience, finish, rules)
+        return found
+
+    expected = [search(peaked) for peaked in (False, True)]
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    for theirs, peaked in zip(expected, (False, True), strict=True):
+        for ours, their in zip(search(peaked), theirs, strict=True):
+            assert [(c.tokens, c.ended) for c in ours] == [(c.tokens, c.ended) for c in their]
+            assert [c.score for c in ours] == pytest.approx([c.score for c in their], abs=1e-6)
+    reads, read = [0], Tensor.tolist
+
+    def counted(tensor: Tensor) -> Any:
+        reads[0] += 1
+        return read(tensor)
+
+    monkeypatch.setattr(Tensor, "tolist", counted)
+    beam_search(HashStepper(60, 4, False), lengths, 4, 2, penalty)
+    assert reads[0] <= 2 + 3 + max(limits) // 8
 
 
 def test_search_stops_as_soon_as_nothing_can_improve() -> None:

@@ -230,13 +230,13 @@ def _caller() -> str:
 
 
 def _tolist(tensor: torch.Tensor) -> Any:
-    """`Tensor.tolist` waits once, and not for each number."""
+    """`Tensor.tolist` waits once, and not for each number: ones, false, or what is `known`."""
     if tensor.is_cuda and _running:
         _running[-1]._wait("tolist")
-    value: Any = 1.0 if tensor.is_floating_point() else 1
+    value: Any = False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
     for size in reversed(tensor.shape):
         value = [value] * size
-    return value
+    return getattr(tensor, "known", value)
 
 
 _running: list[Trace] = []

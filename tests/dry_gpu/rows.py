@@ -19,7 +19,8 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.batching import START, Update
 from deepnmt.decode import translate
-from deepnmt.decode.next_tokens import best_extensions
+from deepnmt.decode.next_tokens import LengthPenalty
+from deepnmt.decode.search import beam_search
 from deepnmt.decode.steppers import CachedStepper
 from deepnmt.doctor import measures
 from deepnmt.doctor.nonfinite import first_non_finite
@@ -118,7 +119,7 @@ def decode(model: Any, batch: Batch) -> None:
     model.step(torch.zeros(sentences, dtype=torch.int64), cache)
     cache.reorder(torch.arange(sentences * beams))
     model.logits(model.step(torch.zeros(sentences * beams, dtype=torch.int64), cache))
-    cache.select(torch.arange(2))
+    cache.select([0, 1])
     model.logits(model.step(torch.zeros(2 * beams, dtype=torch.int64), cache))
 
 
@@ -184,7 +185,7 @@ def counts() -> dict[str, Any]:
     with 12 and with 100 layers."""
     configs = [("zero1", "bf16"), *([("zero1", "fp16"), ("zero0", "bf16")] if LONG else [])]
     found: dict[str, Any] = {f"{zero} {precision}": update_of(zero, precision) for zero, precision in configs}
-    found["decoding"] = decoding("60l-12l", 100, 256)
+    found["decoding"] = decoding("60l-12l", 100, 256, steps=18)
     found["deepest"] = decoding("100l-100l", 30)
     return found
 
@@ -231,28 +232,34 @@ def traced_update(layers: dict[str, int], *settings: str) -> Counter[str]:
 
 
 @torch.no_grad()
-def decoding(name: str, length: int, sentences: int = 0) -> dict[str, Any]:
-    """A search's first steps for sentences of `length` tokens on a GPU of 80 GB; as many as fit, if not given."""
+def decoding(name: str, length: int, sentences: int = 0, steps: int = 2) -> dict[str, Any]:
+    """A search's first steps for sentences of `length` tokens on a GPU of 80 GB; as many as fit, if not given.
+    Launches are those of a step, waits those of eight."""
     recipe = recipe_of(f"wmt14_en_de/{name}")
     settings, vocab = recipe.translate, recipe.vocab.size
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
         model = Transformer(recipe.model, vocab, vocab, 1, 0.1, after_build=lambda part: None).eval()
-        steps = translate._most_steps(model, settings, length)
+        longest = translate._most_steps(model, settings, length)
         asked = settings.batch_tokens // (length * settings.beam)
         weights = trace.held
         torch.cuda.mem_get_info = lambda *_: (int(80e9 - 2.5 * 2**30) - weights, int(80e9))
         if not sentences:
-            sentences = min(asked, translate._sentences_that_fit(model, length, steps, settings.beam))
+            sentences = min(asked, translate._sentences_that_fit(model, length, longest, settings.beam))
         src = batch_of(sentences, length, 1).tensors
-        stepper = CachedStepper(model, *src[:2], settings.beam, steps)
-        tokens = torch.zeros(sentences * settings.beam, dtype=torch.int64)
-        stepper.step(tokens)
-        trace.kernels.clear()
-        trace.waits.clear()
-        best_extensions(stepper.step(tokens), settings.beam)
-        stepper.select(torch.arange(sentences // 2))
-    return {"sentences": sentences, "asked": asked, "peak": trace.peak, "launches": round(trace.launches),
-            "waits": trace.waits}
+        begun: list[tuple[float, int]] = []
+
+        class Counted(CachedStepper):
+            def step(self, tokens: torch.Tensor) -> torch.Tensor:
+                begun.append((trace.launches, trace.waits.total()))
+                return super().step(tokens)
+
+        stepper, limits = Counted(model, *src[:2], settings.beam, longest), torch.zeros(sentences, dtype=torch.int64)
+        limits.known = [steps] * sentences  # type: ignore[attr-defined]
+        beam_search(stepper, limits, settings.beam, 1, LengthPenalty("average", 1.0))
+        stepper.select(list(range(1, sentences // 2)))
+        (launches, waits), (_, before) = begun[-1], begun[-min(9, len(begun))]
+    return {"sentences": sentences, "asked": asked, "peak": trace.peak, "waits": waits - before,
+            "launches": round(launches - begun[-2][0])}
 
 
 if __name__ == "__main__":

@@ -96,9 +96,9 @@ def test_launches_bytes_and_memory_of_60l_12l(row: Callable[[str], dict[str, Any
 
 
 def test_decoding_fits_and_launches_no_more(row: Callable[[str], dict[str, Any]]) -> None:
-    """100L-100L decodes on a GPU of 80 GB, whose memory the whole batch of its recipe would exceed."""
+    """100L-100L decodes on a GPU of 80 GB, whose memory the whole batch of its recipe would exceed. A step of beam
+    search with 12 layers launches so much, and the host waits once in eight."""
     found = row("counts")
     deep, golden = found["deepest"], GOLDEN["decoding"]
     assert 1 <= deep["sentences"] < deep["asked"] and 0.5 * 80e9 < deep["peak"] < 80e9 - 2.5 * 2**30
-    assert found["decoding"]["launches"] <= golden["launches"]
-    assert grown(found["decoding"]["waits"], golden["waits"]) == {}
+    assert grown({key: found["decoding"][key] for key in golden}, golden) == {}
