@@ -215,22 +215,27 @@ def test_processes_share_the_lines(
     assert seen[-1] == len(LINES)
 
 
+SEARCHES = {"beam": SETTINGS.model_copy(update={"nbest": 2}),
+            "mbr": SETTINGS.model_copy(update={"method": "mbr", "samples": 6, "nbest": 2})}
+
+
 def translate_together(folder: str, source: str, target: str) -> None:
     """Runs on each rank."""
     with processes() as ranks:
-        settings = SETTINGS.model_copy(update={"nbest": 2})
-        written = translate_files(Path(folder), source, target, settings, output_format="jsonl", ranks=ranks)
-        assert written == (len(LINES) if ranks.first else 0)
+        for name, settings in SEARCHES.items():
+            written = translate_files(Path(folder), source, f"{target}.{name}", settings, output_format="jsonl",
+                                      ranks=ranks)
+            assert written == (len(LINES) if ranks.first else 0)
 
 
 def test_two_processes_write_the_same_as_one(checkpoint: Path, source: Path, tmp_path: Path, warm: Warm) -> None:
-    settings = SETTINGS.model_copy(update={"nbest": 2})
-    translate_files(checkpoint, str(source), str(tmp_path / "one"), settings, output_format="tsv")
     warm.run(2, "test_translate:translate_together", checkpoint, source, tmp_path / "two")
-    one = [line.split("\t") for line in (tmp_path / "one").read_text(encoding="utf-8").splitlines()]
-    two = [json.loads(line) for line in (tmp_path / "two").read_text(encoding="utf-8").splitlines()]
-    flat = [(o["line"], rank, h["text"]) for o in two for rank, h in enumerate(o["hypotheses"], start=1)]
-    assert flat == [(int(n), int(r), text) for n, r, _, text in one]
+    for name, settings in SEARCHES.items():
+        translate_files(checkpoint, str(source), str(tmp_path / "one"), settings, output_format="tsv")
+        one = [line.split("\t") for line in (tmp_path / "one").read_text(encoding="utf-8").splitlines()]
+        two = [json.loads(line) for line in (tmp_path / f"two.{name}").read_text(encoding="utf-8").splitlines()]
+        flat = [(o["line"], rank, h["text"]) for o in two for rank, h in enumerate(o["hypotheses"], start=1)]
+        assert flat == [(int(n), int(r), text) for n, r, _, text in one]
 
 
 def test_impossible_requests_are_rejected_before_the_model_is_loaded(source: Path, tmp_path: Path) -> None:
