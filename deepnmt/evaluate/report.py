@@ -25,6 +25,7 @@ from deepnmt.pages import html_table, page, plotted
 from deepnmt.plots import GREY, panels, plot_learning_curve, save, style
 
 SHOWN = 10  # sentences of each kind
+_MARKS = "Words that the reference does not have there are marked; words that are missing are not."
 LENGTHS = (1, 11, 21, 31, 51)  # words of a source at which a group begins
 FREQUENCIES = (0, 1, 10, 100, 1000)  # occurrences in the training text at which a group begins
 
@@ -140,18 +141,18 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
     parts = []
     metrics = [metric for metric in METRICS if all(metric in run.scores["sets"][names[0]] for run in runs)]
     for metric in metrics:
-        rows = [[METRICS[metric], *names]]
+        rows = [[METRICS[metric] + " (lower is better)" * (metric == "ter"), *names]]
         rows += [[label, *(f"{run.scores['sets'][name][metric]:.2f}" for name in names)]
                  for run, label in zip(runs, labels, strict=True)]
         signatures = dict.fromkeys(run.scores["sets"][name][f"{metric}_signature"] for run in runs for name in names)
         parts.append(html_table(rows))
         parts += [f"<p><small>{METRICS[metric]}|{escape(signature)}</small></p>" for signature in signatures]
     if runs[1:]:
-        rows = [["", "metric", "difference", "p"]]
+        rows = [["", "difference", "p"]]
         for name in names:
             systems = {label: run.translations[name] for run, label in zip(runs, labels, strict=True)}
             test = runs[0].sets[name]
-            rows += [[name, METRICS[c.metric], f"{c.difference:+.2f}", f"{c.p_value:.4f}"]
+            rows += [[f"{name}, {METRICS[c.metric]}", f"{c.difference:+.2f}", f"{c.p_value:.4f}"]
                      for c in compare(systems, test, test.lang or "", metrics)]
         parts.append(f"<h3>{escape(labels[1])} against {escape(labels[0])}</h3><p>Paired bootstrap resampling: p is "
                      "the probability of a difference as large between equal systems.</p>")
@@ -198,8 +199,8 @@ def _best_and_worst(run: Evaluated, name: str) -> list[str]:
     chrf = run.chrf[name]
     order = sorted(range(len(chrf)), key=lambda i: (-chrf[i], i))
     some = min(SHOWN, (len(order) + 1) // 2)
-    return [f"<h3>The {some} {kind} sentences</h3><p>By chrF2, which is in brackets. Words that differ from the "
-            f"reference are marked.</p>{_sentences([run], ['translation'], name, chosen)}"
+    return [f"<h3>The {some} {kind} sentences</h3><p>By chrF2, which is in brackets. {_MARKS}</p>"
+            f"{_sentences([run], ['translation'], name, chosen)}"
             for kind, chosen in (("best", order[:some]), ("worst", order[::-1][:some]))]
 
 
@@ -215,7 +216,7 @@ def _differences(runs: Sequence[Evaluated], labels: Sequence[str], name: str) ->
         if chosen:
             some = chosen[:SHOWN]
             parts.append(f"<h3>Where {escape(labels[1])} is {kind} by most</h3><p>The chrF2 of a sentence is in "
-                         "brackets. Words that differ from the reference are marked.</p>"
+                         f"brackets. {_MARKS}</p>"
                          f"{_sentences(runs, labels, name, some)}")
     return parts
 
@@ -246,12 +247,14 @@ def _sentences(runs: Sequence[Evaluated], labels: Sequence[str], name: str, chos
 
 def _marked(text: str, reference: str) -> str:
     """The text as HTML, with marks on words that are not the reference's."""
-    words = text.split()
+    (wanted, _), (words, ends) = (list(zip(*re.findall(r"(\w+|[^\w\s])(\s*)", line))) or [(), ()]
+                                  for line in (reference, text))
     found = []
-    for kind, _, _, start, stop in SequenceMatcher(None, reference.split(), words, autojunk=False).get_opcodes():
-        part = escape(" ".join(words[start:stop]))
-        found.append(part if kind == "equal" else f"<mark>{part}</mark>" if part else "")
-    return " ".join(filter(None, found)) or "<small>nothing</small>"
+    for kind, _, _, start, stop in SequenceMatcher(None, wanted, words, autojunk=False).get_opcodes():
+        if start < stop:
+            part = escape("".join(map("".join, zip(words[start:stop], ends[start:stop]))))
+            found.append(part if kind == "equal" else f"<mark>{part.rstrip()}</mark>{ends[stop - 1]}")
+    return "".join(found).strip() or "<small>nothing</small>"
 
 
 def _split(text: str) -> list[str]:

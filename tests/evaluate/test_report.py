@@ -182,3 +182,4 @@ def test_groups_and_marks() -> None:
     assert [_span(number, (0, 1, 10)) for number in range(3)] == ["0", "1 to 9", "10 or more"]
     assert _group(0, (1, 11)) == 0
     assert _marked("a x c", "a b c") == "a <mark>x</mark> c" and _marked("", "a") == "<small>nothing</small>"
+    assert _marked("The dog & cat.", "A dog.") == "<mark>The</mark> dog <mark>&amp; cat</mark>."
