@@ -146,10 +146,10 @@ class Engine:
     @torch.inference_mode()
     def search(self, sources: Ids, limit: int, settings: Translate) -> list[list[int]]:
         src, lengths = padded(sources)
+        beams = settings.beam if settings.method == "beam" else 1
         found = self._model.generate(
-            input_ids=src, attention_mask=_mask(src, lengths), max_new_tokens=limit, min_new_tokens=settings.min_length,
-            num_beams=settings.beam if settings.method == "beam" else 1, do_sample=False, early_stopping=True,
-            length_penalty=settings.alpha)
+            input_ids=src, attention_mask=_mask(src, lengths), max_length=1 + limit, min_new_tokens=settings.min_length,
+            num_beams=beams, do_sample=False, early_stopping=beams > 1, length_penalty=settings.alpha)
         return [_without_end(row) for row in found[:, 1:].tolist()]
 
 
