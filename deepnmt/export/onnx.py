@@ -90,22 +90,22 @@ class _Decoder(nn.Module):
         mask = _mask(src_lengths, source.size(4))
         grown = []
         for layer, old, keys_values in zip(model.decoder_layers, past.unbind(), source.unbind(), strict=True):
-            keys, values = map(_Growing, old.unbind())
-            x = layer.step(x, cast(Any, (keys, values)), None, cast(Any, keys_values.unbind()), mask, slice(0, 1))
-            grown.append(torch.stack([keys.whole, values.whole]))
+            own = _Growing(old)
+            x = layer.step(x, cast(Any, own), None, cast(Any, keys_values.unbind()), mask, slice(0, 1))
+            grown.append(own.whole)
         logits = model.logits(model.decoder.norm(x)[:, 0])
         barred = torch.zeros(logits.size(-1)).index_fill(0, torch.tensor([PAD]), -1e9)
         return logits.nan_to_num(neginf=0.0) + barred, torch.stack(grown)
 
 
 class _Growing:
-    """Past keys or values [B, H, P, d] to which a layer adds those of its position, without writing in place."""
+    """Past keys and values [2, B, H, P, d] to which a layer adds those of its position, without writing in place."""
 
     def __init__(self, past: Tensor) -> None:
         self.whole = past
 
     def __setitem__(self, slots: object, new: Tensor) -> None:
-        self.whole = torch.cat([self.whole, new], dim=2)
+        self.whole = torch.cat([self.whole, new], dim=3)
 
     def __getitem__(self, slots: object) -> Tensor:
         return self.whole
