@@ -7,7 +7,8 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -127,7 +128,7 @@ def decode(model: Any, batch: Batch) -> None:
 LAYOUTS = [
     *((f"zero{stage}", "bf16", 8, 0, 0) for stage in range(4)),
     ("zero1", "bf16", 2, 1, 0), ("zero1", "fp16", 2, 0, 0), ("zero0", "fp16", 1, 0, 0), ("zero2", "fp32", 2, 0, 0),
-    ("zero3", "bf16", 1, 0, 0),
+    ("zero3", "bf16", 1, 0, 0), ("zero3_offload", "bf16", 2, 0, 0),
     ("zero1", "bf16", 1, 0, 1), ("zero0", "fp16", 2, 0, 2), ("zero1", "bf16", 2, 1, 2),
     *(("zero1", "bf16", 8, rank, 4) for rank in (0, 2, 6)),
 ]
@@ -150,11 +151,11 @@ def layouts() -> dict[str, Any]:
 
         def run(name: str = name, recipe: Recipe = recipe, size: int = size, rank: int = rank, stages: int = stages
                 ) -> None:
-            # what DeepSpeed names no device for is on the GPU, but where it offloads to the CPU
-            place = torch.device("cpu" if "offload" in name else CUDA)
-            with world(rank, size) as ranks, FakeTensorMode(allow_non_fake_inputs=True), place, tracing() as trace:
+            with world(rank, size) as ranks, FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), \
+                    tracing() as trace, offloading("offload" in name) as place:
                 batch = batch_of(4, 9, 7)
                 engine: Any = start_engine(recipe, layout_of(recipe, size), (VOCAB, VOCAB), ranks)
+                place.enter_context(torch.device("cpu" if "offload" in name else CUDA))
                 trace.waits.clear()
                 collectives.clear()
                 take_update(engine, recipe, ranks, [batch, batch])
@@ -171,6 +172,28 @@ def layouts() -> dict[str, Any]:
         faults(found, name, run)
     probed = "__compatible_ops__" in vars(sys.modules["deepspeed.ops"])
     return {"faults": found, "waits": waits, "messages": messages, "probed": probed}
+
+
+@contextmanager
+def offloading(wanted: bool) -> Iterator[ExitStack]:
+    """Where DeepSpeed offloads, what it names no device for is on the CPU, from its start on; but not the model."""
+    from deepnmt.parallel.zero import ZeroEngine
+
+    kept = {name: getattr(ZeroEngine, name) for name in ("_start", "_create_optimizer_state", "fill")}
+
+    def on_cpu(method: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **named: Any) -> None:
+            with torch.device("cpu"):
+                method(*args, **named)
+
+        return run
+
+    for name, method in kept.items() if wanted else ():
+        setattr(ZeroEngine, name, on_cpu(method))
+    with ExitStack() as place:
+        yield place
+    for name, method in kept.items():
+        setattr(ZeroEngine, name, method)
 
 
 def engine_shapes(engine: Any) -> dict[str, tuple[int, ...]]:
