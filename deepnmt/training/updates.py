@@ -60,17 +60,26 @@ def updates(
         hook: see `UpdateHook`.
         stop_requested: returns whether this process was asked to stop.
     """
-    dropped = DroppedUpdates()
+    def take(position: Position) -> Update:
+        return batches.update(position, engine.data_world * recipe.batch.accumulation, engine.data_rank,
+                              engine.data_world, ranks.device)
+
+    dropped, ahead = DroppedUpdates(), take(state.position)
+
+    def flags() -> tuple[float, float]:
+        """Called while the device computes; so the next micro-batches are put together meanwhile."""
+        nonlocal ahead
+        ahead = take(update.next)
+        return float(stop_requested()), float(late)
+
     while True:
         started, number, limit = time.monotonic(), state.update + 1, recipe.train.max_seconds
-        update = batches.update(state.position, engine.data_world * recipe.batch.accumulation, engine.data_rank,
-                                engine.data_world, ranks.device)
+        update = ahead
         rate = learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates, update.passes,
                              [validation["value"] for validation in state.validations])
         late = limit is not None and state.seconds >= limit
         with hook(number) as measure:
-            stats = engine.train_step(update.batches, update.tokens, rate,
-                                      lambda: (float(stop_requested()), float(late)))  # noqa: B023 (called at once)
+            stats = engine.train_step(update.batches, update.tokens, rate, flags)
         measured = measure(stats) if measure and stats.applied else {}
         stop, over = stats.flags
         state.position, state.out_of_time, interval = update.next, over > 0, state.interval

@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from deepnmt.decode import translate
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import beam_search
 from deepnmt.decode.steppers import CachedStepper
+from deepnmt.device import upload
 from deepnmt.doctor import measures
 from deepnmt.doctor.nonfinite import first_non_finite
 from deepnmt.model.blocks import SIDES
@@ -57,7 +59,13 @@ def batch_of(sentences: int, source: int, target: int, key: int = 5) -> Batch:
 def take_update(engine: Any, recipe: Recipe, ranks: Ranks, batches: list[Batch]) -> None:
     """An update as training makes it, logs and the question for a signal included."""
     tokens = engine.data_world * sum(batch.tokens for batch in batches)
-    stream = cast(Any, SimpleNamespace(update=lambda *_: Update(batches, tokens, 0.0, START)))
+
+    def update(*_: Any) -> Update:
+        fresh = [replace(batch, tensors=tuple(upload(torch.zeros_like(tensor, device="cpu"), CUDA)
+                                              for tensor in batch.tensors)) for batch in batches]
+        return Update(fresh, tokens, 0.0, START)
+
+    stream = cast(Any, SimpleNamespace(update=update))
     next(updates(engine, stream, recipe, TrainState(), ranks))
 
 

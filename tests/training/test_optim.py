@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import islice
 from typing import Literal, get_args
 
 import pytest
@@ -14,7 +15,7 @@ from tiny_engines import ROOT, batch_of, export_state, fairseq_rule
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, Schedule, check_recipe, with_settings
 from deepnmt.config.sections import OWN
-from deepnmt.data.batching import START, Update
+from deepnmt.data.batching import START, Position, Update
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
 from deepnmt.optim import (
@@ -87,6 +88,26 @@ def test_an_update_takes_the_rate_that_the_validations_left() -> None:
 
     next(updates(engine_of({"lr": 1.0}), Batches(), recipe, state, Ranks.alone()))
     assert (state.update, state.interval.rate) == (6, pytest.approx(0.1))
+
+
+def test_the_next_micro_batches_are_put_together_before_the_host_waits() -> None:
+    """And each only once, in order."""
+    happened: list[object] = []
+
+    class Batches:
+        def update(self, position: Position, *_: object) -> Update:
+            happened.append(position.index)
+            return Update([micro_batch(position.index)], 4, 0.0, Position(0, position.index + 1))
+
+    engine = engine_of({"lr": 0.1})
+    recipe, state = recipe_of({"lr": 0.1}), TrainState()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", lambda tensor, _tolist=torch.Tensor.tolist: (
+            happened.append("waits") if len(tensor) > 4 else None, _tolist(tensor))[1])
+        for done in islice(updates(engine, Batches(), recipe, state, Ranks.alone()), 3):
+            happened.append(done.number)
+    assert happened == [0, 1, "waits", 1, 2, "waits", 2, 3, "waits", 3]
+    assert state.position == Position(0, 3)
 
 
 @pytest.mark.parametrize(("passes", "rate"), [(0.0, 1.0), (6.99, 1.0), (7.0, 0.1), (28.0, 0.05)])
