@@ -15,10 +15,12 @@ from deepnmt.config import Translate
 from deepnmt.decode.ctranslate2 import FORMATS, CTranslate2
 from deepnmt.export.plain import EPSILON, Pair, Plain, Values, to_plain
 from deepnmt.model.blocks import SIDES, Side
+from deepnmt.model.feedforward import ACTIVATIONS
 
 POSITIONS = 1025  # rows of the position tables at least: CTranslate2 reads up to 1,024 pieces unless told otherwise
-_ACTIVATIONS = {"relu": common_spec.Activation.RELU, "gelu": common_spec.Activation.GELU,
-                "silu": common_spec.Activation.SWISH}
+_ACTIVATIONS = {name: kind for kind, names in (
+    (common_spec.Activation.RELU, ("relu", "reglu")), (common_spec.Activation.GELU, ("gelu", "geglu")),
+    (common_spec.Activation.SWISH, ("silu", "swiglu"))) for name in names}
 
 
 def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
@@ -27,10 +29,11 @@ def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32"
     Raises:
         UserError: see `to_plain`.
     """
-    plain = to_plain(loaded, "CTranslate2")
+    plain = to_plain(loaded, "CTranslate2", ("norm", "activation"))
     encoder, decoder = (
         spec(plain.model.stack(side).layers, plain.heads(side), pre_norm=plain.kind(side) == "pre_ln",
-             activation=_ACTIVATIONS[plain.model.activation])
+             activation=_ACTIVATIONS[plain.model.activation], ffn_glu=ACTIVATIONS[plain.model.activation].rows == 2,
+             rms_norm=plain.model.norm == "rms_norm" and not plain.norm_free(side))
         for side, spec in zip(SIDES, (transformer_spec.TransformerEncoderSpec, transformer_spec.TransformerDecoderSpec),
                               strict=True))
     _fill_stack(encoder, encoder.embeddings[0], plain, "encoder")
@@ -64,7 +67,11 @@ def _fill_stack(spec: Any, embeddings: Any, plain: Plain, side: Side) -> None:
             for linear, matrix in zip(attention.linear, matrices, strict=True):
                 _fill(linear, plain.linear(f"{name}.{sublayer}.{matrix}"))
             _fill_norm(attention.layer_norm, plain.norm(f"{name}.rule.norms.{number}"))
-        _fill(layer.ffn.linear_0, plain.linear(f"{name}.ffn.fc1"))
+        weight, bias = plain.linear(f"{name}.ffn.fc1")
+        if ACTIVATIONS[plain.model.activation].rows == 2:  # the activation's half and the gate's
+            (weight, gate), (bias, shift) = np.split(weight, 2), np.split(bias, 2)
+            _fill(layer.ffn.linear_0_noact, (gate, shift))
+        _fill(layer.ffn.linear_0, (weight, bias))
         _fill(layer.ffn.linear_1, plain.linear(f"{name}.ffn.fc2"))
         _fill_norm(layer.ffn.layer_norm, plain.norm(f"{name}.rule.norms.{len(attentions)}"))
 
@@ -74,7 +81,9 @@ def _fill(linear: Any, values: Pair) -> None:
 
 
 def _fill_norm(norm: Any, values: Pair) -> None:
-    norm.gamma, norm.beta = map(_fp32, values)
+    norm.gamma = _fp32(values[0])
+    if hasattr(norm, "beta"):  # an RMSNorm has none
+        norm.beta = _fp32(values[1])
 
 
 def _fp32(values: Values) -> npt.NDArray[np.float32]:

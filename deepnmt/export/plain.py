@@ -14,7 +14,7 @@ multiple of the heads. What differs is less than the rounding of fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -41,12 +41,13 @@ EPSILON = 1e-5  # of every LayerNorm
 SMALL = 2.0**-40
 
 
-def to_plain(loaded: LoadedModel, program: str) -> Plain:
-    """The model in plain form. Raises `UserError` if one of its blocks has none."""
+def to_plain(loaded: LoadedModel, program: str, takes: Sequence[str] = ()) -> Plain:
+    """The model in plain form. `takes`: settings of which the program also knows the newer values, `norm` (RMSNorm) and
+    `activation` (gated FFNs). Raises `UserError` if one of its blocks has none."""
     model = loaded.recipe.model
     for name, other in (("norm", model.norm != "layer_norm"), ("positions", model.positions == "rotary"),
                         ("activation", ACTIVATIONS[model.activation].rows > 1)):
-        if other:
+        if other and name not in takes:
             raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
                             "use the model as it is, or without rotary positions export it with --to onnx")
     for side in SIDES:
@@ -106,11 +107,12 @@ class Plain:
         return gain or self.norm_free(side) or self.model.positions != "sinusoidal"
 
     def norm(self, name: str) -> Pair:
-        """γ and β [D] of a norm."""
+        """γ and β [D] of a norm; an RMSNorm's β is 0."""
         side = cast("Side", name.partition(".")[0])
         if self.norm_free(side):
             return np.full(self.width(side), math.sqrt(np.float32(EPSILON)) / SMALL), np.zeros(self.width(side))
-        return self._get(f"{name}.weight"), self._get(f"{name}.bias")
+        weight = self._get(f"{name}.weight")
+        return weight, np.zeros_like(weight) if self.model.norm == "rms_norm" else self._get(f"{name}.bias")
 
     def linear(self, name: str) -> Pair:
         """W and b of a linear map of a layer, by the name of the latter as in `encoder.layers.3.ffn.fc1`."""

@@ -77,6 +77,9 @@ def difference(to: job.Target, loaded: LoadedModel, folder: Path) -> float:
     ("fixup", "fixup", {"encoder.init": "published", "decoder.init": "published"}),
     ("looks_linear", "admin_closed_form", {"encoder.init": "published", "decoder.init": "published"}),
     ("admin", "rezero", {"tied": "none", "encoder.width": 24, "decoder.heads": 4, "activation": "silu"}),
+    ("admin", "pre_ln", {"norm": "rms_norm", "activation": "swiglu"}),
+    ("rezero", "deepnorm", {"norm": "rms_norm", "activation": "geglu", "tied": "none"}),
+    ("post_ln", "rezero_post_ln", {"activation": "reglu"}),
 ])
 def test_every_block_with_a_plain_form_goes_to_ctranslate2(
     encoder: str, decoder: str, settings: dict[str, Any], tmp_path: Path
@@ -113,8 +116,9 @@ def test_what_has_no_plain_form_is_refused(block: str, tmp_path: Path) -> None:
 def test_modern_pieces_without_a_form_elsewhere_are_refused(tmp_path: Path) -> None:
     for name, value in (("norm", "rms_norm"), ("positions", "rotary"), ("activation", "swiglu")):
         model = config.with_settings(shapes("pre_ln", "pre_ln"), {name: value})
-        with user_error(f"^model.{name} is {value}, which deepnmt cannot write for CTranslate2"):
-            to_plain(loaded_of(model, tmp_path), "CTranslate2")
+        for to in ("huggingface", *(["ctranslate2"] if value == "rotary" else [])):
+            with user_error(f"^model.{name} is {value}, which deepnmt cannot write for "):
+                target(to).write(loaded_of(model, tmp_path), tmp_path, "fp32")
     rotary = loaded_of(config.with_settings(model, {"positions": "rotary"}), tmp_path)
     with user_error("^model.positions is rotary, which deepnmt cannot write for ONNX"):
         target("onnx").write(rotary, tmp_path, "fp32")
@@ -267,6 +271,12 @@ def test_the_backend_searches_as_deepnmt_does(
                                   max_ratio=0.5, max_extra=20, nbest=2)
     assert [line[0].text for line in nbest] == [line[0]["text"] for line in found["ctranslate2"] if line[0]["tokens"]]
     assert len(model.translate(lines[:2], beam=1)) == 2  # deepnmt's own is as before
+    assert main("evaluate", [str(run), backend, *search, "translate.max_extra=20", "--test",
+                             f"mine={prepared}/text/test.en,{prepared}/text/test.de",
+                             "--output", str(tmp_path / "scores.json")]) == 0
+    assert json.loads((tmp_path / "scores.json").read_text())["translate"]["backend"] == "ctranslate2"
+    kept, = (tmp_path / "scores").glob("*.hyp*")
+    assert kept.read_text("utf-8").splitlines() == [line[0].text for line in nbest]
     other = tmp_path / "other"
     assert main("average", [str(run), "--last", "1", "--output", str(other / "averaged")]) == 0
     (run / "ctranslate2").rename(other / "ctranslate2")

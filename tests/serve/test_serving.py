@@ -198,9 +198,21 @@ def test_mistakes(run: deepnmt.Run, refused: Refused, monkeypatch: pytest.Monkey
     assert "serve was started on 2 processes" in refused("serve", run.folder)
 
 
-def test_a_full_queue_and_a_signal(run: deepnmt.Run, warm: Warm, server: Server) -> None:
-    """Runs last: the server of the other tests ends, and one with a small queue begins."""
+def test_a_server_searches_with_the_exported_model(run: deepnmt.Run, warm: Warm, server: Server, threads: None) -> None:
+    """The server of the other tests ends first."""
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed; pip install 'deepnmt[export]'")
     assert re.search(r"served \d+ requests, \d+ sentences", server.end())
+    assert main("export", [str(run.folder), "--to", "ctranslate2", "--lines", "2"]) == 0
+    settings = {"backend": "ctranslate2", "finish": "best", "patience": 1.0}
+    exported = Server(warm, str(run.folder), *(f"translate.{name}={value}" for name, value in settings.items()))
+    assert exported.translate(text=LINES[:5]) == (200, {"translations": run.translate(LINES[:5], **settings)})
+    exported.end()
+
+
+def test_a_full_queue_and_a_signal(run: deepnmt.Run, warm: Warm, server: Server) -> None:
+    """Runs last: the server of the other tests has ended, and one with a small queue begins."""
+    if server.pid:
+        server.end()
     small = Server(warm, str(run.folder), "--checkpoint=newest", "--checkpoint=best", "--queue=1", "--batch=1",
                    "translate.beam=8", "translate.max_extra=20")
     with ThreadPoolExecutor(8) as clients:
