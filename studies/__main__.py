@@ -222,6 +222,28 @@ def benchmark(words: list[str]) -> None:
     benchmark(recipe, args.updates, args.rounds, args.translate, args.output)
 
 
+def searches(words: list[str]) -> None:
+    """Time deepnmt's search beside CTranslate2's with the same model."""
+    parser = plain_parser(
+        "searches",
+        "Translates a text by deepnmt's own search, by its backend ctranslate2 and by CTranslate2 itself, in turns,\n"
+        "and prints sentences per second of CPU time and BLEU as a table. RUN needs the folder that\n"
+        "deepnmt export RUN --to ctranslate2 writes.",
+        "python -m studies searches runs/my test.de test.en --lines 200",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("source", type=Path, metavar="SRC", help="the text")
+    parser.add_argument("reference", type=Path, metavar="REF", help="its translations")
+    add_options(parser, ("--lines", "N", int, 1000, "lines of the text (default 1000)"),
+                ("--rounds", "N", int, 3, "default 3"), THREADS)
+    args = parser.parse_args(words)
+    positive(args, "lines", "rounds", "threads")
+    from studies.benchmarks.searches import compare_searches
+
+    use_threads(args.threads)
+    print(compare_searches(args.run, args.source, args.reference, args.lines, args.rounds))
+
+
 def layouts(words: list[str]) -> None:
     """Take the same updates in several layouts and compare losses, memory and time."""
     parser = recipe_parser(
@@ -292,6 +314,7 @@ STUDIES: dict[str, Command] = {
     "reproduce": reproduce,
     "compare-blocks": compare_blocks,
     "benchmark": benchmark,
+    "searches": searches,
     "layouts": layouts,
     "pipeline-idle": pipeline_idle,
     "saves": saves,

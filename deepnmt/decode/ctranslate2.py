@@ -66,6 +66,7 @@ class CTranslate2:
         self, folder: Path, vocabs: tuple[Vocabulary, Vocabulary], precision: str = "fp32",
         device: torch.device | str = "cpu",
     ) -> None:
+        self.folder = folder
         self._src, self._trg = (vocab.names() for vocab in vocabs)
         self._ids = {piece: number for number, piece in enumerate(self._trg)}
         device = torch.device(device)

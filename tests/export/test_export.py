@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from deepnmt.export import job
 from deepnmt.export.card import SCRIPTS
 from deepnmt.export.plain import NORM_FREE, Plain, to_plain
 from deepnmt.export.proof import Native
+from studies.__main__ import main as main_of_studies
 
 LIBRARIES = {"ctranslate2": "ctranslate2", "huggingface": "transformers", "onnx": "onnxruntime"}
 VOCAB = Vocabulary(tiny_run.VOCAB)
@@ -238,9 +240,9 @@ def test_int8_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_backend_searches_as_deepnmt_does(
-    run: Path, prepared: Path, tmp_path: Path, refused: Refused, threads: None
+    run: Path, prepared: Path, tmp_path: Path, refused: Refused, threads: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the command and in Python; never by itself; of these weights only."""
+    """In commands and in Python; never by itself; of these weights only. A study times it."""
     target("ctranslate2")
     lines = (prepared / "text" / "test.en").read_text(encoding="utf-8").splitlines()
     (source := tmp_path / "in").write_text("\n".join([*lines[:5], "", *lines[5:]]) + "\n", encoding="utf-8")
@@ -277,6 +279,12 @@ def test_the_backend_searches_as_deepnmt_does(
     assert json.loads((tmp_path / "scores.json").read_text())["translate"]["backend"] == "ctranslate2"
     kept, = (tmp_path / "scores").glob("*.hyp*")
     assert kept.read_text("utf-8").splitlines() == [line[0].text for line in nbest]
+    texts = [str(prepared / "text" / name) for name in ("test.en", "test.de")]
+    capsys.readouterr()
+    assert main_of_studies("searches", [str(run), *texts, "--lines=2", "--rounds=1"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 13 and all(re.fullmatch(r"\| .*, .* \| [\d.]+ \(.*\) \| [\d.]+ \| [\d.]+ \| \d of 2 \|", row)
+                                    for row in table[2:])
     other = tmp_path / "other"
     assert main("average", [str(run), "--last", "1", "--output", str(other / "averaged")]) == 0
     (run / "ctranslate2").rename(other / "ctranslate2")
