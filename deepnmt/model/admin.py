@@ -32,12 +32,12 @@ from torch.nn.utils import skip_init
 
 from deepnmt.batch import Batch
 from deepnmt.config import Admin, Model
+from deepnmt.device import default_generator
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Branch, Side, Stream, last_output, profiled_sublayers
 from deepnmt.model.blocks import Admin as AdminBlock
-from deepnmt.model.dropout import default_generator
 from deepnmt.model.embedding import TABLES, InputLayer
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.layers import Layer

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepnmt import device as device_
+from deepnmt.model import fused
 
 
 def stable_hash(*parts: int | str) -> int:
@@ -28,14 +29,7 @@ def seed_dropout(device: torch.device, seed: int, key: int, name: str) -> None:
 
     Unlike `torch.manual_seed`, it seeds no other device.
     """
-    default_generator(device).manual_seed(stable_hash(seed, key, name))
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operations on `device` draw from."""
-    if device.type != "cuda":
-        return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    device_.default_generator(device).manual_seed(stable_hash(seed, key, name))
 
 
 @contextmanager
@@ -56,10 +50,17 @@ class Dropout(nn.Module):
         super().__init__()
         self.p = p
 
+    @property
+    def rate(self) -> float:
+        """The probability now: 0 in evaluation."""
+        return self.p if self.training else 0.0
+
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape to the same shape."""
-        if not self.training or self.p == 0:
+        if self.rate == 0:
             return x
+        if device_.has_kernels(x):
+            return fused.drop(x, self.p)
         return F.dropout(x, self.p) if device_.on_gpu(x) else x * cpu_mask(x, self.p)
 
 
@@ -74,7 +75,7 @@ def _cpu_mask(x: Tensor, p: float) -> Tensor:
     PyTorch's Bernoulli sampling on a CPU takes longer than a layer's matrix products. Here one random 64-bit number
     serves four elements, 16 bits each. The scale is that of the rounded probability, so the expected value is exact.
     """
-    dropped = min(round(p * 2**16), 2**16 - 1)
+    dropped = fused.dropped_of(p)
     samples = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     mask = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.ge(samples.view(torch.int16)[: x.numel()].view(x.shape), dropped - 2**15, out=mask)

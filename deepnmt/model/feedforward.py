@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepnmt.model import fused
 from deepnmt.model.dropout import Dropout
 from deepnmt.model.unfilled import unfilled
 
@@ -74,6 +75,8 @@ class FeedForward(nn.Module):
         return self.activation(h)
 
     def forward(self, x: Tensor) -> Tensor:
+        if type(self) is FeedForward and self.activation is F.relu and fused.usable(x, self.fc1):
+            return self.fc2(self.dropout(fused.linear_relu(x, self.fc1)))
         return self.fc2(self.dropout(self.activate(self.fc1(x))))
 
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from deepnmt import device as device_
+from deepnmt.model import fused
 
 # Logits of one chunk: few enough for the cache of a CPU, enough to use a whole GPU.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
@@ -79,7 +80,7 @@ def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> i
     """Memory of `label_smoothed_loss` in bytes, without the gradient of the hidden states.
 
     It is the logits of one chunk and the gradient of the projection in fp32, and for a 16-bit model a 16-bit copy of
-    each.
+    each; on a GPU the logits have only the model's type.
 
     Args:
         tokens: target tokens.
@@ -87,7 +88,7 @@ def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> i
         device: cpu or cuda.
     """
     each = 4 if size == 4 else 6
-    return each * (min(tokens * vocab, _CHUNK_LOGITS[device]) + vocab * width)
+    return (size if device == "cuda" else each) * min(tokens * vocab, _CHUNK_LOGITS[device]) + each * vocab * width
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
@@ -101,6 +102,12 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor | None, smoothing: float,
         differentiable: bool,
     ) -> tuple[Tensor, Tensor]:
+        if kept is not None and device_.has_kernels(hidden):
+            loss, nll, *grads = _in_one_pass(hidden, weight, targets, kept, smoothing, differentiable)
+            ctx.save_for_backward(*grads)
+            ctx.weight_dtype = weight.dtype
+            ctx.mark_non_differentiable(nll)
+            return loss, nll
         rows = len(hidden)
         if not device_.on_gpu(hidden) and hidden.dtype != torch.float32:
             extra = -rows % _ROW_MULTIPLE
@@ -159,6 +166,35 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None, None
+
+
+def _in_one_pass(
+    hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor, smoothing: float, differentiable: bool
+) -> list[Tensor]:
+    """`_ProjectedCrossEntropy` with one operation for what is between the matrix products: loss and nll, and then the
+    gradients if `differentiable`."""
+    counts, weight_mean = kept[:, 0], weight.float().mean(0)
+    summed = torch.mul(hidden, kept).sum(0)
+    sums = hidden.new_empty(len(hidden), 2, dtype=torch.float32)
+    hidden_grad = torch.empty_like(hidden) if differentiable else hidden
+    weight_grad = weight.new_zeros(weight.shape if differentiable else 0, dtype=torch.float32)
+    size = max(1, _CHUNK_LOGITS["cuda"] // len(weight))
+    # rows begin at multiples of 128 bytes, for the kernel and the matrix products
+    logits = hidden.new_empty(min(size, len(hidden)), -(-len(weight) // 64) * 64)[:, : len(weight)]
+    for start in range(0, len(hidden), size):
+        part = slice(start, start + size)
+        product = torch.mm(hidden[part], weight.t(), out=logits[: len(hidden[part])])
+        sums[part] = fused.cross_entropy_(product, targets[part], counts[part], smoothing, differentiable)
+        if differentiable:
+            torch.mm(product, weight, out=hidden_grad[part])
+            _add_product(weight_grad, product.t(), hidden[part], product)
+    loss, nll = sums.sum(0).unbind()
+    loss = loss - smoothing * torch.dot(summed, weight_mean)  # the mean of a row's logits
+    if not differentiable:
+        return [loss, nll]
+    hidden_grad.sub_(kept * (smoothing * weight_mean))
+    weight_grad -= smoothing / len(weight) * summed
+    return [loss, nll, hidden_grad, weight_grad]
 
 
 class _Divergence(torch.autograd.Function):

@@ -114,7 +114,7 @@ class PublishedAdminClosedForm(Block):
         return AdminClosedForm.constant(position)
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.norms[i](self.omega * x + f(x))
+        return self.normed(i, x, f, self.omega)
 
 
 class UnbiasedLinear(nn.Linear):

@@ -32,8 +32,10 @@ from deepnmt.training.fine_tuning import check_parts, find_trained, origins
 
 # Tensors of model width that autograd keeps for the backward pass, for each token and layer, without the FFN's inner
 # ones; within 5 % for a Post-LN model (tests/training/test_dry_run.py). In 16 bits a CPU computes attention and norms
-# in fp32 and keeps those inputs in fp32.
+# in fp32 and keeps those inputs in fp32. A GPU keeps no mask and no branch, only its sum with the residual
+# (`model/fused.py`).
 _KEPT = {"encoder": 10, "decoder": 17}
+_KEPT_ON_GPU = {"encoder": 8, "decoder": 14}
 _KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
 _BUSY = 2**14  # tokens of a micro-batch that keep a GPU busy at width 512
 _SURELY = 1.2  # times the memory that there is: what certainly does not fit, beyond the error of the estimate
@@ -83,9 +85,9 @@ def memory_estimate(
     kept_by_optimizer = 4 * len(moment_names(recipe)) + 4 * (stage > 0 or size == 2)
     tokens, model = recipe.batch.tokens * (2 if recipe.train.r_drop else 1), recipe.model
     device = device or _device()
-    each = _KEPT_ON_CPU_IN_16_BITS if device == "cpu" and size == 2 else _KEPT
+    each = _KEPT_ON_GPU if device == "cuda" else _KEPT_ON_CPU_IN_16_BITS if size == 2 else _KEPT
     # tensors of the FFN's inner width
-    inner = _INNER.get(model.activation, 4) + 2 * (model.activation_dropout > 0)
+    inner = _INNER.get(model.activation, 4) + (1 if device == "cuda" else 2) * (model.activation_dropout > 0)
     shapes = [(each[side], model.stack(side).layers, model.shape(side)) for side in SIDES]
     kept = float(sum(layers * (tensors * shape.width + inner * shape.ffn) for tensors, layers, shape in shapes))
     group = recipe.parallel.recompute_layers

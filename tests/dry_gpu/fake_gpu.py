@@ -159,6 +159,8 @@ class Trace(TorchDispatchMode):
         if name not in _VIEWS:
             self.kernels[name] += _grouped(name, args)
             self.bytes[name] += sum(each.numel() * each.element_size() for each in (*tensors, *made))
+            if name == "cross_entropy_":  # reads the logits twice, and writes them
+                self.bytes[name] += 2 * tensors[0].numel() * tensors[0].element_size()
         devices = {each.device.type for each in (*tensors, *made)}
         if name in ("_to_copy", "copy_") and len(devices) > 1 and not kwargs.get("non_blocking") and not (
                 name == "copy_" and len(args) > 2 and args[2]):
@@ -292,6 +294,7 @@ def begin() -> None:
     from deepnmt.ranks import Ranks
 
     assert device.choose() == "cuda"
+    device._triton = True  # what its kernels launch is traced without it
     nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     F.scaled_dot_product_attention = _attention
     FakeTensor.tolist = _tolist  # type: ignore[method-assign]

@@ -27,8 +27,9 @@ from deepnmt.decode.steppers import CachedStepper
 from deepnmt.device import upload
 from deepnmt.doctor import measures
 from deepnmt.doctor.nonfinite import first_non_finite
-from deepnmt.model.blocks import SIDES
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.attention import key_mask
+from deepnmt.model.blocks import SIDES, Side
+from deepnmt.model.transformer import Transformer, build_layer
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.settings import layout_of
@@ -216,6 +217,7 @@ def counts() -> dict[str, Any]:
     with 12 and with 100 layers."""
     configs = [("zero1", "bf16"), *([("zero1", "fp16"), ("zero0", "bf16")] if LONG else [])]
     found: dict[str, Any] = {f"{zero} {precision}": update_of(zero, precision) for zero, precision in configs}
+    found["layers"] = {side: layer_of(side) for side in SIDES}
     found["decoding"] = decoding("60l-12l", 100, 256, steps=18)
     found["deepest"] = decoding("100l-100l", 30)
     return found
@@ -260,6 +262,22 @@ def traced_update(layers: dict[str, int], *settings: str) -> Counter[str]:
             micro_batch=second - first, update=trace.launches - 2 * (second - first), bytes=second_bytes - first_bytes,
             peak=trace.peak, parameters=engine.parameters,
             **{f"waits {name}": count for name, count in trace.waits.items()})
+
+
+def layer_of(side: Side) -> dict[str, float]:
+    """Launches of a layer of 60L-12L in bf16, forward and backward, and what its operations move that are no matrix
+    product and no attention, in numbers of the model's width for each token."""
+    recipe = recipe_of("wmt14_en_de/60l-12l")
+    width = recipe.model.width
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
+        layer = build_layer(recipe.model, side, 1, 1).bfloat16().train()
+        x, memory = (torch.zeros(1024, 28, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        mask = key_mask(batch_of(1024, 28, 28).tensors[1], 28, x.dtype)
+        grad = torch.zeros_like(x)
+        trace.clear()
+        layer(x, *[memory] * (side == "decoder"), mask, 1).backward(grad)
+        moved = sum(size for name, size in trace.bytes.items() if "mm" not in name and "attention" not in name)
+    return {"launches": trace.launches, "element_wise": round(moved / x.numel() / x.element_size(), 1)}
 
 
 @torch.no_grad()
