@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from machines import Machines, Unavailable
-from node_runs import LONG, SETTINGS
+from node_runs import LONG, SETTINGS, Expected
 from warm import Warm
 
 
@@ -34,10 +35,13 @@ def nothing_left(machines: Machines) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[int, Path]:
-    """Runs of 12 and 300 updates on two processes of one machine, by their length."""
-    runs = {updates: tmp_path_factory.mktemp(f"updates-{updates}") for updates in (12, 300)}
-    for updates, more in ((12, ()), (300, LONG)):
-        warm.train(2, prepared / "recipe.yaml", f"run={runs[updates]}", *SETTINGS, *more)
+def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Expected:
+    """Runs on two processes of one machine, by their updates; each is made when it is asked for the first time."""
+    @cache
+    def run_of(updates: int) -> Path:
+        run = tmp_path_factory.mktemp(f"updates-{updates}")
+        warm.train(2, prepared / "recipe.yaml", f"run={run}", *SETTINGS, *LONG, f"train.updates={updates}")
         assert warm.wait() == [0, 0], warm.said()
-    return runs
+        return run
+
+    return run_of

@@ -20,7 +20,10 @@ LAUNCH = REPO / "recipes" / "launch"
 SETTINGS = (f"parallel.ds_config={REPO}/ds_configs/zero1.json", "model.encoder.block=pre_ln",
             "model.decoder.block=pre_ln", "train.valid_bleu=false")
 LONG = ("train.updates=300", "train.save_every=1000", "train.validate_every=1000")  # time enough to be stopped in
+ENDLESS = (*LONG, "train.updates=100000")  # for runs that are always stopped, and then finished with fewer
 GONE = 30.0  # seconds within which everything must have ended
+
+Expected = Callable[[int], Path]  # from a number of updates to a run of so many that nobody disturbed
 
 
 def wait_for(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
@@ -36,19 +39,19 @@ def words(prepared: Path, run: Path, *overrides: str) -> str:
     return shlex.join([str(prepared / "recipe.yaml"), f"run={run}", *SETTINGS, *overrides])
 
 
-def assert_same(run: Path, expected: dict[int, Path], updates: int) -> None:
+def assert_same(run: Path, expected: Expected, updates: int) -> None:
     """Losses and weights are those of one machine, to the bit."""
-    assert losses(run) == losses(expected[updates])
-    ours, theirs = tensors(run, updates, "weights"), tensors(expected[updates], updates, "weights")
+    assert losses(run) == losses(expected(updates))
+    ours, theirs = tensors(run, updates, "weights"), tensors(expected(updates), updates, "weights")
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
-def finish(warm: Warm, prepared: Path, run: Path, expected: dict[int, Path], *overrides: str) -> None:
+def finish(warm: Warm, prepared: Path, run: Path, expected: Expected, updates: int, *overrides: str) -> None:
     """Resumes on two processes of this machine, which wait for no launcher, and compares the whole run."""
-    resumes = 0 < newest(run) < 300
-    warm.train(2, prepared / "recipe.yaml", f"run={run}", *SETTINGS, *LONG, *overrides)
+    resumes = 0 < newest(run) < updates
+    warm.train(2, prepared / "recipe.yaml", f"run={run}", *SETTINGS, *LONG, *overrides, f"train.updates={updates}")
     assert warm.wait() == [0, 0] and ("resuming from" in warm.said()) == resumes, warm.said()
-    assert_same(run, expected, 300)
+    assert_same(run, expected, updates)
 
 
 def newest(run: Path) -> int:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from machines import NODES, Machines
-from node_runs import GONE, LONG, assert_same, by_hand, newest, text, wait_for, words
+from node_runs import ENDLESS, GONE, Expected, assert_same, by_hand, newest, text, wait_for, words
 
 from deepnmt.checkpoint.checkpoint import list_checkpoints, verify
 from deepnmt.parallel.watch import SILENCE
 
-OPTIONS = (*LONG, "train.save_every=10")
+OPTIONS = (*ENDLESS, "train.save_every=10")
 AWAY = 10.0  # seconds without a sign that a test has time for; what they are in a run, the last one uses up to a third
 IMPATIENT = (f"python -c 'import sys; from deepnmt.parallel import watch; watch.SILENCE = {AWAY}; "
              "from deepnmt.cli import main; sys.exit(main(\"train\", sys.argv[1:]))'")
@@ -66,10 +66,11 @@ def test_a_machine_that_stays_away(fault: str, machines: Machines, prepared: Pat
     verify(list_checkpoints(run / "checkpoints")[-1])
 
 
-def test_a_link_that_is_down_for_20_seconds(machines: Machines, prepared: Path, expected: dict[int, Path]) -> None:
+def test_a_link_that_is_down_for_20_seconds(machines: Machines, prepared: Path, expected: Expected) -> None:
     run = machines.shared / "lost"
     before = newest(run)  # what the others left, who may not have run
-    started, said = by_hand(machines, 29900, words(prepared, run, *OPTIONS), "outage")
+    updates = before // 100 * 100 + 200
+    started, said = by_hand(machines, 29900, words(prepared, run, *OPTIONS, f"train.updates={updates}"), "outage")
     wait_for(lambda: f"update {before + 20}/" in text(said[0]), 200, lambda: text(said[0]))
     assert ("resuming from" in text(said[0])) == (before > 0), text(said[0])
     link(machines, "down")
@@ -81,5 +82,5 @@ def test_a_link_that_is_down_for_20_seconds(machines: Machines, prepared: Path, 
     finally:
         link(machines, "up")
     assert [process.wait(200) for process in started] == [0, 0], "\n".join(map(text, said))
-    assert_same(run, expected, 300)
+    assert_same(run, expected, updates)
     assert SILENCE > 60 and SILENCE + GONE <= 120, "20 s are waited for with a margin, and two minutes never"

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 from machines import Machines
-from node_runs import LONG, finish, hostfile, text, torchrun, wait_for, words
+from node_runs import LONG, Expected, finish, hostfile, text, torchrun, wait_for, words
 from warm import Warm
 
 from deepnmt.files import read_log
@@ -102,7 +102,7 @@ def strike(machines: Machines, run: Path, line: str, draw: random.Random, number
 
 
 @pytest.mark.timeout(900 + 400 * KILLS)  # of 2 minutes each on a crowded machine, and 300 updates to the end
-def test_killed_at_random(machines: Machines, prepared: Path, expected: dict[int, Path], warm: Warm) -> None:
+def test_killed_at_random(machines: Machines, prepared: Path, expected: Expected, warm: Warm) -> None:
     seed = time.time_ns()
     draw, done, runs = random.Random(seed), Counter[str](), 0
     print(f"seed {seed}")
@@ -116,6 +116,6 @@ def test_killed_at_random(machines: Machines, prepared: Path, expected: dict[int
                 break
             done[what] += 1
             print(f"{done.total()} {what} at update {last_update(run)}", flush=True)
-        finish(warm, prepared, run, expected, *OPTIONS)
+        finish(warm, prepared, run, expected, 300, *OPTIONS)
         print(f"run {runs}: all losses and weights equal after {done.total()} kills so far", flush=True)
     print("\n".join(f"{count} {what}" for what, count in sorted(done.items())))
