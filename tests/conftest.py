@@ -89,8 +89,9 @@ LONGEST = [
     "test_launchers", "test_kill", "test_lost_nodes", "test_launcher", "test_torchrun", "test_engines",
     "test_foreign_files", "test_dry_gpu", "test_wheel", "test_pipeline", "test_readme", "test_resume_anywhere",
     "test_faults_of_saves", "test_failing_disk", "test_random_kills", "test_nodes_that_differ", "test_demo",
-    "test_help", "test_diagnose", "test_notebook", "test_admin_profile", "test_layout_change", "test_watch",
-    "test_offload", "test_optimizers", "test_divergence", "test_gather", "test_export",
+    "test_steps", "test_tutorial", "test_help", "test_diagnose", "test_notebook", "test_admin_profile",
+    "test_layout_change", "test_watch", "test_offload", "test_optimizers", "test_divergence", "test_gather",
+    "test_export", "test_compiled_layers", "test_guided_alignment",
 ]
 
 
