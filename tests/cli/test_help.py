@@ -170,8 +170,8 @@ def test_help_lists_every_command_in_groups(capsys: pytest.CaptureFixture[str]) 
         text = capsys.readouterr().out
         listed = re.findall(r"^  ([a-z-]+) +(\S.*)$", text, flags=re.MULTILINE)
         assert [name for name, _ in listed] == list(commands) and all(text.endswith(".") for _, text in listed)
-    steps = ["recipes", "copy", "new", "get", "split", "prepare", "profile", "train", "status", "average", "translate",
-             "score", "evaluate", "report", "serve"]
+    steps = ["recipes", "copy", "new", "run", "get", "split", "prepare", "profile", "train", "status", "average",
+             "translate", "score", "evaluate", "report", "serve"]
     assert list(COMMANDS)[: len(steps)] == steps
 
 

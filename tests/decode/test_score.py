@@ -78,7 +78,7 @@ def test_the_searchs_own_output_has_its_log_probabilities(method: str, run: Path
         for h, s in zip(json.loads(hyps)["hypotheses"], json.loads(scores)["translations"], strict=True):
             ended.add(h["ended"])
             if h["pieces"]:
-                assert s["log_prob"] == pytest.approx(h["log_prob"], abs=1e-5, rel=2e-7)
+                assert s["log_prob"] == pytest.approx(h["log_prob"], abs=1e-5, rel=5e-7)
                 assert (s["score"], s["tokens"]) == (pytest.approx(h["score"], abs=1e-5), h["tokens"])
                 assert sum(piece["log_prob"] for piece in s["pieces"]) == pytest.approx(s["log_prob"], abs=1e-5)
                 assert [piece["piece"] for piece in s["pieces"]] == h["pieces"] + ["</s>"] * h["ended"]
@@ -144,7 +144,7 @@ def test_a_prefix_begins_the_translation_and_an_empty_one_changes_nothing(method
         assert all(h.text.startswith(prefixes[i]) and not plain[i][0].text.startswith(prefixes[i]) for h in begun[i])
         given = [Given(h.text, h.pieces, h.ended) for h in begun[i]]
         scored = score_lines(models.all, models.vocabs, [(LINES[i], given)], settings)[0]
-        assert [h.log_prob for h in begun[i]] == pytest.approx([s.log_prob for s in scored], abs=1e-5, rel=2e-7)
+        assert [h.log_prob for h in begun[i]] == pytest.approx([s.log_prob for s in scored], abs=1e-5, rel=5e-7)
 
 
 def test_the_beginning_of_a_translation_is_continued_to_it(run: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_an_ensemble_of_different_models(mean: str, run: Path, others: tuple[Pat
     pairs = [(line, [Given(h.text, h.pieces, h.ended) for h in best]) for line, best in zip(LINES, together)]
     scored = score_lines(models.all, models.vocabs, pairs, settings)
     for i in (0, 2, 3, 4):
-        assert [s.log_prob for s in scored[i]] == pytest.approx([h.log_prob for h in together[i]], abs=1e-5, rel=2e-7)
+        assert [s.log_prob for s in scored[i]] == pytest.approx([h.log_prob for h in together[i]], abs=1e-5, rel=5e-7)
 
 
 def test_an_ensemble_from_the_command_line(

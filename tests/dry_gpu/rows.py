@@ -218,7 +218,7 @@ def counts() -> dict[str, Any]:
     configs = [("zero1", "bf16"), *([("zero1", "fp16"), ("zero0", "bf16")] if LONG else [])]
     found: dict[str, Any] = {f"{zero} {precision}": update_of(zero, precision) for zero, precision in configs}
     found["layers"] = {side: layer_of(side) for side in SIDES}
-    found["decoding"] = decoding("60l-12l", 100, 256, steps=18)
+    found["decoding"] = decoding("60l-12l", 100, 256, steps=10)
     found["deepest"] = decoding("100l-100l", 30)
     return found
 
