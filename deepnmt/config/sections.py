@@ -134,8 +134,16 @@ class AlignedScoredCorpus(ScoredCorpus, AlignedCorpus):
     """One of several parallel corpora of a validation text."""
 
 
+def _names_are_corpora(schema: dict[str, Any]) -> None:
+    """Lets editors complete `{news: {...}, bt: {...}}`, too; see `_Corpora`."""
+    if "corpora" in schema["properties"]:
+        schema["additionalProperties"] = schema["properties"]["corpora"]["additionalProperties"]
+
+
 class _Corpora(AlignedCorpus):
     """One parallel corpus, or several by name."""
+
+    model_config = ConfigDict(json_schema_extra=_names_are_corpora)
 
     @model_validator(mode="before")
     @classmethod
