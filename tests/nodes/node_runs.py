@@ -48,9 +48,11 @@ def assert_same(run: Path, expected: Expected, updates: int) -> None:
 
 def finish(warm: Warm, prepared: Path, run: Path, expected: Expected, updates: int, *overrides: str) -> None:
     """Resumes on two processes of this machine, which wait for no launcher, and compares the whole run."""
-    resumes = 0 < newest(run) < updates
+    begun = newest(run)
     warm.train(2, prepared / "recipe.yaml", f"run={run}", *SETTINGS, *LONG, *overrides, f"train.updates={updates}")
-    assert warm.wait() == [0, 0] and ("resuming from" in warm.said()) == resumes, warm.said()
+    assert warm.wait() == [0, 0], warm.said()
+    if begun < updates:  # a run that was killed after its last save may have finished or not
+        assert ("resuming from" in warm.said()) == (begun > 0), warm.said()
     assert_same(run, expected, updates)
 
 
