@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -175,9 +176,10 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that new tensors can take: of the GPU, what is free and what PyTorch keeps unused; else `memory`."""
+    """Bytes that new tensors can take: of the GPU, what is free and what PyTorch keeps unused; of the machine, what is
+    available and within `memory`."""
     if device.type != "cuda":
-        return memory(device)
+        return min(memory(device), psutil.virtual_memory().available)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return float(torch.cuda.mem_get_info(device)[0] + kept)
 

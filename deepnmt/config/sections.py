@@ -666,9 +666,9 @@ class Translate(Section):
     length_penalty: Literal["none", "average", "gnmt"] = "average"
     """What the score s (log-probability) of a hypothesis of n tokens is divided by: `none` 1, `average` n^alpha,
     `gnmt` ((5 + n) / 6)^alpha."""
-    alpha: Annotated[float, Field(ge=0.0)] = 1.0
+    alpha: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
     """Strength of the length penalty."""
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Field(ge=1e-6)] = 1.0
     """Divides the logits before sampling; below 1 likely tokens become likelier (with sample or mbr)."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sample only from this many of the likeliest tokens; 0: from all (with sample or mbr)."""

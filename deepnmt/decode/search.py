@@ -240,7 +240,7 @@ def beam_search(
     """
     device = limits.device
     counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses that ended among the K best
-    most = math.inf if patience is None else math.ceil(patience * beams)
+    most = math.inf if patience is None else math.ceil(min(patience * beams, 2**53))
     last_divisors = torch.tensor([penalty.divisor(limit) for limit in limits.tolist()], device=device)
     start = torch.full((len(limits), beams), -torch.inf, device=device)
     start[:, 0] = 0.0  # all beams start equal, so only one is used

@@ -351,7 +351,8 @@ def translate_lines(
                      if begin else [])
     # Hypotheses searched at once for a sentence. A batch counts the tokens of each, and padding, so its memory does not
     # grow with the beam.
-    width = {"beam": settings.beam, "greedy": 1, "sample": settings.nbest, "mbr": settings.samples}[settings.method]
+    wide = {"beam": "beam", "greedy": "nbest", "sample": "nbest", "mbr": "samples"}[settings.method]
+    width: int = getattr(settings, wide)
     barred = (*(() if settings.unknown else (UNK,)), *trg_vocab.tags.values())
     order = sorted((i for i, source in enumerate(sources) if source), key=lambda i: (-len(sources[i]), i))
     results = [[Hypothesis("", 0.0, 0.0, 0, True)] for _ in texts]
@@ -367,14 +368,15 @@ def translate_lines(
             batch = order[done : done + size]
             try:
                 searched = _search(model, [sources[i] for i in batch], [given[i] for i in batch],
-                                   [ids[i] for i in batch], settings, width, seed, stepper, barred)
+                                   [ids[i] for i in batch], settings, width, seed, stepper, barred) if batch else None
             except torch.OutOfMemoryError:
                 searched = None  # outside of here, where the error keeps the tensors of the search
             if searched is None:
                 most = len(batch) // 2
                 if not most:
                     raise UserError(f"one line of {longest} tokens needs more memory than {device} has for it; set "
-                                    "translate.beam or translate.max_ratio lower, or parallel.device=cpu")
+                                    f"translate.{wide} ({width:,}) or translate.max_ratio ({settings.max_ratio:g}) "
+                                    "lower" + ", or parallel.device=cpu" * (device.type != "cpu"))
                 release(device)
                 continue
             for i, candidates in zip(batch, searched, strict=True):
@@ -457,13 +459,16 @@ def _search(
 
 def _most_steps(model: Transformer, settings: config.Translate, length: int, given: int = 0) -> int:
     """The longest translation of a sentence of `length` tokens that begins with `given` ones."""
-    return min(max_length(model), max(given + 1, int(settings.max_ratio * length) + settings.max_extra))
+    longest = max_length(model)
+    return min(longest, max(given + 1, int(min(settings.max_ratio * length, longest)) + settings.max_extra))
 
 
 def _sentences_that_fit(model: Transformer, length: int, steps: int, width: int) -> int:
-    """How many sentences of `length` tokens there is memory for, at least one; `width` hypotheses of each."""
-    each = model.decoding_bytes(length, steps, width)
-    return max(1, int(0.9 * free_memory(model.output_weight.device) / each))
+    """How many sentences of `length` tokens there is memory for; `width` hypotheses of each. At least one on a GPU,
+    where too little memory is an error; on a CPU the kernel may end the process."""
+    device = model.output_weight.device
+    count = int(0.9 * free_memory(device)) // model.decoding_bytes(length, steps, width)
+    return max(count, int(device.type != "cpu"))
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -34,6 +34,7 @@ class Cache:
         self.past = past  # [layers, 2, B, H, max_steps·K, d], filled up to `position`
         # Rows of a multiple of 8, so that no layer's attention has to copy the mask on a GPU.
         self.lineage = past.new_full((past.size(2) * beams, -(-past.size(4) // 8) * 8), -torch.inf)
+        self._spare = self.lineage[:0]  # for wide beams both are large: allocated anew, they would fragment memory
         self.own = past.new_full((beams, beams), -torch.inf).fill_diagonal_(0.0)
         self.source = source
         self.mask = mask
@@ -42,7 +43,10 @@ class Cache:
 
     def reorder(self, rows: Tensor) -> None:
         """Hypothesis r now continues the former hypothesis rows[r]; rows is [B·K]."""
-        self.lineage = self.lineage.index_select(0, rows)
+        if self._spare.shape != self.lineage.shape:
+            self._spare = torch.empty_like(self.lineage)
+        torch.index_select(self.lineage, 0, rows, out=self._spare)
+        self.lineage, self._spare = self._spare, self.lineage
 
     def advance(self, hypotheses: int) -> tuple[Tensor | None, slice]:
         """Advances by one position.

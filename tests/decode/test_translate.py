@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,8 +156,34 @@ def test_a_batch_is_fitted_to_the_memory(loaded: LoadedModel, monkeypatch: pytes
     monkeypatch.setattr(translate, "free_memory", lambda device: each * 2 / 0.9 + 1)
     assert found() == plain and sizes[0] == 2
     Small.room = 0
-    with user_error("one line of .* tokens needs more memory than cpu has for it; set translate.beam"):
+    with user_error(r"one line of .* tokens needs more memory than cpu has for it; set translate.beam \(3\) or "):
         found()
+
+
+HUGE = 10**400  # more than a float can be
+
+
+@pytest.mark.parametrize("settings", [
+    {"max_ratio": 1e308, "max_extra": HUGE, "min_length": HUGE, "no_repeat_ngram": HUGE, "batch_tokens": HUGE},
+    {"patience": 1e308}, {"patience": 1e-308, "finish": "best"}, {"alpha": 10.0, "length_penalty": "gnmt"},
+    {"method": "sample", "temperature": 1e-6, "top_k": HUGE}, {"method": "sample", "temperature": 1e308},
+    {"method": "sample", "top_p": 1e-308, "epsilon": 1 - 1e-16}, {"beam": 100, "nbest": 100}])
+def test_extreme_settings_work(settings: dict[str, Any], loaded: LoadedModel) -> None:
+    found = expected(loaded, config.Translate(**settings))
+    assert len(found) == len(LINES) and all(found)
+
+
+@pytest.mark.parametrize(("settings", "named"), [
+    ({"beam": 5000}, "beam (5,000)"), ({"beam": 10**30}, "beam (1,000,000"), ({"beam": HUGE}, "beam (10,000,000"),
+    ({"method": "mbr", "samples": 10**12}, "samples (1,000,000"),
+    ({"method": "sample", "nbest": 10**12}, "nbest (1,000,000")])
+def test_a_search_that_cannot_fit_is_refused_before_it_begins(
+    settings: dict[str, Any], named: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine's kernel would end the process, where a GPU says that there is too little memory."""
+    monkeypatch.setattr(translate, "free_memory", lambda device: 2.0**31)
+    with user_error(f"one line of .* tokens needs more memory than cpu has for it; set translate.{re.escape(named)}"):
+        expected(loaded, config.Translate(**settings))
 
 
 def test_an_empty_file_gives_an_empty_file(checkpoint: Path, tmp_path: Path) -> None:

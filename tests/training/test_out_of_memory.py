@@ -67,7 +67,7 @@ def test_training_ends_with_a_sentence_and_goes_on(
 def test_a_search_names_its_settings(whole: Path, prepared: Path, tmp_path: Path, refused: Refused) -> None:
     words = ("--input", prepared / "text" / "test.en", "--output", tmp_path / "out", "translate.beam=10000000000")
     said = refused("translate", whole, *words)
-    assert "not enough memory" in said and "translate.beam (10,000,000,000)" in said
+    assert "needs more memory" in said and "set translate.beam (10,000,000,000)" in said
     assert not (tmp_path / "out").exists()
 
 
