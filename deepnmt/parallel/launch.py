@@ -6,7 +6,9 @@ Works under the `deepspeed` launcher, torchrun, `srun` (one task per process) an
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import ipaddress
 import os
 import random
 import socket
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from deepnmt.device import Wanted, choose
 from deepnmt.errors import UserError
 from deepnmt.parallel import slurm, watch
-from deepnmt.parallel.host import LOOPBACK, interface_to, keep_memory, quiet_libraries
+from deepnmt.parallel.host import interface_to, keep_memory, quiet_libraries
 from deepnmt.parallel.launcher import end_with_launcher
 from deepnmt.parallel.meeting import WAIT, alone, meet, tell_fault
 from deepnmt.parallel.watch import Watch
@@ -159,18 +161,8 @@ def _open_store(rank: int, world: int, wait: timedelta = WAIT) -> dist.Store:
     """Opens the store in which the processes find each other; rank 0 serves it unless torchrun's own process does."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
-    listener = None
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank == 0 and not agent and address in LOOPBACK:  # else the store would listen on every interface
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", int(env.get("MASTER_PORT", "0"))))  # 0: any free one, for a process alone
-            listener.listen()
-        except OSError as error:
-            listener.close()
-            raise UserError(f"port {env['MASTER_PORT']}, where the processes meet, cannot be opened: {error.strerror}; "
-                            "another run uses it; give the launcher another --master_port") from None
+    listener = _listener(address, int(env.get("MASTER_PORT", "0"))) if rank == 0 and not agent else None
     env.setdefault("MASTER_PORT", str(listener.getsockname()[1] if listener else free_port()))
     try:
         store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, wait,
@@ -182,6 +174,33 @@ def _open_store(rank: int, world: int, wait: timedelta = WAIT) -> dist.Store:
         raise UserError(f"{where} {what} on {socket.gethostname()}: {str(error).splitlines()[0]}; see that process 0 "
                         "runs, and that its machine has this name and lets the port through") from None
     return _of_this_attempt(store)
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """A socket that listens at `address` alone, where the store would listen on every interface. None if others know
+    this machine by an address that it has not, or does not tell: that of a container's host, say.
+
+    Args:
+        port: 0: any free one, for a process alone.
+    """
+    if address == "localhost":
+        address = "127.0.0.1"
+    with contextlib.suppress(OSError):
+        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if place[0] != address and ipaddress.ip_address(place[0]).is_loopback:  # as Debian has a machine's own name
+            return None
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(place)
+            listener.listen()
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise UserError(f"port {port}, where the processes meet, cannot be opened: {error.strerror}; another "
+                                "run uses it; give the launcher another --master_port") from None
+    return None
 
 
 def _client(world: int, wait: timedelta) -> dist.Store:

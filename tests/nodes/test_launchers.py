@@ -33,11 +33,13 @@ from warm import Warm
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
 PLACE = """
-import os, torch
+import os, psutil, torch
 from deepnmt.parallel.launch import processes
 with processes() as ranks:
     print("place", ranks.rank, ranks.world, ranks.local_rank, ranks.local_world, os.uname().nodename,
           torch.get_num_threads(), ranks.sum([1.0]), flush=True)
+    listening = {to.laddr.ip for to in psutil.Process().net_connections("tcp") if to.status == psutil.CONN_LISTEN}
+    assert listening and listening <= {"127.0.0.1", "10.77.0.1", "10.77.0.2"}, listening
 """
 
 
@@ -48,7 +50,8 @@ with processes() as ranks:
     ("--nodes=2 --ntasks-per-node=1 --cpus-per-task=2", ["0 2 0 1 n1 2", "1 2 0 1 n2 2"]),
 ])
 def test_srun(form: str, places: list[str], machines: Machines) -> None:
-    """Nothing is said about where to meet; a task that is bound to cores of its own takes all of them."""
+    """Nothing is said about where to meet, and they listen there alone; a task that is bound to cores of its own takes
+    all of them."""
     script = machines.shared / "place.py"
     script.write_text(PLACE)
     code, said = machines.run("n1", f"srun {form} python {script}")

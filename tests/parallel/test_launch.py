@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -242,6 +243,33 @@ def test_a_run_listens_where_it_was_told_and_nowhere_else(prepared: Path, tmp_pa
         kill(pid)
     warm.wait(60)
     assert len(found) > len(pids) and set(found) == {"127.0.0.1"}, found
+
+
+def test_the_store_listens_at_the_given_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    store = launch._open_store(0, 2)
+    assert [found.laddr.ip for found in psutil.Process().net_connections("tcp")
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port] == ["127.0.0.3"]
+    with user_error(f"port {port}, where the processes meet, cannot be opened: Address already in use"):
+        launch._open_store(0, 2)
+    del store
+
+
+@pytest.mark.parametrize(("address", "means", "listens"), [
+    ("localhost", "::1", "127.0.0.1"), ("::1", "::1", "::1"), ("node1", "127.0.1.1", None),
+    ("node1", "192.0.2.1", None)])
+def test_where_an_address_is_not_the_whole_truth(
+        address: str, means: str, listens: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian takes a machine's own name for its loopback, and a container has not the address of its host."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo",
+                        lambda host, *rest, **named: real(means if host == address else host, *rest, **named))
+    listener = launch._listener(address, 0)
+    assert (listener and listener.getsockname()[0]) == listens
+    if listener:
+        listener.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory in use")
