@@ -21,7 +21,7 @@ from deepnmt.parallel.settings import layout_of
 from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
-from studies.benchmarks.layouts import Layout, resident, with_layout
+from studies.benchmarks.layouts import Layout, own_peak, resident, with_layout
 
 
 def measure_saves(
@@ -50,11 +50,12 @@ def measure_saves(
             rows.append({"layout": asdict(layout), "name": layout.name,
                          **run_workers(__name__, job, layout.processes, threads)})
     head = ["layout", "form", "MB", "stall of each, s", "written in, s", "s per update alone", "while writing",
-            "MB copied by each process", "MB more memory"]
+            "MB copied by each process", "MB more memory", "peak GB"]
     cells = [[row["name"], row["form"], f"{row['bytes'] / 1e6:,.0f}", " ".join(f"{s:.2f}" for s in row["stalls"]),
               " ".join(f"{s:.1f}" for s in row["writes"]), f"{row['update']:.2f}", f"{row['beside']:.2f}",
               " ".join(f"{size / 1e6:,.0f}" for size in row["copied"]),
-              " ".join(f"{size / 1e6:,.0f}" for size in row["grown"])] for row in rows]
+              " ".join(f"{size / 1e6:,.0f}" for size in row["grown"]),
+              " ".join(f"{size / 1e9:.1f}" for size in row["peak"])] for row in rows]
     print(table([head, *cells]))
     if output is not None:
         write_json(output, {"recipe": recipe.model_dump(), "rows": rows})
@@ -95,12 +96,14 @@ def run_saves(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         ranks.barrier()
         if ranks.first:
             shutil.rmtree(folder / f"update-{number + 1:08d}")
-    each = [json.loads(own) for own in ranks.gather_bytes(json.dumps([saver.held, resident() - before]).encode()) or []]
+    own = json.dumps([saver.held, resident() - before, own_peak()])
+    each = [json.loads(one) for one in ranks.gather_bytes(own.encode()) or []]
     saver.close()
     engine.close()
     return {"form": "shards" if saver.sharded else "one file", "bytes": size, "stalls": stalls, "writes": writes,
-            "update": median(alone), "beside": median(beside or [0.0]), "copied": [copied for copied, _ in each],
-            "grown": [grown for _, grown in each], "parameters": engine.parameters}
+            "update": median(alone), "beside": median(beside or [0.0]), "copied": [copied for copied, *_ in each],
+            "grown": [grown for _, grown, _ in each], "peak": [peak for *_, peak in each],
+            "parameters": engine.parameters}
 
 
 if __name__ == "__main__":
