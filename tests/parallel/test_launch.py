@@ -259,7 +259,7 @@ def test_the_store_listens_at_the_given_address_alone(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("address", "means", "listens"), [
     ("localhost", "::1", "127.0.0.1"), ("::1", "::1", "::1"), ("node1", "127.0.1.1", None),
-    ("node1", "192.0.2.1", None)])
+    ("node1", "203.0.113.77", None)])
 def test_where_an_address_is_not_the_whole_truth(
         address: str, means: str, listens: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian takes a machine's own name for its loopback, and a container has not the address of its host."""
