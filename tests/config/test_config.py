@@ -365,6 +365,7 @@ def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> Non
     ("a: " + 1000 * "[", "groups are nested more than 50 deep"),
     ("a: " + 60 * "[" + 60 * "]", "groups are nested more than 50 deep"),
     ("a: 2026-13-01\n", "is not valid YAML: month must be in 1..12"),
+    ("run: !!python/object/apply:os.system [touch harmed]\n", "is not valid YAML: could not determine a constructor"),
     # nine to the ninth values, by aliases of lists, of merged mappings, and of lists of them
     ("".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}' if i else 'x'] * 9)}]\n" for i in range(9)),
      "it has more than 100,000 values, those of aliases (*name) counted"),
