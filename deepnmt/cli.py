@@ -123,6 +123,8 @@ def _is_on_several_machines() -> bool:
 def _checkpoint(name: str | None, recipe: Recipe) -> str | None:
     """The folder that `--checkpoint` names, by its path or as one of the run's."""
     if name not in ("best", "newest", "averaged"):
+        if name and not Path(name).exists() and (near := nearest(name, ("best", "newest", "averaged"))):
+            raise UserError(f"there is no folder {name}; did you mean --checkpoint {near}?")
         return name
     from deepnmt.checkpoint.checkpoint import Which, find_checkpoint
 
@@ -213,6 +215,9 @@ def _new(words: list[str]) -> None:
         return Corpus(src=[files[0]], trg=[files[1]]) if files else None
 
     langs = tuple(args.langs or map(language, (args.src, args.trg)))
+    if args.src.endswith(f".{langs[1]}") and args.trg.endswith(f".{langs[0]}"):
+        raise UserError(f"--langs {' '.join(langs)} is the other way round than {args.src} and {args.trg}; exchange "
+                        "one of the two pairs")
     print(new_recipe(args.file, Corpus(src=[args.src], trg=[args.trg]), langs, args.machine,
                      text(args.valid), text(args.test)))
 

@@ -243,8 +243,7 @@ def new_recipe(
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
     load_recipe(file, [])
     return "\n".join([*said, f"{file}: {numbers}; each line says why",
-                      f"next: deepnmt prepare {file}; deepnmt train {file}; deepnmt average {file}; "
-                      f"deepnmt evaluate {file}"])
+                      f"next: deepnmt run {file} (prepares, trains, averages and evaluates it)"])
 
 
 def _recipe(

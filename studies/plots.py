@@ -35,7 +35,7 @@ def plot_study(studies: Sequence[Panel], path: Path, title: str) -> None:
     at the upper edge.
     """
     most = max((len(study.curves) for study in studies), default=0)
-    height = max(0.8 * HEIGHT, 1.6 + 1.35 * _LABEL / 72 * most)
+    height = max(HEIGHT, 1.6 + 1.35 * _LABEL / 72 * most)
     figure, column = panels([study.title for study in studies], "update", "training loss, nats per target token", title,
                             heights=[height] * len(studies))
     names = dict.fromkeys(name for study in studies for name in study.curves)
@@ -181,8 +181,9 @@ def plot_reliability(pairs: Sequence[tuple[float, bool]], path: Path, bins: int)
               for number in range(bins) if (places == number).any()]
     axes.plot([x for x, _, _ in points], [y for _, y, _ in points], label="the verdict", **style(0, 1))
     for x, y, count in points:
-        axes.annotate(f"{count} runs", (x, y), (4, -10), textcoords="offset points", fontsize=_LABEL)
+        axes.annotate(f"{count} runs", (x, y), (0, 8), textcoords="offset points", ha="center", fontsize=_LABEL)
     axes.set_xlim(0.3, 1.02)
+    axes.xaxis.set_major_formatter("{x:.1f}")  # `panels` has whole numbers
     axes.set_ylim(0.0, 1.05)
     axes.legend(**LEGEND)
     save(figure, path)

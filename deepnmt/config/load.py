@@ -178,13 +178,16 @@ def read_tree(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         near = nearest(str(file).removeprefix("recipes/").removesuffix(".yaml"), shipped_recipes())
         hint = f"did you mean {near}? " if near else ""
-        raise UserError(f"there is no recipe {file}; {hint}deepnmt recipes lists those that come with it") from None
+        what = "recipe" if file.suffix else "recipe or run folder"
+        raise UserError(f"there is no {what} {file}; {hint}deepnmt recipes lists those that come with it, and deepnmt "
+                        "new writes one for your text") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {file} cannot be read: {error}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example the date 2026-13-01
         raise UserError(f"recipe {file} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"recipe {file} must be a mapping of settings, not {type(tree).__name__}")
+        raise UserError(f"recipe {file} must be a mapping of settings, not {type(tree).__name__}; give a YAML "
+                        "file such as deepnmt new writes")
     return tree
 
 

@@ -112,7 +112,8 @@ def input_files(text: Corpus) -> list[Path]:
     made = any(corpus.translated_by for corpus in corpora_of(text).values())
     for file in files:
         if not file.exists():
-            raise UserError(f"there is no text file {file}; correct its path in the recipe's data section"
+            raise UserError(f"there is no text file {file}; correct its path, in the recipe's data section or on the "
+                            "command line"
                             + made * ", or let deepnmt run make it, if it is what translated_by writes")
         if not file.is_file():
             raise UserError(f"{file} is not a file; the recipe's data section must name text or TSV files")

@@ -57,6 +57,7 @@ def test_missing_checkpoints(prepared: Path, trained: Path, refused: Refused, tm
     found = refused("translate", recipe, f"run={tmp_path}", *files)
     assert f"{tmp_path} is not a checkpoint and holds no whole one" in found
     assert "there is no folder" in refused("evaluate", trained, "--checkpoint", tmp_path / "none")
+    assert "bset; did you mean --checkpoint best?" in refused("evaluate", trained, "--checkpoint", "bset")
     assert "give the folder of the run" in refused("translate", trained / "checkpoints" / NEWEST)
     found = refused("average", recipe, f"run={tmp_path}")
     assert f"there is no checkpoint in {tmp_path}/checkpoints; train first" in found

@@ -76,6 +76,7 @@ def test_the_page_has_the_table() -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     ("my.yaml --src a.de --trg none.en", "there is no text file none.en"),
+    ("my.yaml --src a.en --trg a.de --langs de en", "--langs de en is the other way round than a.en and a.de"),
     ("my.txt --src a.de --trg a.en", "my.txt is no name of a recipe; give one that ends in .yaml"),
     ("a.yaml --src a.de --trg a.en", "a.yaml exists already"),
     ("my.yaml --src text --trg a.en", "text does not end in a language such as .de; add --langs"),

@@ -76,7 +76,7 @@ LONG = ("studies.papers.reproduce", "studies.benchmarks.layouts.compare_layouts"
         "studies.verdict_text.judge_runs", "deepnmt.gpu_report.report.gpu_report", "deepnmt.demo.run.make_corpus",
         "deepnmt.data.fetch.fetch_texts")
 WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
-          "there is no folder", "there is no recipe runs/", "there is no recipe student.yaml",
+          "there is no folder", "there is no recipe or run folder runs/", "there is no recipe student.yaml",
           "no checkpoint in", "there are 0;",
           "holds no whole one", "has no log.jsonl", "not here")
 

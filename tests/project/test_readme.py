@@ -33,8 +33,8 @@ def commands() -> list[str]:
 
 def test_readme_has_the_commands_that_are_tested_here() -> None:
     assert {command.split()[1] for command in commands() if command.startswith("deepnmt ")} == {
-        "split", "prepare", "train", "average", "translate", "evaluate", "report"}
-    assert {command.split()[0] for command in commands()} == {"paste", "deepnmt", "deepspeed"}
+        "new", "run", "translate", "report"}
+    assert {command.split()[0] for command in commands()} == {"deepnmt", "deepspeed"}
 
 
 @pytest.mark.parametrize(("target", "program"), [
@@ -51,24 +51,31 @@ def test_make_targets(target: str, program: str) -> None:
 
 @pytest.fixture(scope="module")
 def workplace(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder with the README's recipe, made small, and the two plain files it begins with."""
+    """A folder with the two plain files that the README begins with, and a text to translate."""
     folder = tmp_path_factory.mktemp("workplace")
+    for language in ("en", "de"):
+        shutil.copy(prepared / "text" / f"train.{language}", folder / f"a.{language}")
+    (folder / "in.txt").write_text("der alte Hund sieht das Haus\n\ndie Katze schläft\n", encoding="utf-8")
+    return folder
+
+
+def shrink(file: Path) -> None:
+    """Makes the recipe that `deepnmt new` has written small. The README's example of a deep model fits into it."""
+    tree: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert RECIPE
-    tree: dict[str, Any] = yaml.safe_load(RECIPE[1])
-    Recipe.model_validate(tree)  # it is complete as it stands
-    tree["vocab"] = {"size": 300}
+    Recipe.model_validate(tree | {"model": tree["model"] | yaml.safe_load(RECIPE[1])["model"]})
+    tree["vocab"] |= {"size": 300}
+    tree["data"] |= {"subword_variants": 0}
     tree["model"] |= {"width": 16, "heads": 2, "ffn": 32}
     for side in ("encoder", "decoder"):
         tree["model"][side]["layers"] = 2
     tree["admin"] = {"tokens": 256}
     tree["batch"] |= {"tokens": 256}
     tree["schedule"] |= {"warmup": 1}
-    tree["train"] |= {"updates": 5, "save_every": 1, "validate_every": 5}
-    (folder / "my.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    for language in ("en", "de"):
-        shutil.copy(prepared / "text" / f"train.{language}", folder / f"a.{language}")
-    (folder / "in.txt").write_text("the old dog sees the house\n\nthe cat sleeps\n", encoding="utf-8")
-    return folder
+    tree["train"] |= {"updates": 5, "save_every": 1, "keep_last": 2, "validate_every": 5}
+    tree["translate"] |= {"beam": 1, "max_ratio": 1.0, "max_extra": 2}
+    tree["average_last"] = 2
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
 
 
 def run_command(command: str, folder: Path, installed: Path) -> str:
@@ -82,13 +89,18 @@ def run_command(command: str, folder: Path, installed: Path) -> str:
 
 
 def test_every_command_runs_in_order(workplace: Path, installed: Path) -> None:
-    answers = {command: run_command(command, workplace, installed) for command in commands()}
+    answers = {}
+    for command in commands():
+        answers[command] = run_command(command, workplace, installed)
+        if command.startswith("deepnmt new"):
+            shrink(workplace / "my.yaml")
     run = workplace / "runs" / "my"
-    assert (workplace / "data" / "my" / "manifest.json").is_file()
-    described = answers["deepnmt train my.yaml --dry-run"]
-    assert "updates per epoch" in described and "memory per process" in described
+    assert (workplace / "data" / "my" / "prepared" / "manifest.json").is_file()
+    [dry] = re.findall(r"`(deepnmt train [^`]*--dry-run)`", README)
+    described = run_command(dry, workplace, installed)
+    assert "18L-2L" in described and "memory per process" in described
     assert (workplace / "out.txt").read_text(encoding="utf-8").count("\n") == 3
-    assert "BLEU" in answers["deepnmt evaluate runs/my"]
+    assert "BLEU" in answers["deepnmt run my.yaml"]
     for name in ("recipe.yaml", "checkpoints/update-00000005/manifest.json", "averaged/manifest.json", "log.jsonl",
                  "curve.png", "admin_profile.json", "admin_profile.png", "scores.json", "STATUS.json"):
         assert (run / name).stat().st_size > 0, name
