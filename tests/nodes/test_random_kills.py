@@ -1,8 +1,10 @@
 """Runs over launchers and machines that are killed at random moments, again and again: all later losses, and the
 weights, are those of a run that nobody disturbed, to the bit.
 
-A start is by a launcher drawn at random, and so are what is hit (a rank, or a part of the launcher), on which machine,
-with which signal and at which update. One kill a day; `DEEPNMT_KILLS=200` kills that often.
+The launchers take turns. What is hit is drawn at random (a rank, or a part of the launcher), and so are the machine,
+the signal and the moment: at some update, or while a rank starts. One kill a day; `DEEPNMT_KILLS=200` kills that often,
+in two runs beside each other, since one waits while the other computes; `DEEPNMT_MINUTES=30` begins none after that
+time, and `DEEPNMT_SEED=2` draws others.
 """
 
 from __future__ import annotations
@@ -11,21 +13,27 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from itertools import count, cycle
 from pathlib import Path
 
 import psutil
 import pytest
 from machines import Machines
-from node_runs import LONG, Expected, finish, hostfile, text, torchrun, wait_for, words
+from node_runs import LONG, Expected, finish, hostfile, stood, text, torchrun, wait_for, words
 from warm import Warm
 
 from deepnmt.files import read_log
 
 KILLS = int(os.environ.get("DEEPNMT_KILLS", "1"))
-PER_RUN = 10  # kills of one run of 300 updates
+CHAINS = min(KILLS, 2)
+MINUTES = float(os.environ.get("DEEPNMT_MINUTES", "1e9"))
+STARTING = 12.0  # seconds that a rank takes, at most, before its first update on a machine that is not crowded
 ENDED = 170.0  # seconds: two minutes for who is lost, and the launcher's own
 OPTIONS = (LONG[0], "train.save_every=7", "train.validate_every=40")
 
@@ -38,7 +46,7 @@ def one_machine(machines: Machines, port: int, line: str, name: str) -> list[sub
 
 
 def slurm(machines: Machines, port: int, line: str, name: str) -> list[subprocess.Popen[bytes]]:
-    program = f"srun --nodes=2 --ntasks=2 --kill-on-bad-exit=1 deepnmt train {line}"
+    program = f"srun --nodes=2 --ntasks=2 --cpu-bind=none --kill-on-bad-exit=1 deepnmt train {line}"
     return [machines.start("n1", program, machines.shared / name, MASTER_PORT=str(port))]
 
 
@@ -73,49 +81,83 @@ def parts(machines: Machines, run: Path) -> dict[str, list[psutil.Process]]:
     return found
 
 
-def strike(machines: Machines, run: Path, line: str, draw: random.Random, number: int) -> str | None:
-    """Starts the run and hits it; returns what was done, None if the run had finished before."""
-    launcher = draw.choice(sorted(LAUNCHERS))
+def strike(machines: Machines, run: Path, line: str, launcher: str, draw: random.Random, number: int) -> str | None:
+    """Starts the run and hits it; returns what was hit, None if the run had finished before."""
+    begun = last_update(run)
     started = LAUNCHERS[launcher](machines, 31000 + 3 * number, line, f"kill-{number}")
-    goal = last_update(run) + draw.randint(1, 60)
+    starting, goal = draw.random() < 0.35, begun + draw.randint(1, 25)
+
+    def ended() -> bool:
+        return all(process.poll() is not None for process in started)
 
     def show() -> str:
         return f"{launcher}, kill {number}\n" + "\n".join(
             text(file)[-3000:] for file in sorted(machines.shared.glob(f"kill-{number}*")))
 
-    wait_for(lambda: last_update(run) >= goal or all(process.poll() is not None for process in started), 250, show)
-    time.sleep(draw.random() * 0.05)
-    targets = parts(machines, run)
-    if not targets:
-        return None
-    kind = draw.choice(sorted(targets))
-    sent = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
-    victim = draw.choice(sorted(targets[kind], key=lambda process: process.pid))
-    try:
-        victim.send_signal(sent)
-    except psutil.NoSuchProcess:
-        return None
+    if starting:
+        wait_for(lambda: "rank" in parts(machines, run) or ended(), 250, show)
+        time.sleep(draw.random() * STARTING)
+    else:
+        wait_for(lambda: last_update(run) >= goal or ended(), 250, show)
+        time.sleep(draw.random() * 0.05)
+    kind, sent = "", draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+    while not kind:
+        targets = parts(machines, run)
+        if starting:  # before its processes look, nobody but the user sees that a launcher is killed
+            targets = {"rank": targets["rank"]} if "rank" in targets else {}
+        if not targets:
+            break
+        drawn = draw.choice(sorted(targets))
+        with suppress(psutil.NoSuchProcess):
+            draw.choice(sorted(targets[drawn], key=lambda process: process.pid)).send_signal(sent)
+            kind = drawn
     wait_for(lambda: not machines.processes(f"run={run}"), ENDED, lambda: f"{kind} {sent!r} left something\n{show()}")
     for process in started:
         process.wait(30)
-    return f"{launcher}: {kind} {sent.name}"
+    assert kind or stood(run) == "finished", f"ended by itself\n{show()}"
+    return f"{kind} {sent.name}{' starting' * (last_update(run) == begun)}" if kind else None
 
 
 @pytest.mark.timeout(900 + 400 * KILLS)  # of 2 minutes each on a crowded machine, and 300 updates to the end
 def test_killed_at_random(machines: Machines, prepared: Path, expected: Expected, warm: Warm) -> None:
-    seed = time.time_ns()
-    draw, done, runs = random.Random(seed), Counter[str](), 0
+    seed, began = int(os.environ.get("DEEPNMT_SEED", time.time_ns())), time.monotonic()
+    done, runs, numbers = Counter[tuple[str, str]](), count(1), iter(range(KILLS))
+    one_hostfile, one_warm = threading.Lock(), threading.Lock()  # a hostfile run that ends, ends others of its user
     print(f"seed {seed}")
-    while done.total() < KILLS:
-        runs += 1
-        run = machines.shared / f"killed-{runs}"
-        line = words(prepared, run, *OPTIONS)
-        for _ in range(min(PER_RUN, KILLS - done.total())):
-            what = strike(machines, run, line, draw, done.total() + 50 * runs)
-            if what is None:
-                break
-            done[what] += 1
-            print(f"{done.total()} {what} at update {last_update(run)}", flush=True)
-        finish(warm, prepared, run, expected, 300, *OPTIONS)
-        print(f"run {runs}: all losses and weights equal after {done.total()} kills so far", flush=True)
-    print("\n".join(f"{count} {what}" for what, count in sorted(done.items())))
+    expected(300)
+
+    def another() -> int | None:
+        return next(numbers, None) if time.monotonic() < began + 60 * MINUTES else None
+
+    def chain(first: int) -> None:
+        """Kills one run after the other, as long as there are kills to do."""
+        draw, turns, number = random.Random(f"{seed} {first}"), cycle(sorted(LAUNCHERS)), another()
+        for _ in range(2 * first):
+            next(turns)
+        while number is not None:
+            run = machines.shared / f"killed-{next(runs)}"
+            line, what = words(prepared, run, *OPTIONS), ""
+            while number is not None and what is not None:
+                launcher = next(turns)
+                with one_hostfile if launcher == "hostfile" else nullcontext():
+                    what = strike(machines, run, line, launcher, draw, number)
+                if what is not None:
+                    done[launcher, what] += 1
+                    print(f"{time.monotonic() - began:.0f} s: {done.total()}. {launcher}, {what}, {run.name} at update "
+                          f"{last_update(run)}", flush=True)
+                    number = another()
+            with one_warm:
+                finish(warm, prepared, run, expected, 300, *OPTIONS)
+            print(f"{time.monotonic() - began:.0f} s: {run.name}: all losses and weights are equal", flush=True)
+
+    with ThreadPoolExecutor(CHAINS) as pool:
+        for ended in [pool.submit(chain, first) for first in range(CHAINS)]:
+            ended.result()
+    for (launcher, what), times in sorted(done.items()):
+        print(f"{times:4} {launcher}: {what}")
+    print(f"{done.total()} kills, all later losses and weights equal: "
+          + ", ".join(f"{sum(times for (launcher, _), times in done.items() if launcher == name)} {name}"
+                      for name in LAUNCHERS)
+          + "; " + ", ".join(f"{sum(times for (_, what), times in done.items() if name in what)} {name}"
+                             for name in ("SIGKILL", "SIGTERM", "starting")))
+    assert done.total() == KILLS or time.monotonic() > began + 60 * MINUTES
