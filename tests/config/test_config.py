@@ -256,7 +256,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
       "train.guided_layer (9) must not be above model.decoder.layers (6)"]),
     ({"model__encoder__layer_drop": 1.0}, ["model.encoder.layer_drop: is 1.0, must be less than 1"]),
     ({"translate__alpha": 11.0}, ["translate.alpha: is 11.0, must be less than or equal to 10"]),
-    ({"translate__temperature": 0.0}, ["translate.temperature: is 0.0, must be greater than or equal to 1e-06"]),
+    ({"translate__temperature": 0.0}, ["translate.temperature: is 0.0, must be greater than or equal to 0.000001"]),
     ({"model__norm": "rmsnorm"},
      ["model.norm: is 'rmsnorm', must be one of layer_norm, rms_norm; did you mean rms_norm?"]),
     ({"model__positions": "rope"}, ["model.positions: is 'rope', must be one of sinusoidal, fairseq, rotary"]),
