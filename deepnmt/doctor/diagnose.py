@@ -32,7 +32,10 @@ from deepnmt.checkpoint.checkpoint import (
 from deepnmt.config import Recipe, with_settings
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
+from deepnmt.doctor.faults import wrong_outputs, wrong_sizes, wrong_training, wrong_wiring
 from deepnmt.doctor.measures import (
+    Changes,
+    Gradients,
     Growth,
     HalfZeros,
     dependency,
@@ -244,6 +247,7 @@ def examine(
     clock.show("layer dependency and similarity")
     findings["dependency"] = {side: dependency(model, batch, side) for side in SIDES}
     findings["likeness"] = {side: layer_similarity(model, batch, side) for side in SIDES}
+    findings["faults"] = wrong_wiring(model, batch)
     clock.show("gradients and activations")
     findings["gradients"] = gradients(model, batch)
     findings["ranges"] = ranges(model, batch)
@@ -251,29 +255,32 @@ def examine(
     first = half_zeros(model, batch, loss_scale(subject), recipe.batch.accumulation)
     half = working_scale(subject, first) if recipe.parallel.precision == "fp16" else first
     findings["half"] = {**asdict(half), "asked": first.scale, "lost": half.lost}
-    clock.show("output change against depth")
+    clock.show("the next update")
     rate = update_rate(subject)
     update = partial(take_update, subject)
-    if subject.checkpoint is None:
-        findings["growth"], findings["last_ffn"] = growth(subject)
-        clock.show(f"a trial of {TRIAL} updates")
-        findings["verdict"] = judge(subject, rule, half, clock, data_world, updates) if rule is not None else None
-    else:
-        clock.show("what the model does with its source")
-        findings["outcome"] = outcome_of(subject)
-        kinds = {"1 % noise on the matrices": noise_change(model, batch, layers=True),
-                 f"one update at rate {rate:g}": update_change(model, batch, update, layers=True)[0]}
-        findings["growth"] = {f"{kind}, layer by layer": {
-            side: Growth.of(range(1, len(values) + 1), values) for side, values in changes.items()}
-            for kind, changes in kinds.items()}
-        findings["moved"] = checkpoint_displacements(subject)
-    clock.show("the next update")
     noise = noise_change(model, batch)
     changes, loss = update_change(model, batch, update)
     findings["change"] = {
         "noise": {side: noise[side][0] for side in SIDES},
         "update": {**{side: changes[side][0] for side in SIDES}, "rate": rate, "loss_before": plain_loss(model, batch),
                    "loss_after": loss}}
+    clock.show("output change against depth")
+    if subject.checkpoint is None:
+        findings["faults"] += wrong_sizes(model, batch, findings["dependency"])
+        findings["growth"], findings["last_ffn"] = growth(subject, noise, changes, findings["gradients"])
+        clock.show(f"a trial of {TRIAL} updates")
+        findings["verdict"] = judge(subject, rule, half, clock, data_world, updates) if rule is not None else None
+        findings["faults"] += findings["verdict"]["faults"] if findings["verdict"] else []
+    else:
+        kinds = {"1 % noise on the matrices": noise_change(model, batch, layers=True),
+                 f"one update at rate {rate:g}": update_change(model, batch, update, layers=True)[0]}
+        findings["growth"] = {f"{kind}, layer by layer": {
+            side: Growth.of(range(1, len(values) + 1), values) for side, values in changes.items()}
+            for kind, changes in kinds.items()}
+        findings["moved"] = checkpoint_displacements(subject)
+        clock.show("what the model does with its source")
+        findings["outcome"] = outcome_of(subject)
+        findings["faults"] += wrong_outputs(model, batch)
     return findings
 
 
@@ -310,11 +317,16 @@ def update_rate(subject: Subject) -> float:
                          [validation["value"] for validation in state.extra["validations"]])
 
 
-def growth(subject: Subject) -> tuple[dict[str, dict[str, Growth]], dict[str, list[float]]]:
+def growth(
+    subject: Subject, noise: Changes, changes: Changes, whole: Gradients
+) -> tuple[dict[str, dict[str, Growth]], dict[str, list[float]]]:
     """Output changes of models of increasing depth, and the gradient norm of the last FFN by decoder depth.
 
     The models have from 1 layer up to the recipe's depth, with its ratio of encoder to decoder layers. Where several
     models give the shallower stack the same depth, only the deepest of them counts for that stack.
+
+    Args:
+        noise, changes, whole: of the recipe's own model: the change by noise, by an update, and the gradients.
     """
     recipe, batch = subject.recipe, subject.batch
     layers = {side: getattr(recipe.model, side).layers for side in SIDES}
@@ -325,13 +337,15 @@ def growth(subject: Subject) -> tuple[dict[str, dict[str, Growth]], dict[str, li
     for depth in [*(depth for depth in _DEPTHS if depth < deep), deep]:
         depths = {side: max(1, round(depth * layers[side] / deep)) for side in SIDES}
         other = with_settings(recipe, {f"model.{side}.layers": depths[side] for side in SIDES})
-        model = subject.model if depth == deep else _fresh(other, subject.vocabs, batch)
-        update = partial(one_update, model, other, batch)
-        for kind, changes in zip(kinds, (noise_change(model, batch), update_change(model, batch, update)[0]),
-                                 strict=True):
+        found = noise, changes, whole
+        if depth < deep:
+            model = _fresh(other, subject.vocabs, batch)
+            update = partial(one_update, model, other, batch)
+            found = noise_change(model, batch), update_change(model, batch, update)[0], gradients(model, batch)
+        for kind, moved in zip(kinds, found[:2], strict=True):
             for side in SIDES:
-                by_depth[kind][side][depths[side]] = changes[side][0]
-        last[depths["decoder"]] = gradients(model, batch).last_ffn
+                by_depth[kind][side][depths[side]] = moved[side][0]
+        last[depths["decoder"]] = found[2].last_ffn
     return ({kind: {side: Growth.of([*changes], [*changes.values()]) for side, changes in sides.items()}
              for kind, sides in by_depth.items()},
             {"depths": [float(depth) for depth in last], "norms": [*last.values()]})
@@ -384,9 +398,11 @@ def judge(
     recipe, begun = subject.recipe, clock.elapsed
     precision = recipe.parallel.precision
     after = updates or recipe.train.updates
-    with restored(subject.model):
+    with restored(subject.model) as before:
         trial = _trial(subject, recipe, subject.model)
-    needed = clock.elapsed - begun
+        faults = wrong_training(subject.model, before, trial.losses, trial.norms)
+        faults += wrong_outputs(subject.model, subject.batch)
+    needed = 1.1 * (clock.elapsed - begun)  # a tenth for another model's weights, and for the page at the end
     values = features(trial, recipe, after, data_world)
     verdict = rule.judge(values)
     fp16 = fp16_fault(subject, half) if precision == "fp16" else None
@@ -412,7 +428,7 @@ def judge(
         "updates": after, "reasons": verdict.reasons, "fp16": fp16, "features": values, "trial": asdict(trial),
         "course": {number: rule.probabilities(features(trial, recipe, number, data_world)) for number in course(after)},
         "outside": rule.unseen(recipe, precision) + verdict.outside, "rule": rule.facts, "instead": instead,
-        "left out": left_out,
+        "left out": left_out, "faults": faults,
     }
 
 

@@ -117,12 +117,12 @@ def perturbed(model: Transformer, size: float, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def restored(model: Transformer) -> Iterator[None]:
-    """Restores the model's weights and mode on exit."""
+def restored(model: Transformer) -> Iterator[list[Tensor]]:
+    """Restores the model's weights and mode on exit; yields copies of the weights."""
     was_training = model.training
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     try:
-        yield
+        yield weights
     finally:
         with torch.no_grad():
             for parameter, weight in zip(model.parameters(), weights, strict=True):

@@ -78,6 +78,7 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
         rows.append(("outcome", f"{WORDS[outcome['outcome']]}: validation loss {outcome['own']:.3f} nats a target "
                                 f"token, {outcome['gain']:+.3f} with shuffled sources; the tokens' frequencies alone "
                                 f"have {outcome['frequencies']:.3f}"))
+    rows.append(("faults", "; ".join(findings["faults"]) or "none of those that are looked for"))
     if "verdict" in findings:
         rows.append(("verdict", _verdict_words(findings["verdict"]) if findings["verdict"] else _NO_RULE))
     return rows
