@@ -27,11 +27,13 @@ from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
 from deepnmt.doctor.outcome import OUTCOMES, Measured, frequencies, measure_outcome
-from deepnmt.doctor.variants import fresh_model, initialisation
+from deepnmt.doctor.page import expected_rank
+from deepnmt.doctor.variants import alternatives, fresh_model, initialisation
 from deepnmt.doctor.verdict import SETTINGS, SHIPPED, TRIAL, Trial, VerdictRule, features, run_trial, targets
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.blocks import BLOCKS, SIDES
+from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
 from deepnmt.training.profile import profile_for
@@ -179,18 +181,12 @@ def key_of(record: Record) -> str:
 
 def run_recipe(recipe: Recipe) -> Record:
     """Tries, trains and measures one recipe; returns its line."""
-    if not (Path(recipe.data.folder) / "manifest.json").exists():
-        prepare(recipe)
     device, started = torch.device("cpu"), time.monotonic()
-    data = PreparedData.open(recipe.data.folder)
-    source, target = (vocab.size for vocab in data.vocabs())
+    data, [model, second] = _begin(recipe, 2)
     ranks = Ranks(0, 1, 0, 1, device)
-    model, second = (fresh_model(recipe.model, source, target, recipe.seed, [], profile=profile,
-                                 label_smoothing=recipe.train.label_smoothing)
-                     for profile in [profile_for(recipe, data, ranks)] for _ in range(2))
     trial = run_trial(model, recipe, data, device)
     train, valid = data.split("train"), data.split("valid").truncated(recipe.model.max_length)
-    surprise = frequencies(train, target)
+    surprise = frequencies(train, second.output_weight.size(0))
     engine, state = LocalEngine(second, recipe, device), TrainState()
     total, losses, marks = recipe.train.updates, [], []
     for done in updates(engine, training_stream(recipe, data), recipe, state, ranks):
@@ -203,6 +199,22 @@ def run_recipe(recipe: Recipe) -> Record:
     means = [fmean(losses[start:start + _INTERVAL]) for start in range(0, len(losses), _INTERVAL)]
     return {"text": recipe.run, "recipe": kept(recipe), "trial": finite_only(asdict(trial)), "marks": marks,
             "losses": finite_only(means), "seconds": round(time.monotonic() - started, 1)}
+
+
+def _begin(recipe: Recipe, count: int = 1) -> tuple[PreparedData, list[Transformer]]:
+    """The prepared data and `count` equal models with the run's initial weights."""
+    if not (Path(recipe.data.folder) / "manifest.json").exists():
+        prepare(recipe)
+    data = PreparedData.open(recipe.data.folder)
+    source, target = (vocab.size for vocab in data.vocabs())
+    profile = profile_for(recipe, data, Ranks.alone())
+    return data, [fresh_model(recipe.model, source, target, recipe.seed, [], profile=profile,
+                              label_smoothing=recipe.train.label_smoothing) for _ in range(count)]
+
+
+def _trial_of(recipe: Recipe) -> Trial:
+    data, [model] = _begin(recipe)
+    return run_trial(model, recipe, data, torch.device("cpu"))
 
 
 def mark_of(update: int, measured: Measured, gave_up: bool = False) -> dict[str, Any]:
@@ -223,6 +235,49 @@ def read_text_runs(path: Path) -> list[Record]:
     """The runs of a file, see `read_runs`."""
     return read_runs(path, "the verdict's runs", {"text", "recipe", "trial", "marks"}, examples_of, '{"text": ',
                      "give a file of the verdict's runs", "give a file that verdict-runs run wrote")
+
+
+# -- proposals ---------------------------------------------------------------------------------------------------------
+
+
+def propose_all(failed: Path, output: Path, count: int, seed: int, data: Path) -> str:
+    """Draws runs that failed, tries the doctor's alternatives on each, and trains the one that it rates highest.
+
+    Appends a line for each to `output`, and returns a table of all lines. Drawn are runs of at least 100 updates and at
+    most 6 layers a side. More updates are no proposal here.
+
+    Raises:
+        UserError: there are too few such runs.
+    """
+    rule = VerdictRule.load(SHIPPED)
+    runs = [record for record in read_text_runs(failed) if record["marks"][-1]["outcome"] != "translates"
+            and record["recipe"]["train"]["updates"] >= 100
+            and max(record["recipe"]["model"][side]["layers"] for side in SIDES) <= 6]
+    if len(runs) < count:
+        raise UserError(f"{failed} has {len(runs)} runs that failed, of 100 updates and 6 layers a side; set --count "
+                        f"to {len(runs)} or less")
+    make_parent_folder(output, "RUNS")
+    done = {json.dumps(record["of"]) for record in read_text_runs(output)}
+    missing = [run for run in random.Random(seed).sample(runs, count) if key_of(run) not in done]
+    for [line] in append_runs(output, ([_proposal(run, rule, data)] for run in missing)):
+        print(f"{line['text']}: {line['was']}, with {line['proposal']} {line['marks'][-1]['outcome']}", flush=True)
+    rows = [["it was", "proposal", "predicted", "came", "validation loss"]]
+    rows += [[line["was"], line["proposal"], max(OUTCOMES, key=line["said"].__getitem__), line["marks"][-1]["outcome"],
+              f"{line['loss']} to {line['marks'][-1]['own']}"] for line in read_text_runs(output)]
+    return markdown_table(rows)
+
+
+def _proposal(run: Record, rule: VerdictRule, data: Path) -> Record:
+    """The line of a run's best alternative, with the run's recipe, outcome and loss, and what the rule said."""
+    tree = {name: value for name, value in run["recipe"].items() if name not in ("text", "seed")}
+    recipe = recipe_of(run["text"], data, pieces=52 if run["text"] == "toy" else 1000, seed=run["recipe"]["seed"],
+                       settings=tree)
+    tried = alternatives(recipe)
+    rated = {name: rule.probabilities(features(_trial_of(other), other, other.train.updates))
+             for name, other in tried.items()}
+    best = max(rated, key=lambda name: expected_rank(rated[name]))
+    return {**run_recipe(tried[best]), "of": run["recipe"], "was": run["marks"][-1]["outcome"],
+            "loss": run["marks"][-1]["own"], "proposal": best, "said": rated[best], "rated": rated}
 
 
 # -- fitting and judging -----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 
+
 def subject_for(prepared: Path, *settings: str) -> Subject:
     recipe = load_recipe(prepared / "recipe.yaml", ["model.width=64", *settings])
     data = open_prepared(recipe)
@@ -146,8 +147,8 @@ def test_a_trial_of_a_sound_recipe_shows_no_fault(block: str, prepared: Path) ->
 @pytest.mark.parametrize(("seed", "named"), [
     (frozen_layer, "frozen: encoder.layers.1.ffn.fc1, encoder.layers.1.ffn.fc2 did not change in 6 updates"),
     (dead_relu, "dead branch: decoder.layers.0.ffn put out the same, whatever comes in"),
-    (cut_source, "collapse: the encoder put out nearly the same vector at every position; the rate is too high, or the warm-up too "
-     "short for this depth and block"),
+    (cut_source, "collapse: the encoder put out nearly the same vector at every position; the rate is too high, or the "
+     "warm-up too short for this depth and block"),
 ])
 def test_a_fault_is_named_by_the_trial(seed: Callable[[Transformer], None], named: str, prepared: Path) -> None:
     subject = subject_for(prepared, *block_settings("post_ln"))

@@ -12,8 +12,10 @@ import pytest
 import torch
 from refusals import Refused
 
+from deepnmt.config import Recipe
 from deepnmt.doctor.outcome import OUTCOMES, Outcome
 from deepnmt.doctor.verdict import FEATURES, Trial, VerdictRule
+from deepnmt.errors import UserError
 from studies import verdict_text
 from studies.verdict_fit import Example, Judged, choose, crossed, fit
 from studies.verdict_text import Choice, depth_group, draw, examples_of, fit_runs, judge_runs, key_hash, run_all
@@ -166,6 +168,43 @@ def test_fit_and_judge_files(tmp_path: Path, refused: Refused) -> None:
     assert "few.jsonl has 9 runs; a rule needs 40 or more" in refused("verdict-runs", "fit", tmp_path / "few.jsonl")
 
 
+def test_the_best_rated_alternative_of_runs_that_failed_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_runs(tmp_path / "made.jsonl", 9)
+    lines = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["text"] = line["recipe"]["text"] = "toy"
+        line["recipe"]["train"]["updates"] = 120
+    failed, output = tmp_path / "failed.jsonl", tmp_path / "tried.jsonl"
+    failed.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trained: list[str] = []
+
+    def trial_of(recipe: Recipe) -> Trial:  # good at a tenth of the rate only
+        rate = recipe.optimizer.lr
+        good = rate < lines[0]["recipe"]["optimizer"]["lr"] / 5
+        own, shuffled = (3.0, 6.0) if good else (5.2, 5.2)
+        return Trial([5.0] * 40, [1.0] * 40, own, shuffled, 5.0, 40 * rate, 6.0, 300.0, 9000.0)
+
+    def run_recipe(recipe: Recipe) -> dict[str, Any]:
+        trained.append(f"optimizer.lr={recipe.optimizer.lr:.3g}")
+        return {**lines[0], "recipe": verdict_text.kept(recipe), "marks": lines[2]["marks"]}
+
+    monkeypatch.setattr(verdict_text, "_trial_of", trial_of)
+    monkeypatch.setattr(verdict_text, "run_recipe", run_recipe)
+    table = verdict_text.propose_all(failed, output, 4, 1, tmp_path)
+    made = verdict_text.read_text_runs(output)
+    known = {json.dumps(line["recipe"]): line["marks"][-1]["outcome"] for line in lines}
+    assert len({json.dumps(line["of"]) for line in made}) == 4
+    assert all(line["was"] == known[json.dumps(line["of"])] != "translates" for line in made)
+    assert [line["proposal"] for line in made] == trained == [
+        f"optimizer.lr={line['of']['optimizer']['lr'] / 10:.3g}" for line in made]
+    assert table.count("| translates ") >= 4 and " to 3.0" in table
+    assert verdict_text.propose_all(failed, output, 4, 1, tmp_path) == table and len(trained) == 4
+    with pytest.raises(UserError, match=r"has 6 runs that failed, of 100 updates .* set --count to 6 or less"):
+        verdict_text.propose_all(failed, output, 7, 1, tmp_path)
+
+
 @pytest.mark.parametrize(("line", "message"), [
     ("run runs.jsonl --count 0", "--count is 0, must be 1 or more"),
     ("run runs.jsonl --depths 0", "--depths is 0, must be 1 or more"),
@@ -174,6 +213,8 @@ def test_fit_and_judge_files(tmp_path: Path, refused: Refused) -> None:
     ("run runs.jsonl --share 2 2", "--share is 2 2, must be two numbers, the first from 0 and below the second"),
     ("judge none.jsonl --ship", "--ship has no effect here because it belongs to verdict-runs fit; remove it"),
     ("fit none.jsonl --rule a", "--rule has no effect here because it belongs to verdict-runs judge; remove it"),
+    ("judge none.jsonl --count 3", "--count has no effect here because it belongs to verdict-runs run; remove it"),
+    ("propose runs.jsonl", "verdict-runs propose needs runs that failed; give their file with --failed, for example"),
     ("fit notes.md", "notes.md, line 1, is not a run of the verdict's runs, which has marks, recipe, text, trial"),
 ])
 def test_mistakes(line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
