@@ -201,3 +201,26 @@ def test_a_deep_post_ln_without_warm_up(prepared: Path, monkeypatch: pytest.Monk
     bare, good = (whole_trial(prepared, *block_settings(block, 8), "schedule.warmup=0", "optimizer.lr=0.01")
                   for block in ("post_ln", "pre_ln"))
     assert good == [] and bare[-1].startswith("collapse: the encoder"), bare
+
+
+# -- what the guide says that no test sees -----------------------------------------------------------------------------
+
+
+def small_gain(model: Transformer, _batch: Batch, _patch: pytest.MonkeyPatch) -> None:
+    for name, parameter in model.named_parameters():
+        if ".layers." in name and parameter.ndim == 2:
+            parameter.data /= 10
+
+
+def other_sources(_model: Transformer, batch: Batch, _patch: pytest.MonkeyPatch) -> Batch:
+    src, lengths, *targets = batch.tensors
+    return replace(batch, tensors=(src.roll(1, 0), lengths.roll(1, 0), *targets))
+
+
+@pytest.mark.parametrize(("block", "seed"), [("post_ln", small_gain), ("pre_ln", gain_of_ten),
+                                             ("post_ln", other_sources)])
+def test_a_fault_that_stays_unseen(
+    block: str, seed: Callable[..., Batch | None], prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subject_for(prepared, *block_settings(block))
+    assert found_in(subject.model, seed(subject.model, subject.batch, monkeypatch) or subject.batch) == []
