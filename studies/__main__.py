@@ -45,16 +45,18 @@ def use_threads(count: int) -> None:
 def compare(words: list[str]) -> None:
     """Plot the learning curves of several runs in one picture."""
     parser = plain_parser(
-        "compare", "Plots the training losses of several runs and prints them as a table.",
+        "compare", "Plots the losses of several runs and prints them as a table.",
         "python -m studies compare runs/post_ln runs/admin --output runs/blocks.png",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     add_options(parser, ("--output", "FILE", Path, "runs/comparison.png", "the picture"),
                 ("--title", "TITLE", str, "Training loss", "title of the picture"))
+    parser.add_argument("--valid", action="store_true",
+                        help="plain losses of the validation text, not the label-smoothed ones of training")
     args = parser.parse_args(words)
     from studies.compare import compare_runs
 
-    print(compare_runs(args.runs, args.output, args.title))
+    print(compare_runs(args.runs, args.output, args.title, args.valid))
 
 
 def admin_profile(words: list[str]) -> None:

@@ -1,7 +1,8 @@
-"""Compares the training losses of several runs in one picture and one table."""
+"""Compares the losses of several runs in one picture and one table."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from deepnmt.errors import UserError
@@ -9,20 +10,25 @@ from deepnmt.files import read_numbered_log, table
 from studies.plots import plot_comparison
 
 
-def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
-    """Plots the training loss of every run against updates, and returns a table of it at about six updates.
+def compare_runs(runs: list[Path], picture: Path, title: str, valid: bool = False) -> str:
+    """Plots the loss of every run against updates, and returns a table of it at about six updates.
+
+    Args:
+        valid: the plain loss of the validation text, instead of the label-smoothed one of training.
 
     Raises:
         UserError: a folder has no log, no line of training in it, or a log of another kind; the runs have no logged
             update in common; the picture cannot be written.
     """
     unique = len({run.name for run in runs}) == len(runs)
-    curves = {run.name if unique else str(run): _losses(run) for run in runs}
+    curves = {run.name if unique else str(run): _losses(run, valid) for run in runs}
     shared = sorted(set.intersection(*(set(points) for points in curves.values())))
     if not shared:
-        raise UserError("the runs have no logged update in common; train them with the same train.log_every")
+        raise UserError("the runs have no logged update in common; train them with the same "
+                        f"train.{'validate_every' if valid else 'log_every'}")
     try:
-        plot_comparison(curves, picture, title, "label-smoothed training loss, nats per target token")
+        plot_comparison(curves, picture, title, f"{'plain validation' if valid else 'label-smoothed training'} loss, "
+                        "nats per target token")
     except OSError as error:
         raise UserError(f"picture {picture} cannot be written: {error.strerror or error}; "
                         "set --output to another file") from None
@@ -31,18 +37,19 @@ def compare_runs(runs: list[Path], picture: Path, title: str) -> str:
     return f"{table([['update', *map(str, chosen)], *rows])}\n{picture}"
 
 
-def _losses(run: Path) -> dict[int, float]:
+def _losses(run: Path, valid: bool) -> dict[int, float]:
     log = run / "log.jsonl"
     if not log.is_file():
         raise UserError(f"{run} has no log.jsonl; give the folder of a run that was started")
     losses = {}
     for number, record in read_numbered_log(log):
         try:
-            if record["type"] == "train":
-                losses[int(record["update"])] = float(record["loss"])
+            if record["type"] == ("valid" if valid else "train"):
+                losses[int(record["update"])] = (math.log(float(record["perplexity"])) if valid
+                                                 else float(record["loss"]))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(f"{log}, line {number}, is not from the log of a training, which has type and update, and "
                             "loss if the type is train; give a run folder that deepnmt train wrote") from None
     if not losses:
-        raise UserError(f"{log} has no line of training yet")
+        raise UserError(f"{log} has no line of {'validation' if valid else 'training'} yet")
     return losses

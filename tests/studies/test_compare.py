@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from refusals import Refused, Tool
 
+from studies.compare import compare_runs
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,6 +31,19 @@ def test_compare_plots_and_tabulates(study: Tool, tmp_path: Path) -> None:
     rows = [line.split() for line in done.stdout.splitlines()]
     assert rows[:3] == [["update", "10", "20"], ["one", "6.000", "5.000"], ["two", "6.500", "6.250"]]
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_validations(tmp_path: Path, refused: Refused) -> None:
+    for name, perplexities in (("one", {10: 400.0, 20: 100.0}), ("two", {10: 300.0, 20: 200.0})):
+        write_log(tmp_path / name, {5: 6.0})
+        log = [json.dumps({"type": "valid", "update": u, "loss": 9.0, "perplexity": p})
+               for u, p in perplexities.items()]
+        (tmp_path / name / "log.jsonl").write_text("\n".join(log) + "\n", encoding="utf-8")
+    text = compare_runs([tmp_path / "one", tmp_path / "two"], tmp_path / "p.png", "Validation", valid=True)
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[:3] == [["update", "10", "20"], ["one", "5.991", "4.605"], ["two", "5.704", "5.298"]]
+    write_log(tmp_path / "three", {10: 6.0})
+    assert "has no line of validation yet" in refused("compare", "--valid", tmp_path / "three")
 
 
 def test_compare_without_a_log(refused: Refused, tmp_path: Path) -> None:
