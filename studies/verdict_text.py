@@ -273,9 +273,8 @@ def _proposal(run: Record, rule: VerdictRule, data: Path) -> Record:
     recipe = recipe_of(run["text"], data, pieces=52 if run["text"] == "toy" else 1000, seed=run["recipe"]["seed"],
                        settings=tree)
     tried = alternatives(recipe)
-    rated: dict[str, dict[str, float]] = {
-        name: {**rule.probabilities(features(_trial_of(other), other, other.train.updates))}
-        for name, other in tried.items()}
+    rated = {name: rule.probabilities(features(_trial_of(other), other, other.train.updates))
+             for name, other in tried.items()}
     best = max(rated, key=lambda name: expected_rank(rated[name]))
     return {**run_recipe(tried[best]), "of": run["recipe"], "was": run["marks"][-1]["outcome"],
             "loss": run["marks"][-1]["own"], "proposal": best, "said": rated[best], "rated": rated}

@@ -145,7 +145,7 @@ def _verdict_box(verdict: Mapping[str, Any]) -> str:
     return f"<div class='verdict {kind}'>{''.join(lines)}</div>"
 
 
-def expected_rank(probabilities: Mapping[str, float]) -> float:
+def expected_rank(probabilities: Mapping[Any, float]) -> float:
     """0 for a model that is surely stuck, 1 for the target side only, 2 for one that translates."""
     return sum(rank * probabilities[name] for rank, name in enumerate(OUTCOMES))
 
