@@ -82,7 +82,8 @@ def recipe_page() -> str:
     for path, section in _sections("", Recipe):
         paths.setdefault(section, []).append(path)
     headings = {section: ", ".join(there) or "Top level" for section, there in paths.items()}
-    return "\n".join([RECIPE, *(part for section in headings for part in _table(section, headings))])
+    first: dict[str, str] = {}
+    return "\n".join([RECIPE, *(part for section in headings for part in _table(section, headings, first))])
 
 
 def _sections(path: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
@@ -100,19 +101,29 @@ def _section_of(field: FieldInfo) -> type[Section] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
-def _table(section: type[Section], headings: Mapping[type[Section], str]) -> Iterator[str]:
-    """A heading, what the section is, and its settings."""
+def _table(section: type[Section], headings: Mapping[type[Section], str], first: dict[str, str]) -> Iterator[str]:
+    """A heading, what the section is, and its settings. `first`: the heading under which a row stood first; there it is
+    not repeated."""
     schema = section.model_json_schema()["properties"]
     yield f"## {headings[section]}\n"
     if section is not Recipe:
         yield _reflowed(inspect.getdoc(section) or "") + "\n"
-    yield "| setting | what it does | values | default |\n|---|---|---|---|"
+    rows: list[str] = []
+    same: dict[str, list[str]] = {}
     for name, field in section.model_fields.items():
         kind = _section_of(field)
         allowed = values(schema[name]) if kind is None else f"[a section](#{_anchor(headings[kind])})"
         cells = (f"`{name}`", " ".join((field.description or "").split()), allowed, _default(field))
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-    yield ""
+        row = f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        if row in first:
+            same.setdefault(first[row], []).append(cells[0])
+        else:
+            first[row] = headings[section]
+            rows.append(row)
+    for heading, names in same.items():
+        yield _reflowed(f"As in [{heading}](#{_anchor(heading)}): {', '.join(names)}.") + "\n"
+    if rows:
+        yield "\n".join(["| setting | what it does | values | default |", "|---|---|---|---|", *rows, ""])
 
 
 def _anchor(heading: str) -> str:
