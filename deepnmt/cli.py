@@ -200,12 +200,11 @@ def _new(words: list[str]) -> None:
     if bool(args.valid) != bool(args.test):
         raise UserError("--valid and --test go together: give both texts, or neither, and sentences are held out")
     from deepnmt.config import Corpus
-    from deepnmt.data.text import COMPRESSED
+    from deepnmt.data.text import ending
     from deepnmt.new import new_recipe
 
     def language(name: str) -> str:
-        path = Path(name)
-        suffix = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.removeprefix(".")
+        suffix = ending(name)
         if not suffix.isalpha() or len(suffix) > 3:
             raise UserError(f"{name} does not end in a language such as .de; add --langs SRC TRG, for example "
                             "--langs de en")
@@ -215,7 +214,7 @@ def _new(words: list[str]) -> None:
         return Corpus(src=[files[0]], trg=[files[1]]) if files else None
 
     langs = tuple(args.langs or map(language, (args.src, args.trg)))
-    if args.src.endswith(f".{langs[1]}") and args.trg.endswith(f".{langs[0]}"):
+    if (ending(args.trg), ending(args.src)) == langs and langs[0] != langs[1]:
         raise UserError(f"--langs {' '.join(langs)} is the other way round than {args.src} and {args.trg}; exchange "
                         "one of the two pairs")
     print(new_recipe(args.file, Corpus(src=[args.src], trg=[args.trg]), langs, args.machine,

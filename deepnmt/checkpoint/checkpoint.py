@@ -253,7 +253,8 @@ def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
     if (folder / MANIFEST).is_file():
         return folder
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}; give a checkpoint or the folder of a run")
+        raise UserError(f"there is no folder {folder}; train first, or give a checkpoint or the "
+                        "folder of a run")
     averaged, checkpoints = folders.locate(folder / "averaged"), folder / "checkpoints"
     if which == "averaged" or (which == "auto" and averaged.is_dir()):
         if not averaged.is_dir():

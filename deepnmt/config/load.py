@@ -179,8 +179,8 @@ def read_tree(file: Path) -> dict[str, Any]:
         near = nearest(str(file).removeprefix("recipes/").removesuffix(".yaml"), shipped_recipes())
         hint = f"did you mean {near}? " if near else ""
         what = "recipe" if file.suffix else "recipe or run folder"
-        raise UserError(f"there is no {what} {file}; {hint}deepnmt recipes lists those that come with it, and deepnmt "
-                        "new writes one for your text") from None
+        raise UserError(f"there is no {what} {file}; {hint}deepnmt recipes lists the recipes that come with "
+                        "it, and deepnmt new writes one for your text") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {file} cannot be read: {error}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example the date 2026-13-01

@@ -37,7 +37,7 @@ from deepnmt.data.prepared import (
     variant_stem,
     write_manifest,
 )
-from deepnmt.data.text import Pair, corpora_of, input_files, read_pairs, write_pairs
+from deepnmt.data.text import Pair, corpora_of, ending, input_files, read_pairs, write_pairs
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
@@ -60,8 +60,9 @@ def prepare(recipe: Recipe) -> Path:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         _check_up_to_date(recipe, texts, PreparedData.open(folder))
         return folder
-    for corpus in texts.values():
+    for name, corpus in texts.items():
         input_files(corpus)
+        _warn_of_exchanged(recipe, name, corpus)
     try:
         with _atomic_folder(folder) as partial:
             _build(recipe, texts, partial)
@@ -83,6 +84,16 @@ def prepare(recipe: Recipe) -> Path:
     print_status(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
                  f"{plan.waste:.1%} of the positions are padding")
     return folder
+
+
+def _warn_of_exchanged(recipe: Recipe, name: str, text: Corpus) -> None:
+    """Warns where files end in the languages of the other side; of corpora with a tag there may be any direction."""
+    langs = (recipe.data.src_lang, recipe.data.trg_lang)
+    for corpus in corpora_of(text).values():
+        for files in zip(corpus.src, corpus.trg, strict=False):
+            if not corpus.tag and (ending(files[1]), ending(files[0])) == langs and langs[0] != langs[1]:
+                print_status(f"warning: {name} reads {files[0]} as {langs[0]} and {files[1]} as {langs[1]}; if that is "
+                             "the wrong way round, exchange the files, or data.src_lang and data.trg_lang")
 
 
 def _show_pairs(what: str, total: int | None = None) -> AbstractContextManager[Progress]:

@@ -72,7 +72,8 @@ def split_corpus(
     kept = {name: list(pairs.values()) for name, pairs in first.items()}
     kept["valid"] = [pair for pair in kept["valid"] if normalised(pair[0]) not in sources["test"]]
     if not (kept["valid"] and kept["test"]):
-        raise UserError(f"{files[0]} has too few sentences to hold {valid} + {test} of 1,000 out; give larger shares")
+        raise UserError(f"{files[0]} has too few sentences to hold {valid} + {test} of 1,000 out; give a larger text "
+                        "or larger shares")
 
     held_out = sources["valid"] | sources["test"]
     train = (pair for pair in read_pairs(corpus)

@@ -99,6 +99,12 @@ def _sentence(line: bytes, number: int, name: str) -> str:
                         "line); convert the text, for example with iconv -t UTF-8") from None
 
 
+def ending(file: str) -> str:
+    """What a file's name ends in, such as `de`, packed or not."""
+    path = Path(file)
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.removeprefix(".")
+
+
 def corpora_of(text: Corpus) -> dict[str, Corpus]:
     """The corpora of a text by name; a single one has an empty name."""
     return getattr(text, "corpora", None) or {"": text}

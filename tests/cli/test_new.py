@@ -40,8 +40,12 @@ def test_the_recipe_is_accepted_as_it_is(text: list[tuple[str, str]], capsys: py
     for line in Path("my.yaml").read_text().splitlines():  # what is chosen says why
         assert "updates:" not in line or "epochs of about" in line
     assert main("prepare", ["my.yaml"]) == 0
+    prepared = capsys.readouterr().err
+    assert "exchange" not in prepared
+    assert main("prepare", ["my.yaml", "data.src_lang=en", "data.trg_lang=de", "data.folder=data/other"]) == 0
+    assert "train reads data/my/text/train.de as en and data/my/text/train.en as de" in capsys.readouterr().err
     real, said = (int(re.search(rf"epoch{form} ([\d,]+) micro-batches", text)[1].replace(",", "")) for form, text in (
-        (" is", capsys.readouterr().err), ("s of about", Path("my.yaml").read_text())))
+        (" is", prepared), ("s of about", Path("my.yaml").read_text())))
     assert said == pytest.approx(real, rel=0.08)
     assert main("train", ["my.yaml", "--dry-run"]) == 0
     assert "4L-4L, admin / admin, width 128" in capsys.readouterr().out
