@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -456,7 +457,8 @@ def _translate(words: list[str]) -> None:
     add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
         "(default: standard input)")
     add("--output", default="-", metavar="FILE", help="the file of the translations (default: standard output)")
-    add("--format", "--form", dest="form", default="text", choices=["text", "tsv", "jsonl"],
+    add("--form", default="text", choices=["text", "tsv", "jsonl"], help=argparse.SUPPRESS)  # its name in 0.1
+    add("--format", dest="form", default="text", choices=["text", "tsv", "jsonl"],
         help="text: the best translation of each line; tsv: line, rank, score and translation; jsonl: an object a "
         "line (default text)")
     add("--prefix", metavar="FILE", help="what each translation begins with, tags included: a line for each line of "
