@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,21 +128,21 @@ def log_normalisers(logits: Tensor) -> Tensor:
 
 
 def best_extensions(
-    logits: Tensor, count: int, never: Sequence[int] = FORBIDDEN, norms: Tensor | None = None
+    logits: Tensor, count: int, apart: Tensor | None = None, norms: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The best next tokens of each hypothesis.
 
     Args:
         logits: [R, V] of any float type; overwritten.
         count: C, at most V.
-        never: tokens that are not among the best.
+        apart: int64, eos and the tokens that are not among the best; None: eos and `FORBIDDEN`.
         norms: the rows' log Σ exp, fp32 [R]; None: of these logits.
 
     Returns:
-        The log-probabilities [R, C] of the best tokens other than eos and `never`; these tokens [R, C]; and the
+        The log-probabilities [R, C] of the best tokens other than `apart`; these tokens [R, C]; and the
         log-probability [R] of eos. Log-probabilities are fp32, from the softmax over the whole vocabulary.
     """
-    apart = indices([EOS, *never], logits.device)
+    apart = indices([EOS, *FORBIDDEN], logits.device) if apart is None else apart
     if device.on_gpu(logits):
         log_probs = logits.log_softmax(1, torch.float32) if norms is None else logits.float() - norms[:, None]
         ends = log_probs[:, EOS].clone()

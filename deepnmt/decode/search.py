@@ -43,53 +43,6 @@ class Candidate:
     ended: bool
 
 
-class _Finished:
-    """The N best finished hypotheses so far of the b sentences that are not done, and of those that were."""
-
-    def __init__(self, sentences: int, keep: int, longest: int, device: torch.device) -> None:
-        self.scores = torch.full((sentences, keep), -torch.inf, device=device)
-        self._sums = torch.full_like(self.scores, -torch.inf)
-        self._tokens = torch.zeros(sentences, keep, longest + 2, dtype=torch.int64, device=device)
-        self._all = (self.scores, self._sums, self._tokens)
-
-    def add(self, sums: Tensor, tokens: Tensor, length: int, divisor: float, ended: bool) -> None:
-        """Adds finished hypotheses of equal length, and keeps the N best of each sentence.
-
-        Args:
-            sums: [b, K] log-probabilities; -inf: no hypothesis.
-            tokens: [b, K, M + 2], the last two being free.
-            length: of all of them, without eos.
-            divisor: the length penalty.
-            ended: whether they ended with eos.
-        """
-        tokens[..., -2], tokens[..., -1] = length, int(ended)
-        self.scores, best = torch.cat([self.scores, sums / divisor], dim=1).topk(self.scores.size(1))
-        self._sums = torch.cat([self._sums, sums], dim=1).gather(1, best)
-        pool = torch.cat([self._tokens, tokens], dim=1)
-        self._tokens = pool.gather(1, best[:, :, None].expand(-1, -1, pool.size(2)))
-
-    def select(self, sentences: Tensor, kept: Tensor) -> None:
-        """Goes on with those of the b sentences [b] whose positions are `kept`."""
-        live = self.scores, self._sums, self._tokens
-        for whole, part in zip(self._all, live, strict=True):
-            if whole is not part:
-                whole[sentences] = part
-        self.scores, self._sums, self._tokens = (part[kept] for part in live)
-
-    def candidates(self, sentences: Tensor) -> list[list[Candidate]]:
-        """The hypotheses of all sentences, best first. Raises `UserError` if a score is NaN."""
-        self.select(sentences, sentences[:0])
-        scores, sums, tokens = (column.tolist() for column in self._all)
-        if any(math.isnan(score) for sentence in scores for score in sentence):
-            raise UserError("the model's scores are not numbers (NaN), because its training has diverged; translate "
-                            "with an earlier checkpoint")
-        return [
-            [Candidate(row[: row[-2]], score, log_prob, bool(row[-1]))
-             for row, score, log_prob in zip(*sentence, strict=True) if score > -torch.inf]
-            for sentence in zip(tokens, scores, sums, strict=True)
-        ]
-
-
 class _Place(NamedTuple):
     """Where the hypotheses of b sentences grow by a token.
 
@@ -97,7 +50,7 @@ class _Place(NamedTuple):
         sentences: [b].
         sums: [b, K] their log-probabilities so far.
         length: their new length.
-        at_limit: [b] whether that is the sentence's limit.
+        at_limit: [b] whether that is the sentence's limit; None: in none it is.
         may_end: [b] whether that token may be eos; None: it may in all.
         norms: [b·K] log Σ exp of the logits, if some of these were barred.
     """
@@ -105,7 +58,7 @@ class _Place(NamedTuple):
     sentences: Tensor
     sums: Tensor
     length: int
-    at_limit: Tensor
+    at_limit: Tensor | None
     may_end: Tensor | None
     norms: Tensor | None
 
@@ -126,9 +79,102 @@ class _Step(NamedTuple):
     parents: Tensor | None
 
 
+class _Finished(NamedTuple):
+    """Hypotheses of equal length that finished in one step.
+
+    Attributes:
+        sums: [b, K] log-probabilities; -inf: no hypothesis.
+        length: of all of them, without eos.
+        divisor: the length penalty.
+        ended: whether they ended with eos.
+    """
+
+    sums: Tensor
+    length: int
+    divisor: float
+    ended: bool
+
+
+class _Record:
+    """What a search has done: the steps of the hypotheses, and those that have finished.
+
+    Tokens are not put together before the end, when each of the N best is followed from its last token to its first. So
+    a step only keeps what it has made.
+    """
+
+    def __init__(self, sums: Tensor, keep: int) -> None:
+        self.best = sums.new_full((len(sums), keep), -torch.inf)  # the N highest scores of the b sentences
+        self._shape = tuple(sums.shape)
+        # Lists by the sentences that were there [b], whenever these change: new tokens, parents, and what finished.
+        self._parts: list[tuple[Tensor, list[Tensor], list[Tensor | None], list[_Finished]]] = []
+        self._ranked = 0
+        self.select(torch.arange(len(sums), device=sums.device))
+
+    def select(self, sentences: Tensor, kept: Tensor | None = None) -> None:
+        """Goes on with `sentences` [b], which were at the positions `kept`; all finished ones must be ranked."""
+        self.best = self.best if kept is None else self.best[kept]
+        self._parts.append((sentences, [], [], []))
+        self._ranked = 0
+
+    def add(self, step: _Step, length: int, divisor: float, truncated: Tensor | None) -> None:
+        """Adds a step to the new `length`, with the log-probabilities [b, K] of what it truncated."""
+        _, nexts, parents, finished = self._parts[-1]
+        nexts.append(step.nexts)
+        parents.append(step.parents)
+        finished.append(_Finished(step.ended, length - 1, divisor, True))
+        if truncated is not None:
+            finished.append(_Finished(truncated, length, divisor, False))
+
+    def rank(self) -> Tensor:
+        """The scores [b] that another hypothesis must beat to be among the N best."""
+        fresh = self._parts[-1][-1][self._ranked :]
+        self._ranked += len(fresh)
+        if fresh:
+            divisors = torch.tensor([each.divisor for each in fresh], device="cpu")
+            scores = torch.stack([each.sums for each in fresh], 2) / divisors.to(self.best.device, non_blocking=True)
+            self.best = torch.cat([self.best, scores.flatten(1)], dim=1).topk(self.best.size(1)).values
+        return self.best[:, -1]
+
+    def candidates(self) -> list[list[Candidate]]:
+        """The hypotheses of all sentences, best first. Raises `UserError` if a score is NaN."""
+        count, beams = self._shape
+        finished = [each for part in self._parts for each in part[-1]]
+        sums = torch.full((count, len(finished), beams), -torch.inf, device="cpu")
+        nexts = sums.new_zeros(sum(len(part[1]) for part in self._parts), count, beams, dtype=torch.int64)
+        parents = torch.arange(beams, device="cpu").expand(nexts.shape).clone()
+        step = entry = 0
+        for sentences, tokens, origins, ended in self._parts:
+            if not tokens:
+                continue
+            rows, steps, entries = sentences.cpu(), slice(step, step + len(tokens)), slice(entry, entry + len(ended))
+            step, entry = steps.stop, entries.stop
+            nexts[steps, rows] = torch.stack(tokens).cpu()
+            sums[rows, entries] = torch.stack([each.sums for each in ended], 1).cpu()
+            if origins[0] is not None:
+                parents[steps, rows] = torch.stack([each for each in origins if each is not None]).cpu()
+        scores = (sums / sums.new_tensor([each.divisor for each in finished])[:, None]).flatten(1)
+        scores, best = scores.topk(self.best.size(1))
+        of, beam = best // beams, best % beams
+        lengths = nexts.new_tensor([each.length for each in finished])[of]
+        words = nexts.new_zeros(*best.shape, int(lengths.max()))
+        for number in reversed(range(words.size(2))):
+            words[..., number] = nexts[number].gather(1, beam)
+            beam = torch.where(number < lengths, parents[number].gather(1, beam), beam)
+        if bool(scores.isnan().any()):
+            raise UserError("the model's scores are not numbers (NaN), because its training has diverged; translate "
+                            "with an earlier checkpoint")
+        columns = (words, lengths, scores, sums.flatten(1).gather(1, best), of)
+        return [
+            [Candidate(row[:length], score, log_prob, finished[entry].ended)
+             for row, length, score, log_prob, entry in zip(*sentence, strict=True) if score > -torch.inf]
+            for sentence in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+
 def _grow_hypotheses(
     stepper: Stepper, limits: Tensor, sums: Tensor, keep: int, penalty: LengthPenalty, rules: Rules,
-    extend: Callable[[Tensor, _Place], _Step], is_done: Callable[[Tensor, _Step, Tensor], Tensor],
+    extend: Callable[[Tensor, _Place], _Step], is_done: Callable[[Tensor, Tensor, Tensor], Tensor],
+    prompt: bool = False,
 ) -> list[list[Candidate]]:
     """Grows hypotheses token by token until every sentence is done; those that reach their limit are truncated.
 
@@ -140,25 +186,26 @@ def _grow_hypotheses(
         penalty: for the score.
         rules: on the next tokens.
         extend: makes a step, from logits [b·K, V] at a place.
-        is_done: which sentences [b] are done, from their indices [b], their step, and the scores [b] that another
-            hypothesis must beat to be among the N best.
+        is_done: which sentences [b] are done, from their indices [b], log-probabilities [b, K], and the scores [b] that
+            another hypothesis must beat to be among the N best.
+        prompt: whether it changes the result if a sentence goes on after it is done.
     """
     ends, device, on = set(limits.tolist()), limits.device, device_.on_gpu(limits)
-    longest, checks = max(ends), GPU_CHECKS if on else 1
-    finished = _Finished(len(limits), keep, longest, device)
-    sentences, order = torch.arange(len(limits), device=device), torch.arange(sums.size(1), device=device)
+    longest, checks, width = max(ends), GPU_CHECKS if on else 1, sums.size(1)
+    record = _Record(sums, keep)
+    sentences, order = torch.arange(len(limits), device=device), torch.arange(width, device=device)
     first = order.new_empty(0)  # row of each sentence
-    tokens = torch.zeros(*sums.shape, longest + 2, dtype=torch.int64, device=device)
+    tokens = torch.zeros(*sums.shape, longest if rules.no_repeat else 0, dtype=torch.int64, device=device)
     last = torch.full((sums.numel(),), BOS, device=device)
     for length in range(1, longest + 1):
         # All search methods pass here, so rules on tokens are kept here.
-        logits, at_limit = stepper.step(last), limits[sentences] == length
-        given, may_end = rules.given(sentences, length), None
+        logits, given, may_end = stepper.step(last), rules.given(sentences, length), None
+        at_limit = limits == length if length in ends else None
         if length <= rules.min_length:
-            may_end = at_limit
+            may_end = limits == length
         if given is not None:
             may_end = given == PAD if may_end is None else may_end & (given == PAD)
-            forced = sums + _log_probs(logits, given.repeat_interleave(sums.size(1))).view_as(sums)
+            forced = sums + _log_probs(logits, given.repeat_interleave(width)).view_as(sums)
         norms = rules.bar_repeats(logits, tokens, length)
         step = extend(logits, _Place(sentences, sums, length, at_limit, may_end, norms))
         if given is not None:
@@ -166,16 +213,17 @@ def _grow_hypotheses(
             step = step._replace(
                 live=torch.where(here, forced, step.live), nexts=torch.where(here, given[:, None], step.nexts),
                 parents=None if step.parents is None else torch.where(here, order, step.parents))
-        divisor, parents, sums = penalty.divisor(length), step.parents, step.live
-        finished.add(step.ended, tokens, length - 1, divisor, ended=True)
-        if parents is not None:
-            tokens = tokens.gather(1, parents[:, :, None].expand_as(tokens))
-        tokens[:, :, length - 1] = step.nexts
-        if length in ends:
+        sums, truncated, parents, nexts = step.live, None, step.parents, step.nexts
+        if at_limit is not None:
             truncated = sums.masked_fill(~at_limit[:, None], -torch.inf)
-            finished.add(truncated, tokens, length, divisor, ended=False)
-        done = at_limit | is_done(sentences, step, finished.scores[:, -1])
-        sums.masked_fill_(done[:, None], -torch.inf)
+            sums = sums.masked_fill(at_limit[:, None], -torch.inf)
+        record.add(step, length, penalty.divisor(length), truncated)
+        if rules.no_repeat:
+            tokens = tokens if parents is None else tokens.gather(1, parents[:, :, None].expand_as(tokens))
+            tokens[:, :, length - 1] = nexts
+        if prompt or length % checks == 0:
+            done = is_done(sentences, sums, record.rank())
+            sums = sums.masked_fill(done[:, None], -torch.inf)
         if length % checks == 0:
             stay = _compacted(done.tolist())
             if not stay:
@@ -183,16 +231,17 @@ def _grow_hypotheses(
             if len(stay) <= (1 - COMPACT_AT) * len(done):
                 stepper.select(stay)
                 kept = indices(stay, device)
-                finished.select(sentences, kept)
-                sentences, tokens, sums = sentences[kept], tokens[kept], sums[kept]
+                sentences, limits, tokens, sums, nexts = (
+                    each[kept] for each in (sentences, limits, tokens, sums, nexts))
                 parents = None if parents is None else parents[kept]
+                record.select(sentences, kept)
         # After the first step all rows of a sentence in the stepper are still equal.
         if parents is not None and length > 1 and (on or not torch.equal(parents, order.expand_as(parents))):
             if len(first) != len(parents):
-                first = torch.arange(0, parents.numel(), len(order), device=device)[:, None]
+                first = torch.arange(0, parents.numel(), width, device=device)[:, None]
             stepper.reorder((first + parents).flatten())
-        last = tokens[:, :, length - 1].flatten()
-    return finished.candidates(sentences)
+        last = nexts.flatten()
+    return record.candidates()
 
 
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -242,17 +291,18 @@ def beam_search(
     counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses that ended among the K best
     most = math.inf if patience is None else math.ceil(min(patience * beams, 2**53))
     last_divisors = torch.tensor([penalty.divisor(limit) for limit in limits.tolist()], device=device)
+    apart = indices([EOS, *rules.never], device)
     start = torch.full((len(limits), beams), -torch.inf, device=device)
     start[:, 0] = 0.0  # all beams start equal, so only one is used
 
     def extend(logits: Tensor, place: _Place) -> _Step:
         sentences, sums, _, at_limit, may_end, norms = place
-        log_probs, nexts, ends = best_extensions(logits, min(beams, logits.size(1)), rules.never, norms)
+        log_probs, nexts, ends = best_extensions(logits, min(beams, logits.size(1)), apart, norms)
         live, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
         ended = sums + ends.view_as(sums)
         if may_end is not None:
             ended = ended.masked_fill(~may_end[:, None], -torch.inf)
-        if finish == "best":
+        if finish == "best" and at_limit is not None:
             live = live.masked_fill(at_limit[:, None], -torch.inf)
         if finish == "best" or patience is not None:
             values, columns = torch.cat([live, ended], dim=1).topk(beams)
@@ -264,11 +314,12 @@ def beam_search(
             counts[sentences] += among.sum(1)
         return _Step(ended, live, nexts.view(len(sums), -1).gather(1, best), best // log_probs.size(1))
 
-    def is_done(sentences: Tensor, step: _Step, worst: Tensor) -> Tensor:
-        hopeless = step.live[:, 0] / last_divisors[sentences] <= worst
+    def is_done(sentences: Tensor, sums: Tensor, worst: Tensor) -> Tensor:
+        hopeless = sums[:, 0] / last_divisors[sentences] <= worst
         return hopeless if patience is None else hopeless | (counts[sentences] >= most)
 
-    return _grow_hypotheses(stepper, limits, start, nbest, penalty, rules, extend, is_done)
+    return _grow_hypotheses(stepper, limits, start, nbest, penalty, rules, extend, is_done,
+                            prompt=patience is not None)
 
 
 # Chooses the next tokens [b·K], from logits [b·K, V] (-inf: forbidden), sentences [b] and the step, from 0.
@@ -350,4 +401,4 @@ def decode_independently(
 
     start = torch.zeros(len(limits), count, device=limits.device)
     return _grow_hypotheses(stepper, limits, start, count, penalty, rules, extend,
-                            lambda _, step, __: (step.live == -torch.inf).all(1))
+                            lambda _, sums, __: (sums == -torch.inf).all(1))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepnmt import device
+from deepnmt.model import fused
 from deepnmt.model.positions import unrotated
 from deepnmt.model.unfilled import unfilled
 
@@ -148,7 +149,10 @@ class SelfAttention(nn.Module):
                 if all slots are visible.
             slots: those of this position.
         """
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, K, d]
+        packed = self.qkv(x)
+        if self.rotate is unrotated and not torch.is_grad_enabled() and fused.usable(packed):
+            return self.out(fused.attend_step(packed, past, visible, self.heads, slots))
+        qkv = packed.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, K, d]
         if self.rotate is not unrotated:
             position = slots.start // (slots.stop - slots.start)
             qkv = torch.cat([self.rotate(qkv[:2], position, position + 1), qkv[2:]])

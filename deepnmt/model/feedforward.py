@@ -75,7 +75,8 @@ class FeedForward(nn.Module):
         return self.activation(h)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(self) is FeedForward and self.activation is F.relu and fused.usable(x, self.fc1):
+        plain = type(self) is FeedForward and self.activation is F.relu and type(self.fc1) is nn.Linear
+        if plain and fused.usable(x, self.fc1):
             return self.fc2(self.dropout(fused.linear_relu(x, self.fc1)))
         return self.fc2(self.dropout(self.activate(self.fc1(x))))
 

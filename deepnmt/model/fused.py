@@ -5,9 +5,10 @@ CPU. Training on a CPU uses neither.
     torch.ops.deepnmt.drop            dropout, and the sum with the residual
     torch.ops.deepnmt.add_norm        dropout of a branch, its sum with the residual, and the norm
     torch.ops.deepnmt.relu_backward   the gradient of a ReLU's input, and the sums of its columns: those of a bias
+    torch.ops.deepnmt.attend_step     a decoding step's attention, which also keeps the new keys and values
     torch.ops.deepnmt.cross_entropy_  softmax, loss, and the gradient in place of the logits
 
-`D` width, `R` rows (tokens), `V` vocabulary.
+`B` sentences, `D` width, `H` heads, `d` = D / H, `K` hypotheses, `R` rows (tokens), `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from deepnmt import device
 
@@ -31,6 +33,7 @@ for _schema in (
     "addmm_relu(Tensor x, Tensor weight, Tensor bias) -> Tensor",
     "relu_backward(Tensor grad, Tensor out) -> (Tensor, Tensor)",
     "column_sums(Tensor parts, ScalarType dtype) -> Tensor",
+    "attend_step(Tensor packed, Tensor(a!) past, Tensor? visible, int heads, int start, int stop) -> Tensor",
     "cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor counts, float smoothing, bool gradient) -> Tensor",
 ):
     draws = _schema.startswith(("drop(", "add_norm("))
@@ -40,9 +43,8 @@ _ops = torch.ops.deepnmt
 
 def usable(x: Tensor, *modules: nn.Module) -> bool:
     """Whether what these modules compute from x may be computed by an operation of this file in their place: on a GPU,
-    and nobody is to be told what goes through a module (probes, or DeepSpeed, which gathers its weights). Not without
-    gradients: tensors are small in decoding, and a kernel of Triton takes the host longer to launch than PyTorch's."""
-    return torch.is_grad_enabled() and device.has_kernels(x) and x.dtype != torch.float64 and not any(
+    and nobody is to be told what goes through a module (probes, or DeepSpeed, which gathers its weights)."""
+    return device.has_kernels(x) and x.dtype != torch.float64 and not any(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         for module in modules)
 
@@ -313,6 +315,44 @@ def _column_sums_cpu(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return parts.sum(0).to(dtype)
 
 
+# -- attention in decoding ---------------------------------------------------------------------------------------------
+
+
+def attend_step(packed: Tensor, past: Tensor, visible: Tensor | None, heads: int, slots: slice) -> Tensor:
+    """Attention of hypotheses at one position; their keys and values are put into the past.
+
+    Args:
+        packed: queries, keys and values [B, K, 3D]; or [B, 1, 3D], if all hypotheses of a sentence are the same.
+        past: see `SelfAttention.step`; so are `visible` and `slots`. In the slots of its own position a hypothesis sees
+            itself, whatever `visible` says.
+
+    Returns:
+        [B, K, D], or [B, 1, D].
+    """
+    return _ops.attend_step(packed.contiguous(), past, visible, heads, slots.start, slots.stop)
+
+
+def _attend_step_gpu(packed: Tensor, past: Tensor, visible: Tensor | None, heads: int, start: int, stop: int) -> Tensor:
+    from deepnmt.model import kernels
+
+    out = _attend_step_shapes(packed, past, visible, heads, start, stop)
+    kernels.launch_attend_step(packed, past, visible, heads, start, stop, out)
+    return out
+
+
+def _attend_step_shapes(packed: Tensor, past: Tensor, visible: Tensor | None, heads: int, start: int, stop: int
+                        ) -> Tensor:
+    return packed.new_empty(*packed.shape[:2], packed.size(2) // 3)
+
+
+def _attend_step_cpu(packed: Tensor, past: Tensor, visible: Tensor | None, heads: int, start: int, stop: int) -> Tensor:
+    parts = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, K, d]
+    past[..., start:stop, :] = parts[1:]
+    keys, values = past[..., :stop, :]
+    attended = F.scaled_dot_product_attention(parts[0], keys, values, visible)
+    return attended.transpose(1, 2).flatten(2)
+
+
 # -- cross-entropy -----------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +400,7 @@ for _name, _gpu, _cpu, _shapes in (
     ("addmm_relu", _addmm_relu, _addmm_relu, _addmm_relu_shapes),
     ("relu_backward", _relu_backward_gpu, _relu_backward_cpu, _relu_backward_shapes),
     ("column_sums", _column_sums_gpu, _column_sums_cpu, _column_sums_shapes),
+    ("attend_step", _attend_step_gpu, _attend_step_cpu, _attend_step_shapes),
     ("cross_entropy_", _cross_entropy_gpu, _cross_entropy_cpu, _cross_entropy_shapes),
 ):
     _library.impl(_name, _gpu, "CUDA")

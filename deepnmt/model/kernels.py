@@ -161,6 +161,49 @@ def cross_entropy_(logits, targets, counts, sums, smoothing, vocab, stride, bloc
             tl.store(line + columns, (g * count).to(logits.dtype.element_ty), mask=columns < stride)
 
 
+@triton.jit(do_not_specialize=["filled"])
+def attend_step(packed, past, visible, out, scale, filled, given, beams, heads, width, past_part, past_sentence,
+                past_head, visible_sentence, visible_row, block: tl.constexpr, rows: tl.constexpr, slots: tl.constexpr):
+    """One head of one sentence. `given` rows of `packed`, one or as many as `beams`; `filled` slots are read, and those
+    after them written."""
+    sentence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, column, slot = tl.arange(0, rows), tl.arange(0, block), tl.arange(0, slots)
+    narrow = column < width
+    inside = (row < beams)[:, None] & narrow[None, :]
+    line = (sentence * given + tl.minimum(row, given - 1))[:, None] * 3 * heads + head
+    at = packed + line * width + column[None, :]
+    q = tl.load(at, mask=inside, other=0.0)
+    key = tl.load(at + heads * width, mask=inside, other=0.0)
+    value = tl.load(at + 2 * heads * width, mask=inside, other=0.0)
+    old = past + sentence * past_sentence + head * past_head
+    new = old + (filled + row)[:, None] * width + column[None, :]
+    tl.store(new, key, mask=inside)
+    tl.store(new + past_part, value, mask=inside)
+    top = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale  # itself
+    mass = tl.full((rows,), 1.0, tl.float32)
+    total = value.to(tl.float32)
+    for begin in range(0, filled, slots):
+        at_slot = begin + slot
+        there = at_slot < filled
+        keys = tl.load(old + at_slot[None, :] * width + column[:, None], mask=there[None, :] & narrow[:, None],
+                       other=0.0)
+        scores = tl.dot(q, keys, input_precision="ieee") * scale
+        if visible is not None:
+            seen = visible + sentence * visible_sentence + row[:, None] * visible_row + at_slot[None, :]
+            scores += tl.load(seen, mask=(row < given)[:, None] & there[None, :], other=float("-inf")).to(tl.float32)
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        shrunk = tl.exp(top - higher)
+        values = tl.load(old + past_part + at_slot[:, None] * width + column[None, :],
+                         mask=there[:, None] & narrow[None, :], other=0.0)
+        mass = mass * shrunk + tl.sum(weights, 1)
+        total = total * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        top = higher
+    done = out + ((sentence * given + row)[:, None] * heads + head) * width + column[None, :]
+    tl.store(done, (total / mass[:, None]).to(out.dtype.element_ty), mask=inside & (row < given)[:, None])
+
+
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +247,15 @@ def launch_cross_entropy_(logits: Tensor, targets: Tensor, counts: Tensor, smoot
                           sums: Tensor) -> None:
     cross_entropy_[(len(logits),)](logits, targets, counts, sums, smoothing, logits.size(1), logits.stride(0), 4096,
                                    gradient, num_warps=8)
+
+
+def launch_attend_step(packed: Tensor, past: Tensor, visible: Tensor | None, heads: int, start: int, stop: int,
+                       out: Tensor) -> None:
+    sentences, given, width = len(packed), packed.size(1), past.size(-1)
+    seen = (0, 0) if visible is None else (visible.stride(0), visible.stride(2))
+    attend_step[(sentences, heads)](
+        packed, past, visible, out, width**-0.5, start, given, stop - start, heads, width, *past.stride()[:3], *seen,
+        max(16, triton.next_power_of_2(width)), max(16, triton.next_power_of_2(stop - start)), 64)
 
 
 def _block(width: int) -> tuple[int, int]:

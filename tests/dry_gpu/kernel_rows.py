@@ -63,6 +63,19 @@ def interpreted() -> dict[str, float]:
         compare("column_sums", parts, dtype, kind=kind)
         compare("drop", x, other, 0.25, None, kind=kind)
     compare("relu_backward", random(ROWS, WIDTH, dtype=bf16), random(ROWS, WIDTH, dtype=bf16).relu())
+    beams, heads, filled, longest = 3, 2, 70, 80  # more slots than a block
+    for dtype, given, of in ((fp32, beams, beams), (fp16, beams, beams), (fp32, 1, beams), (fp32, 1, 1)):
+        kind = f"{given} of {of} {dtype}"
+        start, stop = (0 if given < of else filled), (0 if given < of else filled) + of
+        packed = random(2, given, 3 * WIDTH, dtype=dtype)
+        past = random(2, 3, heads, longest, WIDTH // heads, dtype=dtype)[:, :2]  # as after a selection of sentences
+        lineage = torch.where(torch.rand(2, of, longest, generator=draw) < 0.5, 0.0, -torch.inf).to(dtype)
+        lineage[..., start:stop] = torch.full((of, of), -torch.inf).fill_diagonal_(0.0)
+        visible = None if of == 1 else lineage[:, None, :given, :stop]
+        exact = past.double()
+        ours = fused._attend_step_gpu(packed, past, visible, heads, start, stop)
+        theirs = fused._attend_step_cpu(packed.double(), exact, wide(visible), heads, start, stop)
+        found[f"attend_step {kind}"], found[f"attend_step past {kind}"] = error(ours, theirs), error(past, exact)
     counts, targets = torch.ones(ROWS), torch.randint(VOCAB, (ROWS,), generator=draw)
     counts[1] = 0.0
     for dtype in (fp32, bf16):
@@ -88,16 +101,18 @@ def compiled() -> dict[str, dict[str, int]]:
         (kernels.add_norm_backward, {**norm, "centred": True, "lines": 3}, warps),
         (kernels.relu_backward, {"block": 1024}, 4), (kernels.column_sums, {"block": 32, "lines": 32}, 4),
         (kernels.cross_entropy_, {"block": 4096, "gradient": True}, 8),
+        (kernels.attend_step, {"block": 64, "rows": 16, "slots": 64}, 4),
     ]
     types = {"targets": "*i64", "counts": "*fp32", "parts": "*fp32", "seed": "i64", "offset": "i64", "scale": "fp32",
              "alpha": "fp32", "eps": "fp32", "smoothing": "fp32",
-             **dict.fromkeys(("dropped", "rows", "width", "vocab", "stride"), "i32")}
+             **dict.fromkeys(("dropped", "rows", "width", "vocab", "stride", "filled", "given", "beams", "heads",
+                              "past_part", "past_sentence", "past_head", "visible_sentence", "visible_row"), "i32")}
     found: dict[str, dict[str, int]] = {}
     disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     for kernel, constants, warps in made:
         names = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(names.items())
-                   if kind[0] == "*" or name in ("width", "stride")}
+                   if kind[0] == "*" or name in ("width", "stride", "past_part", "past_sentence", "past_head")}
         for architecture in ARCHITECTURES:
             source = ASTSource(fn=kernel, signature=names, constexprs=constants, attrs=aligned)
             done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})

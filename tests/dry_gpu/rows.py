@@ -283,7 +283,7 @@ def layer_of(side: Side) -> dict[str, float]:
 @torch.no_grad()
 def decoding(name: str, length: int, sentences: int = 0, steps: int = 2) -> dict[str, Any]:
     """A search's first steps for sentences of `length` tokens on a GPU of 80 GB; as many as fit, if not given.
-    Launches are those of a step, waits those of eight."""
+    Launches are those of a step, on the mean over eight, waits those of eight."""
     recipe = recipe_of(f"wmt14_en_de/{name}")
     settings, vocab = recipe.translate, recipe.vocab.size
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
@@ -306,9 +306,10 @@ def decoding(name: str, length: int, sentences: int = 0, steps: int = 2) -> dict
         limits.known = [steps] * sentences  # type: ignore[attr-defined]
         beam_search(stepper, limits, settings.beam, 1, LengthPenalty("average", 1.0))
         stepper.select(list(range(1, sentences // 2)))
-        (launches, waits), (_, before) = begun[-1], begun[-min(9, len(begun))]
-    return {"sentences": sentences, "asked": asked, "peak": trace.peak, "waits": waits - before,
-            "launches": round(launches - begun[-2][0])}
+        counted = min(8, len(begun) - 1)
+        launches, waits = (after - before for after, before in zip(begun[-1], begun[-1 - counted], strict=True))
+    return {"sentences": sentences, "asked": asked, "peak": trace.peak, "waits": waits,
+            "launches": round(launches / counted, 1)}
 
 
 if __name__ == "__main__":

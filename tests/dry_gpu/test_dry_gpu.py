@@ -130,14 +130,14 @@ def kernel_row(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
 def test_kernels_compute_what_their_twins_do(kernel_row: Callable[[str], dict[str, Any]]) -> None:
     """By Triton's interpreter, in units of the last place; the twins compute in float64, dropout's masks included."""
     found = kernel_row("interpreted")
-    assert len(found) == 51 and {name: far for name, far in found.items() if not far < 12} == {}
+    assert len(found) == 59 and {name: far for name, far in found.items() if not far < 12} == {}
 
 
 def test_kernels_compile_for_gpus_without_spills(kernel_row: Callable[[str], dict[str, Any]]) -> None:
     """For A100 and H100. A GPU runs at full width with up to 64 registers a thread, at half with 128; 16-bit numbers
     are read eight at a time."""
     found = kernel_row("compiled")
-    assert len(found) == 12
+    assert len(found) == 14
     for name, of in found.items():
         assert of["spilled"] == 0 and of["wide"] > 0, (name, of)
-        assert of["registers"] <= (128 if name.startswith("add_norm_backward") else 64), (name, of)
+        assert of["registers"] <= (128 if name.startswith(("add_norm_backward", "attend_step")) else 64), (name, of)

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import BLOCKS, VOCAB, batch, shapes
+from small_models import BLOCKS, VOCAB, batch, model_of, shapes
 from torch import Tensor
 from torch.nn import functional as F
 
 from deepnmt import device
+from deepnmt.decode.next_tokens import LengthPenalty
+from deepnmt.decode.search import beam_search
+from deepnmt.decode.steppers import CachedStepper
 from deepnmt.model import fused
 from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import LayerNorm, RMSNorm
@@ -105,6 +108,32 @@ def test_every_block_computes_the_same_in_one_go(block: str, monkeypatch: pytest
     watched = computed(block, P, watched=True)
     assert set(calls) == {"cross_entropy_", "drop"}
     assert float((one - watched).norm() / watched.norm()) < 1e-5
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_search_in_one_go_finds_the_same(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams, and one hypothesis alone; sentences that end early leave the batch."""
+    model, calls, attend = model_of(block), [0], fused.attend_step
+    src, lengths = batch([5, 9, 3, 7, 2], [1] * 5)[:2]
+    limits, penalty = torch.tensor([20, 3, 12, 20, 8]), LengthPenalty("average", 1.0)
+
+    def search() -> list[Any]:
+        return [best for beams in (3, 1) for best in beam_search(
+            CachedStepper(model, src, lengths, beams, 20), limits, beams, beams, penalty)]
+
+    def counted(*given: Any) -> Tensor:
+        calls[0] += 1
+        return attend(*given)
+
+    monkeypatch.setattr(fused, "attend_step", counted)
+    plain = search()
+    assert calls == [0]
+    monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    for ours, theirs in zip(search(), plain, strict=True):
+        assert [c.tokens for c in ours] == [c.tokens for c in theirs]
+        assert [c.score for c in ours] == pytest.approx([c.score for c in theirs], abs=1e-5)
+    assert calls[0] >= 2 * 2 * 8
 
 
 def test_packed_attention_gives_its_gradients_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
