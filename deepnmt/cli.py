@@ -853,7 +853,7 @@ def _gpu_report(words: list[str]) -> int:
         "Measures matrix products, updates of a 60L-12L model in fp16 and bf16, and the share of the GPU's peak speed\n"
         "that they reach. Then it trains and scores Tatoeba German-English for eight minutes, or for what is left of\n"
         "the budget. With --part layouts it takes 300 updates of 60L-12L in fp16 instead, under ZeRO-1 and as a\n"
-        "pipeline of one stage. Each call takes less than ten minutes.\n\n"
+        "pipeline of one stage, and times updates with compiled layers, too. Each call takes less than ten minutes.\n\n"
         "Reads the recipes in recipes/tatoeba, which come with deepnmt, and the pairs that --tsv names. Writes a JSON\n"
         "file and a Markdown page into a new folder.",
         "deepnmt gpu-report --tsv deu-eng.tsv.gz --output runs/gpu_report",

@@ -120,7 +120,7 @@ def wait(device: torch.device) -> None:
 def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: int, steps: int, until: float
          ) -> dict[str, Any]:
     """Times whole updates (forward, backward, optimizer) of a recipe's model by its engine, each of one micro-batch of
-    random tokens.
+    random tokens. If the recipe compiles, an update goes before that, and its seconds are told apart.
 
     Args:
         recipe: its settings; only model, optimizer, loss, clipping and layout matter.
@@ -148,11 +148,12 @@ def step(recipe: dict[str, Any], vocab: int, tokens: int, length: int, warm_up: 
             wait(ranks.device)
             return time.perf_counter() - started
 
+        compiling = update(tokens, 0) if settings.parallel.compile else None
         tokens, seconds = timed_updates(update, tokens, warm_up, steps, until)
         dropped = sum(not stats.applied for stats in taken[-len(seconds):])
         result = {"precision": layout.precision, "stage": layout.stage if layout.config else None,
                   "parameters": engine.parameters, "tokens": tokens // length * length, "length": length,
-                  "vocab": vocab,
+                  "vocab": vocab, "seconds_of_compiling": compiling,
                   "peak_memory_gib": _peak_memory(ranks.device),
                   "dropped": dropped, "loss_per_token": taken[-1].loss / (tokens // length * length)}
         engine.close()

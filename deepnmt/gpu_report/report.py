@@ -1,9 +1,10 @@
 """Measures how an accelerator runs the recipes, within a budget of minutes, and writes a report.
 
 The parts run in separate processes: the machine and its matrix products; updates of a 60L-12L model on random tokens in
-fp16 and bf16; then German to English on Tatoeba. That is either a training of limited time with averaging, translation
-and scores, or 300 updates of a 60L-12L model in fp16, under ZeRO-1 and as a pipeline of one stage. If a part fails or
-has too little time, the others still run. `toy` runs all parts in a tiny size on a CPU.
+fp16 and bf16; German to English on Tatoeba. That is either a training of limited time with averaging, translation and
+scores, or 300 updates of a 60L-12L model in fp16, under ZeRO-1 and as a pipeline of one stage. To these belong updates
+on random tokens with compiled layers. If a part fails or has too little time, the others still run. `toy` runs all
+parts in a tiny size on a CPU.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ FULL = Size(
     deep=[], shallow=[],
     updates=["train.updates=300", "schedule.warmup=100", "train.log_every=10", "train.validate_every=300",
              "train.save_every=300", "train.valid_bleu=false"],
-    limits={"machine": 45, "step": 45, "prepare": 120, "updates": 220, "train": 40, "average": 20, "score": 50},
+    limits={"machine": 45, "step": 45, "compiled": 130, "prepare": 120, "updates": 220, "train": 40, "average": 20,
+            "score": 50},
     later=50, finish=15,
 )
 TOY = Size(
@@ -77,7 +79,8 @@ TOY = Size(
     updates=["vocab.size=300", "batch.tokens=512", "train.updates=6", "schedule.warmup=4", "train.log_every=2",
              "train.validate_every=6", "train.save_every=6", "train.valid_bleu=false", "admin.tokens=512",
              "data.workers=1"],
-    limits={"machine": 150, "step": 150, "prepare": 150, "updates": 150, "train": 30, "average": 100, "score": 100},
+    limits={"machine": 150, "step": 150, "compiled": 200, "prepare": 150, "updates": 150, "train": 30, "average": 100,
+            "score": 100},
     later=60, finish=15,
 )
 
@@ -154,6 +157,8 @@ class Report:
                 *self.size.deep, *more, "parallel.ds_config=ds_configs/zero1.json", f"parallel.precision={precision}"])
 
         self.deep = {f"zero1_{precision}": deep(precision) for precision in ("fp16", "bf16")}
+        self.compiled = {f"compiled zero1_{precision}": deep(precision, "parallel.compile=true")
+                         for precision in ("bf16", "fp16")}
         self.layouts = {
             layout: deep("fp16", *self.size.updates, *self._path_settings(layout), f"parallel.pipeline_stages={stages}")
             for layout, stages in (("zero1_fp16", 0), ("pipeline_zero1_fp16", 1))
@@ -188,6 +193,8 @@ class Report:
                 self._part(f"updates {layout}", partial(
                     self._measure, "updates", {"recipe": recipe.model_dump()}, f"updates_{layout}"), needs="prepare")
             self._step_rates()
+            for layout in self.compiled:
+                self._part(f"60L-12L {layout}", partial(self._step, layout))
         print((self.output / "report.md").read_text(encoding="utf-8"))
         return int(any(part.status == "failed" for part in self.parts))
 
@@ -256,23 +263,27 @@ class Report:
     def _step(self, layout: str) -> dict[str, Any]:
         """Times updates: with half the tokens if memory runs out, with the fewest if not even one update ends in time.
         For a device with time for some updates see `measure.timed_updates`."""
-        arguments: dict[str, Any] = {"recipe": self.deep[layout].model_dump(), **self.size.step}
+        recipe = {**self.deep, **self.compiled}[layout]
+        arguments: dict[str, Any] = {"recipe": recipe.model_dump(), **self.size.step}
+        limit = "compiled" if recipe.parallel.compile else "step"
+        file = layout.replace(" ", "_")
         while True:
             tokens = arguments["tokens"]
-            arguments["until"] = time.monotonic() + self._limit("step") - SHUTDOWN
+            arguments["until"] = time.monotonic() + self._limit(limit) - SHUTDOWN
             try:
-                return self._measure("step", arguments, f"step_{layout}_{tokens}")
+                return self._measure("step", arguments, f"step_{file}_{tokens}", limit)
             except (MemoryError, TooSlow) as reason:
                 arguments["tokens"] = MIN_TOKENS if isinstance(reason, TooSlow) else tokens // 2
                 if not MIN_TOKENS <= arguments["tokens"] < tokens:
                     raise
 
-    def _measure(self, measure: str, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-        """Runs a function of `measure.py` with these arguments in a separate process; returns its result."""
-        limit = self._limit(measure)
+    def _measure(self, measure: str, arguments: dict[str, Any], name: str, limit: str = "") -> dict[str, Any]:
+        """Runs a function of `measure.py` with these arguments in a separate process; returns its result. `limit` names
+        the seconds it has, if it is not the function."""
+        seconds = self._limit(limit or measure)
         task, answer = self.output / f"{name}_job.json", self.output / f"{name}.json"
         write_json(task, {"measure": measure, **arguments})
-        self._job(name, ["deepnmt.gpu_report.measure", str(task), str(answer)]).wait_for_success(limit)
+        self._job(name, ["deepnmt.gpu_report.measure", str(task), str(answer)]).wait_for_success(seconds)
         return dict(json.loads(answer.read_text(encoding="utf-8")))
 
     def _train(self) -> dict[str, Any]:
@@ -410,7 +421,9 @@ def _machine(facts: dict[str, Any]) -> list[str]:
 
 def _steps(rates: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
     """MFU: model FLOPs (`measure.model_flops`) a second over a peak."""
-    rows = [[f"{rate['precision']}, ZeRO-{rate['stage']}", f"{rate['parameters']:,}", f"{rate['tokens']:,}",
+    rows = [[f"{rate['precision']}, ZeRO-{rate['stage']}"
+             + (f", compiled in {rate['seconds_of_compiling']:.0f} s" if rate["seconds_of_compiling"] else ""),
+             f"{rate['parameters']:,}", f"{rate['tokens']:,}",
              f"{1000 * rate['seconds_per_step']:,.1f} ({1000 * rate['fastest']:,.1f} to {1000 * rate['slowest']:,.1f}; "
              f"{rate['steps']})",
              f"{rate['source_tokens_per_second']:,.0f} + {rate['target_tokens_per_second']:,.0f}",

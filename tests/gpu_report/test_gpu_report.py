@@ -144,7 +144,9 @@ def test_toy_report_of_layouts(reported: Reported) -> None:
     report, page = reported("--part", "layouts")
     parts = report["parts"]
     assert list(parts) == ["corpus", "machine", "prepare", "updates zero1_fp16", "updates pipeline_zero1_fp16",
-                           "60L-12L zero1_fp16", "60L-12L zero1_bf16"]
+                           "60L-12L zero1_fp16", "60L-12L zero1_bf16",
+                           "60L-12L compiled zero1_bf16", "60L-12L compiled zero1_fp16"]
+    assert page.count(", ZeRO-1, compiled in ") == 2
     assert {part["status"] for part in parts.values()} == {"done"}
     assert "| zero1_fp16, 1 stage(s) | 6 |" in page
 
@@ -174,7 +176,7 @@ def test_job_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 def test_a_device_too_slow_for_one_update_gets_smaller_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[tuple[int, float]] = []
 
-    def measure(self: Report, name: str, arguments: dict[str, Any], file: str) -> dict[str, Any]:
+    def measure(self: Report, name: str, arguments: dict[str, Any], *_: str) -> dict[str, Any]:
         requests.append((arguments["tokens"], arguments["until"] - time.monotonic()))
         raise TooSlow("stopped")
 
