@@ -142,8 +142,8 @@ LAYOUTS = [
     *(("zero1", "bf16", 8, rank, 4) for rank in (0, 2, 6)),
 ]
 if LONG:
-    LAYOUTS += [(f"zero{stage}", precision, size, 0, 0) for size in (1, 2, 8) for precision in ("fp32", "bf16", "fp16")
-                for stage in range(4)]
+    LAYOUTS += [row for precision, size in (("bf16", 1), ("bf16", 2), ("fp32", 2), ("fp16", 2)) for stage in range(4)
+                if (row := (f"zero{stage}", precision, size, 0, 0)) not in LAYOUTS]
 
 
 def layouts() -> dict[str, Any]:
