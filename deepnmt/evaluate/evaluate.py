@@ -249,8 +249,8 @@ def _load_test_set(recipe: Recipe, spec: str) -> EvaluationSet:
                              recipe.data.test[spec].trg_lang)
     if spec not in DATASETS:
         near = difflib.get_close_matches(spec, [*recipe.data.test, *DATASETS], n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(f"there is no test set {spec!r}{hint}; give a name of data.test "
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UserError(f"there is no test set {spec!r}; {hint}give a name of data.test "
                         f"({', '.join(recipe.data.test)}), NAME=SRC,REF (two text files), or one of the names that "
                         "sacrebleu --list prints")
     dataset, pair = DATASETS[spec], f"{recipe.data.src_lang}-{recipe.data.trg_lang}"

@@ -148,7 +148,7 @@ def test_test_sets_by_name_and_by_files(recipe: config.Recipe, tmp_path: Path) -
     short = _write(tmp_path / "short", TARGETS[:2])
     empty = _write(tmp_path / "empty", [])
     for spec, fault in (
-        ("frist", "there is no test set 'frist'; did you mean first\\?; give a name of data.test \\(first, second\\)"),
+        ("frist", "there is no test set 'frist'; did you mean first\\? give a name of data.test \\(first, second\\)"),
         ("wmt14/ful", "did you mean wmt14/full"),
         ("multi30k/2016=x", "not of the form NAME=SRC,REF"),
         (f"m={tmp_path / 'none'},{short}", "none cannot be read: No such file"),
