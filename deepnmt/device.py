@@ -159,6 +159,12 @@ def emulates_bf16(device: torch.device) -> bool:
                 or platform.machine() == "aarch64")
 
 
+def trains_faster_in_bf16() -> bool:
+    """Whether this machine's CPU trains faster in bf16 than in fp32: with AMX, or one of AMD with avx512_bf16. Intel's
+    avx512_bf16 by itself is slower than fp32 (docs/results/speed.md)."""
+    return torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and "AuthenticAMD" in _cpu())
+
+
 def memory(device: torch.device, processes: int = 1) -> float:
     """Bytes of the GPU, or the share of one of `processes` in the machine's memory or in its control group's limit."""
     if device.type == "cuda":
@@ -219,7 +225,12 @@ def describe(device: torch.device, processes: int, local: int, precision: str) -
 
 
 def _cpu_name() -> str:
+    found = re.search(r"^model name\s*: (.+)$", _cpu(), flags=re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def _cpu() -> str:
+    """What Linux says of the CPU; "" if it says nothing."""
     with suppress(OSError):
-        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE):
-            return found[1]
-    return platform.machine()
+        return Path("/proc/cpuinfo").read_text()
+    return ""

@@ -186,8 +186,8 @@ def machine(wanted: Hardware | None) -> tuple[Hardware, str, str]:
         memory = device.memory(gpu) / 2**30
         return "gpu", "fp16" if device.emulates_bf16(gpu) else "bf16", (
             f"{torch.cuda.get_device_name()} with {memory:.0f} GiB")
-    amx, cores = torch.cpu._is_amx_tile_supported(), len(os.sched_getaffinity(0))
-    return "cpu", "bf16" if amx else "fp32", f"{cores} CPU cores {'with' if amx else 'without'} AMX"
+    precision = "bf16" if device.trains_faster_in_bf16() else "fp32"
+    return "cpu", precision, f"{len(os.sched_getaffinity(0))} CPU cores, which are faster in {precision}"
 
 
 def new_recipe(

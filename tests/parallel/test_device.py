@@ -14,7 +14,7 @@ from small_models import VOCAB, batch, shapes
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepnmt import device
+from deepnmt import device, new
 from deepnmt.cli import main
 from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.init import new_model
@@ -202,6 +202,20 @@ def test_emulated_bf16_is_refused_on_a_gpu_and_told_on_a_cpu(monkeypatch: pytest
     assert device.describe(CPU, 1, 1, "fp32")["precision"] == "fp32"
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
     assert device.describe(CPU, 2, 2, "bf16")["precision"] == "bf16"
+
+
+@pytest.mark.parametrize(("vendor", "amx", "avx512", "faster"), [
+    ("GenuineIntel", True, True, True), ("GenuineIntel", False, True, False), ("AuthenticAMD", False, True, True),
+    ("AuthenticAMD", False, False, False),
+])
+def test_which_cpus_train_faster_in_bf16(
+    vendor: str, amx: bool, avx512: bool, faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr("deepnmt.device._cpu", lambda: f"vendor_id\t: {vendor}\n")
+    assert device.trains_faster_in_bf16() is faster
+    assert new.machine("cpu")[1] == ("bf16" if faster else "fp32")
 
 
 def test_a_run_says_first_what_it_computes_on(prepared: Path, tmp_path: Path, threads: None) -> None:
