@@ -334,18 +334,21 @@ def growth(
     kinds = ("1 % noise on the matrices", f"one update at the peak rate {recipe.optimizer.lr:g}")
     by_depth: dict[str, dict[str, dict[int, float]]] = {kind: {side: {} for side in SIDES} for kind in kinds}
     last: dict[int, float] = {}
-    for depth in [*(depth for depth in _DEPTHS if depth < deep), deep]:
-        depths = {side: max(1, round(depth * layers[side] / deep)) for side in SIDES}
-        other = with_settings(recipe, {f"model.{side}.layers": depths[side] for side in SIDES})
-        found = noise, changes, whole
-        if depth < deep:
-            model = _fresh(other, subject.vocabs, batch)
-            update = partial(one_update, model, other, batch)
-            found = noise_change(model, batch), update_change(model, batch, update)[0], gradients(model, batch)
-        for kind, moved in zip(kinds, found[:2], strict=True):
-            for side in SIDES:
-                by_depth[kind][side][depths[side]] = moved[side][0]
-        last[depths["decoder"]] = found[2].last_ffn
+    models = [*(depth for depth in _DEPTHS if depth < deep), deep]
+    with show_progress("models of {:,} depths", total=len(models), unit=" depths", leave=False) as progress:
+        for number, depth in enumerate(models, 1):
+            depths = {side: max(1, round(depth * layers[side] / deep)) for side in SIDES}
+            other = with_settings(recipe, {f"model.{side}.layers": depths[side] for side in SIDES})
+            found = noise, changes, whole
+            if depth < deep:
+                model = _fresh(other, subject.vocabs, batch)
+                update = partial(one_update, model, other, batch)
+                found = noise_change(model, batch), update_change(model, batch, update)[0], gradients(model, batch)
+            for kind, moved in zip(kinds, found[:2], strict=True):
+                for side in SIDES:
+                    by_depth[kind][side][depths[side]] = moved[side][0]
+            last[depths["decoder"]] = found[2].last_ffn
+            progress(number)
     return ({kind: {side: Growth.of([*changes], [*changes.values()]) for side, changes in sides.items()}
              for kind, sides in by_depth.items()},
             {"depths": [float(depth) for depth in last], "norms": [*last.values()]})
