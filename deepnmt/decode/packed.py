@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from deepnmt.model.feedforward import FeedForward
 from deepnmt.model.transformer import Transformer
 
 _pack: Any = None
@@ -21,14 +23,15 @@ with suppress(AttributeError):  # if PyTorch was built without oneDNN
 
 
 class PackedLinear(nn.Module):
-    """x Wᵀ + b, without gradients."""
+    """x Wᵀ + b, or its ReLU, without gradients."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight, self.bias = _pack(weight.detach()), None if bias is None else bias.detach()
+        self.then = "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(x, self.weight, self.bias, "none", [], "")
+        return _product(x, self.weight, self.bias, self.then, [], "")
 
 
 def pack(model: Transformer) -> Transformer:
@@ -41,6 +44,8 @@ def pack(model: Transformer) -> Transformer:
         for name, child in module.named_children():
             if type(child) is nn.Linear:  # a subclass may do more
                 setattr(module, name, PackedLinear(child.weight, child.bias))
+        if type(module) is FeedForward and module.activation is F.relu and isinstance(module.fc1, PackedLinear):
+            module.fc1.then, module.activation = "relu", nn.Identity()
     model.project = PackedLinear(weight, None)
     return model
 

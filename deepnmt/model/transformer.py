@@ -189,7 +189,10 @@ class Transformer(nn.Module):
         layers, (width, heads, _) = len(self.decoder_layers), self.shape
         shape = (layers, 2, len(memory), heads, max_steps * beams, width // heads)
         source = [layer.cross_attn.keys_values(memory) for layer in self.decoder_layers]
-        return Cache(memory.new_empty(shape), source, key_mask(src_lengths, memory.size(1), memory.dtype), beams)
+        mask = key_mask(src_lengths, memory.size(1), memory.dtype)
+        if mask is not None and mask.dtype == torch.bool:  # or each layer makes it one that is added, in every step
+            mask = torch.where(mask, 0.0, -torch.inf).to(memory.dtype)
+        return Cache(memory.new_empty(shape), source, mask, beams)
 
     def decoding_bytes(self, length: int, steps: int, beams: int) -> int:
         """The memory of decoding one sentence of `length` tokens, in bytes: `start_cache`'s keys and values of `steps`

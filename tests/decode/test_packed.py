@@ -38,13 +38,14 @@ def test_a_packed_model_translates_as_before(block: config.Block) -> None:
 
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 2e-2)])
-def test_a_product_of_any_number_of_rows(precision: str, tolerance: float) -> None:
+def test_products_of_any_number_of_rows(precision: str, tolerance: float) -> None:
     model = cast_weights(model_of("post_ln"), precision)
-    linear, x = model.decoder_layers[0].ffn.fc1, torch.randn(64, 3, model.shape[0]).to(model.output_weight.dtype)
-    product = pack(copy.deepcopy(model)).decoder_layers[0].ffn.fc1
+    ffn, x = model.decoder_layers[0].ffn, torch.randn(64, 3, model.shape[0]).to(model.output_weight.dtype)
+    packed_ffn = pack(copy.deepcopy(model)).decoder_layers[0].ffn
+    assert isinstance(packed_ffn.activation, nn.Identity)  # ReLU is part of the product
     with torch.inference_mode():
         for rows in (1, 2, 5, 31, 64):
-            assert_close(product(x[:rows]), linear(x[:rows]), rtol=tolerance, atol=tolerance)
+            assert_close(packed_ffn(x[:rows]), ffn(x[:rows]), rtol=tolerance, atol=tolerance)
 
 
 def test_a_model_stays_as_it_is_where_nothing_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
