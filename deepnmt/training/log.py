@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -46,6 +47,7 @@ class Monitor:
         self.tracking: Tracking | None = None  # gets what TensorBoard gets
         self._failing: set[str] = set()
         self._status = "running"
+        self._speaking = threading.Lock()
         if not active:
             return
         make_run_folder(folder)
@@ -125,20 +127,24 @@ class Monitor:
             self.print_line(message)
 
     def status(self, status: str, update: int, **facts: Any) -> None:
-        """Replaces STATUS.json: the run's current state, or how it ended."""
+        """Replaces STATUS.json: the run's current state, or how it ended. "lost" is the last word: another thread says
+        it, and a collective that fails after it does not replace it."""
         if not self.active:
             return
-        self._status = status
-        file, content = self.folder / "STATUS.json", {"status": status, "update": update, **facts}
-        with self._reporting("STATUS.json"):
-            try:
-                write_json(file, content)
-            except OSError as error:
-                try:  # a full disk still has the room that the file takes now
-                    with open(os.open(file, os.O_WRONLY | os.O_NOFOLLOW), "wb", buffering=0) as old:
-                        old.truncate(old.write(as_json(content).encode()))
-                except OSError:
-                    raise error from None
+        with self._speaking:
+            if self._status == "lost":
+                return
+            self._status = status
+            file, content = self.folder / "STATUS.json", {"status": status, "update": update, **facts}
+            with self._reporting("STATUS.json"):
+                try:
+                    write_json(file, content)
+                except OSError as error:
+                    try:  # a full disk still has the room that the file takes now
+                        with open(os.open(file, os.O_WRONLY | os.O_NOFOLLOW), "wb", buffering=0) as old:
+                            old.truncate(old.write(as_json(content).encode()))
+                    except OSError:
+                        raise error from None
 
     def close(self) -> None:
         if self.active:

@@ -165,6 +165,15 @@ def test_the_status_is_never_older_than_a_line(tmp_path: Path, monkeypatch: pyte
     assert seen == [("update 3", 3), ("validation at update 4", 4)]
 
 
+def test_a_lost_process_is_the_last_word(tmp_path: Path) -> None:
+    """It is told of by another thread, and then the collective fails, too."""
+    monitor = Monitor(tmp_path, True, update=0, updates=9)
+    monitor.status("lost", 3, error="no sign of life from rank 1 on n2")
+    monitor.status("failed", 3, error="RuntimeError: a connection was closed")
+    monitor.close()
+    assert json.loads((tmp_path / "STATUS.json").read_text())["status"] == "lost"
+
+
 def test_nothing_is_written_through_links_of_a_foreign_folder(tmp_path: Path) -> None:
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("mine")
