@@ -29,6 +29,7 @@ from node_runs import LONG, Expected, finish, hostfile, stood, text, torchrun, w
 from warm import Warm
 
 from deepnmt.files import read_log
+from deepnmt.parallel.meeting import WAIT
 
 KILLS = int(os.environ.get("DEEPNMT_KILLS", "1"))
 CHAINS = min(KILLS, 2)
@@ -111,7 +112,9 @@ def strike(machines: Machines, run: Path, line: str, launcher: str, draw: random
         with suppress(psutil.NoSuchProcess):
             draw.choice(sorted(targets[drawn], key=lambda process: process.pid)).send_signal(sent)
             kind = drawn
-    wait_for(lambda: not machines.processes(f"run={run}"), ENDED, lambda: f"{kind} {sent!r} left something\n{show()}")
+    # pdsh tells no machine that a process of another one has ended: until all have met, it may just be late
+    limit = ENDED + WAIT.total_seconds() * (starting and launcher == "hostfile")
+    wait_for(lambda: not machines.processes(f"run={run}"), limit, lambda: f"{kind} {sent!r} left something\n{show()}")
     for process in started:
         process.wait(30)
     assert kind or stood(run) == "finished", f"ended by itself\n{show()}"
