@@ -318,7 +318,8 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
                     checked.train.probe_every)
     group = checked.parallel.ds_config is not None
     with _process_restored(), _threads(checked), processes(
-            checked.parallel.threads, group=group, device=checked.parallel.device) as ranks:
+            checked.parallel.threads, group=group, device=checked.parallel.device,
+            wait=checked.parallel.start_timeout) as ranks:
         code = train_run(checked, ranks)
     run = Path(checked.run)
     if code == PREEMPTED:  # the handlers are those of before again

@@ -8,8 +8,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from deepnmt import __version__
 from deepnmt.arguments import (
@@ -25,6 +26,9 @@ from deepnmt.arguments import (
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.errors import UserError, nearest
 from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes
+
+if TYPE_CHECKING:
+    from deepnmt.ranks import Ranks
 
 Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
@@ -285,6 +289,14 @@ def _prepare(words: list[str]) -> None:
     print(prepare(recipe))
 
 
+def _processes(recipe: Recipe, *, group: bool = False, differ: bool = False) -> AbstractContextManager[Ranks]:
+    """The processes of this start, as the recipe has them; see `deepnmt.parallel.launch.processes`."""
+    from deepnmt.parallel.launch import processes
+
+    settings = recipe.parallel
+    return processes(settings.threads, group=group, differ=differ, device=settings.device, wait=settings.start_timeout)
+
+
 def _profile(words: list[str]) -> None:
     """Measure Admin's omega before training (training does it too)."""
     parser = recipe_parser(
@@ -297,10 +309,9 @@ def _profile(words: list[str]) -> None:
         "deepspeed --quiet --num_accelerators 2 --module deepnmt profile my.yaml",
     )
     _, recipe = parse(parser, words)
-    from deepnmt.parallel.launch import processes
     from deepnmt.training.profile import profile
 
-    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
+    with _processes(recipe) as ranks:
         path = profile(recipe, ranks)
         if ranks.first:
             print(path)
@@ -346,11 +357,9 @@ def _train(words: list[str]) -> int:
         return 0
     from deepnmt.doctor.nonfinite import explain
     from deepnmt.doctor.training_probe import watch
-    from deepnmt.parallel.launch import processes
     from deepnmt.training.trainer import train
 
-    with processes(recipe.parallel.threads, group=recipe.parallel.ds_config is not None,
-                   device=recipe.parallel.device) as ranks:
+    with _processes(recipe, group=recipe.parallel.ds_config is not None) as ranks:
         return train(recipe, ranks, watch=watch, explain=explain)
 
 
@@ -471,9 +480,8 @@ def _translate(words: list[str]) -> None:
              "a trained model translates as it is")
     checkpoints = _checkpoints(args.checkpoint, recipe)
     from deepnmt.decode.translate import translate_files
-    from deepnmt.parallel.launch import processes
 
-    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
+    with _processes(recipe) as ranks:
         translate_files(checkpoints or recipe.run, args.input, args.output, recipe.translate, prefixes=args.prefix,
                         alignments=args.alignments, output_format=args.form, seed=recipe.seed, ranks=ranks,
                         expected=expected_model(args, recipe, checkpoints))
@@ -516,9 +524,8 @@ def _score(words: list[str]) -> None:
         raise UserError(f"--top is {args.top}, must be 0 or more, and needs --pieces")
     checkpoints = _checkpoints(args.checkpoint, recipe)
     from deepnmt.decode.score import score_files
-    from deepnmt.parallel.launch import processes
 
-    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
+    with _processes(recipe) as ranks:
         score_files(checkpoints or recipe.run, args.input, args.translations, args.output, recipe.translate,
                     output_format=args.format, pieces=args.pieces, top=args.top, ranks=ranks,
                     expected=expected_model(args, recipe, checkpoints))
@@ -568,13 +575,12 @@ def _evaluate(words: list[str]) -> None:
         settable(args, [*scored, "model", "translate", "seed"], "a trained model translates as it is")
     checkpoints = _checkpoints(args.checkpoint, recipe)
     from deepnmt.evaluate.evaluate import evaluate_run
-    from deepnmt.parallel.launch import processes
 
     others = {}
     for run in args.runs:
         other = load_recipe(run, [f"run={json.dumps(run)}", *args.overrides])
         others[_checkpoints(args.checkpoint, other)[0] if args.checkpoint else run] = other
-    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
+    with _processes(recipe) as ranks:
         table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoints=checkpoints,
                              others=others, metrics=args.metric or _METRICS[:3], output=args.output,
                              expected=expected_model(args, recipe, checkpoints),
@@ -640,12 +646,12 @@ def _serve(words: list[str]) -> None:
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}, must be from 0 to 65535")
     checkpoints = _checkpoints(args.checkpoint, recipe)
-    from deepnmt.parallel.launch import processes, rank_from_environment
+    from deepnmt.parallel.launch import rank_from_environment
     from deepnmt.serve.server import serve
 
     if (count := rank_from_environment()[1]) > 1:
         raise UserError(f"serve was started on {count} processes, but one model answers at one port; start it alone")
-    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
+    with _processes(recipe) as ranks:
         serve(recipe, ranks, checkpoints=checkpoints, expected=expected_model(args, recipe, checkpoints),
               host=args.host, port=args.port, batch=args.batch, queue=args.queue, sentences=args.sentences,
               body=args.bytes, drain=args.drain)
@@ -692,12 +698,12 @@ def _diagnose(words: list[str]) -> None:
                         "remove it, or give the folder of a run")
     profiled(args, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
     from deepnmt.doctor.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
-    from deepnmt.parallel.launch import processes, rank_from_environment
+    from deepnmt.parallel.launch import rank_from_environment
 
     if (count := rank_from_environment()[1]) > 1:
         raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
                         "alone, and say with --processes how many training will run on")
-    with processes(recipe.parallel.threads, device=recipe.parallel.device) as ranks:
+    with _processes(recipe) as ranks:
         is_run = Path(args.recipe).is_dir() and not args.fresh
         checkpoint = default_checkpoint(recipe, _checkpoint(args.checkpoint, recipe), is_run)
         if checkpoint is not None:
@@ -819,9 +825,8 @@ def _export(words: list[str]) -> None:
         print(fold_run(recipe, checkpoint, args.output))
         return
     from deepnmt.export.job import export_run
-    from deepnmt.parallel.launch import processes
 
-    with processes(recipe.parallel.threads):
+    with _processes(recipe):
         print(export_run(recipe, args.to, checkpoint, args.output, precision=args.precision, text=args.text,
                          lines=args.lines, licence=args.licence))
 
@@ -903,9 +908,8 @@ def _check_cluster(words: list[str]) -> int:
     args, recipe = parse(parser, words)
     positive(args, "mb")
     from deepnmt.cluster.check import check_cluster
-    from deepnmt.parallel.launch import processes
 
-    with processes(recipe.parallel.threads, differ=True, device=recipe.parallel.device) as ranks:
+    with _processes(recipe, differ=True) as ranks:
         text, faults = check_cluster(recipe, ranks, args.mb)
         if ranks.first:
             print(text)

@@ -633,6 +633,9 @@ class Parallel(Section):
     same_paths: bool = True
     """Whether paths of files and folders must be the same on all machines, as every other setting; false: only what
     they hold is compared."""
+    start_timeout: Annotated[int, Field(ge=1)] = 600
+    """Seconds that the processes of a start wait for the last one; machines may start minutes apart. They tell after a
+    minute for whom they wait. Without it, under a hostfile, they would not notice that one has ended already."""
 
     def faults(self) -> Iterator[str]:
         if self.ds_config is None and self.precision != "fp32":

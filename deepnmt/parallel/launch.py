@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -24,17 +25,19 @@ from deepnmt.errors import UserError
 from deepnmt.parallel import slurm, watch
 from deepnmt.parallel.host import interface_to, keep_memory, quiet_libraries
 from deepnmt.parallel.launcher import end_with_launcher
-from deepnmt.parallel.meeting import WAIT, alone, meet, tell_fault
+from deepnmt.parallel.meeting import NOTICE, alone, meet, tell_fault
 from deepnmt.parallel.watch import Watch
+from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 
 _TELLING = timedelta(minutes=1)  # for machines that start later to hear why this one has ended
+_ANSWER = timedelta(minutes=10)  # of the store, once it is open
 _COLLECTIVE = timedelta(hours=6)  # that processes may wait for each other; the watch knows better when it is too long
 
 
 @contextlib.contextmanager
-def processes(threads: int = 0, *, group: bool = False, differ: bool = False, device: Wanted = "auto"
-              ) -> Iterator[Ranks]:
+def processes(threads: int = 0, *, group: bool = False, differ: bool = False, device: Wanted = "auto",
+              wait: float = 600) -> Iterator[Ranks]:
     """Finds this process's rank, opens the process group where there are several (or `group`), and closes it again.
 
     Args:
@@ -42,6 +45,7 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
         group: open a process group even for a single process (DeepSpeed needs one).
         differ: go on although the machines differ in what `meeting.SAME` names.
         device: see `device.choose`.
+        wait: seconds to wait for the last process to come; machines may start minutes apart.
 
     Raises:
         UserError: another run uses the port; a GPU cannot be used, or there are fewer than processes; a process did
@@ -53,9 +57,10 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
     if world > 1:
         end_with_launcher()
     store: dist.Store | None = None
+    for_all = timedelta(seconds=wait)
     try:
         if world > 1 or group:
-            store = _open_store(rank, world)
+            store = _open_store(rank, world, for_all)
         try:
             place = _device(local_rank, local_world, device)
         except UserError as error:
@@ -65,12 +70,12 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
         keep_memory()
         met = alone()
         if store is not None and world > 1:
-            met = meet(store, rank, world, place, differ)
+            met = meet(store, rank, world, place, differ, for_all)
         torch.set_num_threads(threads or met.cores)
         if store is not None:
             _open_group(store, rank, world, place, local_rank, met.peer)
         if world > 1:
-            watch.current = Watch(_client(world, WAIT), rank, met.nodes)
+            watch.current = Watch(_client(world), rank, met.nodes)
         yield Ranks(rank, world, local_rank, met.local_world, place, store=store)
         if watch.current is not None:
             watch.current.leave(None)
@@ -157,23 +162,48 @@ def free_port() -> int:
             return int(probe.getsockname()[1])
 
 
-def _open_store(rank: int, world: int, wait: timedelta = WAIT) -> dist.Store:
+def _open_store(rank: int, world: int, wait: timedelta) -> dist.Store:
     """Opens the store in which the processes find each other; rank 0 serves it unless torchrun's own process does."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = _listener(address, int(env.get("MASTER_PORT", "0"))) if rank == 0 and not agent else None
     env.setdefault("MASTER_PORT", str(listener.getsockname()[1] if listener else free_port()))
+    if rank > 0 or agent:
+        _wait_for_store(address, int(env["MASTER_PORT"]), wait)
     try:
-        store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, wait,
+        store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, _ANSWER,
                                           wait_for_workers=False,
                                           master_listen_fd=listener.detach() if listener else None)
     except RuntimeError as error:
-        where = f"{address}:{env['MASTER_PORT']} (MASTER_ADDR and MASTER_PORT), where the processes meet,"
-        what = "cannot be opened" if rank == 0 else "does not answer"
-        raise UserError(f"{where} {what} on {socket.gethostname()}: {str(error).splitlines()[0]}; see that process 0 "
-                        "runs, and that its machine has this name and lets the port through") from None
+        raise UserError(f"{_where_they_meet()} cannot be opened on {socket.gethostname()}: "
+                        f"{str(error).splitlines()[0]}") from None
     return _of_this_attempt(store)
+
+
+def _where_they_meet() -> str:
+    env = os.environ
+    return f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} (MASTER_ADDR and MASTER_PORT), where the processes meet,"
+
+
+def _wait_for_store(address: str, port: int, wait: timedelta) -> None:
+    """Waits until somebody listens: PyTorch's store would wait two to three times as long, and print a traceback."""
+    start, told = time.monotonic(), rank_from_environment()[2] > 0  # one process of every machine tells
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=10).close()
+            return
+        except OSError as error:
+            waited = time.monotonic() - start
+            fault = f"{_where_they_meet()} does not answer on {socket.gethostname()}: {error.strerror or error}"
+        if waited > wait.total_seconds():
+            raise UserError(f"{fault}; see that process 0 runs, and that its machine has this name and lets the port "
+                            "through")
+        if not told and waited > NOTICE.total_seconds():
+            told = True
+            print_status(f"{fault}; waiting up to {wait.total_seconds() - waited:.0f} s more; if process 0 has ended, "
+                         "stop all and start them again")
+        time.sleep(0.2)
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
@@ -203,10 +233,10 @@ def _listener(address: str, port: int) -> socket.socket | None:
     return None
 
 
-def _client(world: int, wait: timedelta) -> dist.Store:
+def _client(world: int) -> dist.Store:
     """Another connection to the store: what one waits for does not hold up the other."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return _of_this_attempt(dist.TCPStore(address, port, world, False, wait, wait_for_workers=False))
+    return _of_this_attempt(dist.TCPStore(address, port, world, False, _ANSWER, wait_for_workers=False))
 
 
 def _of_this_attempt(store: dist.Store) -> dist.Store:

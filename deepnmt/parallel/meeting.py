@@ -30,7 +30,8 @@ from deepnmt.parallel.host import address_towards
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 
-WAIT = timedelta(minutes=10)  # for the last process to come; machines may start minutes apart
+_AGREE = timedelta(minutes=10)  # for processes that have met
+NOTICE = timedelta(minutes=1)  # after which the waiting is told: who has not come may never come
 
 _SUBJECT = "the machines"
 _NAMED = 5  # differences that a message names
@@ -98,7 +99,7 @@ def _first_line(file: str) -> str:
 
 
 def consult(store: dist.Store, rank: int, world: int, subject: str, told: Facts, judge: Judge,
-            wait: timedelta = WAIT) -> Facts:
+            wait: timedelta = _AGREE) -> Facts:
     """Tells all processes' `told` to rank 0, which judges; returns the judgement on every process. Collective.
 
     Args:
@@ -130,16 +131,22 @@ def consult(store: dist.Store, rank: int, world: int, subject: str, told: Facts,
 
 def _collect(store: dist.Store, world: int, subject: str, wait: timedelta) -> tuple[list[Facts], str]:
     """What every process told, and a sentence about those that did not come within `wait`."""
-    keys = [f"{subject}/{rank}" for rank in range(world)]
-    try:
-        store.wait(keys, wait)
-    except RuntimeError:
-        there = [rank for rank, key in enumerate(keys) if store.check([key])]
-        nodes = Counter(json.loads(store.get(keys[rank])).get("node", "?") for rank in there)
-        return [], (f"{world - len(there)} of {world} processes did not come within {wait.total_seconds():g} s: "
-                    f"{_ranks(sorted(set(range(world)) - set(there)))}; there are "
-                    + ", ".join(f"{count} on {node}" for node, count in nodes.items())
-                    + "; see what the launcher says of the others' machines, and start all of them again")
+    keys, absent = [f"{subject}/{rank}" for rank in range(world)], ""
+    for waited, total in ((NOTICE, NOTICE), (wait - NOTICE, wait)) if wait > NOTICE else ((wait, wait),):
+        try:
+            store.wait(keys, waited)
+            break
+        except RuntimeError:
+            there = [rank for rank, key in enumerate(keys) if store.check([key])]
+            nodes = Counter(json.loads(store.get(keys[rank])).get("node", "?") for rank in there)
+            absent = (f"{world - len(there)} of {world} processes did not come within {total.total_seconds():g} s: "
+                      f"{_ranks(sorted(set(range(world)) - set(there)))}; there are "
+                      + ", ".join(f"{count} on {node}" for node, count in nodes.items()))
+            if total < wait:
+                print_status(f"{absent}; waiting up to {(wait - total).total_seconds():g} s more; if one of them has "
+                             "ended, stop all and start them again")
+    else:
+        return [], absent + "; see what the launcher says of the others' machines, and start all of them again"
     return [json.loads(store.get(key)) for key in keys], ""
 
 
@@ -226,16 +233,17 @@ def alone() -> Met:
     return Met(len(os.sched_getaffinity(0)), 1, "127.0.0.1")
 
 
-def meet(store: dist.Store, rank: int, world: int, device: torch.device, differ: bool) -> Met:
+def meet(store: dist.Store, rank: int, world: int, device: torch.device, differ: bool, wait: timedelta) -> Met:
     """Compares the machines, and waits for all processes. Collective.
 
     Args:
         differ: go on although the machines differ in what `SAME` names, but for the device.
+        wait: how long to wait for the last process.
 
     Raises:
         UserError: on every process; see `consult`.
     """
-    judgement = consult(store, rank, world, _SUBJECT, facts(device), partial(judge_meeting, differ=differ))
+    judgement = consult(store, rank, world, _SUBJECT, facts(device), partial(judge_meeting, differ=differ), wait)
     if rank == 0:
         for note in judgement["notes"]:
             print_status(f"note: {note}")

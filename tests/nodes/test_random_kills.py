@@ -29,14 +29,14 @@ from node_runs import LONG, Expected, finish, hostfile, stood, text, torchrun, w
 from warm import Warm
 
 from deepnmt.files import read_log
-from deepnmt.parallel.meeting import WAIT
 
 KILLS = int(os.environ.get("DEEPNMT_KILLS", "1"))
 CHAINS = min(KILLS, 2)
 MINUTES = float(os.environ.get("DEEPNMT_MINUTES", "1e9"))
 STARTING = 12.0  # seconds that a rank takes, at most, before its first update on a machine that is not crowded
 ENDED = 170.0  # seconds: two minutes for who is lost, and the launcher's own
-OPTIONS = (LONG[0], "train.save_every=7", "train.validate_every=40")
+# pdsh tells no machine that a process of another one has ended: until all have met, it may just be late
+OPTIONS = (LONG[0], "train.save_every=7", "train.validate_every=40", "parallel.start_timeout=100")
 
 Start = Callable[[Machines, int, str, str], list[subprocess.Popen[bytes]]]
 
@@ -112,9 +112,7 @@ def strike(machines: Machines, run: Path, line: str, launcher: str, draw: random
         with suppress(psutil.NoSuchProcess):
             draw.choice(sorted(targets[drawn], key=lambda process: process.pid)).send_signal(sent)
             kind = drawn
-    # pdsh tells no machine that a process of another one has ended: until all have met, it may just be late
-    limit = ENDED + WAIT.total_seconds() * (starting and launcher == "hostfile")
-    wait_for(lambda: not machines.processes(f"run={run}"), limit, lambda: f"{kind} {sent!r} left something\n{show()}")
+    wait_for(lambda: not machines.processes(f"run={run}"), ENDED, lambda: f"{kind} {sent!r} left something\n{show()}")
     for process in started:
         process.wait(30)
     assert kind or stood(run) == "finished", f"ended by itself\n{show()}"

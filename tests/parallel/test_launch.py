@@ -24,7 +24,7 @@ from warm import Warm, kill, waiting
 import deepnmt
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
-from deepnmt.parallel import launch
+from deepnmt.parallel import launch, meeting
 from deepnmt.parallel.launch import free_port, processes
 
 
@@ -250,12 +250,37 @@ def test_the_store_listens_at_the_given_address_alone(monkeypatch: pytest.Monkey
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    store = launch._open_store(0, 2)
+    store = launch._open_store(0, 2, timedelta(seconds=5))
     assert [found.laddr.ip for found in psutil.Process().net_connections("tcp")
             if found.status == psutil.CONN_LISTEN and found.laddr.port == port] == ["127.0.0.3"]
     with user_error(f"port {port}, where the processes meet, cannot be opened: Address already in use"):
-        launch._open_store(0, 2)
+        launch._open_store(0, 2, timedelta(seconds=5))
     del store
+
+
+def test_waiting_for_others_is_told_and_ends(
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 waits for those that do not come, and another rank for a rank 0 that does not."""
+    notice, wait, port = timedelta(seconds=0.2), timedelta(seconds=1.2), free_port()
+    monkeypatch.setattr(launch, "NOTICE", notice)
+    monkeypatch.setattr(meeting, "NOTICE", notice)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with user_error(f"127.0.0.1:{port} .* where the processes meet, does not answer on {socket.gethostname()}: "):
+        launch._open_store(1, 3, wait)
+    said = capfd.readouterr().err
+    assert "does not answer on" in said and "; waiting up to 1 s more; if process 0 has ended" in said
+    assert "frame #" not in said
+    store = launch._open_store(0, 3, wait)
+    other = launch._open_store(2, 3, wait)
+    other.set("the machines/2", '{"node": "n2"}')
+    with user_error(r"1 of 3 processes did not come within 1.2 s: rank 1; there are 1 on .*, 1 on n2; see what"):
+        meeting.meet(store, 0, 3, torch.device("cpu"), False, wait)
+    said = capfd.readouterr().err
+    assert "1 of 3 processes did not come within 0.2 s: rank 1; there are 1 on" in said
+    assert "waiting up to 1 s more; if one of them has ended, stop all and start them again" in said
 
 
 @pytest.mark.parametrize(("address", "means", "listens"), [
