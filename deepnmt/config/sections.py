@@ -708,8 +708,8 @@ class Translate(Section):
     ensemble: Literal["arithmetic", "geometric"] = "arithmetic"
     """The mean of the models' probabilities where several checkpoints are given."""
     precision: Literal["fp32", "bf16", "int16", "int8"] = "fp32"
-    """Number format of the weights; bf16 is faster on a GPU and on a CPU with AMX, and slower without; int16 and int8
-    with ctranslate2 only."""
+    """Number format of the weights; bf16 is faster on a GPU, and on a CPU with AMX or one of AMD with avx512_bf16, and
+    slower on others; int16 and int8 with ctranslate2 only."""
     backend: Literal["torch", "ctranslate2"] = "torch"
     """What searches: deepnmt itself, or CTranslate2, with the model that `deepnmt export --to ctranslate2` has written
     into the run folder. CTranslate2's search is greedy, or a beam with `finish: best` and a patience. It is never

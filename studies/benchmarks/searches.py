@@ -64,6 +64,7 @@ def compare_searches(run: Path, source: Path, reference: Path, count: int, round
     rows: dict[str, Callable[[], list[str]]] = {"beam, deepnmt, defaults": own()}
     for method, rule, beam in (("beam", SAME_RULE, plain.beam), ("greedy", {}, 1)):
         rows[f"{method}, deepnmt"] = own(method=method, **rule)
+        rows[f"{method}, deepnmt bf16"] = own(method=method, precision="bf16", **rule)
         for precision in ("fp32", "int8"):
             rows[f"{method}, backend {precision}"] = own(
                 method=method, backend="ctranslate2", precision=precision, **rule)
