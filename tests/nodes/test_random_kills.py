@@ -123,7 +123,8 @@ def strike(machines: Machines, run: Path, line: str, launcher: str, draw: random
 def test_killed_at_random(machines: Machines, prepared: Path, expected: Expected, warm: Warm) -> None:
     seed, began = int(os.environ.get("DEEPNMT_SEED", time.time_ns())), time.monotonic()
     done, runs, numbers = Counter[tuple[str, str]](), count(1), iter(range(KILLS))
-    one_hostfile, one_warm = threading.Lock(), threading.Lock()  # a hostfile run that ends, ends others of its user
+    # a hostfile run that a signal ends, ends all that DeepSpeed's launcher has started for the user there
+    one_deepspeed, one_warm = threading.Lock(), threading.Lock()
     print(f"seed {seed}")
     expected(300)
 
@@ -140,7 +141,7 @@ def test_killed_at_random(machines: Machines, prepared: Path, expected: Expected
             line, what = words(prepared, run, *OPTIONS), ""
             while number is not None and what is not None:
                 launcher = next(turns)
-                with one_hostfile if launcher == "hostfile" else nullcontext():
+                with one_deepspeed if launcher in ("hostfile", "deepspeed") else nullcontext():
                     what = strike(machines, run, line, launcher, draw, number)
                 if what is not None:
                     done[launcher, what] += 1
