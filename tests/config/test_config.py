@@ -173,7 +173,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"parallel__device": "gpu"}, ["parallel.device: is 'gpu', must be one of auto, cuda, cpu; did you mean cpu?"]),
     ({"train__deterministic": "always"}, ["train.deterministic: is 'always', must be a valid boolean"]),
     ({"parallel__compile": "layers"}, ["parallel.compile: is 'layers', must be a valid boolean"]),
-    ({"parallel__start_timeout": 0}, ["parallel.start_timeout: is 0, must be at least 1"]),
+    ({"parallel__start_timeout": 0}, ["parallel.start_timeout: is 0, must be greater than or equal to 1"]),
     ({"parallel__same_paths": "sometimes"}, ["parallel.same_paths: is 'sometimes', must be a valid boolean"]),
     ({"train__checkpoint_form": "shard"},
      ["train.checkpoint_form: is 'shard', must be one of auto, one_file, shards; did you mean shards?"]),

@@ -283,7 +283,7 @@ def test_the_backend_searches_as_deepnmt_does(
     capsys.readouterr()
     assert main_of_studies("searches", [str(run), *texts, "--lines=2", "--rounds=1"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert len(table) == 13 and all(re.fullmatch(r"\| .*, .* \| [\d.]+ \(.*\) \| [\d.]+ \| [\d.]+ \| \d of 2 \|", row)
+    assert len(table) == 15 and all(re.fullmatch(r"\| .*, .* \| [\d.]+ \(.*\) \| [\d.]+ \| [\d.]+ \| \d of 2 \|", row)
                                     for row in table[2:])
     other = tmp_path / "other"
     assert main("average", [str(run), "--last", "1", "--output", str(other / "averaged")]) == 0
