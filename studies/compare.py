@@ -27,7 +27,7 @@ def compare_runs(runs: list[Path], picture: Path, title: str, valid: bool = Fals
         raise UserError("the runs have no logged update in common; train them with the same "
                         f"train.{'validate_every' if valid else 'log_every'}")
     try:
-        plot_comparison(curves, picture, title, f"{'plain validation' if valid else 'label-smoothed training'} loss, "
+        plot_comparison(curves, picture, title, f"{'plain validation' if valid else 'label-smoothed training'} loss,\n"
                         "nats per target token")
     except OSError as error:
         raise UserError(f"picture {picture} cannot be written: {error.strerror or error}; "
