@@ -30,12 +30,14 @@ class Choice:
     """A row of the table: what is chosen for up to `pairs` training pairs on one kind of machine.
 
     Attributes:
+        block: of both sides.
         vocab: pieces, both languages together.
         tokens: of a micro-batch and side.
         updates: at least and at most; between them the epochs decide.
     """
 
     pairs: float
+    block: str
     vocab: int
     width: int
     heads: int
@@ -51,19 +53,22 @@ class Choice:
 
 TABLE: dict[Hardware, tuple[Choice, ...]] = {
     "cpu": (
-        Choice(10_000, 2_000, 128, 4, 256, 4, 4, 0.3, 2e-3, 1024, 30, (400, 2_500)),
-        Choice(60_000, 8_000, 256, 4, 512, 4, 4, 0.2, 1.5e-3, 2048, 27, (2_000, 9_000)),
-        Choice(400_000, 10_000, 256, 4, 512, 4, 4, 0.1, 1.5e-3, 2048, 10, (4_000, 9_000)),
-        Choice(math.inf, 16_000, 256, 4, 1024, 6, 3, 0.1, 1e-3, 2048, 2, (9_000, 40_000)),
+        Choice(10_000, "admin", 2_000, 128, 4, 256, 4, 4, 0.3, 2e-3, 1024, 30, (400, 2_500)),
+        Choice(25_000, "t_fixup", 8_000, 256, 4, 512, 4, 4, 0.2, 1.5e-3, 2048, 27, (2_000, 8_000)),
+        Choice(60_000, "admin", 8_000, 256, 4, 512, 4, 4, 0.2, 1.5e-3, 2048, 27, (2_000, 9_000)),
+        Choice(400_000, "admin", 10_000, 256, 4, 512, 4, 4, 0.1, 1.5e-3, 2048, 10, (4_000, 9_000)),
+        Choice(math.inf, "admin", 16_000, 256, 4, 1024, 6, 3, 0.1, 1e-3, 2048, 2, (9_000, 40_000)),
     ),
     "gpu": (
-        Choice(10_000, 2_000, 256, 4, 1024, 6, 6, 0.4, 1e-3, 4096, 80, (1_000, 8_000)),
-        Choice(60_000, 8_000, 256, 4, 1024, 12, 6, 0.3, 1e-3, 8192, 50, (2_000, 12_000)),
-        Choice(400_000, 10_000, 512, 8, 2048, 18, 6, 0.3, 1e-3, 16384, 30, (4_000, 20_000)),
-        Choice(4_000_000, 32_000, 512, 8, 2048, 36, 12, 0.1, 7e-4, 16384, 15, (20_000, 100_000)),
-        Choice(math.inf, 32_000, 512, 8, 2048, 60, 12, 0.1, 7e-4, 16384, 10, (50_000, 200_000)),
+        Choice(10_000, "admin", 2_000, 256, 4, 1024, 6, 6, 0.4, 1e-3, 4096, 80, (1_000, 8_000)),
+        Choice(60_000, "admin", 8_000, 256, 4, 1024, 12, 6, 0.3, 1e-3, 8192, 50, (2_000, 12_000)),
+        Choice(400_000, "admin", 10_000, 512, 8, 2048, 18, 6, 0.3, 1e-3, 16384, 30, (4_000, 20_000)),
+        Choice(4_000_000, "admin", 32_000, 512, 8, 2048, 36, 12, 0.1, 7e-4, 16384, 15, (20_000, 100_000)),
+        Choice(math.inf, "admin", 32_000, 512, 8, 2048, 60, 12, 0.1, 7e-4, 16384, 10, (50_000, 200_000)),
     ),
 }
+_WHY = {"admin": "Admin trains at any depth without other settings",
+        "t_fixup": "T-Fixup learns soonest from little text, see docs/guide/which_block.md"}
 _VARIANTS_FROM = 8  # epochs from which sampled segmentations help
 _ALPHA = 0.04  # of BPE-dropout
 _PADDING = 1.06  # a micro-batch's size over the tokens of its sentences' longer sides
@@ -72,8 +77,8 @@ _PADDING = 1.06  # a micro-batch's size over the tokens of its sentences' longer
 def table(hardware: Hardware) -> str:
     """The table for one kind of machine in Markdown, as docs/guide/new_recipe.md shows it."""
     rows = [f"| {'more' if math.isinf(row.pairs) else f'{row.pairs:,}'} | {row.vocab:,} | "
-            f"{row.encoder}L-{row.decoder}L, d {row.width}, FFN {row.ffn} | {row.dropout}, {row.rate:g} | "
-            f"{row.tokens:,} | {row.epochs} |"
+            f"`{row.block}` {row.encoder}L-{row.decoder}L, d {row.width}, FFN {row.ffn} | "
+            f"{row.dropout}, {row.rate:g} | {row.tokens:,} | {row.epochs} |"
             for row in TABLE[hardware]]
     return "\n".join(["| pairs, up to | vocabulary | layers | dropout, peak rate | tokens | epochs |",
                       "|---|---|---|---|---|---|", *rows])
@@ -187,7 +192,8 @@ def machine(wanted: Hardware | None) -> tuple[Hardware, str, str]:
         return "gpu", "fp16" if device.emulates_bf16(gpu) else "bf16", (
             f"{torch.cuda.get_device_name()} with {memory:.0f} GiB")
     precision = "bf16" if device.trains_faster_in_bf16() else "fp32"
-    return "cpu", precision, f"{len(os.sched_getaffinity(0))} CPU cores, which are faster in {precision}"
+    cores = len(os.sched_getaffinity(0))
+    return "cpu", precision, f"{cores} CPU core{'s' if cores > 1 else ''}, faster in {precision}"
 
 
 def new_recipe(
@@ -307,8 +313,8 @@ def _recipe(
         f"  dropout: {row.dropout} # the smaller the text, the more",
         "  tied: all # one table for source, target and output, since the vocabulary is shared",
         f"  max_length: {256 if longest > 120 else 128} # above filters.max_tokens",
-        f"  encoder: {{block: admin, layers: {row.encoder}}} # Admin trains at any depth without other settings",
-        f"  decoder: {{block: admin, layers: {row.decoder}}}" + (
+        f"  encoder: {{block: {row.block}, layers: {row.encoder}}} # {_WHY[row.block]}",
+        f"  decoder: {{block: {row.block}, layers: {row.decoder}}}" + (
             " # shallower: decoding costs a decoder layer for every token" if row.decoder < row.encoder else ""),
         "",
         "optimizer:",
