@@ -48,7 +48,7 @@ def test_the_recipe_is_accepted_as_it_is(text: list[tuple[str, str]], capsys: py
         (" is", prepared), ("s of about", Path("my.yaml").read_text())))
     assert said == pytest.approx(real, rel=0.08)
     assert main("train", ["my.yaml", "--dry-run"]) == 0
-    assert "4L-4L, admin / admin, width 128" in capsys.readouterr().out
+    assert "4L-4L, t_fixup / t_fixup, width 128" in capsys.readouterr().out
 
 
 def test_texts_of_ones_own_and_a_larger_machine(text: list[tuple[str, str]]) -> None:
