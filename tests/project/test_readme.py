@@ -103,7 +103,7 @@ def test_every_command_runs_in_order(workplace: Path, installed: Path) -> None:
     assert (workplace / "out.txt").read_text(encoding="utf-8").count("\n") == 3
     assert "BLEU" in answers["deepnmt run my.yaml"]
     for name in ("recipe.yaml", "checkpoints/update-00000005/manifest.json", "averaged/manifest.json", "log.jsonl",
-                 "curve.png", "admin_profile.json", "admin_profile.png", "scores.json", "STATUS.json"):
+                 "curve.png", "scores.json", "STATUS.json"):
         assert (run / name).stat().st_size > 0, name
     assert (run / "curve.png").stat().st_size > 5000
     assert list((run / "tensorboard").glob("events*"))
