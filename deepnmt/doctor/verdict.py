@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -42,15 +43,17 @@ LEAST_DROP, MOST_DROP = -0.4, 2.5  # nats below the frequencies; what lies outsi
 LEAST_GAIN, MOST_GAIN = 1e-4, 3.0  # nats; what lies outside counts as these
 _NO_GAIN = 1.25e-4  # nats; a smaller gain is none
 _FLOOR = 0.02  # no outcome is given a smaller probability
-_FORMAT, _VERSION = "deepnmt-verdict", 4
+_FORMAT, _VERSION = "deepnmt-verdict", 5
 
 # What each feature is, in words. All logarithms are to base 10. A rule may also use products, as in `a*b`.
 FEATURES: dict[str, str] = {
     "trial_loss": "validation loss after the trial, below that of the tokens' frequencies, nats a token",
     "trial_norm": "log gradient norm over the last 10 updates of the trial",
+    "uneven": "log change of the training loss from one update to the next, last 10 updates of the trial",
     "trial_gain": "log gain of the source after the trial, nats a token",
     "below": "1 if the validation loss after the trial is below that of the frequencies, 0 if not",
     "blind": "1 if the source has no gain after the trial, 0 if it has",
+    "rate": "log peak learning rate",
     "budget": "log learning rates of all updates, summed, over those of the trial",
     "length": "log target tokens of a sentence",
     "width": "log model width",
@@ -153,15 +156,17 @@ def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) ->
     tokens = trial.micro_batch * recipe.batch.accumulation * data_world  # of an update
     rates = sum(learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates,
                               (number - 1) * tokens / trial.epoch) for number in range(1, updates + 1))
-    norms = trial.norms[-_END:]
+    norms, losses = trial.norms[-_END:], trial.losses[-_END - 1:]
     finite = math.isfinite(trial.own + trial.shuffled + sum(trial.losses) + sum(norms))
     gain = trial.shuffled - trial.own if finite else 0.0
     return {
         "trial_loss": _drop(trial.frequencies - trial.own) if finite else LEAST_DROP,
         "trial_norm": math.log10(max(fmean(norms), 1e-3)) if finite else 1.0,
+        "uneven": math.log10(max(fmean(abs(b - a) for a, b in pairwise(losses)), 1e-3)) if finite else 0.0,
         "trial_gain": math.log10(_gain(gain)),
         "below": float(finite and trial.own < trial.frequencies),
         "blind": float(gain < _NO_GAIN),
+        "rate": math.log10(recipe.optimizer.lr),
         "budget": math.log10(max(rates / trial.rates, 1e-6)),
         "length": math.log10(trial.length),
         "width": math.log10(recipe.model.shape("decoder").width),

@@ -85,11 +85,11 @@ def test_what_no_run_had_of_a_recipe(prepared: Path) -> None:
         f"model.width is {recipe.model.width}; the runs had up to 8", "the precision is bf16; the runs had fp32"]
 
 
-HEAD = '{"format": "deepnmt-verdict", "version": 4, "spans": {}, "gain": {}, '
+HEAD = '{"format": "deepnmt-verdict", "version": 5, "spans": {}, "gain": {}, '
 LINE = '{"constant": 1, "weights": {"budget": 1}, "centre": {}, "scale": {}, "spread": 1}'
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", "7", '"rule"', '{"format": "deepnmt-verdict", "version": 3}',
+@pytest.mark.parametrize("text", ["{}", "no json", "7", '"rule"', '{"format": "deepnmt-verdict", "version": 4}',
                                   HEAD + '"loss": {}}', HEAD.replace("{}, ", f"{LINE}, ") + f'"loss": {LINE}}}',
                                   HEAD + '"loss": []}', None])
 def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
@@ -113,13 +113,15 @@ def test_features_by_hand(prepared: Path) -> None:
     values = features(TRIED, recipe, 2, data_world=2)
     layers = recipe.model.encoder.layers + recipe.model.decoder.layers
     expected = {
-        "trial_loss": 1.0, "trial_norm": -1.0, "trial_gain": -2.0, "below": 1.0, "blind": 0.0, "length": math.log10(20),
-        "budget": math.log10((0.0075 + 0.005) / 0.25), "width": math.log10(recipe.model.width),
-        "layers": math.log10(layers), "batch": math.log10(100 * 3 * 2)}
+        "trial_loss": 1.0, "trial_norm": -1.0, "uneven": -3.0, "rate": -2.0, "trial_gain": -2.0,
+        "below": 1.0, "blind": 0.0, "length": math.log10(20), "budget": math.log10((0.0075 + 0.005) / 0.25),
+        "width": math.log10(recipe.model.width), "layers": math.log10(layers), "batch": math.log10(100 * 3 * 2)}
     assert values == pytest.approx(expected, abs=1e-6) and set(values) == set(FEATURES)
+    zigzag = features(replace(TRIED, losses=[3.0, 3.1] * (TRIAL // 2)), recipe, 2, data_world=2)
+    assert zigzag == pytest.approx({**expected, "uneven": -1.0}, abs=1e-6)
     broken = features(replace(TRIED, losses=[math.nan] * TRIAL), recipe, 2, data_world=2)
-    assert broken == pytest.approx({**expected, "trial_loss": -0.4, "trial_norm": 1.0, "trial_gain": -4.0, "below": 0.0,
-                                    "blind": 1.0}, abs=1e-6)
+    assert broken == pytest.approx({**expected, "trial_loss": -0.4, "trial_norm": 1.0, "uneven": 0.0,
+                                    "trial_gain": -4.0, "below": 0.0, "blind": 1.0}, abs=1e-6)
     worse = features(replace(TRIED, own=9.0, shuffled=9.0001), recipe, 2, data_world=2)
     assert (worse["trial_loss"], worse["trial_gain"], worse["below"], worse["blind"]) == (-0.4, -4.0, 0.0, 1.0)
 
