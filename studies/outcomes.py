@@ -6,7 +6,7 @@ whether a model uses its sources, it is validated again with shuffled sources: e
 one of similar length, and the loss must rise. The outcome of a run:
 
     diverged     non-finite updates ended it, or it is worse than an even guess among the tokens
-    stuck        no better than the tokens' frequencies, within 0.1 nats
+    stuck        no better than the tokens' frequencies, within 0.1 nats (`MARGIN`)
     target only  better, but no better than `pre_ln` of the same depth and recipe trained without sources, or not
                  worse by 0.1 nats with shuffled sources
     learned      better than that baseline, and worse by more than 0.1 nats with shuffled sources
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+from deepnmt.doctor.outcome import MARGIN
 from deepnmt.files import markdown_table
 from studies.plots import Panel
 from studies.runs import Record
@@ -27,7 +28,6 @@ from studies.scores import Difference, difference, surprising, unpack
 from studies.variants import REFERENCE, Variant
 
 INTERVAL = 10  # updates per point of a curve: their mean loss
-MARGIN = 0.1  # nats; smaller differences to frequencies and shuffled sources do not count
 
 
 def outcome(record: Record, target_only: float | None) -> str:

@@ -23,8 +23,8 @@ Array = npt.NDArray[np.float64]
 DECAYS = (0.1, 0.3, 1.0, 3.0)  # tried weight decays
 # What each regression uses: chosen by hand on the runs of the fit, by the log loss with groups held out.
 LOSS = ("trial_loss", "trial_norm", "budget", "trial_norm*budget", "below*budget", "blind*budget", "rate*trial_norm",
-        "width")
-GAIN = ("trial_gain", "budget", "below*budget", "blind*budget", "uneven*budget", "length")
+        "uneven*budget", "width")
+GAIN = ("trial_gain", "budget", "below*budget", "blind*budget", "uneven*budget", "updates", "length")
 BINS = 5  # of the calibration error
 
 

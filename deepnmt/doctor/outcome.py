@@ -3,8 +3,9 @@
 The same targets are scored twice, by the plain loss in nats a target token: with their own sources, and with shuffled
 ones (each sentence gets that of its neighbour in the order of length). The difference is the source's gain.
 
-    stuck        not finite, or not below the loss of a model that knows only how frequent each target token is
-    target only  below that, but the source's gain is below `GAIN`: a language model of the target
+    stuck        not finite, or less than `MARGIN` below the loss of a model that knows only how frequent each target
+                 token is
+    target only  lower than that, but the source's gain is below `GAIN`: a language model of the target
     translates   the source's gain is `GAIN` or more
 """
 
@@ -27,6 +28,7 @@ Outcome = Literal["stuck", "target only", "translates"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)  # from the worst to the best
 WORDS: dict[str, str] = {"stuck": "stuck or diverging", "target only": "the target side only",
                          "translates": "translates"}
+MARGIN = 0.1  # nats: models that learn no more than the frequencies rest 0.1 above to 0.05 below their loss
 GAIN = 0.2  # nats: over 12 tokens the right source makes a sentence exp(2.4) = 11 times as likely as a wrong one
 SENTENCES = 128  # of the validation text
 _BUDGET = 2048  # tokens of a batch
@@ -57,7 +59,7 @@ class Measured:
     @property
     def outcome(self) -> Outcome:
         """The outcome, see above."""
-        if not self.own < self.frequencies:  # also where it is not a number
+        if not self.own < self.frequencies - MARGIN:  # also where it is not a number
             return "stuck"
         return "translates" if self.gain >= GAIN else "target only"
 

@@ -26,7 +26,7 @@ from deepnmt.config import Precision, Recipe
 from deepnmt.data.batching import Stream, collate
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData
-from deepnmt.doctor.outcome import GAIN, OUTCOMES, Measured, Outcome, frequencies, measure_outcome
+from deepnmt.doctor.outcome import GAIN, MARGIN, OUTCOMES, Measured, Outcome, frequencies, measure_outcome
 from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
@@ -55,6 +55,7 @@ FEATURES: dict[str, str] = {
     "blind": "1 if the source has no gain after the trial, 0 if it has",
     "rate": "log peak learning rate",
     "budget": "log learning rates of all updates, summed, over those of the trial",
+    "updates": "log updates",
     "length": "log target tokens of a sentence",
     "width": "log model width",
     "layers": "log layers of both stacks",
@@ -168,6 +169,7 @@ def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) ->
         "blind": float(gain < _NO_GAIN),
         "rate": math.log10(recipe.optimizer.lr),
         "budget": math.log10(max(rates / trial.rates, 1e-6)),
+        "updates": math.log10(updates),
         "length": math.log10(trial.length),
         "width": math.log10(recipe.model.shape("decoder").width),
         "layers": math.log10(recipe.model.encoder.layers + recipe.model.decoder.layers),
@@ -247,8 +249,8 @@ class Line:
 class VerdictRule:
     """A rule that predicts an outcome from features, fitted on runs.
 
-    A model is stuck if its validation loss is not below that of the frequencies. One that is not stuck translates if
-    the source's gain is `GAIN` or more.
+    A model is stuck if its validation loss is not `MARGIN` below that of the frequencies. One that is not stuck
+    translates if the source's gain is `GAIN` or more.
 
     Attributes:
         loss: expects how far the validation loss is below that of the tokens' frequencies, in nats.
@@ -265,7 +267,7 @@ class VerdictRule:
     def probabilities(self, values: Mapping[str, float]) -> dict[Outcome, float]:
         """The probability of each outcome for a model with these features, none below `_FLOOR`."""
         clipped = self._clipped(values)
-        stuck = self.loss.below(0.0, clipped)
+        stuck = self.loss.below(MARGIN, clipped)
         translates = (1 - stuck) * (1 - self.gain.below(math.log10(GAIN), clipped))
         plain: dict[Outcome, float] = {"stuck": stuck, "target only": 1 - stuck - translates, "translates": translates}
         return {outcome: _FLOOR + (1 - len(plain) * _FLOOR) * value for outcome, value in plain.items()}

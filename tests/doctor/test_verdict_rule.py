@@ -48,7 +48,7 @@ def test_rule_by_hand(tmp_path: Path) -> None:
     values = {"budget": 2.0, "layers": 1.5}
     drop, gain = 0.5 + 0.3 * 0.5 - 0.1 * 1.5 + 0.2 * (3.0 - 0.5) / 0.5, -2.0 + 0.5 * 2.0
     assert (LOSS.expected(values), GAIN.expected(values)) == pytest.approx((drop, gain))
-    stuck, reads = logistic(-drop / 0.4), 1 - logistic((math.log10(0.2) - gain) / 0.6)
+    stuck, reads = logistic((0.1 - drop) / 0.4), 1 - logistic((math.log10(0.2) - gain) / 0.6)
     plain = {"stuck": stuck, "target only": (1 - stuck) * (1 - reads), "translates": (1 - stuck) * reads}
     assert sum(plain.values()) == pytest.approx(1)
     assert RULE.probabilities(values) == pytest.approx({name: 0.02 + 0.94 * p for name, p in plain.items()})
@@ -114,8 +114,9 @@ def test_features_by_hand(prepared: Path) -> None:
     layers = recipe.model.encoder.layers + recipe.model.decoder.layers
     expected = {
         "trial_loss": 1.0, "trial_norm": -1.0, "uneven": -3.0, "rate": -2.0, "trial_gain": -2.0,
-        "below": 1.0, "blind": 0.0, "length": math.log10(20), "budget": math.log10((0.0075 + 0.005) / 0.25),
-        "width": math.log10(recipe.model.width), "layers": math.log10(layers), "batch": math.log10(100 * 3 * 2)}
+        "below": 1.0, "blind": 0.0, "updates": math.log10(2), "length": math.log10(20),
+        "budget": math.log10((0.0075 + 0.005) / 0.25), "width": math.log10(recipe.model.width),
+        "layers": math.log10(layers), "batch": math.log10(100 * 3 * 2)}
     assert values == pytest.approx(expected, abs=1e-6) and set(values) == set(FEATURES)
     zigzag = features(replace(TRIED, losses=[3.0, 3.1] * (TRIAL // 2)), recipe, 2, data_world=2)
     assert zigzag == pytest.approx({**expected, "uneven": -1.0}, abs=1e-6)
@@ -150,8 +151,8 @@ def test_a_trial_trains_the_recipe(prepared: Path) -> None:
 
 def test_outcomes_by_hand() -> None:
     assert [Measured(own, shuffled, 5.0).outcome for own, shuffled in (
-        (5.0, 9.0), (math.nan, 5.0), (4.99, 5.1), (4.8, 5.0001), (3.0, 3.15))] == [
-        "stuck", "stuck", "target only", "translates", "target only"]
+        (5.0, 9.0), (math.nan, 5.0), (4.91, 9.0), (4.89, 5.0), (4.8, 5.0001), (3.0, 3.15))] == [
+        "stuck", "stuck", "stuck", "target only", "translates", "target only"]
     assert Measured(4.0, 4.5, 5.0).gain == 0.5
 
 

@@ -32,7 +32,7 @@ def random_examples(count: int, seed: int = 0) -> list[Example]:
         values = {name: float(torch.randn((), generator=generator)) for name in FEATURES}
         drop = 0.5 * values["budget"] + 0.3 * values["budget"] * values["width"]
         gain = math.log10(0.2) + 0.7 * values["trial_gain"]
-        outcome: Outcome = "stuck" if drop <= 0 else "target only" if gain < math.log10(0.2) else "translates"
+        outcome: Outcome = "stuck" if drop <= 0.1 else "target only" if gain < math.log10(0.2) else "translates"
         group = str(number % 3)
         made.append(Example(values, (drop, gain), outcome, 1.0 + number % 2, dict.fromkeys(("text", "block"), group),
                             number % 2 == 0))
