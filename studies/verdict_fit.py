@@ -102,7 +102,9 @@ def fit(
 
 def _regression(x: Array, y: Array, weight: Array, decay: float, names: Sequence[str]) -> Line:
     """Ridge regression. The spread is that of each example about a line fitted without it, by the leverages (Allen
-    1974, The Relationship between Variable Selection and Data Augmentation and a Method for Prediction)."""
+    1974, The Relationship between Variable Selection and Data Augmentation and a Method for Prediction). It is taken
+    from their median distance, which is 1 / 1.4826 standard deviations of a normal distribution: a few runs that
+    diverge lie so far off that the standard deviation itself made the rule say less than it knew."""
     centre, scale = x.mean(0), np.maximum(x.std(0), 1e-6)
     columns = np.hstack([np.ones((len(x), 1)), (x - centre) / scale])
     inverse = np.linalg.inv((columns * weight[:, None]).T @ columns + np.diag([0.0, *[decay] * len(names)]))
@@ -111,7 +113,9 @@ def _regression(x: Array, y: Array, weight: Array, decay: float, names: Sequence
     left = (y - columns @ solution) / np.maximum(1 - leverage, 0.2)
     weights, middle, width = ({name: round(float(value), 6) for name, value in zip(names, each, strict=True)}
                               for each in (solution[1:], centre, scale))
-    spread = float(np.sqrt((weight * left**2).sum() / weight.sum()))
+    order = np.argsort(abs(left))
+    middle_one = order[np.searchsorted(weight[order].cumsum(), weight.sum() / 2)]
+    spread = 1.4826 * float(abs(left[middle_one]))
     return Line(round(float(solution[0]), 6), weights, middle, width, round(spread, 6))
 
 

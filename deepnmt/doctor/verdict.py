@@ -221,7 +221,8 @@ class Line:
     """A linear regression: constant + Σ weight · (x - centre) / scale, by feature or product of features.
 
     Attributes:
-        spread: the standard deviation of what a run had about what was expected of it, for runs not fitted on.
+        spread: the standard deviation of what a run had about what was expected of it, for runs not fitted on; from
+            their median distance.
     """
 
     constant: float
