@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
 Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
-# Where deepnmt is installed for inference only, or without an extra.
-_LEFT_OUT = ("deepspeed", "filelock", "matplotlib", "tensorboard", "ctranslate2", "transformers", "onnx", "onnxruntime",
-             "mtdata", "uvicorn")
+# Requirements that an installation for inference leaves out, and those of the extras.
+_FOR_TRAINING = ("deepspeed", "filelock", "matplotlib", "tensorboard")
+_OF_EXTRAS = ("ctranslate2", "transformers", "onnx", "onnxruntime", "mtdata", "uvicorn")
 INTERRUPTED = 130  # what a shell reports of a program that SIGINT ended
 
 
@@ -72,10 +73,13 @@ def run_command(
         try:
             return commands[command](words) or 0
         except ModuleNotFoundError as error:
-            if error.name not in _LEFT_OUT:
+            if error.name not in (*_FOR_TRAINING, *_OF_EXTRAS):
                 raise
-            raise UserError(f"{command} needs {error.name}, which is not installed here; run pip install "
-                            f"{error.name}") from None
+            missing = [name for name in _FOR_TRAINING if find_spec(name) is None]
+            if error.name not in missing:
+                missing = [error.name]
+            raise UserError(f"{command} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+                            f"installed here; run pip install {' '.join(missing)}") from None
     except UserError as error:
         if not (_is_later_process() if error.reported is None else error.reported):
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)

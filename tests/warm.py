@@ -45,32 +45,39 @@ class Warm:
         assert self._answer(300) == "ready"
         self._folder, self._jobs = tempfile.TemporaryDirectory(), 0
         self.pids: list[int] = []
-        self.log = Path()
+        self.log, self._waits = Path(), False
 
     def start(self, world: int, target: str, *arguments: object) -> list[int]:
         """Forks `world` ranks that call `module:function(*arguments)`; returns their process ids."""
         from deepnmt.parallel.launch import free_port
 
+        if self._waits:  # for a job that its test, which has failed, did not wait for
+            self._end()
         self._jobs += 1
         self.log = Path(self._folder.name, f"{self._jobs}.log")
+        self.log.touch()
         job = {"world": world, "target": target, "arguments": [str(a) for a in arguments], "log": str(self.log),
                "port": str(free_port())}
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(job).encode() + b"\n")
-        pids = self._answer(60)
-        assert isinstance(pids, list), "the exit codes of a job that a test did not wait for"  # no numbers to kill
-        self.pids = pids
+        self.pids, self._waits = self._answer(60), True
         return self.pids
 
     def wait(self, timeout: float = 600) -> list[int]:
         """The exit codes (minus the number of the signal that ended a process). Fails, and kills, after `timeout` s."""
         try:
-            return self._answer(timeout)["codes"]
+            codes = self._answer(timeout)["codes"]
         except TimeoutError:
-            for pid in self.pids:
-                kill(pid)
-            self._answer(30)
+            self._end()
             raise AssertionError(f"not ended after {timeout} s:\n{self.said()}") from None
+        self._waits = False
+        return codes
+
+    def _end(self) -> None:
+        for pid in self.pids:
+            kill(pid)
+        self._answer(30)
+        self._waits = False
 
     def said(self) -> str:
         """What the processes of the job wrote."""

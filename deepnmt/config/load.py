@@ -40,11 +40,12 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         UserError: with all faults, one a line.
     """
     file = find_shipped(path)
+    of_a_run = file.is_dir() or _is_of_a_run(file)
     if file.is_dir():
         if not (file / "recipe.yaml").is_file():
             raise UserError(f"{file} holds no recipe.yaml; give a recipe, or the folder of a run that was started")
         file = file / "recipe.yaml"
-    tree, own = read_tree(file), not _is_of_a_run(file)
+    tree, own = read_tree(file), not of_a_run
     for assignment in overrides or []:
         override(tree, assignment)
     named = {assignment.partition("=")[0] for assignment in overrides or []}
@@ -58,9 +59,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def _is_of_a_run(file: Path) -> bool:
-    """Whether training wrote this recipe, into a run folder or a checkpoint, which may come from anywhere."""
-    beside = ("manifest.json", "checkpoints", "log.jsonl")
-    return file.name == "recipe.yaml" and any((file.parent / name).exists() for name in beside)
+    """Whether this recipe belongs to a run, a checkpoint or a published model, which may come from anywhere."""
+    beside = ("manifest.json", "checkpoints", "log.jsonl", "*/manifest.json")  # the last: averaged/, folded/ and so on
+    return file.name == "recipe.yaml" and any(any(file.parent.glob(name)) for name in beside)
 
 
 def check_recipe(tree: dict[str, Any], origin: str, beside: Path | None = Path()) -> Recipe:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from importlib.metadata import EntryPoint
+import shutil
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -123,6 +123,12 @@ def test_a_run_from_training_to_translation(
     assert f"{by_name}; deepnmt runs the code of a plug-in only if you name it: add plugins=[{plugin}]" in refused(
         "translate", *translate)
     assert by_name in refused("translate", run / "recipe.yaml", *translate[1:])
+    published = tmp_path / "published"  # as a container has it
+    shutil.copytree(run / "averaged", published / "averaged")
+    shutil.copy(run / "recipe.yaml", published)
+    for model in (published, published / "recipe.yaml"):
+        assert by_name in refused("translate", model, *translate[1:])
+        assert "plug-in" in refused("evaluate", model) and "plug-in" in refused("serve", model)
     with user_error("deepnmt runs the code of a plug-in only if you name it"):
         api.load(run)
     assert not said.exists()
@@ -200,13 +206,12 @@ def test_schedules_and_tasks_from_outside(tmp_path: Path) -> None:
 
 def test_a_block_of_an_installed_package_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sandwiches.py").write_text(code_of_the_page(), encoding="utf-8")
+    about = tmp_path / "x-1.dist-info"  # what pip leaves of a package
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text("[deepnmt.blocks]\nsandwich = sandwiches:Sandwich\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint("sandwich", "sandwiches:Sandwich", "deepnmt.blocks")
-
-    def installed(kind: str) -> dict[str, Any]:
-        return {"sandwich": point} if kind == "BLOCKS" else {}
-
-    monkeypatch.setattr(plugins, "_installed", installed)
+    monkeypatch.setattr(plugins, "_installed", cache(plugins._installed.__wrapped__))  # as in a new process
     recipe = recipe_with(model={"encoder": {"block": "sandwich"}})
     sha256 = hashlib.sha256(code_of_the_page().encode()).hexdigest()
     assert recipe.plugins == {"sandwiches:Sandwich": sha256} and issubclass(BLOCKS["sandwich"], Block)
