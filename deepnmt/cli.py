@@ -687,7 +687,7 @@ def _diagnose(words: list[str]) -> None:
     add("--updates", type=int, metavar="N",
         help="predict what the model does after N updates (default: train.updates)")
     add("--minutes", type=float, default=10.0, metavar="N",
-        help="where failure is predicted, try no other recipe after N minutes (default 10)")
+        help="where failure is predicted, begin no other recipe that would end after N minutes (default 10)")
     add("--processes", type=int, default=1, metavar="N",
         help="processes that training will run on, which the size of an update depends on (default 1)")
     add("--rule", type=Path, metavar="FILE", help="a verdict rule to use in place of deepnmt's own")

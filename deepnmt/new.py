@@ -270,8 +270,8 @@ def _recipe(
     def text(part: str, indent: str, why: str) -> list[str]:
         corpus = texts[part]
         if corpus.tsv:
-            return [f"{indent}tsv: {corpus.tsv[0]} # {why}", f"{indent}columns: {corpus.columns}"]
-        return [f"{indent}src: {corpus.src[0]} # {why}", f"{indent}trg: {corpus.trg[0]}"]
+            return [f"{indent}tsv: {corpus.tsv[0]} # {why}", f"{indent}columns: {corpus.columns} # source and target"]
+        return [f"{indent}src: {corpus.src[0]} # {why}", f"{indent}trg: {corpus.trg[0]} # their translations"]
 
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
@@ -282,8 +282,8 @@ def _recipe(
         "",
         "data:",
         f"  folder: data/{name}/prepared # what `deepnmt prepare` writes",
-        f"  src_lang: {langs[0]}",
-        f"  trg_lang: {langs[1]} # also decides how SacreBLEU tokenises",
+        f"  src_lang: {langs[0]} # source language",
+        f"  trg_lang: {langs[1]} # target language; decides how SacreBLEU tokenises, too",
         "  train:",
         *text("train", "    ", f"{pairs:,} pairs"),
         "  valid:",
@@ -309,13 +309,14 @@ def _recipe(
         "model:",
         f"  width: {row.width} # like all sizes here, {size}",
         f"  heads: {row.heads} # {row.width // row.heads} wide each",
-        f"  ffn: {row.ffn}",
+        f"  ffn: {row.ffn} # {row.ffn // row.width} times the width",
         f"  dropout: {row.dropout} # the smaller the text, the more",
         "  tied: all # one table for source, target and output, since the vocabulary is shared",
         f"  max_length: {256 if longest > 120 else 128} # above filters.max_tokens",
         f"  encoder: {{block: {row.block}, layers: {row.encoder}}} # {_WHY[row.block]}",
         f"  decoder: {{block: {row.block}, layers: {row.decoder}}}" + (
-            " # shallower: decoding costs a decoder layer for every token" if row.decoder < row.encoder else ""),
+            " # shallower: decoding costs a decoder layer for every token" if row.decoder < row.encoder else
+            " # as deep: a text of this size leaves time for it"),
         "",
         "optimizer:",
         f"  lr: {row.rate} # peak; wider and deeper models want less",
@@ -326,13 +327,14 @@ def _recipe(
         "",
         "train:",
         f"  updates: {updates} # {epochs:.1f} epochs of about {epoch:,} micro-batches",
-        "  clip: 1.0",
-        "  label_smoothing: 0.1",
-        f"  log_every: {max(10, updates // 100)}",
+        "  clip: 1.0 # gradient norm above which to clip; a few bad batches then harm less",
+        "  label_smoothing: 0.1 # as in Vaswani et al. 2017",
+        f"  log_every: {max(10, updates // 100)} # a hundred lines of progress" if updates >= 1000 else
+        "  log_every: 10 # updates between progress lines",
         f"  validate_every: {max(50, updates // 10)} # ten times",
         f"  save_every: {max(25, updates // 40)} # the last eight, a fifth of the run, are averaged",
-        "  keep_last: 8",
-        "  best_by: bleu",
+        "  keep_last: 8 # checkpoints kept, those that are averaged",
+        "  best_by: bleu # what --checkpoint best goes by: translations, not the loss",
         "",
         "parallel:",
         *(["  ds_config: ds_configs/zero1.json # DeepSpeed; more processes need no other setting",
@@ -340,7 +342,7 @@ def _recipe(
           [f"  precision: fp32 # {machine}; plain PyTorch"]),
         "",
         "translate:",
-        "  beam: 5",
+        "  beam: 5 # hypotheses a sentence; 4 to 6 is usual, more gains little",
         f"  max_ratio: {ratio} # longest translation: max_ratio x source tokens + max_extra,",
         "  max_extra: 10 # which one pair in 1,000 exceeds",
         *(["  batch_tokens: 65536 # a GPU wants many sentences at once"] if hardware == "gpu" else []),

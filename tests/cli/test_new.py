@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deepnmt.cli import main
 from deepnmt.config import Corpus, load_recipe
-from deepnmt.new import TABLE, survey, table, try_vocabulary
+from deepnmt.new import TABLE, Hardware, survey, table, try_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["haus", "baum", "kind", "weg", "tag", "see", "licht", "stein", "berg", "wind", "wald", "tier"]
@@ -37,8 +38,8 @@ def test_the_recipe_is_accepted_as_it_is(text: list[tuple[str, str]], capsys: py
     assert (recipe.data.src_lang, recipe.data.trg_lang, recipe.model.encoder.layers) == ("de", "en", 4)
     texts = {part: Path(f"data/my/text/{part}.de").read_text().splitlines() for part in ("train", "valid", "test")}
     assert all(texts.values()) and not set(texts["test"]) & {*texts["train"], *texts["valid"]}
-    for line in Path("my.yaml").read_text().splitlines():  # what is chosen says why
-        assert "updates:" not in line or "epochs of about" in line
+    body = Path("my.yaml").read_text().partition("\nrun:")[2].splitlines()[1:]
+    assert not [line for line in body if line.strip() and line[-1] != ":" and "# " not in line], "each line says why"
     assert main("prepare", ["my.yaml"]) == 0
     prepared = capsys.readouterr().err
     assert "exchange" not in prepared
@@ -98,3 +99,20 @@ def test_mistakes(
     Path("few.de").write_text("ein Satz\n")
     assert main("new", words.split()) == 2
     assert message in capsys.readouterr().err and not Path("my.yaml").exists()
+
+
+@pytest.mark.parametrize(("hardware", "number"), [(name, n) for name, rows in TABLE.items() for n in range(len(rows))])
+def test_every_row_makes_a_recipe_that_is_accepted(
+    hardware: Hardware, number: int, text: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = TABLE[hardware][number]
+    monkeypatch.setitem(TABLE, hardware, (replace(row, pairs=len(text)),))
+    assert main("new", ["my.yaml", "--src", "a.de", "--trg", "a.en", "--machine", hardware]) == 0
+    recipe = load_recipe(Path("my.yaml"), [])
+    assert (recipe.batch.tokens, recipe.optimizer.lr, recipe.model.dropout) == (row.tokens, row.rate, row.dropout)
+    assert row.updates[0] <= recipe.train.updates <= row.updates[1]
+    assert main("train", ["my.yaml", "--dry-run", *(["--card=a100-40"] if hardware == "gpu" else [])]) == 0
+    said = capsys.readouterr().out
+    assert f"{row.encoder}L-{row.decoder}L, {row.block} / {row.block}, width {row.width}" in said
+    assert "too much memory" not in said

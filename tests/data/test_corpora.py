@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import yaml
 from refusals import user_error
+from run_files import losses
 
 from deepnmt.checkpoint.checkpoint import WEIGHTS, list_checkpoints
 from deepnmt.cli import COMMANDS, main
@@ -83,7 +85,8 @@ def test_shares_of_a_thousand_micro_batches(temperature: float) -> None:
         used.append(stream.plan(epoch)[index])
         index += 1
     corpora = np.searchsorted(np.cumsum(sizes), np.concatenate(used), side="right")
-    assert np.abs(np.bincount(corpora) / len(corpora) - due).max() < 0.01
+    found = np.bincount(corpora) / len(corpora)
+    assert np.abs(found / due - 1).max() < 0.01
 
 
 def test_every_pair_of_a_corpus_is_used_equally_often() -> None:
@@ -216,6 +219,41 @@ def test_tokens_of_a_large_vocabulary_have_32_bits(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.{suffix}").stat().st_size == (4 if size == 65_536 else 16)
     assert Side(tmp_path, "a", None)[1].tolist() == [65_535]
     assert Side(tmp_path, "b", None)[1].tolist() == [65_535, 65_536, 70_000]
+
+
+def with_characters(model: bytes, count: int) -> bytes:
+    """A BPE model with `count` characters more, U+20000 and those after it. Its file is a protocol buffer, so pieces
+    (field 1: text, score, kind) can be appended."""
+    def piece(number: int) -> bytes:
+        text = chr(0x20000 + number).encode()
+        fields = bytes([10, len(text)]) + text + b"\x15" + struct.pack("<f", -9e4 - number) + b"\x18\x01"
+        return bytes([10, len(fields)]) + fields
+
+    return model + b"".join(map(piece, range(count)))
+
+
+def test_a_run_with_a_large_vocabulary(prepared: Path, tmp_path: Path) -> None:
+    """Prepared, dealt out and trained on: the ids arrive as they were, and the loss is that of the first model."""
+    model, draw = with_characters((prepared / "data" / "src.spm").read_bytes(), 66_000), np.random.RandomState(1)
+    (tmp_path / "large.spm").write_bytes(model)
+    for side in ("en", "de"):
+        lines = ["".join(map(chr, 0x20000 + draw.randint(0, 66_000, 9))) for _ in range(40)]
+        (tmp_path / f"text.{side}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    given = [str(prepared / "recipe.yaml"), f"run={tmp_path}/run", f"data.folder={tmp_path}/data", "data.test={}",
+             *(f"data.{split}={{src: {tmp_path}/text.en, trg: {tmp_path}/text.de}}" for split in ("train", "valid")),
+             f"vocab.model={tmp_path}/large.spm", "model.width=8", "model.dropout=0.0", "model.encoder.block=pre_ln",
+             "model.decoder.block=pre_ln", "train.updates=1", "train.valid_bleu=false"]
+    recipe = load_recipe(given[0], given[1:])
+    prepare(recipe)
+    data, vocab = open_prepared(recipe), Vocabulary(model)
+    assert (tmp_path / "data" / "train.src.tokens32").exists() and vocab.size == 66_300
+    batch = training_stream(recipe, data).batch(0, 0, CPU)
+    for ids, side in ((batch.tensors[0], "en"), (batch.tensors[3], "de")):
+        known = vocab.encode_batch((tmp_path / f"text.{side}").read_text(encoding="utf-8").splitlines())
+        assert all(row in known for row in ids[:, :-1].tolist()) and ids.max() >= 65_536
+    sums = new_model(recipe.model, vocab.size, vocab.size, recipe.seed, 0.1)(*batch.tensors, batch.key)
+    assert main("train", given) == 0
+    assert losses(tmp_path / "run")[1] == pytest.approx(sums.loss.item() / batch.tokens, rel=1e-5)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

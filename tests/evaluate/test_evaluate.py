@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sacrebleu
@@ -21,10 +22,12 @@ from deepnmt import config
 from deepnmt.arguments import expected_model
 from deepnmt.checkpoint.average import average_run
 from deepnmt.checkpoint.checkpoint import load_model
+from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.decode.translate import translate_files, translate_lines
 from deepnmt.evaluate.evaluate import evaluate_run, load_test_sets, read_systems, scores_file
 from deepnmt.evaluate.metrics import EvaluationSet, compare, score_lines, score_systems
 from deepnmt.export.post_ln import fold_run
+from deepnmt.model.transformer import Transformer
 
 VERSION = sacrebleu.__version__
 SIGNATURES = {
@@ -215,6 +218,21 @@ def test_a_runs_model_is_translated_and_scored(recipe: config.Recipe, tmp_path: 
     assert (written["system"], written["update"], written["averaged_updates"]) == ("run", 10, [])
     assert written["checkpoint"].endswith("update-00000010") and written["translate"] == settings.model_dump()
     assert "bleu" not in written and table.startswith("BLEU")
+
+
+def test_each_test_set_has_its_own_tag_and_language(tmp_path: Path) -> None:
+    vocab = train_vocabulary(tiny_run.SENTENCES * 3, config.Vocab(size=40), ["<2de>", "<2zh>"])
+    text = {"src": [_write(tmp_path / "a.en", SOURCES)], "trg": [_write(tmp_path / "a.de", TARGETS)]}
+    recipe = tiny_run.recipe_of(tmp_path / "run", {
+        lang: {**text, "tag": f"<2{lang}>", "trg_lang": lang} for lang in ("de", "zh")})
+    recipe = recipe.model_copy(update={"translate": config.Translate(beam=1, max_ratio=1.0, max_extra=3)})
+    tiny_run.write(recipe, 10, vocabs={"src.spm": vocab, "trg.spm": vocab})
+    with patch.object(Transformer, "encode", autospec=True, side_effect=Transformer.encode) as read:
+        evaluate_run(recipe)
+    scores, tags = json.loads((tmp_path / "run" / "scores.json").read_text())["sets"], Vocabulary(vocab).tags
+    for call, lang, tokenizer in zip(read.call_args_list, ("de", "zh"), ("13a", "zh"), strict=True):
+        assert call.args[1][:, 0].tolist() == [tags[f"<2{lang}>"]] * 3
+        assert f"|tok:{tokenizer}|" in scores[lang]["bleu_signature"]
 
 
 def test_other_scores_do_not_overwrite_the_runs_own(

@@ -104,6 +104,7 @@ def test_what_the_papers_leave_out_is_as_published(name: str) -> None:
     assert admin or recipe.model.dropout == 0.5
     assert (recipe.admin.method, recipe.admin.count_padding) == ("in_place", admin)
     assert {stack.init for stack in (recipe.model.encoder, recipe.model.decoder)} == {"auto" if admin else "published"}
+    assert recipe.model.positions == "fairseq"
 
 
 SOURCE = re.compile(r"(Appendix [A-D]|Table \d|Figure \d|section \d(\.\d)*|the same)\b|"
@@ -160,7 +161,11 @@ def test_the_overrides_in_the_head_are_valid(name: str) -> None:
     lines.append(" ".join(re.findall(r"[a-z]+\.[a-z_.]+=[\w./-]+", prose)).rstrip("."))
     assert lines[-1]
     for line in lines:
-        assert load_recipe(file_of(name), shlex.split(line)) != load_recipe(file_of(name))
+        changed = load_recipe(file_of(name), shlex.split(line))
+        assert changed != load_recipe(file_of(name))
+        for stack in (changed.model.encoder, changed.model.decoder):
+            assert stack.init in {"admin": ["auto"], "b2t": ["published"], "t_fixup": ["published"]}.get(
+                stack.block, ["auto", "published"]), line
 
 
 def test_recipes_of_a_task_share_their_data() -> None:

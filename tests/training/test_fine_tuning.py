@@ -11,6 +11,7 @@ import torch
 from kills import kill_before
 from refusals import Refused, user_error
 from run_files import losses, records, tensors
+from tiny_engines import options as layout_options
 from warm import Warm, train
 
 from deepnmt import api
@@ -92,7 +93,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(prepared: Path, base: Path, 
     shutil.copytree(base / "old", moved)
     given = [word.replace(f"init_from={base}/old", f"init_from={moved}") for word in words(prepared, base, "killed")]
     assert main("train", [*given, *options, f"run={base}/whole"]) == 0
-    warm.start(1, "test_fine_tuning:train_until", "/checkpoints/update-", *given, *options)
+    warm.start(1, "test_fine_tuning:train_until", 2, *given, *options)
     assert warm.wait() == [-9], warm.said()
     shutil.rmtree(moved)
     assert main("train", [*given, *options]) == 0
@@ -102,10 +103,24 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(prepared: Path, base: Path, 
         assert all(torch.equal(tensor, read(killed)[name]) for name, tensor in read(whole).items())
 
 
-def train_until(name: str, *arguments: str) -> int:
-    """Runs on each rank: `deepnmt train`, killed before its second save gets its name."""
-    kill_before(2, name, "os.rename")
+def train_until(number: str, *arguments: str) -> int:
+    """Runs on each rank: `deepnmt train`, killed before its `number`-th save gets its name."""
+    kill_before(int(number), "/checkpoints/update-", "os.rename")
     return train(*arguments)
+
+
+@pytest.mark.parametrize(("layout", "stages"), [("zero3_fp32", 0), ("zero1_fp32", 2)], ids=["zero3-2", "pipeline-2"])
+def test_other_layouts_begin_with_the_old_model(
+    layout: str, stages: int, prepared: Path, base: Path, warm: Warm
+) -> None:
+    """Two micro-batches an update, in every layout."""
+    given = [*words(prepared, base), "train.updates=3", "train.valid_bleu=false"]
+    alone, two = base / "alone", base / f"two_{layout}"
+    if not alone.exists():
+        assert main("train", [*given, f"run={alone}", "batch.accumulation=2"]) == 0
+    warm.train(2, *given, f"run={two}", *layout_options(layout, stages), f"batch.accumulation={max(stages, 1)}")
+    assert warm.wait() == [0, 0], warm.said()
+    assert losses(two) == pytest.approx(losses(alone), rel=1e-5) and len(losses(two)) == 3
 
 
 def test_any_model_can_be_the_begin(prepared: Path, base: Path) -> None:
@@ -121,14 +136,22 @@ def test_any_model_can_be_the_begin(prepared: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "places"), [("stack", [0, 1, 0, 1, 0]), ("interleave", [0, 0, 0, 1, 1])])
-def test_a_deeper_stack(how: str, places: list[int], prepared: Path, base: Path) -> None:
-    model = begun(recipe_of(prepared, base, "model.encoder.layers=5", f"train.grow={how}"))
-    held = weights_in(base / "old" / "checkpoints" / "update-00000006")
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+@pytest.mark.parametrize("block", ["pre_ln", "admin", "deepnorm"])
+def test_a_deeper_stack(block: str, side: str, how: str, places: list[int], prepared: Path, base: Path) -> None:
+    old, blocks = base / f"old_{block}", [f"model.{part}.block={block}" for part in ("encoder", "decoder")]
+    if not old.exists():  # trained once, by the first test that needs it
+        assert main("train", [f"{prepared}/recipe.yaml", f"run={old}", *blocks, "train.updates=1",
+                              "train.valid_bleu=false"]) == 0
+    model = begun(recipe_of(prepared, base, f"train.init_from={old}", *blocks, f"model.{side}.layers=5",
+                            f"train.grow={how}"))
+    held, begins = weights_in(old / "checkpoints" / "update-00000001"), 0
     for name, parameter in model.named_parameters():
         words = name.split(".")
-        if name.startswith("encoder.layers."):
-            words[2] = str(places[int(words[2])])
+        if name.startswith(f"{side}.layers."):
+            words[2] = str(places[begins := int(words[2])])
         assert torch.equal(parameter, held[".".join(words)])
+    assert begins == 4
 
 
 def test_what_does_not_fit_is_named(prepared: Path, base: Path, refused: Refused, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers and schedules in the training job: SGD and a stepped rate resume bit for bit; what must not change."""
+"""Optimizers and schedules in the training job: SGD and rates that fall resume bit for bit; what must not change."""
 
 from __future__ import annotations
 
@@ -7,36 +7,47 @@ from pathlib import Path
 import pytest
 import torch
 from run_files import records, tensors
+from warm import Warm
 
 from deepnmt.cli import main
 
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.5", "train.valid_bleu=false")
-STEP = ("schedule.name=step", "schedule.warmup=2", "schedule.step_epoch=2", "train.updates=12")
+STEP = ("schedule.name=step", "schedule.step_epoch=2")
+WSD = ("schedule.name=wsd", "schedule.decay=7")
+PLATEAU = ("schedule.name=plateau", "schedule.patience=1", "train.validate_every=2", "train.valid_bleu=true",
+           "train.best_by=bleu")  # which such short runs hardly improve
 
 
 pytestmark = pytest.mark.usefixtures("threads")
 
 
 def train(prepared: Path, run: Path, *settings: str) -> int:
-    return main("train", [str(prepared / "recipe.yaml"), f"run={run}", "parallel.ds_config=null", "parallel.threads=1",
-                          *settings])
+    return main("train", words(prepared, run, *settings))
 
 
-def test_sgd_with_a_step_resumes_bit_for_bit(prepared: Path, tmp_path: Path) -> None:
+def words(prepared: Path, run: Path, *settings: str) -> list[str]:
+    return [str(prepared / "recipe.yaml"), f"run={run}", "parallel.ds_config=null", "parallel.threads=1", *settings]
+
+
+@pytest.mark.parametrize("schedule", [STEP, WSD, PLATEAU], ids=["step", "wsd", "plateau"])
+def test_sgd_resumes_bit_for_bit(schedule: tuple[str, ...], prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    """Killed while it saves update 6: a run with fewer updates has other rates with wsd, and one validation more."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    settings = (*SGD, *STEP, "batch.tokens=1536", "batch.accumulation=2")  # some updates an epoch
+    settings = (*SGD, *schedule, "schedule.warmup=2", "train.updates=12", "batch.tokens=1536", "batch.accumulation=2")
     assert train(prepared, whole, *settings) == 0
-    assert train(prepared, broken, *settings, "train.updates=3") == 0
+    warm.start(1, "test_fine_tuning:train_until", 3, *words(prepared, broken, *settings))  # saved: the best, update 3
+    assert warm.wait() == [-9] and (broken / "checkpoints" / "update-00000003").exists(), warm.said()
     assert train(prepared, broken, *settings) == 0
     for kind in ("weights", "moments"):
         ours, theirs = (tensors(run, 12, kind) for run in (broken, whole))
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert ours and all(name.endswith(".momentum_buffer") for name in ours)
-    rates, again = ([record["learning_rate"] for record in records(run, "train")] for run in (whole, broken))
-    assert rates == again
-    assert rates[:2] == [0.25, 0.5] and rates[2] == 0.5  # an epoch has more than three updates
-    stepped = [rate for rate in rates if rate < 0.25]
-    assert rates[-1] < 0.05 and stepped == sorted(stepped, reverse=True) and len(set(rates[2:])) > 2
+    trace, again = ([(record["loss"], record["gradient_norm"], record["learning_rate"])
+                     for record in records(run, "train")] for run in (whole, broken))
+    assert trace == again
+    rates = [rate for _, _, rate in trace]
+    assert rates[:3] == [0.25, 0.5, 0.5]  # an epoch has more than three updates
+    assert rates[-1] < 0.05 and rates[1:] == sorted(rates[1:], reverse=True) and len(set(rates[2:])) > 2
 
 
 def test_sgd_without_momentum_has_nothing_to_store(prepared: Path, tmp_path: Path) -> None:
