@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,16 @@ def test_blocks_without_a_variant_start_as_with_auto() -> None:
     for block in BLOCKS:
         assert (block_of(shape(block).encoder) is CLASSES[block]) == (block not in PUBLISHED)
         assert block_of(shape(block, init="auto").encoder) is CLASSES[block]
+
+
+def test_tables_are_drawn_alike_either_way() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    [(usual, t_fixup)] = re.findall(r"normal with ([\d.]+), with `t_fixup` (\d\.\d+)", page)
+    for block in BLOCKS:
+        draws = (Initialiser(shape(block, LAYERS, WIDTH, init=init), 1000, 1000, 1) for init in ("auto", "published"))
+        auto, published = (draw("embeddings.shared.weight") for draw in draws)
+        assert torch.equal(auto, published)
+        assert float(auto[1:].std()) == pytest.approx(float(t_fixup if block == "t_fixup" else usual), rel=0.01), block
 
 
 def test_an_output_table_of_its_own_starts_at_zero_with_fixup_alone() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 from installed import LIBRARIES, ROOT, build, environment, install, make_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from deepnmt.cli import main
 from deepnmt.shipped import SCHEMA, shipped_recipes
@@ -129,3 +133,19 @@ def test_translation_needs_the_listed_packages_alone(wheel: Path, prepared: Path
                "parallel.ds_config=ds_configs/zero1.json")
     assert done.returncode == 2 and "run pip install deepspeed" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_every_package_that_is_imported_is_required(wheel: Path) -> None:
+    """By the wheel's own list, extras included; what a requirement brings along counts only if it is listed."""
+    with zipfile.ZipFile(wheel) as archive:
+        modules = [ast.parse(archive.read(name)) for name in archive.namelist() if name.endswith(".py")]
+        [metadata] = [archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA")]
+    lines = re.findall("^Requires-Dist: (.*)$", metadata, re.M)
+    required = {canonicalize_name(Requirement(line).name) for line in lines}
+    imported = {name.partition(".")[0] for module in modules for node in ast.walk(module)
+                for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
+                             [node.module or "deepnmt"] if isinstance(node, ast.ImportFrom) else [])}
+    packages = packages_distributions()
+    parts = {"pydantic_core", "h11"}  # of pydantic and of uvicorn
+    for name in imported - sys.stdlib_module_names - parts - {"deepnmt"}:
+        assert {canonicalize_name(package) for package in packages.get(name, [name])} & required, name
