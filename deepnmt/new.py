@@ -237,7 +237,7 @@ def new_recipe(
         texts = {part: Corpus(src=[f"{folder}/{part}.{langs[0]}"], trg=[f"{folder}/{part}.{langs[1]}"])
                  for part in counts}
         pairs = counts["train"]
-        held = f"{shares['valid']} and {shares['test']} of 1,000 sentences, by a hash of the sentence"
+        held = f"{shares['valid']} and {shares['test']} of 1,000 sentences, by a hash of the target sentence"
         said.append(f"{folder}: " + ", ".join(f"{count:,} {part}" for part, count in counts.items()))
     row = next(row for row in TABLE[kind] if pairs <= row.pairs)
     lengths = try_vocabulary(seen.sample, row.vocab)
@@ -309,7 +309,7 @@ def _recipe(
         "model:",
         f"  width: {row.width} # like all sizes here, {size}",
         f"  heads: {row.heads} # {row.width // row.heads} wide each",
-        f"  ffn: {row.ffn} # {row.ffn // row.width} times the width",
+        f"  ffn: {row.ffn} # inner width of the feed-forward sub-layer, {row.ffn // row.width} times the width",
         f"  dropout: {row.dropout} # the smaller the text, the more",
         "  tied: all # one table for source, target and output, since the vocabulary is shared",
         f"  max_length: {256 if longest > 120 else 128} # above filters.max_tokens",

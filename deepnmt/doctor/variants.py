@@ -16,6 +16,7 @@ from deepnmt.model.published import PUBLISHED
 from deepnmt.model.transformer import Transformer
 
 _FACTORS = (1 / 10, 1 / 3, 3, 10)  # of the learning rate: one that is too small fails, too
+_EARLY = "t_fixup"  # among the blocks that learned soonest at every depth tried, docs/results/blocks.md
 
 
 def fresh_model(
@@ -60,7 +61,7 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
     tried += [{f"model.{side}.{name}": value for side in SIDES
                for name, value in recipe.model.stack(side).changes_for(block).items()} | remeasured
               for block, kind in BLOCKS.items()
-              if kind.made_for_depth and any(stack.block != block for stack in stacks)]
+              if (kind.made_for_depth or block == _EARLY) and any(stack.block != block for stack in stacks)]
     return {" ".join(f"{name}={_format(value)}" for name, value in settings.items()): with_settings(recipe, settings)
             for settings in tried}
 

@@ -158,6 +158,8 @@ def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: P
         ("0.0005", 5e-4), ("0.00167", 5e-3 / 3), ("0.015", 1.5e-2), ("0.05", 5e-2))}
     plain = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=pre_ln", "model.decoder.block=pre_ln"])
     assert "model.encoder.block=pre_ln model.decoder.block=pre_ln" not in alternatives(plain)
+    blocks = {other.model.encoder.block for other in alternatives(plain).values()}
+    assert blocks == {"pre_ln", "b2t", "deepnorm", "admin", "t_fixup"}
 
 
 @pytest.mark.parametrize("overrides", [
