@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tiny_engines import options
 from warm import Warm
 
 from deepnmt.config import Recipe, load_recipe
@@ -55,6 +56,21 @@ def test_profile_does_not_depend_on_the_processes(prepared: Path, tmp_path: Path
     tokens = PreparedData.open(settings.data.folder).split("train").trg_lengths
     assert one.provenance["target_tokens"] <= 900 < tokens.sum()
     assert (tmp_path / "two" / "admin_profile.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("layout", "stages"), [("zero3_fp32", 0), ("zero1_fp32", 2)], ids=["zero3-2", "pipeline-2"])
+def test_training_measures_the_same_profile_in_other_layouts(
+    layout: str, stages: int, prepared: Path, tmp_path: Path, warm: Warm
+) -> None:
+    recipe = str(prepared / "recipe.yaml")
+    job(recipe, str(tmp_path / "alone"))
+    warm.train(2, recipe, f"run={tmp_path / 'two'}", "admin.tokens=900", "train.updates=1", "train.valid_bleu=false",
+               *options(layout, stages))
+    assert warm.wait() == [0, 0], warm.said()
+    one, two = (AdminProfile.load(tmp_path / n / "admin_profile.json", load_recipe(recipe).model)
+                for n in ("alone", "two"))
+    assert two.encoder == pytest.approx(one.encoder, rel=1e-6) and two.decoder == pytest.approx(one.decoder, rel=1e-6)
+    assert two.provenance == one.provenance and max(one.decoder) > 1.1
 
 
 def test_the_tool_runs_alone_and_under_the_launcher(
