@@ -7,9 +7,14 @@
 
 deepspeed --hostfile "${HOSTS:-hosts}" --master_port "${MASTER_PORT:-29500}" --module deepnmt train "$@"
 code=$?
-# DeepSpeed ends with 0 after some kills, so that only the run folder knows
+# DeepSpeed ends with 0 after some kills, while the run still saves, so that only the run folder knows
 if [ $code = 0 ]; then
-    deepnmt status "$@"
-    code=$?
+    for _ in {1..600}; do
+        said=$(deepnmt status "$@")
+        code=$?
+        [ $code = 3 ] || break  # it is running
+        sleep 1
+    done
+    echo "$said"
 fi
 exit $code
