@@ -82,8 +82,11 @@ def name_plugins(tree: dict[str, Any], own: Mapping[str, Collection[str]], besid
         return []  # a fault of its type, which the check of the recipe reports
     found, faults = {}, []
     for source, written in wanted.items():
-        if not str(source).endswith(".py"):
-            continue  # an installed package, which is looked for below
+        if not str(source).endswith(".py"):  # a run's recipe may have an installed package, which is looked for below
+            if source not in _installed_sources():
+                faults.append(f"plugins: {source} is neither a Python file nor a plug-in of an installed package; give "
+                              "a file whose name ends in .py, as in plugins: [my_block.py]")
+            continue
         try:
             plugin = _read(str(source), beside)
             for kind, names in plugin.names.items():
@@ -199,6 +202,11 @@ def _value(tree: Mapping[str, Any], setting: str) -> Any:
 def _installed(kind: str) -> dict[str, EntryPoint]:
     """The entry points of installed packages, by name."""
     return {point.name: point for point in entry_points(group=f"deepnmt.{kind.lower()}")}
+
+
+def _installed_sources() -> set[str]:
+    """What recipes call the plug-ins of installed packages."""
+    return {point.value for kind in KINDS for point in _installed(kind).values()}
 
 
 def _hash_of(point: EntryPoint) -> str:

@@ -183,6 +183,10 @@ def test_names_of_no_plugin_and_hashes_that_differ(tmp_path: Path) -> None:
         recipe_with(plugins={file: "abc"})
     with user_error("plugins: is 3, must be a valid mapping"):
         recipe_with(plugins=3)
+    for named in (["my"], {"sandwiches:Sandwich": ""}):  # the first without its .py, the other of no package here
+        with user_error("plugins: .* is neither a Python file nor a plug-in of an installed package; give a file whose "
+                        "name ends in .py"):
+            recipe_with(plugins=named)
     tree = recipe_with(plugins=file, model={"decoder": {"block": "sandwich"}}).model_dump()
     plugins._named.clear()
     known = check_recipe(tree, "of a checkpoint", None)  # it is read, but its code is not run
@@ -214,6 +218,7 @@ def test_a_block_of_an_installed_package_needs_no_file(tmp_path: Path, monkeypat
     monkeypatch.setattr(plugins, "_installed", cache(plugins._installed.__wrapped__))  # as in a new process
     recipe = recipe_with(model={"encoder": {"block": "sandwich"}})
     sha256 = hashlib.sha256(code_of_the_page().encode()).hexdigest()
+    assert recipe_with(**recipe.model_dump()).plugins == recipe.plugins  # as a run's recipe has it
     assert recipe.plugins == {"sandwiches:Sandwich": sha256} and issubclass(BLOCKS["sandwich"], Block)
     plugins.require_same(recipe.plugins, tmp_path)
     with pytest.raises(UserError, match=r"but it is now .*; install the package of sandwiches:Sandwich as it was"):
