@@ -27,6 +27,8 @@ Wanted = Literal["auto", "cuda", "cpu"]  # values of `parallel.device`
 _DEVICES = Path("/dev")
 _HANDED_OUT = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")  # to this job
 _NONE = ("", "-1", "NoDevFiles")  # values of these that mean no GPU
+# Set by DeepSpeed's launch.py, which numbers its processes in CUDA_VISIBLE_DEVICES on a machine without GPUs, too.
+_DEEPSPEED = "CROSS_RANK"
 
 # Bytes of a card that are not PyTorch's: CUDA's context, NCCL's buffers, and what no block fits into.
 RESERVED = 2.5 * 2**30
@@ -88,7 +90,8 @@ def _sign_of_a_gpu() -> str:
     if any(os.environ.get(name) in _NONE for name in _HANDED_OUT):  # none was given, whatever the machine has
         return ""
     for name in _HANDED_OUT:
-        if name in os.environ:
+        numbers_processes = name == "CUDA_VISIBLE_DEVICES" and _DEEPSPEED in os.environ
+        if name in os.environ and not numbers_processes:
             return f"{name} is {os.environ[name]}"
     found = sorted(_DEVICES.glob("nvidia[0-9]*"))
     return f"this machine has {found[0]}" if found else ""

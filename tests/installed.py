@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -15,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES = Path(sysconfig.get_paths()["purelib"])
+LIBRARIES = Path(str(distribution("torch").locate_file("")))
 
 
 def build(folder: Path, kind: str) -> Path:
@@ -91,7 +90,14 @@ def install(wheel: Path, python: Path, *options: str) -> None:
                    check=True)
 
 
-def environment(programs: Path) -> dict[str, str]:
-    """The variables of a shell in which the environment is active, and nothing leads to the checkout."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "MASTER_"))}
-    return {**kept, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(programs.parent)}
+def environment(programs: Path, home: Path | None = None, **more: str) -> dict[str, str]:
+    """The variables of a new shell in which these programs are found first, as a user has them: HOME and PATH, and none
+    that the suite or its machine sets.
+
+    Args:
+        home: a folder for caches; without, one beside the programs.
+        more: further variables, which the user sets.
+    """
+    home = home or programs.parent / "home"
+    home.mkdir(exist_ok=True)
+    return {"HOME": str(home), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", **more}

@@ -146,9 +146,15 @@ def _device(local_rank: int, local_world: int, wanted: Wanted) -> torch.device:
 
 def count_gpus(wanted: Wanted = "auto") -> int:
     """The number of GPUs of this machine; 0 if its processes compute on the CPU. Raises `UserError`, see
-    `device.choose`."""
+    `device.choose`, whose choice for one model decides nothing for a later one in this process."""
     quiet_libraries()
-    return torch.cuda.device_count() if choose(wanted) == "cuda" else 0
+    named = os.environ.get("DS_ACCELERATOR")
+    try:
+        return torch.cuda.device_count() if choose(wanted) == "cuda" else 0
+    finally:
+        os.environ.pop("DS_ACCELERATOR", None)
+        if named is not None:
+            os.environ["DS_ACCELERATOR"] = named
 
 
 def free_port() -> int:

@@ -77,7 +77,7 @@ def hostfile(machines: Machines, port: int, line: str, name: str) -> tuple[subpr
     """Starts recipes/launch/hostfile.sh on n1, with its files for these machines."""
     if not (machines.shared / "hosts").exists():
         (machines.shared / ".deepspeed_env").write_text(
-            (LAUNCH / ".deepspeed_env").read_text().replace("cuda", "cpu") + "OMP_NUM_THREADS=1\n")
+            (LAUNCH / ".deepspeed_env").read_text().replace("cuda", "cpu"))
         (machines.shared / "hosts").write_text((LAUNCH / "hosts").read_text().replace("node", "n").replace("=8", "=1"))
     said = machines.shared / name
     return machines.start("n1", f"MASTER_PORT={port} {LAUNCH}/hostfile.sh {line}", said), said

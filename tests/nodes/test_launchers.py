@@ -66,7 +66,7 @@ def test_sbatch_is_stopped_requeued_and_resumes_to_the_same_bits(
     run, log = machines.shared / "sbatch", machines.shared / "sbatch.log"
     code, said = machines.run("n1", f"sbatch --parsable --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 "
                               f"--cpus-per-task=1 --output={log} {LAUNCH}/train.sbatch {words(prepared, run, *LONG)}",
-                              VENV=sys.prefix)
+                              VENV=sys.prefix, DS_ACCELERATOR="cpu")
     assert code == 0, said
     job = re.findall(r"^\d+$", said, re.M)[0]
 

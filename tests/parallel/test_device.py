@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.init import new_model
 from deepnmt.model.loss import label_smoothed_loss, r_drop_loss
 from deepnmt.parallel.deepspeed import supported_precisions
+from deepnmt.parallel.launch import count_gpus
 from deepnmt.tokens import PAD
 
 CPU = torch.device("cpu")
@@ -99,8 +101,8 @@ def test_a_gpus_dropout_is_seeded_and_unbiased(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A machine without a GPU, whose devices are in a folder; and what is set on a GPU, restored at the end."""
-    for name in ("DS_ACCELERATOR", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF",
-                 "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in ("DS_ACCELERATOR", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES", "CROSS_RANK",
+                 "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "unset at the end")
     monkeypatch.delenv("DS_ACCELERATOR")
@@ -138,6 +140,22 @@ def test_a_gpu_that_cannot_be_used_is_no_reason_to_compute_on_the_cpu(
                     "parallel.device=cpu"):
         device.choose(wanted)
     assert device.choose("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_deepspeeds_launcher_numbers_processes_not_gpus(
+        gpu: bool, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets CUDA_VISIBLE_DEVICES on every machine. Without it the variable alone is a sign of a GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with user_error("CUDA_VISIBLE_DEVICES is 0,1, but PyTorch cannot use a GPU"):
+        device.choose()
+    monkeypatch.setenv("CROSS_RANK", "0")
+    if gpu:
+        (machine / "nvidia0").touch()
+        with user_error("this machine has .*/nvidia0, but PyTorch cannot use a GPU"):
+            device.choose()
+    else:
+        assert device.choose() == "cpu"
 
 
 def test_the_driver_says_why(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +202,15 @@ def test_a_gpu_is_prepared(machine: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(machine))
     assert device.choose() == "cuda" and not device._triton, "Triton's kernels are started by compiled code"
+
+
+def test_a_model_on_the_cpu_leaves_the_gpu_to_the_next(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.memory._set_allocator_settings", lambda _: None)
+    assert [count_gpus(wanted) for wanted in ("cpu", "auto")] == [0, 2] and "DS_ACCELERATOR" not in os.environ
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert count_gpus() == 0 and os.environ["DS_ACCELERATOR"] == "cpu"
 
 
 def test_emulated_bf16_is_refused_on_a_gpu_and_told_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

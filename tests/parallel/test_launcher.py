@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from installed import environment
 
 import deepnmt
 from deepnmt.checkpoint.checkpoint import list_checkpoints
@@ -58,7 +58,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., psutil.Popen]]:
     started = []
 
     def run(*words: str) -> psutil.Popen:
-        env = {**os.environ, "PYTHONPATH": str(Path(deepnmt.__file__).parents[1])}
+        env = environment(Path(DEEPSPEED).parent, tmp_path, PYTHONPATH=str(Path(deepnmt.__file__).parents[1]))
         with (tmp_path / "said").open("w") as said:
             runner = psutil.Popen([DEEPSPEED, "--quiet", "--num_accelerators", "2", "--master_port", str(free_port()),
                                    *words], cwd=tmp_path, env=env, stdout=said, stderr=subprocess.STDOUT,

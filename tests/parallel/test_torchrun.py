@@ -1,19 +1,20 @@
-"""Training under torchrun, in each way to start it on one machine, reaches the losses of the `deepspeed` command."""
+"""Training under torchrun, in each way to start it on one machine, reaches the losses of the `deepspeed` command; all
+have the variables of a new shell."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from installed import environment
 from run_files import losses
 
 import deepnmt
 from deepnmt.parallel.launch import free_port
 
-BIN = Path(sys.executable).parent
+BIN, ROOT = Path(sys.executable).parent, Path(deepnmt.__file__).parents[1]
 WAYS = {
     "plain": [],
     "a port": ["--master_port", "{port}"],
@@ -23,14 +24,13 @@ WAYS = {
 
 
 def train(launcher: list[str], prepared: Path, run: Path) -> dict[int, float]:
-    """Losses of a run of 6 updates that a launcher starts on two processes."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    """Losses of a run of 6 updates that a launcher starts."""
     done = subprocess.run(
         [str(BIN / launcher[0]), *(word.format(port=free_port()) for word in launcher[1:]), "train",
          prepared / "recipe.yaml", f"run={run}", "parallel.ds_config=ds_configs/zero1.json", "train.updates=6",
          "train.validate_every=100", "train.valid_bleu=false"],
-        env={**env, "PYTHONPATH": str(Path(deepnmt.__file__).parents[1])}, cwd=Path(deepnmt.__file__).parents[1],
-        capture_output=True, text=True, timeout=300, check=False)
+        env=environment(BIN, run.parent, PYTHONPATH=str(ROOT)), cwd=ROOT, capture_output=True, text=True, timeout=300,
+        check=False)
     assert done.returncode == 0 and "finished after 6 updates" in done.stderr, done.stdout + done.stderr
     return losses(run)
 
@@ -45,3 +45,9 @@ def expected(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[i
 def test_losses(way: str, prepared: Path, tmp_path: Path, expected: dict[int, float]) -> None:
     found = train(["torchrun", "--nproc_per_node", "2", *WAYS[way], "-m", "deepnmt"], prepared, tmp_path)
     assert len(found) == 6 and found == expected
+
+
+def test_one_process_needs_no_launcher(prepared: Path, tmp_path: Path) -> None:
+    """As `deepnmt`, and as `python -m deepnmt`."""
+    found = [train(words, prepared, tmp_path / words[0]) for words in (["deepnmt"], ["python", "-m", "deepnmt"])]
+    assert len(found[0]) == 6 and found[0] == found[1]

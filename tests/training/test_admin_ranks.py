@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from installed import environment
 from tiny_engines import options
 from warm import Warm
 
@@ -85,7 +85,7 @@ def test_the_tool_runs_alone_and_under_the_launcher(
     done = subprocess.run(
         [str(launcher), "--quiet", "--num_accelerators", "2", "--master_port", str(free_port()), tool, recipe,
          f"run={tmp_path}/launched"], capture_output=True, text=True, check=False, cwd=ROOT,
-        env={**os.environ, "PATH": f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"})
+        env=environment(launcher.parent, tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("encoder  ω_1") == 1, "only the first process talks"
     alone, launched = (AdminProfile.load(tmp_path / n / "admin_profile.json", load_recipe(recipe).model)
