@@ -55,6 +55,8 @@ Settings = Mapping[str, Any]  # a recipe's settings by their dotted names, such 
 
 log = logging.getLogger(__name__)
 
+_training = threading.Lock()  # held by the run that trains in this process
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run:
@@ -294,7 +296,8 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
     For several processes use the command under deepspeed, torchrun or srun, and `load` what it leaves; for
     `train.probe_every` too. At SIGTERM, SIGUSR1 or SIGINT (Ctrl-C, a notebook's stop button) the run saves first, and
     then the signal has its usual effect; called again, training resumes. Outside the main thread signals are left
-    alone.
+    alone. A process trains one run at a time: dropout draws from PyTorch's own generator, which no other thread may use
+    meanwhile.
 
     Args:
         recipe, changes: see `read_recipe`.
@@ -303,21 +306,19 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
         The run, with its newest checkpoint.
 
     Raises:
-        UserError: the recipe is faulty, its data are not prepared, the run cannot begin or resume, or it diverges.
+        UserError: the recipe is faulty, its data are not prepared, the run cannot begin or resume, or it diverges; or
+            another thread trains.
         KeyboardInterrupt: training was interrupted, and has saved.
     """
     checked = read_recipe(recipe, changes)
     if rank_from_environment()[1] > 1:
         raise UserError("deepnmt.train runs on one process, but a launcher has started several; train with the command "
                         "instead: torchrun -m deepnmt train RECIPE")
-    if dist.is_initialized():
-        raise UserError("torch.distributed is initialised in this process, and deepnmt.train opens and closes a "
-                        "process group of its own; train in another process, or call destroy_process_group first")
     if checked.train.probe_every:
         log.warning("train.probe_every is %d, but only the command deepnmt train probes the layers",
                     checked.train.probe_every)
     group = checked.parallel.ds_config is not None
-    with _process_restored(), _threads(checked), processes(
+    with _alone(), _process_restored(), _threads(checked), processes(
             checked.parallel.threads, group=group, device=checked.parallel.device,
             wait=checked.parallel.start_timeout) as ranks:
         code = train_run(checked, ranks)
@@ -400,6 +401,21 @@ def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
 def _override(name: str, value: Any) -> str:
     """A setting as on a command line. What JSON cannot hold, such as a path, goes by its text."""
     return f"{name}={json.dumps(value, ensure_ascii=False, default=str)}"
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Refuses to train beside another run of this process, or in a process group that is not its own."""
+    if not _training.acquire(blocking=False):
+        raise UserError("another thread of this process is training, and both would draw their dropout from one "
+                        "generator; wait until it has ended, or train in another process")
+    try:
+        if dist.is_initialized():
+            raise UserError("torch.distributed is initialised in this process, and deepnmt.train opens and closes a "
+                            "process group of its own; train in another process, or call destroy_process_group first")
+        yield
+    finally:
+        _training.release()
 
 
 @contextmanager

@@ -11,14 +11,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from refusals import user_error
+from run_files import losses
 
 import deepnmt
 from deepnmt.cli import main
+from deepnmt.model.dropout import seed_dropout
+from deepnmt.parallel.host import quiet_libraries
 from deepnmt.training.log import Monitor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +63,11 @@ def test_training_equals_the_command(prepared: Path, run: deepnmt.Run, tmp_path:
 
 
 @pytest.mark.parametrize("layout", [None, "ds_configs/zero1.json"])
-def test_training_restores_the_process(prepared: Path, tmp_path: Path, layout: str | None) -> None:
+def test_training_restores_the_process(
+        prepared: Path, tmp_path: Path, layout: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what it tells libraries in their variables."""
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # as a user's process, not that of the suite
+    quiet_libraries()
     environment, count = dict(os.environ), torch.get_num_threads()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     changes = {**SHORT, "run": tmp_path, "parallel.ds_config": layout, "parallel.threads": 2}
@@ -75,6 +83,31 @@ def test_in_another_thread(prepared: Path, tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert runs[0].update == 1
+
+
+@pytest.mark.parametrize("layout", [None, "ds_configs/zero1.json"])
+def test_one_run_trains_at_a_time(layout: str | None, prepared: Path, run: deepnmt.Run, tmp_path: Path,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another is refused while one is in the middle of an update, whose dropout it would change."""
+    paused, refused = threading.Event(), threading.Event()
+
+    def seed_and_wait(*arguments: Any) -> None:
+        seed_dropout(*arguments)
+        if not paused.is_set():
+            paused.set()
+            assert refused.wait(60)
+
+    monkeypatch.setattr("deepnmt.model.layers.seed_dropout", seed_and_wait)
+    recipe, changes = prepared / "recipe.yaml", {**SHORT, "parallel.ds_config": layout, "run": tmp_path / "one"}
+    thread = threading.Thread(target=lambda: deepnmt.train(recipe, changes))
+    thread.start()
+    assert paused.wait(60)
+    with user_error("another thread of this process is training"):
+        deepnmt.train(recipe, {**changes, "run": tmp_path / "other"})
+    refused.set()
+    thread.join()
+    assert losses(tmp_path / "one") == losses(run.folder) and not (tmp_path / "other").exists()
+    assert deepnmt.train(recipe, {**changes, "train.updates": 7}).update == 7
 
 
 @pytest.fixture
