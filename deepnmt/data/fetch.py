@@ -1,33 +1,61 @@
 """`deepnmt get`: fetches the texts that a recipe names through mtdata or SacreBLEU into the files where it looks.
 
-mtdata (Gowda et al. 2021, https://github.com/thammegowda/mtdata) knows where corpora are and how they are packed. It
-has no checksums, so a file beside each text, `FILE.source.json`, keeps those of what was downloaded and written. Who
-copies it to another machine gets the same text there, or an error. SacreBLEU has MD5 sums of its own.
+mtdata (Gowda et al. 2021, https://github.com/thammegowda/mtdata) knows where corpora are and reads their formats. It
+takes anything for a text, so what a server sends is downloaded, unpacked and checked here (`downloads.py`). It has no
+checksums, so a file beside each text, `FILE.source.json`, keeps those of what was downloaded and written. Who copies it
+to another machine gets the same text there, or an error. SacreBLEU has MD5 sums of its own.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import shutil
+import tarfile
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from deepnmt.config import Corpus, Recipe
+from deepnmt.data.downloads import LARGEST, download, require_text, size_of, unpack
 from deepnmt.data.prepared import corpora
-from deepnmt.data.text import corpora_of, read_lines, write_pairs
+from deepnmt.data.text import COMPRESSED, corpora_of, read_lines, write_pairs
 from deepnmt.errors import UserError, nearest
 from deepnmt.files import sha256, table, write_json
 from deepnmt.progress import print_status, show_progress
 
-SECONDS = 30.0  # without an answer of a server
 
-Sums = dict[str, dict[str, Any]]  # bytes and SHA-256 of what was downloaded, by its URL
+class _Download(BaseModel):
+    """What was downloaded: its size and SHA-256, or the MD5 that SacreBLEU knows."""
+
+    bytes: int | None = None
+    sha256: str | None = None
+    md5: str | None = None
+
+
+class _Origin(BaseModel):
+    """Where a text comes from, as the recipe names it."""
+
+    mtdata: list[str] = []
+    sacrebleu: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join([*self.mtdata, *filter(None, [self.sacrebleu])]) or "nothing"
+
+
+class _Record(BaseModel):
+    """What is known of a text that was fetched: FILE.source.json. Downloads are by their URLs."""
+
+    origin: _Origin
+    lines: int
+    sha256: tuple[str, str]
+    downloads: dict[str, _Download]
 
 
 @dataclass
@@ -44,8 +72,8 @@ class _Text:
         return self.files[0].with_name(self.files[0].name + ".source.json")
 
     @property
-    def origin(self) -> dict[str, Any]:
-        return {"mtdata": self.corpus.mtdata, "sacrebleu": self.corpus.sacrebleu}
+    def origin(self) -> _Origin:
+        return _Origin(mtdata=self.corpus.mtdata, sacrebleu=self.corpus.sacrebleu)
 
 
 @dataclass
@@ -79,7 +107,7 @@ def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
         for text in missing:
             text.sources = (_mtdata_sources(text.corpus.mtdata) if text.corpus.mtdata else
                             [_sacrebleu_source(str(text.corpus.sacrebleu), recipe)])
-        sizes = {url: _size(url) for url in dict.fromkeys(
+        sizes = {url: size_of(url) for url in dict.fromkeys(
             url for text in missing for source in text.sources for url in source.urls)}
         _say(missing, sizes)
         if not only_say:
@@ -89,40 +117,39 @@ def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
     rows = [["text", "lines", "file", "SHA-256"]]
     for text in texts:
         record = _read_record(text)
-        rows += [[text.name, f"{record['lines']:,}" if record else "-", str(file),
-                  record["sha256"][side][:16] if record else "not fetched"] for side, file in enumerate(text.files)]
+        rows += [[text.name, f"{record.lines:,}" if record else "-", str(file),
+                  record.sha256[side][:16] if record else "not fetched"] for side, file in enumerate(text.files)]
     return table(rows, left=4)
 
 
-def _read_record(text: _Text) -> dict[str, Any] | None:
+def _read_record(text: _Text) -> _Record | None:
+    """The record of a text. Raises `UserError` where there is one that cannot be read."""
     try:
-        record = json.loads(text.record.read_bytes())
-        return record if {"lines", "sha256", "downloads", "origin"} <= record.keys() else None
-    except (OSError, ValueError, AttributeError):
+        return _Record.model_validate_json(text.record.read_bytes())
+    except FileNotFoundError:
         return None
+    except (OSError, ValidationError):
+        raise UserError(f"{text.record} is no record of deepnmt get; restore it, or remove it and the text to fetch "
+                        "whatever the server has now") from None
 
 
 def _is_there(text: _Text) -> bool:
     """Whether a text was fetched already. Raises `UserError` if files are there that were not."""
     there = [file for file in text.files if file.exists()]
     record = _read_record(text)
-    if record and record["origin"] != text.origin:
-        raise UserError(f"{text.files[0]} was fetched from {_named(record['origin'])}, but {text.name} names "
-                        f"{_named(text.origin)}; remove it and {text.record}, or name other files")
+    if record and record.origin != text.origin:
+        raise UserError(f"{text.files[0]} was fetched from {record.origin}, but {text.name} names {text.origin}; "
+                        f"remove it and {text.record}, or name other files")
     if not there:
         return False
     if record is None:
         raise UserError(f"{there[0]} is there already, and nothing says that it was fetched; remove it, or give "
                         f"{text.name} other files")
-    for file, expected in zip(text.files, record["sha256"], strict=True):
+    for file, expected in zip(text.files, record.sha256, strict=True):
         if file.exists() and sha256(file) != expected:
             raise UserError(f"{file} is not as it was fetched (SHA-256 {expected[:16]}...); remove it to fetch it "
                             "again")
     return len(there) == 2
-
-
-def _named(origin: dict[str, Any]) -> str:
-    return ", ".join([*(origin.get("mtdata") or []), *filter(None, [origin.get("sacrebleu")])]) or "nothing"
 
 
 # -- what there is -----------------------------------------------------------------------------------------------------
@@ -168,24 +195,6 @@ def _sacrebleu_source(name: str, recipe: Recipe) -> _Source:
     return _Source(name, known, known.data or [], "SacreBLEU names none")
 
 
-def _size(url: str) -> int | None:
-    """The bytes of a file on a server, None where it does not say."""
-    import requests
-
-    try:
-        answer = requests.head(url, allow_redirects=True, timeout=SECONDS)
-        answer.raise_for_status()
-    except requests.RequestException as error:
-        raise _unreachable(url, error) from None
-    length = answer.headers.get("content-length", "")
-    return int(length) if length.isdigit() else None
-
-
-def _unreachable(url: str, error: Exception) -> UserError:
-    return UserError(f"{url} cannot be fetched ({str(error)[:300]}); try again later, or on a machine with a network "
-                     "and copy the text's folder")
-
-
 def _say(texts: list[_Text], sizes: dict[str, int | None]) -> None:
     rows = [["text", "corpus", "size", "licence", "from"]]
     for text in texts:
@@ -216,9 +225,7 @@ def _require_room(texts: list[_Text], sizes: dict[str, int | None]) -> None:
 def _fetch(text: _Text, recipe: Recipe) -> None:
     """Downloads a text's sources, writes its two files, and the record once both are complete."""
     record = _read_record(text)
-    sums: Sums = {}
-    pairs = (_sacrebleu_pairs(text.sources[0], recipe, sums) if text.corpus.sacrebleu else
-             _mtdata_pairs(text, recipe, record["downloads"] if record else {}, sums))
+    downloads: dict[str, _Download] = {}
     for file in text.files:
         file.parent.mkdir(parents=True, exist_ok=True)
     # the suffix stays: it decides how a file is packed
@@ -226,20 +233,26 @@ def _fetch(text: _Text, recipe: Recipe) -> None:
     try:
         with show_progress(f"{text.name}: {{:,}} pairs", unit=" pairs", leave=False, desc=text.name) as progress:
             def counted() -> Iterator[tuple[str, str]]:
-                for number, pair in enumerate(pairs, start=1):
-                    yield pair
-                    if number % 1000 == 0:
-                        progress(number)
+                number = 0
+                for source in text.sources:
+                    pairs = (_sacrebleu_pairs(source, recipe, downloads) if text.corpus.sacrebleu else
+                             _mtdata_pairs(source, text, recipe, record, downloads))
+                    for pair in _checked(source, pairs):
+                        yield pair
+                        number += 1
+                        if number % 1000 == 0:
+                            progress(number)
 
             lines = write_pairs(parts, counted())
-        digests = [sha256(part) for part in parts]
-        if record and record["sha256"] != digests:
+        digests = sha256(parts[0]), sha256(parts[1])
+        if record and record.sha256 != digests:
             raise UserError(f"{text.name} is not the text of {text.record}: SHA-256 {digests[0][:16]}... and "
-                            f"{digests[1][:16]}..., must be {record['sha256'][0][:16]}... and "
-                            f"{record['sha256'][1][:16]}...; remove that file to accept the new text")
+                            f"{digests[1][:16]}..., must be {record.sha256[0][:16]}... and "
+                            f"{record.sha256[1][:16]}...; remove that file to accept the new text")
         for part, file in zip(parts, text.files, strict=True):
             os.replace(part, file)
-        write_json(text.record, {"origin": text.origin, "lines": lines, "sha256": digests, "downloads": sums})
+        written = _Record(origin=text.origin, lines=lines, sha256=digests, downloads=downloads)
+        write_json(text.record, written.model_dump(exclude_none=True))
     except OSError as error:
         raise UserError(f"{text.files[0]} cannot be written: {error.strerror or error}") from None
     finally:
@@ -247,91 +260,135 @@ def _fetch(text: _Text, recipe: Recipe) -> None:
             part.unlink(missing_ok=True)
 
 
-def _mtdata_pairs(text: _Text, recipe: Recipe, expected: Sums, sums: Sums) -> Iterator[tuple[str, str]]:
-    """The pairs of a text's corpora, in the recipe's order of corpora and with its source first."""
+def _checked(source: _Source, pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The pairs of a source. Raises `UserError` if they are none, too many, or were decoded wrongly by somebody."""
+    lines = full = replaced = size = 0
+    where = f"{source.name}, from {', '.join(source.urls)},"
+    for src, trg in pairs:
+        lines += 1
+        full += bool(src and trg)
+        replaced += "\ufffd" in src or "\ufffd" in trg
+        size += len(src) + len(trg)
+        if size > LARGEST:
+            raise UserError(f"{where} has more than {LARGEST:,} characters; take another corpus")
+        yield src, trg
+    if not full:
+        raise UserError(f"{where} has {lines:,} lines, none of them with a text on both sides; take another corpus")
+    if 1000 * replaced > lines:
+        raise UserError(f"{where} has {replaced:,} of {lines:,} lines with the character U+FFFD, which stands where a "
+                        "text was decoded wrongly; take another corpus, or put the text's files there yourself")
+
+
+def _mtdata_pairs(
+    source: _Source, text: _Text, recipe: Recipe, record: _Record | None, downloads: dict[str, _Download]
+) -> Iterator[tuple[str, str]]:
+    """The pairs of a corpus, the recipe's source first. Writes what was downloaded into `downloads`."""
     from mtdata import cache_dir
     from mtdata.cache import Cache
     from mtdata.iso.bcp47 import BCP47Tag, bcp47
     from mtdata.parser import Parser
 
-    class Checked(Cache):
-        """mtdata's folder of downloads. Its own download accepts half a file, and a server without a certificate."""
+    class OurParser(Parser):
+        """mtdata's own replaces what is not UTF-8."""
 
-        def download(self, url: str, save_at: Path, timeout: Any = None, entry: Any = None) -> Path:
-            flag = self.get_flag_file(save_at)
-            if not (flag.exists() and save_at.exists()):
-                _download(url, save_at)
-                flag.touch()
-            sums[url] = {"bytes": save_at.stat().st_size, "sha256": sha256(save_at)}
-            if url in expected and sums[url] != expected[url]:
-                raise UserError(f"{save_at}, from {url}, is not the file of {text.record}: its SHA-256 is "
-                                f"{sums[url]['sha256'][:16]}..., must be {expected[url]['sha256'][:16]}...; remove "
-                                "it to download it again, or the record to accept it")
-            return save_at
+        def read_plain(self, path: Path) -> Iterator[str]:
+            return read_lines(path)
+
+        def read_tsv(self, path: Path, cols: Iterable[int] = (0, 1), **_: Any) -> Iterator[list[str]]:
+            for number, line in enumerate(read_lines(path), start=1):
+                cells = [cell.strip() for cell in line.split("\t")]
+                if len(cells) <= max(cols):
+                    raise UserError(f"line {number} has {len(cells)} columns, must have {max(cols) + 1}")
+                yield [cells[column] for column in cols]
 
     languages = bcp47(recipe.data.src_lang), bcp47(recipe.data.trg_lang)
-    cache = Checked(cache_dir)
-    for source in text.sources:
-        fits, swapped = BCP47Tag.check_compat_swap(languages, source.known.did.langs)
-        if not fits:
-            raise UserError(f"{text.name} names {source.name}, which is not {recipe.data.src_lang} and "
-                            f"{recipe.data.trg_lang} (data.src_lang and data.trg_lang)")
-        try:
-            paths = cache.get_entry(source.known)
-            for found in Parser(paths, ext=source.known.in_ext or None, ent=source.known).read_segs(show_pbar=False):
+    fits, swapped = BCP47Tag.check_compat_swap(languages, source.known.did.langs)
+    if not fits:
+        raise UserError(f"{text.name} names {source.name}, which is not {recipe.data.src_lang} and "
+                        f"{recipe.data.trg_lang} (data.src_lang and data.trg_lang)")
+    entry, cache, of_datasets = source.known, Cache(cache_dir), source.known.ext == "hfds"
+    name = entry.filename if isinstance(entry.url, str) and entry.in_ext != "opus_xces" else None
+    files = [] if of_datasets else [cache.get_local_path(url, filename=name, fix_missing=False) for url in source.urls]
+    try:
+        for file, url in zip(files, source.urls, strict=True):
+            _download_once(file, cache.get_flag_file(file), url, text, record, downloads)
+        # `datasets` of Hugging Face downloads by itself
+        paths = cache.get_entry(entry) if of_datasets else files
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=files[0].parent if files else None) as folder:
+            if entry.is_archive and len(files) == 1:
+                paths = unpack(files[0], entry.in_paths, Path(folder))
+            parser = OurParser(paths, ext=entry.in_ext or None, ent=entry)
+            if parser.ext not in ("opus_xces", "xlsx", "hfds"):
+                for path in parser.paths:
+                    by_line = any(kind in parser.ext for kind in ("tsv", "raw", "txt"))
+                    require_text(path, path.name, to_its_end=not by_line)
+                    if by_line and not entry.is_archive:
+                        _warn_of_a_cut(path)
+            for found in parser.read_segs(show_pbar=False):
                 src, trg = (" ".join((side or "").replace("\r", " ").split("\n")).strip() for side in found[:2])
                 yield (trg, src) if swapped else (src, trg)
-        except (UserError, GeneratorExit):
-            raise
-        except Exception as error:  # archives and formats raise what they like
-            raise UserError(f"{source.name} cannot be read from {', '.join(source.urls)} ({type(error).__name__}: "
-                            f"{str(error)[:300]}); mtdata cache has the download in {cache_dir}") from None
+    except Exception as error:  # formats raise what they like
+        for file in files:
+            cache.get_flag_file(file).unlink(missing_ok=True)  # so that it is downloaded again
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise UserError(f"{source.name}, from {', '.join(source.urls)}, is not taken: {kind}{str(error)[:600]} (the "
+                        f"download is in {cache_dir})") from None
 
 
-def _download(url: str, target: Path) -> None:
-    """Downloads a whole file, or nothing."""
-    import requests
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".tmp-{secrets.token_hex(4)}")
-    try:
-        with requests.get(url, stream=True, timeout=SECONDS, headers={"Accept-Encoding": "identity"}) as answer:
-            answer.raise_for_status()
-            whole, done = int(answer.headers.get("content-length", 0)), 0
-            bar = {"unit": "B", "unit_scale": True, "leave": False, "desc": target.name, "total": whole or None}
-            with part.open("wb") as file, show_progress(f"{target.name}: {{:,}} bytes", **bar) as progress:
-                for block in answer.iter_content(1 << 20):
-                    done += file.write(block)
-                    progress(done)
-            if whole and done != whole:
-                raise _unreachable(url, EOFError(f"{done:,} of {whole:,} bytes came"))
-        os.replace(part, target)
-    except requests.RequestException as error:
-        raise _unreachable(url, error) from None
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}; give another folder in the "
-                        "environment variable MTDATA") from None
-    finally:
-        part.unlink(missing_ok=True)
+def _download_once(
+    file: Path, flag: Path, url: str, text: _Text, record: _Record | None, downloads: dict[str, _Download]
+) -> None:
+    """Downloads a file into mtdata's folder unless it is there, as a flag beside it says. Raises `UserError` if the
+    record of the text names another one."""
+    if not (flag.exists() and file.exists()):
+        download(url, file)
+        flag.touch()
+    downloads[url] = _Download(bytes=file.stat().st_size, sha256=sha256(file))
+    expected = record.downloads.get(url) if record else None
+    if expected and expected != downloads[url]:
+        raise UserError(f"{file} is not the file of {text.record}: its SHA-256 is {downloads[url].sha256}, must be "
+                        f"{expected.sha256}; try again later, or remove the record to accept what the server has now")
 
 
-def _sacrebleu_pairs(source: _Source, recipe: Recipe, sums: Sums) -> Iterator[tuple[str, str]]:
+def _warn_of_a_cut(file: Path) -> None:
+    """Says that a plain file ends within a line, as it does where a server announces fewer bytes than it has."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - 1))
+        if stream.read() not in (b"\n", b"") and file.suffix not in COMPRESSED:
+            print_status(f"{file.name} ends without a line break; it may have been cut, so look at its last line")
+
+
+def _sacrebleu_pairs(
+    source: _Source, recipe: Recipe, downloads: dict[str, _Download]
+) -> Iterator[tuple[str, str]]:
     """The sources and first references of a test set, which SacreBLEU downloads and checks."""
     from sacrebleu.utils import SACREBLEU_DIR
 
     pair = f"{recipe.data.src_lang}-{recipe.data.trg_lang}"
     try:
-        files = [source.known.get_source_file(pair), *source.known.get_reference_files(pair)]
-    except (OSError, SystemExit) as error:  # it exits the process where a download has the wrong sum
+        with _no_links_out_of_archives():
+            files = [source.known.get_source_file(pair), *source.known.get_reference_files(pair)]
+    except (OSError, SystemExit, tarfile.TarError) as error:  # it exits the process where a download has the wrong sum
         raise UserError(f"SacreBLEU's {source.name} cannot be fetched from {source.urls[0]} ({error}; 1 is a wrong "
                         f"MD5 sum); remove {SACREBLEU_DIR}/{source.name} and try again") from None
     md5 = source.known.md5 or [None] * len(source.urls)
-    sums.update({url: {"md5": expected} for url, expected in zip(source.urls, md5)})
+    downloads.update({url: _Download(md5=expected) for url, expected in zip(source.urls, md5)})
     if len(files) > 2:
         print_status(f"{source.name} has {len(files) - 1} references; the file gets the first, and deepnmt evaluate "
                      f"--test {source.name} uses all")
     sides = [[line.strip() for line in read_lines(Path(file))] for file in files[:2]]
     yield from zip(*sides, strict=True)
+
+
+@contextmanager
+def _no_links_out_of_archives() -> Iterator[None]:
+    """SacreBLEU unpacks whole TAR files; Python before 3.14 lets them write anywhere unless it is told otherwise."""
+    before = tarfile.TarFile.__dict__.get("extraction_filter")
+    tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
+    try:
+        yield
+    finally:
+        tarfile.TarFile.extraction_filter = before
 
 
 @contextmanager

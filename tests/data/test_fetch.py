@@ -13,6 +13,7 @@ import sys
 import tarfile
 import threading
 import types
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -42,13 +43,18 @@ def sgm(texts: list[str]) -> str:
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder; of a file in `cut` it sends half."""
+    """Serves a folder; of a file in `cut` it sends half, and a path in `raw` gets those bytes as the whole answer."""
 
     asked: ClassVar[list[str]] = []
     cut: ClassVar[set[str]] = set()
+    raw: ClassVar[dict[str, bytes]] = {}
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
+        if self.path in self.raw:
+            with contextlib.suppress(OSError):  # the client may have seen enough
+                self.wfile.write(self.raw[self.path])
+            return
         super().do_GET()
 
     def copyfile(self, source: io.BufferedIOBase, outputfile: io.BufferedIOBase) -> None:  # type: ignore[override]
@@ -112,6 +118,7 @@ def place(files: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(known, name, value)
     monkeypatch.setattr(Handler, "asked", [])
     monkeypatch.setattr(Handler, "cut", set())
+    monkeypatch.setattr(Handler, "raw", {})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text("""
 run: runs/my
@@ -210,6 +217,150 @@ def test_half_a_download_and_a_wrong_sum(place: Path, refused: Refused, monkeypa
     assert {file.name for file in (place / "text").iterdir()} == {"train.en", "train.de", "train.en.source.json"}
     monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=10))
     assert "make room" in refused("get", "my.yaml")
+
+
+# -- what servers send in place of a corpus
+
+
+def answer(body: bytes, **headers: str) -> bytes:
+    """A whole HTTP answer; without a Content-Length it ends with the connection."""
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join(["HTTP/1.0 200 OK", *lines, "", ""]).encode() + body
+
+
+def tar_of(*members: tuple[str, bytes, str]) -> bytes:
+    """A TAR of names, types and, for links, where they lead; for files, their text."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, kind, content in members:
+            info = tarfile.TarInfo(name)
+            info.type = kind
+            if kind == tarfile.REGTYPE:
+                info.size = len(content.encode())
+                archive.addfile(info, io.BytesIO(content.encode()))
+            else:
+                info.linkname = content
+                archive.addfile(info)
+    return packed.getvalue()
+
+
+def zip_of(**members: str) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, text in members.items():
+            archive.writestr(name.replace("__", "/").replace("_", "."), text)
+    return packed.getvalue()
+
+
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Moved</title></head><body>We have moved.</body></html>\n"
+DE_FILE, EN_FILE = ("training/a.de", tarfile.REGTYPE, "ein Haus\n"), ("training/a.en", tarfile.REGTYPE, "a house\n")
+WHOLE = tar_of(DE_FILE, EN_FILE)
+
+
+@pytest.mark.parametrize(("path", "sent", "said"), [
+    ("/corpus.tgz", answer(PAGE), "is a web page, not a corpus"),
+    ("/more.tsv", answer(b"\xef\xbb\xbf  " + PAGE.replace(b"\n", b"\t")), "is a web page, not a corpus"),
+    ("/corpus.tgz", answer(b"ein Haus\n"), "is no whole ZIP or TAR archive"),
+    ("/corpus.tgz", answer(b""), "is no whole ZIP or TAR archive"),
+    ("/corpus.tgz", answer(WHOLE[:-60]), "is no whole ZIP or TAR archive"),
+    ("/corpus.tgz", answer(zip_of(training__a_de="ein Haus\n", training__a_en="a house\n")[:-40]),
+     "is no whole ZIP or TAR archive"),
+    ("/corpus.tgz", answer(tar_of(DE_FILE)), "should hold one file training/a.en, but has no such file"),
+    ("/corpus.tgz", answer(tar_of(DE_FILE, ("x/training/a.en", tarfile.REGTYPE, "a"),
+                                  ("y/training/a.en", tarfile.REGTYPE, "a"))), "but has 2: x/training/a.en, y/"),
+    ("/corpus.tgz", answer(tar_of(DE_FILE, ("training/a.en", tarfile.FIFOTYPE, ""))), "is a link, a folder"),
+    ("/corpus.tgz", answer(tar_of(DE_FILE, ("training/a.en", tarfile.SYMTYPE, "/etc/passwd"))), "is a link, a folder"),
+    ("/corpus.tgz", answer(tar_of(DE_FILE, ("training/a.en", tarfile.LNKTYPE, "training/a.de"))), "is a link"),
+    ("/corpus.tgz", answer(tar_of(DE_FILE, ("training/a.en", tarfile.CHRTYPE, ""))), "is a link, a folder"),
+    ("/more.tsv", answer(b""), "has 0 lines, none of them with a text on both sides"),
+    ("/more.tsv", answer(b"\t\n" * 9), "has 9 lines, none of them with a text on both sides"),
+    ("/more.tsv", answer("gr\xfce\u00dfe\tgreetings\n".encode("latin-1")), "line 1: not valid UTF-8"),
+    ("/more.tsv", answer("gr\ufffd\ufffde\tgreetings\n".encode()), "1 of 1 lines with the character U+FFFD"),
+    ("/more.tsv", answer(b"a dog\n"), "line 1 has 1 columns, must have 2"),
+    ("/more.tsv", answer(TSV.encode(), Content_Length="many"), "it sends 'many' bytes, which is no number"),
+    ("/more.tsv", answer(TSV.encode(), Content_Length="9" * 5000), "which is no number"),
+    ("/more.tsv", answer(TSV.encode() * 500), "more.tsv is larger than 5,000 bytes"),
+    ("/more.tsv", answer(b"", Content_Length="200000"), "more.tsv is larger than 5,000 bytes"),
+    ("/corpus.tgz", answer(tar_of((DE_FILE[0], DE_FILE[1], "a" * 10**6), EN_FILE)), "a.de is larger than 5,000 bytes"),
+    ("/more.tsv", b"HTTP/1.0 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n", "cannot be fetched"),
+], ids=range(23))
+def test_what_is_no_corpus(place: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch, path: str, sent: bytes,
+                           said: str) -> None:
+    """It is refused, and nothing of it is kept."""
+    from deepnmt.data import downloads
+
+    if "larger" in said:
+        monkeypatch.setattr(downloads, "LARGEST", 5000)
+    Handler.raw[path] = sent
+    assert said in refused("get", "my.yaml")
+    assert not list((place / "text").iterdir())
+    assert not [file for file in (place / "cache").rglob("*") if file.name.startswith(".tmp") or file.is_symlink()]
+
+
+def test_a_text_comes_again_after_a_refusal(place: Path, refused: Refused) -> None:
+    Handler.raw["/corpus.tgz"] = answer(WHOLE[:-60])
+    assert "is no whole" in refused("get", "my.yaml")
+    Handler.raw.clear()
+    assert main("get", ["my.yaml"]) == 0 and lines(place / "text/train.en") == ["the dog", "the  \xa0cat", *EN, ""]
+
+
+def test_an_archive_writes_nowhere_else(place: Path) -> None:
+    """Neither through a link in it, nor by names that lead out; what was not asked for is not unpacked at all."""
+    outside = place / "outside"
+    outside.mkdir()
+    (place / "fifo").mkdir()
+    Handler.raw["/corpus.tgz"] = answer(tar_of(
+        ("training", tarfile.SYMTYPE, str(outside)), ("training/evil", tarfile.REGTYPE, "x"),
+        ("../../../evil", tarfile.REGTYPE, "x"), (str(outside / "evil"), tarfile.REGTYPE, "x"),
+        ("fifo", tarfile.FIFOTYPE, ""), DE_FILE, EN_FILE))
+    assert main("get", ["my.yaml"]) == 0
+    assert lines(place / "text/train.en") == ["the dog", "the  \xa0cat", "a house", ""]
+    assert not list(outside.iterdir()) and not list(place.rglob("evil"))
+
+
+def test_a_zip_and_a_name_in_it(place: Path, refused: Refused) -> None:
+    """A link in a ZIP is a file whose mode says so."""
+    Handler.raw["/corpus.tgz"] = answer(zip_of(training__a_de="ein Haus\n", training__a_en="a house\n"))
+    assert main("get", ["my.yaml"]) == 0 and lines(place / "text/train.de")[2:] == ["ein Haus", ""]
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("training/a.de", "ein Haus\n")
+        link = zipfile.ZipInfo("training/a.en")
+        link.external_attr = 0o120777 << 16
+        archive.writestr(link, "/etc/passwd")
+    Handler.raw["/corpus.tgz"] = answer(packed.getvalue())
+    for file in (*(place / "text").iterdir(), *(place / "cache").rglob("*_valid")):
+        file.unlink()
+    assert "training/a.en in" in refused("get", "my.yaml")
+
+
+def test_a_text_that_may_be_cut_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Content-Length below what the server sends: HTTP ends the body there."""
+    Handler.raw["/more.tsv"] = answer(TSV.encode(), Content_Length=str(len(TSV.encode()) - 4))
+    assert main("get", ["my.yaml"]) == 0
+    assert "more.tsv ends without a line break; it may have been cut" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{}", '{"origin": {"mtdata": 3}, "lines": 1}', "\xff",
+                                     '{"origin": {}, "lines": [], "sha256": ["a"], "downloads": {}}'])
+def test_records_that_are_none(place: Path, refused: Refused, content: str) -> None:
+    (place / "text").mkdir()
+    (place / "text/train.en.source.json").write_text(content, encoding="latin-1")
+    assert "train.en.source.json is no record of deepnmt get; restore it" in refused("get", "my.yaml")
+    assert not Handler.asked
+
+
+def test_sacrebleu_unpacks_no_link(place: Path, files: tuple[Path, str], refused: Refused,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    from sacrebleu.dataset import DATASETS
+
+    (place / "outside").mkdir()
+    evil = tar_of(("test", tarfile.SYMTYPE, str(place / "outside")), ("test/src.en", tarfile.REGTYPE, sgm(["a"])),
+                  ("test/ref.de", tarfile.REGTYPE, sgm(["b"])))
+    Handler.raw["/test.tgz"] = answer(evil)
+    monkeypatch.setattr(DATASETS["wmt14/full"], "md5", [hashlib.md5(evil).hexdigest()])
+    assert "SacreBLEU's wmt14/full cannot be fetched" in refused("get", "my.yaml")
+    assert not list((place / "outside").iterdir())
 
 
 def test_a_recipe_that_names_nothing(place: Path, refused: Refused) -> None:
