@@ -214,8 +214,8 @@ class Run:
         return score_systems({self.folder.name: translations}, sets, self.recipe.data.trg_lang)
 
     def log(self) -> list[dict[str, Any]]:
-        """The records of the run's `log.jsonl`: of type "train" (loss, learning_rate, ...), "valid" (loss, bleu, ...)
-        and "event" (message), each with its `update`. Raises `UserError` where there is none."""
+        """The records of the run's `log.jsonl`: of type "train" (loss, learning_rate, ...), "valid" (loss, bleu, ...),
+        "look" (source_gain, ...) and "event" (message), each with its `update`. Raises `UserError` if there is none."""
         return read_log(self.folder / "log.jsonl")
 
     def _model_for(self, recipe: Recipe) -> Transformer:

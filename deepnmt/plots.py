@@ -53,29 +53,35 @@ def plot_admin_profile(profile: AdminProfile, path: str | Path) -> None:
 
 
 def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, run: str) -> None:
-    """Plots loss, validation BLEU (if there is any) and learning rate against updates, in panels below each other.
+    """Plots loss, validation BLEU, how the source is used and the learning rate against updates, in panels below each
+    other. What a log does not have is left out.
 
     Args:
-        records: those of a run's `log.jsonl`; types other than "train" and "valid" are ignored.
+        records: those of a run's `log.jsonl`; types other than "train", "valid" and "look" are ignored.
         path: the PNG to write.
         run: the run's name, for the title.
     """
     def points(kind: str, key: str) -> list[tuple[int, float]]:
         """(update, value) of the records with a finite value; logs hold NaN and infinity as text."""
-        values = [(int(r["update"]), float(r[key])) for r in records if r["type"] == kind and r.get(key) is not None]
+        kinds = (kind, "look") if kind == "valid" else (kind,)
+        values = [(int(r["update"]), float(r[key])) for r in records if r["type"] in kinds and r.get(key) is not None]
         return [(update, value) for update, value in values if math.isfinite(value)]
 
     # label of the y axis to the lines, by name
     lines = {
         "loss, nats per target token": {"training": points("train", "loss"), "validation": points("valid", "loss")},
         "validation BLEU": {"": points("valid", "bleu")},
+        "source's gain, nats": {"": points("valid", "source_gain")},
+        "one vector's share": {"encoder": points("valid", "encoder_common"),
+                               "decoder": points("valid", "decoder_common"),
+                               "entropy of cross-attention / log S": points("valid", "cross_attention_entropy")},
         "learning rate": {"": points("train", "learning_rate")},
     }
     lines = {label: group for number, (label, group) in enumerate(lines.items()) if not number or any(group.values())}
     quantities = [label.partition(",")[0] for label in lines]
     title = " and ".join(filter(None, (", ".join(quantities[:-1]), quantities[-1])))
     figure, column = panels([""] * len(lines), "update", list(lines), f"Run {run}: {title} over its updates",
-                            heights=[2.6, 1.5, 1.2][: len(lines)], share=False)
+                            heights=[2.6, *[1.4] * (len(lines) - 1)], share=False)
     for axes, group in zip(column, lines.values(), strict=True):
         for number, (name, values) in enumerate(group.items()):
             if values:
@@ -84,9 +90,9 @@ def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, 
         axes.tick_params(labelbottom=axes is column[-1])
         if axes is not column[0]:
             axes.set_ylim(bottom=0)
+        if len(group) > 1 and axes.get_lines():
+            axes.legend(loc="upper right", **LEGEND)
     column[0].set_xlim(left=0)
-    if column[0].get_lines():
-        column[0].legend(loc="upper right", **LEGEND)
     save(figure, path)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.model.attention import CrossAttention
-from deepnmt.model.guided import attention_scores, guided_index
+from deepnmt.model.guided import AttentionHook, guided_index
 from deepnmt.model.transformer import Transformer
 
 Links = list[tuple[int, int]]  # of a word of the source and one of the translation, counted from 0
@@ -38,16 +38,12 @@ def alignment_layer(model: Transformer, layer: int) -> int:
 def recorded_attention(attention: CrossAttention) -> Iterator[list[Tensor]]:
     """A list that gets the weights [B, T, S] of every call of a cross-attention, averaged over heads, fp32."""
     weights: list[Tensor] = []
-
-    def record(module: CrossAttention, arguments: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> None:
-        x, keys, _, mask = arguments
-        weights.append(attention_scores(module.q(x), keys, mask).softmax(3).mean(1))
-
-    handle = attention.register_forward_pre_hook(record)
+    handles = AttentionHook(lambda scores: weights.append(scores.softmax(3).mean(1))).attach(attention)
     try:
         yield weights
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def align(

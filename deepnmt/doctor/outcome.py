@@ -1,7 +1,7 @@
 """What a trained model does with its source, measured on validation text: one of three outcomes.
 
 The same targets are scored twice, by the plain loss in nats a target token: with their own sources, and with shuffled
-ones (each sentence gets that of its neighbour in the order of length). The difference is the source's gain.
+ones (see `training/source_use.py`). The difference is the source's gain.
 
     stuck        not finite, or less than `MARGIN` below the loss of a model that knows only how frequent each target
                  token is
@@ -12,7 +12,7 @@ ones (each sentence gets that of its neighbour in the order of length). The diff
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,18 +20,15 @@ import torch
 from torch import Tensor
 
 from deepnmt.batch import Batch
-from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import Split
 from deepnmt.tokens import PAD
+from deepnmt.training.source_use import BATCH, GAIN, SENTENCES, paired_batches
 
 Outcome = Literal["stuck", "target only", "translates"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)  # from the worst to the best
 WORDS: dict[str, str] = {"stuck": "stuck or diverging", "target only": "the target side only",
                          "translates": "translates"}
 MARGIN = 0.1  # nats: models that learn no more than the frequencies rest 0.1 above to 0.05 below their loss
-GAIN = 0.2  # nats: over 12 tokens the right source makes a sentence exp(2.4) = 11 times as likely as a wrong one
-SENTENCES = 128  # of the validation text
-_BUDGET = 2048  # tokens of a batch
 _CHUNK = 1000  # sentences read at a time
 
 Evaluate = Callable[[Sequence[Batch]], Sequence[tuple[float, float]]]  # an engine's: (loss, nll) of each batch
@@ -70,17 +67,7 @@ def measure_outcome(evaluate: Evaluate, valid: Split, surprise: Tensor, device: 
     Args:
         surprise: `frequencies` of the training text.
     """
-    plan = plan_eval(valid.src_lengths, valid.trg_lengths, _BUDGET)
-    order = plan.order[np.linspace(0, len(plan.order) - 1, min(SENTENCES, len(plan.order))).astype(np.int64)]
-    own, shuffled, start = [], [], 0
-    before = np.roll(order, 1)
-    while start < len(order):
-        longest = max(int(valid.src_lengths[order[start]]), int(valid.trg_lengths[order[start]]))
-        end = start + max(1, _BUDGET // longest)
-        batch, other = (collate(valid, each[start:end], 0, device) for each in (order, before))
-        own.append(batch)
-        shuffled.append(replace(batch, tensors=(*other.tensors[:2], *batch.tensors[2:])))
-        start = end
+    own, shuffled = paired_batches(valid, range(len(valid)), SENTENCES, BATCH, device)
     tokens = sum(batch.tokens for batch in own)
     first, second = (sum(nll for _, nll in evaluate(batches)) / tokens for batches in (own, shuffled))
     return Measured(first, second, sum(guess(surprise, batch.tensors[3]) * batch.tokens for batch in own) / tokens)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from deepnmt.model.attention import split_heads
+from deepnmt.model.attention import CrossAttention, split_heads
 from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
 
@@ -57,6 +59,30 @@ def attention_scores(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 
+class AttentionHook:
+    """Calls `see(scores)` with the scores [B, H, T, S] of every pass of a cross-attention for which `wanted` is true.
+
+    It takes the queries from their projection and calls no module itself, because ZeRO-3 follows which are called.
+    """
+
+    def __init__(self, see: Callable[[Tensor], None], wanted: Callable[[nn.Module], bool] = lambda attention: True
+                 ) -> None:
+        self.see, self.wanted = see, wanted
+        self._given: tuple[Tensor, Tensor | None] | None = None
+
+    def attach(self, attention: CrossAttention) -> list[RemovableHandle]:
+        """The handles of its hooks on an attention."""
+        return [attention.register_forward_pre_hook(self._enter), attention.q.register_forward_hook(self._score)]
+
+    def _enter(self, attention: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._given = (inputs[1], inputs[3]) if self.wanted(attention) else None
+
+    def _score(self, _: nn.Module, __: tuple[Any, ...], q: Tensor) -> None:
+        if self._given is not None:
+            self.see(attention_scores(q, *self._given))
+            self._given = None
+
+
 def alignment_loss(scores: Tensor, links: Tensor, sentences: int) -> Tensor:
     """The sum over targets of the cross-entropy of attention from the links.
 
@@ -80,14 +106,11 @@ class Guide:
         self.weight = weight
         self._links: Tensor | None = None
         self._scores: Tensor | None = None
-        self._given: tuple[Tensor, Tensor | None] | None = None
 
     def attach(self, model: Transformer, layer: int) -> None:
         """Guides a decoder layer, counted from 0."""
-        attention = model.decoder_layers[layer].cross_attn
         model.register_forward_pre_hook(self._begin)
-        attention.register_forward_pre_hook(self._enter)
-        attention.q.register_forward_hook(self._score)
+        AttentionHook(self._see, attrgetter("training")).attach(model.decoder_layers[layer].cross_attn)
         model.register_forward_hook(self._end)
 
     def _begin(self, model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -97,14 +120,8 @@ class Guide:
         self._links = links if model.training else None
         return (*tensors, key)
 
-    def _enter(self, attention: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._given = (inputs[1], inputs[3]) if attention.training else None
-
-    def _score(self, _: nn.Module, __: tuple[Any, ...], q: Tensor) -> None:
-        if self._given is not None:
-            scores = attention_scores(q, *self._given)
-            self._scores = scores if self._links is not None else None
-            self._given = None
+    def _see(self, scores: Tensor) -> None:
+        self._scores = scores if self._links is not None else None
 
     def _end(self, _: nn.Module, inputs: tuple[Any, ...], sums: LossSums) -> GuidedSums | None:
         if self._links is None or self._scores is None:

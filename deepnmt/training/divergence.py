@@ -6,8 +6,9 @@ each one, and at the floor, or without a loss scale, nothing changes that could 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import list_checkpoints
@@ -15,6 +16,7 @@ from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.ranks import Ranks
+from deepnmt.training.source_use import SourceUse
 
 LIMIT = 25  # dropped updates in a row, at one loss scale
 
@@ -45,10 +47,16 @@ class DroppedUpdates:
 
 def diverged(
     recipe: Recipe, engine: Engine, ranks: Ranks, batches: Sequence[Batch], factor: float, scale: float,
-    explain: Explain | None = None,
+    explain: Explain | None = None, validation: Mapping[str, Any] | None = None,
 ) -> Diverged:
-    """The error that ends the run; for the arguments see `Explain`. Collective."""
+    """The error that ends the run; for the arguments see `Explain`. Collective.
+
+    Args:
+        validation: the record of the last one.
+    """
     explanation = explain(recipe, engine, ranks, batches, factor, scale) if explain else []
+    if validation and (use := SourceUse.of(validation)):
+        explanation.append(f"At the validation of update {validation['update']}, {use}.")
     if not ranks.first:
         silent = Diverged("gradients stay non-finite; rank 0 reports where and what to try")
         silent.reported = True

@@ -45,6 +45,7 @@ class Monitor:
         self.folder, self.active, self.first, self.updates = folder, active, update, updates
         self.started = time.monotonic()
         self.tracking: Tracking | None = None  # gets what TensorBoard gets
+        self.warning: str | None = None  # stands in STATUS.json
         self._failing: set[str] = set()
         self._status = "running"
         self._speaking = threading.Lock()
@@ -105,7 +106,14 @@ class Monitor:
         bleu += f" ({', '.join(each)})" if each else ""
         bleu += f" alignment error {record['alignment_error']:.1%}" if "alignment_error" in record else ""
         self.print_line(f"validation at update {update}: loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}"
-                 f"{' (best so far)' if record['best'] else ''}")
+                 f"{_source_words(record)}{' (best so far)' if record['best'] else ''}")
+
+    def look(self, update: int, record: dict[str, float]) -> None:
+        """Logs how much the source is used at an update without a validation, and prints it on a line."""
+        if self.active:
+            self._write("look", update, record)
+            self._write_figures("valid", update, record)
+            self.print_line(f"a first look at update {update}:{_source_words(record)}")
 
     def saved(self, update: int, saved: Saved) -> None:
         """Logs and prints how long a checkpoint took, which was complete by `update`."""
@@ -136,6 +144,8 @@ class Monitor:
                 return
             self._status = status
             file, content = self.folder / "STATUS.json", {"status": status, "update": update, **facts}
+            if self.warning:
+                content["warning"] = self.warning
             with self._reporting("STATUS.json"):
                 try:
                     write_json(file, content)
@@ -244,6 +254,14 @@ def _cut_log(path: Path, update: int) -> int:
         if file.read(1) not in (b"", b"\n"):  # an editor left out the last line's end
             file.write(b"\n")
     return damaged
+
+
+def _source_words(record: Mapping[str, Any]) -> str:
+    """How much the source is used (see `source_use.py`), for a line; "" if the record does not say."""
+    if "source_gain" not in record:
+        return ""
+    return (f" source {record['source_gain']:+.2f} common {record['encoder_common']:.2f} "
+            f"attention {record['cross_attention_entropy']:.2f}")
 
 
 def clock(seconds: float) -> str:

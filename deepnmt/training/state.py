@@ -43,6 +43,7 @@ class TrainState:
         interval: sums since the last progress line.
         data_fingerprint: of the prepared data.
         processes: their number.
+        warned: whether it was said that the encoder has collapsed.
         out_of_time: whether `train.max_seconds` had passed before the last update, on any process; not saved.
     """
 
@@ -58,11 +59,13 @@ class TrainState:
     interval: Interval = field(default_factory=Interval)
     data_fingerprint: str = ""
     processes: int = 1
+    warned: bool = False
     out_of_time: bool = False
 
     def to_saved(self) -> TrainingState:
         """The form in which state.json holds it."""
-        names = ("skipped", "target_tokens", "seconds", "validations", "interval", "data_fingerprint", "processes")
+        names = ("skipped", "target_tokens", "seconds", "validations", "interval", "data_fingerprint", "processes",
+                 "warned")
         own = asdict(self)
         return TrainingState(self.update, self.position.epoch, self.position.index, self.optimizer_step,
                              own["loss_scale"], self.best, {name: own[name] for name in names})
@@ -75,4 +78,5 @@ class TrainState:
         return cls(saved.update, Position(saved.epoch, saved.micro_batch), saved.optimizer_step,
                    {"scale": float(scale["scale"]), "clean": int(scale["clean"])} if scale else None, saved.best,
                    extra["skipped"], extra["target_tokens"], extra["seconds"], extra["validations"],
-                   Interval(**extra.get("interval", {})), extra["data_fingerprint"], extra["processes"])
+                   Interval(**extra.get("interval", {})), extra["data_fingerprint"], extra["processes"],
+                   extra.get("warned", False))

@@ -35,14 +35,15 @@ def run_status(run: Path) -> Status:
         age = f", {_duration(time.time() - (run / 'STATUS.json').stat().st_mtime)} ago"
     except (DamagedCheckpoint, OSError):
         said, age = {}, ""
+    warning = f"; {said['warning']}" if isinstance(said.get("warning"), str) else ""
     at = f"at update {said['update']:,}" if isinstance(said.get("update"), int) else "at an unknown update"
     if (holder := _holder(run / ".lock")) is not None:
-        return Status(RUNNING, f"{run} is running: {holder or 'a process'} trains there; last word {at}{age}")
+        return Status(RUNNING, f"{run} is running: {holder or 'a process'} trains there; last word {at}{age}{warning}")
     word, why = said.get("status"), str(said.get("cause") or said.get("error") or "")
     if word == "finished":
-        return Status(FINISHED, f"{run} is finished, {at}{age}")
+        return Status(FINISHED, f"{run} is finished, {at}{age}{warning}")
     if word == "preempted":
-        return Status(PREEMPTED, f"{run} was stopped {why} {at}{age}, and saved; the same command resumes it")
+        return Status(PREEMPTED, f"{run} was stopped {why} {at}{age}, and saved; the same command resumes it{warning}")
     if word == "lost":
         return Status(ENDED, f"{run} ended {at}{age}: {why}")
     if word == "failed":

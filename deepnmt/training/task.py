@@ -27,8 +27,9 @@ from deepnmt.ranks import Ranks
 from deepnmt.training.fine_tuning import check_parts, trained_weights
 from deepnmt.training.plan import check_memory
 from deepnmt.training.profile import profile_for, save_profile
+from deepnmt.training.source_use import SourceUse
 from deepnmt.training.updates import Batches
-from deepnmt.training.validate import Validation, validate
+from deepnmt.training.validate import Validation, look, validate
 
 
 class Epochs(Batches, Protocol):
@@ -56,6 +57,8 @@ class Task:
         validate: (recipe, data, engine, ranks) returns the same figures on every process. Collective.
         files: (data) returns the task's files in a checkpoint, beside weights, moments, state and recipe: name to
             content.
+        look: (recipe, data, engine, ranks) returns how much the model uses its source (None: not known), for an early
+            update. Collective. Without it there is no such look.
     """
 
     check: Callable[[Recipe], None]
@@ -65,6 +68,7 @@ class Task:
     start: Callable[[Recipe, Layout, Any, Ranks, bool], Engine]
     validate: Callable[[Recipe, Any, Engine, Ranks], Validation]
     files: Callable[[Any], dict[str, bytes]]
+    look: Callable[[Recipe, Any, Engine, Ranks], SourceUse | None] | None = None
 
 
 def _check(recipe: Recipe) -> None:
@@ -103,7 +107,7 @@ def _files(data: PreparedData) -> dict[str, bytes]:
     return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
 
 
-TRANSLATION = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files)
+TRANSLATION = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files, look)
 
 TASKS: Table[Task] = Table(
     "TASKS", {"translation": TRANSLATION},

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from deepnmt.training.divergence import Explain, diverged
 from deepnmt.training.log import Monitor
 from deepnmt.training.plan import disk_note
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
+from deepnmt.training.source_use import SourceUse, collapse_note
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.task import TASKS, Task
 from deepnmt.training.trackers import Tracking
@@ -178,6 +180,8 @@ class Trainer:
             if state.interval.applied and (state.update % settings.log_every == 0 or state.update == settings.updates):
                 self._report(state.interval)
                 state.interval = Interval()
+                if self._look_due():
+                    self._look()
             improved = not done.stop and self._validation_due() and self._validate()
             ended = self._ended() and not self._validation_due()
             if state.update % settings.save_every == 0 or improved or ended or done.stop:
@@ -220,7 +224,8 @@ class Trainer:
         if done.give_up:
             watch_.begin("")  # to be explained
             raise diverged(self.recipe, self.engine, self.ranks, done.update.batches,
-                           self.engine.data_world / done.update.tokens, scale, self.explain)
+                           self.engine.data_world / done.update.tokens, scale, self.explain,
+                           next(iter(self.state.validations[-1:]), None))
 
     def _ended(self) -> bool:
         return any(at_end(self.recipe.train, self.state) for at_end in STOP_CONDITIONS.values())
@@ -276,12 +281,14 @@ class Trainer:
             record |= {"bleu": result.bleu, "signature": result.signature}
         if result.alignment_error is not None:
             record["alignment_error"] = result.alignment_error
+        record |= asdict(result.source) if result.source else {}
         for name, one in result.corpora.items():
             figures = {"loss": one.loss, "perplexity": one.perplexity, "bleu": one.bleu,
-                       "alignment_error": one.alignment_error}
+                       "alignment_error": one.alignment_error, **(asdict(one.source) if one.source else {})}
             record |= {f"{name}/{figure}": value for figure, value in figures.items() if value is not None}
         state.validations.append({"update": state.update, "value": value, **record})
         self.monitor.valid(state.update, {**record, "training_seconds": state.seconds})
+        self._warn(result.source)
         return improved
 
     def _figures(self) -> Validation:
@@ -293,6 +300,28 @@ class Trainer:
         if averaged:
             self.engine.swap_average()
         return result
+
+    def _look_due(self) -> bool:
+        """Whether this is the first progress line after the warm-up, and before any validation: a collapse comes in
+        the first updates, and should not be seen thousands of updates later."""
+        update, warmup = self.state.update, max(1, self.recipe.schedule.warmup)
+        first = update - self.recipe.train.log_every < warmup <= update
+        return first and self.task.look is not None and not self.state.validations and not self._validation_due()
+
+    def _look(self) -> None:
+        assert self.task.look is not None
+        if use := self.task.look(self.recipe, self.data, self.engine, self.ranks):
+            self.monitor.look(self.state.update, asdict(use))
+            self._warn(use)
+
+    def _warn(self, use: SourceUse | None) -> None:
+        """Says once if the encoder has collapsed; STATUS.json says it as long as it is so."""
+        note = collapse_note(self.recipe, use) if use else None
+        self.monitor.warning = note
+        if note and not self.state.warned:
+            self.state.warned = True
+            self.monitor.event(self.state.update, note)
+        self.monitor.status("running", self.state.update)
 
     # -- saving and ending -------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from deepnmt.model.guided import guided_index
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.ranks import Ranks
+from deepnmt.training.source_use import SourceUse, measure_validation_text
 
 # Micro-batches passed to the engine in one call. P pipeline stages idle (P - 1) / (64 + P - 1) of the time, 5 % for 4;
 # waiting micro-batches are integers, and a stage holds the activations of two.
@@ -33,14 +34,21 @@ BATCHES_PER_CALL = 64
 class Validation:
     """Figures of one validation. `loss`: label-smoothed, nats a target token; `perplexity`: e to the power of the
     plain loss; `alignment_error`: of the validation text's word alignments, 0 to 1; `corpora`: the same of each corpus,
-    by name, if there are several; `bleu` is then their mean, and so is `alignment_error`."""
+    by name, if there are several; `bleu` is then their mean, and so are `alignment_error` and `source`. `source`: how
+    much the model uses its source; None: not measured."""
 
     loss: float
     perplexity: float
     bleu: float | None = None
     signature: str | None = None
     alignment_error: float | None = None
+    source: SourceUse | None = None
     corpora: Mapping[str, Validation] = field(default_factory=dict)
+
+
+def look(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> SourceUse | None:
+    """A cheap look at a model that trains. Collective."""
+    return SourceUse.mean(measure_validation_text(recipe, data, engine, ranks).values())
 
 
 def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:
@@ -48,6 +56,7 @@ def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -
     split, text = data.split("valid"), recipe.data.valid
     links = Links(data, "valid") if "alignments" in data.manifest["splits"]["valid"] else None
     model = engine.gather_model() if recipe.train.valid_bleu or links else None
+    uses = measure_validation_text(recipe, data, engine, ranks)
     sums, results, begin = np.zeros(3), {}, 0
     for name, size in data.corpora("valid").items():
         rows = range(begin, begin := begin + size)
@@ -59,13 +68,14 @@ def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -
         error = _alignment_error(recipe, data, links, rows, model, ranks) if model is not None and links else None
         if model is not None:
             release(ranks.device)  # what decoding kept, in shapes that training does not have
-        results[name] = _figures(losses, *bleu, error)
+        results[name] = _figures(losses, *bleu, error, uses.get(name))
         sums += losses
     if len(results) == 1:
         return next(iter(results.values()))
     bleus, errors = ([value for value in values if value is not None] for values in
                      zip(*((result.bleu, result.alignment_error) for result in results.values()), strict=True))
-    mean = _figures(sums.tolist(), _mean(bleus), next(iter(results.values())).signature, _mean(errors))
+    mean = _figures(sums.tolist(), _mean(bleus), next(iter(results.values())).signature, _mean(errors),
+                    SourceUse.mean(uses.values()))
     return replace(mean, corpora=results)
 
 
@@ -73,9 +83,11 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _figures(sums: Sequence[float], bleu: float | None, signature: str | None, error: float | None) -> Validation:
+def _figures(
+    sums: Sequence[float], bleu: float | None, signature: str | None, error: float | None, source: SourceUse | None
+) -> Validation:
     loss, nll, tokens = map(float, sums)
-    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), bleu, signature, error)
+    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), bleu, signature, error, source)
 
 
 def _losses(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: Ranks) -> list[float]:

@@ -164,7 +164,7 @@ def test_shuffled_sources_are_those_of_another_sentence(prepared: Path, monkeypa
         passed.append(batches)
         return [(0.0, 2.0 * batch.tokens) for batch in batches]
 
-    monkeypatch.setattr(outcome, "_BUDGET", 60)
+    monkeypatch.setattr(outcome, "BATCH", 60)
     measured = measure_outcome(evaluate, valid, surprise, CPU)
     own, shuffled = passed
     assert measured == Measured(2.0, 2.0, pytest.approx(3.0)) and len(own) > 1

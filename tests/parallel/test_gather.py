@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -49,9 +50,13 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
         if ranks.first:  # decodes while no other process takes part
             assert len(translate_lines(whole, vocabs, data.split("valid").src_text(), Translate(method="greedy"))) == 20
         ranks.barrier()
-        found = validate(settings, data, engine, ranks)
+        with patch("deepnmt.training.source_use.BATCH", 100):  # more micro-batches than processes
+            found = validate(settings, data, engine, ranks)
         if ranks.first:
-            Path(output).write_text(json.dumps([found.loss, found.bleu, next(whole.parameters()).dtype.itemsize]))
+            assert found.source is not None
+            Path(output).write_text(json.dumps({
+                "loss": found.loss, "bleu": found.bleu, "bytes": next(whole.parameters()).dtype.itemsize,
+                "source": astuple(found.source)}))
         engine.close()
 
 
@@ -90,13 +95,13 @@ def checkpoint(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: W
 
 def validated(
     layout: tuple[int, str, int], checkpoint: Path, prepared: Path, folder: Path, warm: Warm
-) -> tuple[float, float, int]:
-    """Loss and BLEU of the validation text in a layout, and the bytes of one weight of the gathered model."""
+) -> dict[str, Any]:
+    """Loss and BLEU of the validation text in a layout, how the source is used, and the bytes of one weight of the
+    gathered model."""
     world, name, stages = layout
     output = folder / f"{name}-{stages}.json"
     warm.run(world, "test_gather:trial", prepared / "recipe.yaml", checkpoint, name, stages, output)
-    loss, bleu, size = json.loads(output.read_text())
-    return loss, bleu, size
+    return json.loads(output.read_text())
 
 
 # processes, layout, stages; what it is compared with, and how close losses and BLEU must be. In bf16 the weights are
@@ -115,7 +120,9 @@ def test_validation_equals_that_of_other_layouts(
     layout: tuple[int, str, int], control: tuple[int, str, int], of_loss: float, of_bleu: float, checkpoint: Path,
     prepared: Path, tmp_path: Path, warm: Warm
 ) -> None:
-    loss, bleu, size = validated(layout, checkpoint, prepared, tmp_path, warm)
-    other_loss, other_bleu, other_size = validated(control, checkpoint, prepared, tmp_path, warm)
-    assert loss == pytest.approx(other_loss, rel=of_loss)
-    assert bleu == pytest.approx(other_bleu, abs=of_bleu) and other_bleu > 0 and size == other_size
+    ours, theirs = (validated(each, checkpoint, prepared, tmp_path, warm) for each in (layout, control))
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=of_loss)
+    assert ours["bleu"] == pytest.approx(theirs["bleu"], abs=of_bleu) and theirs["bleu"] > 0
+    assert ours["bytes"] == theirs["bytes"]
+    assert ours["source"] == pytest.approx(theirs["source"], abs=max(1e-5, 3 * of_loss))
+    assert 0 < theirs["source"][1] < 1

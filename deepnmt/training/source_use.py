@@ -1,0 +1,204 @@
+"""How much a model uses its source, measured on some validation sentences.
+
+A deep model can learn the target language alone: its encoder then puts out one common vector at every position, which
+cross-attention can only average. Four figures show that:
+
+    source_gain              plain loss with another sentence's source less that with its own, in nats a target token;
+                             0: the source is not used
+    encoder_common           the share of one common vector in the encoder's output, ‖mean‖² / mean ‖vector‖² over
+                             tokens; 1: every token has the same vector
+    decoder_common           the same of the decoder's output
+    cross_attention_entropy  the entropy of cross-attention divided by log S, its largest value, the mean over layers,
+                             heads and target tokens; 1: every source token gets the same weight
+
+The engine runs the sentences as in any validation, and hooks on its modules collect sums. So it works in every layout
+without the whole model in one process. No random number is drawn.
+
+`B` sentences, `S` source length, `T` target length, `D` width, `H` heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deepnmt.batch import Batch
+from deepnmt.config import Recipe
+from deepnmt.data.batching import collate, plan_eval
+from deepnmt.data.prepared import PreparedData, Split
+from deepnmt.model.attention import CrossAttention
+from deepnmt.model.blocks import SIDES, Side
+from deepnmt.model.guided import AttentionHook
+from deepnmt.parallel.engine import Engine
+from deepnmt.ranks import Ranks
+from deepnmt.tokens import PAD
+
+GAIN = 0.2  # nats: over 12 tokens the right source makes a sentence exp(2.4) = 11 times as likely as a wrong one
+SENTENCES = 128  # at most, of a validation text
+BATCH = 2048  # tokens of a micro-batch
+COLLAPSED = 0.9  # the common vector's share in the output of an encoder that has collapsed
+
+
+@dataclass(frozen=True)
+class SourceUse:
+    """The figures above."""
+
+    source_gain: float
+    encoder_common: float
+    decoder_common: float
+    cross_attention_entropy: float
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> SourceUse | None:
+        """The figures in a record of a validation; None if it has none, as those of older runs."""
+        names = [field.name for field in fields(cls)]
+        return cls(*(float(record[name]) for name in names)) if all(name in record for name in names) else None
+
+    @classmethod
+    def mean(cls, uses: Collection[SourceUse]) -> SourceUse | None:
+        """The mean of several texts' figures; None of none."""
+        return cls(*(sum(each) / len(uses) for each in zip(*map(astuple, uses), strict=True))) if uses else None
+
+    def __str__(self) -> str:
+        return (f"{100 * self.encoder_common:.0f} % of the encoder's output is one vector, and another sentence's "
+                f"source costs {round(self.source_gain, 2) + 0.0:.2f} nats a target token")
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether the encoder puts out one vector and the source is hardly used."""
+        return self.encoder_common > COLLAPSED and self.source_gain < GAIN / 2
+
+
+def collapse_note(recipe: Recipe, use: SourceUse) -> str | None:
+    """A sentence with the setting to change if the encoder has collapsed, else None."""
+    if not use.collapsed:
+        return None
+    factors = {"encoder": 1.0, **recipe.optimizer.lr_factors}
+    factors["encoder"] /= 10
+    setting = ", ".join(f"{part}: {factor:g}" for part, factor in factors.items())
+    return (f"the encoder has collapsed: {use}; in a new run, lower its learning rate alone: "
+            f"'optimizer.lr_factors={{{setting}}}' (docs/guide/when_a_run_fails.md)")
+
+
+def measure_validation_text(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> dict[str, SourceUse]:
+    """The figures of each corpus of the validation text, by name. Sources are shuffled within a corpus, because the tag
+    of another language would tell by itself. Collective."""
+    split, corpora = data.split("valid").truncated(recipe.model.max_length), data.corpora("valid")
+    uses, begin = {}, 0
+    for name, size in corpora.items():
+        rows = range(begin, begin := begin + size)
+        if size > 1:
+            uses[name] = measure_source_use(engine, recipe, split, rows, ranks, max(2, SENTENCES // len(corpora)))
+    return uses
+
+
+def measure_source_use(
+    engine: Engine, recipe: Recipe, split: Split, rows: range, ranks: Ranks, sentences: int = SENTENCES
+) -> SourceUse:
+    """The figures of an engine's present weights on up to `sentences` of these sentences, of which there are two or
+    more. The same on every process. Collective."""
+    own, shuffled = paired_batches(split, rows, sentences, BATCH, ranks.device)
+    turns = range(engine.data_rank, len(own), engine.data_world)
+    spare = own[:1] * (-(-len(own) // engine.data_world) - len(turns))  # all processes pass equally many
+    mine, others = [own[turn] for turn in turns], [shuffled[turn] for turn in turns]
+    with _watching(engine.module, mine) as sums:
+        first = engine.evaluate([*mine, *spare])
+    second = engine.evaluate([*others, *spare])
+    losses = [sum(nll for _, nll in results[: len(mine)]) for results in (first, second)]
+    return _figures(sums, losses, {side: recipe.model.shape(side).width for side in SIDES}, ranks)
+
+
+def paired_batches(
+    split: Split, rows: range, sentences: int, tokens: int, device: torch.device
+) -> tuple[list[Batch], list[Batch]]:
+    """Micro-batches of up to `sentences` of these sentences, spread evenly over their lengths; and the same targets
+    with shuffled sources: each sentence gets that of its neighbour in the order of length.
+
+    Args:
+        tokens: about so many, on the longer side, in a micro-batch.
+    """
+    plan = plan_eval(split.src_lengths[rows.start:rows.stop], split.trg_lengths[rows.start:rows.stop], tokens)
+    chosen = np.linspace(0, len(plan.order) - 1, min(sentences, len(plan.order))).astype(np.int64)
+    order = rows.start + plan.order[chosen]
+    before, own, shuffled, start = np.roll(order, 1), [], [], 0
+    while start < len(order):
+        longest = max(int(split.src_lengths[order[start]]), int(split.trg_lengths[order[start]]))
+        end = start + max(1, tokens // longest)
+        batch, other = (collate(split, each[start:end], 0, device) for each in (order, before))
+        own.append(batch)
+        shuffled.append(replace(batch, tensors=(*other.tensors[:2], *batch.tensors[2:])))
+        start = end
+    return own, shuffled
+
+
+@contextmanager
+def _watching(module: nn.Module, batches: Sequence[Batch]) -> Iterator[dict[str, Tensor]]:
+    """Sums over the tokens of these micro-batches, the next that the module runs, as far as it holds the layers."""
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, value: Tensor) -> None:
+        sums[name] = sums[name] + value if name in sums else value
+
+    def see_output(side: Side, turns: Iterator[Batch], _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if batch := next(turns, None):
+            vectors = output[_tokens(batch, side)].double()  # [N, D]
+            add(f"{side} vectors", vectors.sum(0))
+            add(f"{side} squares", vectors.square().sum())
+            add(f"{side} tokens", vectors.new_full((), len(vectors)))
+
+    def see_scores(turns: Iterator[Batch], scores: Tensor) -> None:
+        if batch := next(turns, None):
+            lengths = batch.tensors[1]
+            counted = _tokens(batch, "decoder") & (lengths > 1)[:, None]  # log 1 is 0
+            entropy = torch.special.entr(scores.softmax(3)).sum(3).mean(1) / lengths.log()[:, None]  # [B, T]
+            add("entropy", entropy[counted].double().sum())
+            add("attentions", counted.sum().double())
+
+    parts, handles = dict(module.named_modules()), []
+    for side in SIDES:
+        if f"{side}.norm" in parts:
+            handles.append(parts[f"{side}.norm"].register_forward_hook(partial(see_output, side, iter(batches))))
+    for part in parts.values():
+        if isinstance(part, CrossAttention):
+            handles += AttentionHook(partial(see_scores, iter(batches))).attach(part)
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tokens(batch: Batch, side: Side) -> Tensor:
+    """Where a side has tokens, not padding: boolean [B, S] or [B, T]."""
+    src, lengths, _, trg_out = batch.tensors[:4]
+    if side == "decoder":
+        return trg_out != PAD
+    return torch.arange(src.size(1), device=src.device) < lengths[:, None]
+
+
+def _figures(sums: dict[str, Tensor], losses: Sequence[float], widths: dict[Side, int], ranks: Ranks) -> SourceUse:
+    """The figures from all processes' sums; a process without a layer has none of it."""
+    none = torch.zeros((), dtype=torch.float64)
+    singles = ["decoder tokens", "encoder tokens", "encoder squares", "decoder squares", "entropy", "attentions"]
+    values = [*losses, *(float(sums.get(name, none)) for name in singles)]
+    for side in SIDES:
+        values += sums.get(f"{side} vectors", none.expand(widths[side])).tolist()
+    own, shuffled, *values = ranks.sum(values)
+    total = dict(zip(singles, values))
+    vectors = np.split(np.array(values[len(singles):]), [widths["encoder"]])
+    encoder, decoder = (_share(float(vector @ vector), total[f"{side} tokens"] * total[f"{side} squares"])
+                        for side, vector in zip(SIDES, vectors, strict=True))
+    gain, entropy = (shuffled - own) / total["decoder tokens"], _share(total["entropy"], total["attentions"])
+    return SourceUse(gain, encoder, decoder, entropy)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
