@@ -187,8 +187,8 @@ def compare_blocks(words: list[str]) -> None:
                 ("--depths", "N", int, [18, 36], "layers of each stack (default 18 36)"),
                 ("--warmups", "N", int, [], "updates of warm-up (default: the recipe's)"),
                 ("--seeds", "N", int, [], "seeds; one that is added later is trained alone (default: the recipe's)"),
-                ("--rates", "R", float, [], "peak learning rates to search for each block by the validation loss, in\n"
-                 "shorter runs; extended while the best is at an end (default: no search, the recipe's)"),
+                ("--rates", "R", float, [], "peak learning rates to search for each block by what the source is\n"
+                 "worth, in shorter runs; extended while the best is at an end (default: no search, the recipe's)"),
                 ("--search-updates", "N", int, None, "updates of a run of the search (default: a third)"),
                 ("--runs", "FILE", Path, None, "the file of runs (default OUTPUT/runs.jsonl)"),
                 ("--processes", "N", int, 1, "simultaneous runs (default 1)"), SECONDS)
@@ -321,12 +321,31 @@ def saves(words: list[str]) -> None:
                   args.threads, args.output)
 
 
+def long_runs(words: list[str]) -> None:
+    """Train the runs of a plan to their end, one after another."""
+    parser = plain_parser(
+        "long-runs",
+        "Trains, averages and scores the runs of a plan, in its order, by the commands that a user would type. Each\n"
+        "finished run becomes a line of RUNS. The same command goes on where it was stopped.",
+        "python -m studies long-runs studies/deep.yaml",
+    )
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="YAML file: recipe, arms and seeds")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of this machine, for all runs")
+    add_options(parser, ("--runs", "FILE", Path, "studies/deep_runs.jsonl", "the file of runs (default: %(default)s)"),
+                ("--output", "FOLDER", Path, "runs/deep", "folder of the run folders (default: %(default)s)"), SECONDS)
+    args = parser.parse_args(words)
+    from studies.long_runs import read_plan, run_plan
+
+    print(run_plan(read_plan(args.plan), args.runs, args.output, args.settings, args.seconds))
+
+
 STUDIES: dict[str, Command] = {
     "compare": compare,
     "admin-profile": admin_profile,
     "verdict-runs": verdict_runs,
     "reproduce": reproduce,
     "compare-blocks": compare_blocks,
+    "long-runs": long_runs,
     "benchmark": benchmark,
     "searches": searches,
     "layouts": layouts,

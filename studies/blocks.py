@@ -2,7 +2,8 @@
 
 Every run is one line of a file. Existing runs are not repeated, so the same command resumes a stopped study, or adds
 blocks or seeds to it. With learning rates to search, every block is first trained for fewer updates at each of them;
-its own runs take the best by the validation loss. `outcomes.py` says what the words of the tables mean.
+its own runs take the one at which the source is worth most. The loss of a short run would not do: a model whose encoder
+has collapsed wins it as a language model of the target. `outcomes.py` says what the words of the tables mean.
 
 `B` sentences, `S` source length, `V` target vocabulary.
 """
@@ -45,7 +46,7 @@ from deepnmt.training.profile import profile_for
 from deepnmt.training.state import TrainState
 from deepnmt.training.task import TRANSLATION
 from deepnmt.training.updates import updates
-from studies.outcomes import INTERVAL, loss_of, panels, search_table, table, text_of
+from studies.outcomes import INTERVAL, panels, search_table, table, text_of, worth_of
 from studies.plots import plot_study
 from studies.runs import Record, append_runs
 from studies.scores import bleu, pack, sentence_counts, with_totals
@@ -119,15 +120,15 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
     rate_of, searched = {variant: variant.rate for variant in variants}, []
     if plan.rates:
         tried: dict[Variant, dict[float, float]] = {variant: {} for variant in variants if variant.source}
-        while points := {replace(variant, rate=rate, updates=short): variant for variant, losses in tried.items()
-                         for rate in further_rates(plan.rates, losses)}:
+        while points := {replace(variant, rate=rate, updates=short): variant for variant, worth in tried.items()
+                         for rate in further_rates(plan.rates, worth)}:
             searched += (runs := trained(list(points)))
             for run in runs:
                 point = Variant(**run["system"])
-                tried[points[point]][point.rate] = loss_of(run)
+                tried[points[point]][point.rate] = worth_of(run)
             if missing:
                 break
-        rate_of |= {variant: min(losses, key=losses.__getitem__) for variant, losses in tried.items() if losses}
+        rate_of |= {variant: max(worth, key=worth.__getitem__) for variant, worth in tried.items() if worth}
     finished: list[Record] = []
     if not missing:
         first, *others = plan.seeds or [recipe.seed]
@@ -144,18 +145,18 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
     return f"{text}\n{output / 'blocks.png'}"
 
 
-def further_rates(rates: Sequence[float], found: Mapping[float, float]) -> list[float]:
+def further_rates(rates: Sequence[float], worth: Mapping[float, float]) -> list[float]:
     """The learning rates that a search still needs: the given ones; then, while the best is the lowest or the highest,
     the next one beyond it at the same ratio, at most `_BEYOND` of them.
 
     Args:
         rates: to begin with.
-        found: the validation loss of those that were tried.
+        worth: what the source is worth at those that were tried.
     """
-    if missing := [rate for rate in rates if rate not in found]:
+    if missing := [rate for rate in rates if rate not in worth]:
         return missing
-    tried = sorted(found)
-    best = min(tried, key=found.__getitem__)
+    tried = sorted(worth)
+    best = max(tried, key=worth.__getitem__)
     if len(tried) < 2 or len(tried) >= len(set(rates)) + _BEYOND or best not in (tried[0], tried[-1]):
         return []
     return [float(f"{best * best / (tried[1] if best == tried[0] else tried[-2]):.3g}")]

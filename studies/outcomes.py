@@ -48,6 +48,12 @@ def loss_of(record: Record) -> float:
     return record["valid"] if record["ended"] and record["valid"] is not None else math.inf
 
 
+def worth_of(record: Record) -> float:
+    """What the source is worth: how much the validation loss rises with another sentence's source, in nats a target
+    token; minus infinity if the run diverged."""
+    return record["exchanged"] - record["valid"] if math.isfinite(loss_of(record)) else -math.inf
+
+
 class _Group(NamedTuple):
     """The runs of one depth and warm-up, those of all seeds by name, and what they came to."""
 
@@ -132,21 +138,25 @@ def _differences(group: _Group, test: str) -> dict[str, tuple[Difference, bool]]
 
 
 def search_table(records: Sequence[Record]) -> str:
-    """A Markdown table of the validation losses by learning rate, the best one in bold."""
-    tried: dict[tuple[str, str], dict[float, float]] = {}
+    """A Markdown table of what the source is worth and of the validation loss by learning rate, the best in bold."""
+    tried: dict[tuple[str, str], dict[float, Record]] = {}
     for record in records:
         variant = Variant(**record["system"])
         key = variant.name, f"{variant.layers}L-{variant.layers}L, warm-up {variant.warmup}"
-        tried.setdefault(key, {})[variant.rate] = loss_of(record)
-    rates = sorted({rate for losses in tried.values() for rate in losses})
+        tried.setdefault(key, {})[variant.rate] = record
+    rates = sorted({rate for runs in tried.values() for rate in runs})
     rows = [["block", "model", *(f"{rate:g}" for rate in rates)]]
-    for (name, model), losses in tried.items():
-        best = min(losses, key=losses.__getitem__)
-        texts = {rate: text_of(loss) for rate, loss in losses.items()}
-        rows.append([name, model, *(f"**{texts[rate]}**" if rate == best else texts.get(rate, "") for rate in rates)])
+    for (name, model), runs in tried.items():
+        best = max(runs, key=lambda rate: worth_of(runs[rate]))
+        cells = dict.fromkeys(rates, "")
+        for rate, run in runs.items():
+            cells[rate] = f"{worth_of(run):+.2f} ({text_of(loss_of(run))})"
+        cells[best] = f"**{cells[best]}**"
+        rows.append([name, model, *cells.values()])
     hours = sum(record["cpu_seconds"] for record in records) / 3600
-    return (f"{markdown_table(rows)}\n\nThe search: validation loss after {records[0]['system']['updates']:,} updates "
-            f"by peak learning rate, the best in bold; {hours:.2f} CPU hours.")
+    return (f"{markdown_table(rows)}\n\nThe search: what the source is worth after "
+            f"{records[0]['system']['updates']:,} updates by peak learning rate, in nats (validation loss in "
+            f"brackets), the best in bold; {hours:.2f} CPU hours.")
 
 
 def _mean(values: Sequence[float | None], digits: int) -> str:

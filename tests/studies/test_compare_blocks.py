@@ -31,7 +31,7 @@ from deepnmt.parallel.local import LocalEngine
 from deepnmt.ranks import Ranks
 from studies.__main__ import main
 from studies.blocks import _results, frequencies_loss, further_rates, run_variant, validation_loss
-from studies.outcomes import outcome, panels
+from studies.outcomes import outcome, panels, worth_of
 from studies.plots import spread
 from studies.scores import bleu, unpack, with_totals
 from studies.variants import Variant, list_variants, read_study
@@ -206,10 +206,11 @@ def test_rates_are_searched_for_each_block(compare: Compare, capsys: pytest.Capt
     search, own = ([run for run in runs if run["system"]["updates"] == updates] for updates in (3, 9))
     assert len(search) + len(own) == len(runs)
     for block in ("post_ln", "pre_ln"):
-        found = {run["system"]["rate"]: run["valid"] for run in search if run["system"]["encoder"] == block}
-        assert {1e-4, 1e-3, 1e-2} <= found.keys() and not further_rates([1e-4, 1e-3], found)
+        found = {run["system"]["rate"]: run["exchanged"] - run["valid"] for run in search
+                 if run["system"]["encoder"] == block}
+        assert {1e-4, 1e-3} < found.keys() and not further_rates([1e-4, 1e-3], found)
         best = [run["system"]["rate"] for run in own if run["system"]["encoder"] == block and run["system"]["source"]]
-        assert best == [min(found, key=lambda rate: found[rate])]
+        assert best == [max(found, key=lambda rate: found[rate])]
     more = compare(*words, "--seeds", "1", "2")
     assert more[: len(runs)] == runs and [run["system"]["seed"] for run in more[len(runs) :]] == [2, 2]
     capsys.readouterr()
@@ -220,13 +221,21 @@ def test_rates_are_searched_for_each_block(compare: Compare, capsys: pytest.Capt
 
 
 def test_which_rates_a_search_still_needs() -> None:
-    assert further_rates([1e-3, 2e-3], {1e-3: 5.0}) == [2e-3]
-    assert further_rates([1e-3, 2e-3], {1e-3: 5.0, 2e-3: 4.0}) == [4e-3]
-    assert further_rates([1e-3, 2e-3], {1e-3: 4.0, 2e-3: 5.0}) == [5e-4]
-    assert further_rates([1e-3, 2e-3], {1e-3: 5.0, 2e-3: 4.0, 4e-3: math.inf}) == []
-    assert further_rates([1e-3], {1e-3: 5.0}) == []  # one rate is no search
-    endless = {1e-3 * 2.0**n: -float(n) for n in range(5)}
+    assert further_rates([1e-3, 2e-3], {1e-3: 0.1}) == [2e-3]
+    assert further_rates([1e-3, 2e-3], {1e-3: 0.1, 2e-3: 0.3}) == [4e-3]
+    assert further_rates([1e-3, 2e-3], {1e-3: 0.3, 2e-3: 0.1}) == [5e-4]
+    assert further_rates([1e-3, 2e-3], {1e-3: 0.1, 2e-3: 0.3, 4e-3: -math.inf}) == []
+    assert further_rates([1e-3], {1e-3: 0.1}) == []  # one rate is no search
+    endless = {1e-3 * 2.0**n: float(n) for n in range(5)}
     assert further_rates([1e-3, 2e-3], endless) == []
+
+
+def test_a_search_prefers_a_source_that_is_used_to_a_lower_loss() -> None:
+    """Admin at 18L-18L after 300 updates: at the rate of the lower loss the encoder had collapsed."""
+    reads = {"ended": True, "valid": 4.505, "exchanged": 4.629}
+    collapsed = {"ended": True, "valid": 4.401, "exchanged": 4.401}
+    diverged = {"ended": False, "valid": 4.3, "exchanged": None}
+    assert sorted([collapsed, diverged, reads], key=worth_of) == [diverged, collapsed, reads]
 
 
 def test_bleu_and_weights_of_a_run(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,144 @@
+"""Long trainings to their end: a plan of runs, taken in its order by the deepnmt command, one record for each.
+
+A run is trained, averaged and scored by the commands that a user would type, so a plan that was stopped goes on where
+it was: finished runs stand in the file of records, and an unfinished one resumes from its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deepnmt.errors import UserError
+from deepnmt.evaluate.metrics import make_scorers
+from deepnmt.files import drop_partial_line, read_numbered_log
+from deepnmt.progress import print_status
+from studies.runs import Record, json_lines
+from studies.scores import pack, sentence_counts
+
+_VALIDATION = ("update", "perplexity", "bleu", "source_gain", "encoder_common", "cross_attention_entropy")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a plan's file says.
+
+    Attributes:
+        recipe: of all runs.
+        arms: name and settings of each kind of run, the most important first.
+        seeds: of every arm, unless `only_first` names it.
+        only_first: arms that are trained with the first seed alone.
+    """
+
+    recipe: Path
+    arms: dict[str, list[str]]
+    seeds: list[int]
+    only_first: list[str]
+
+    def runs(self) -> Iterator[tuple[str, int]]:
+        """Arm and seed of every run, all arms with the first seed before any with the second."""
+        for number, seed in enumerate(self.seeds):
+            for arm in self.arms:
+                if number == 0 or arm not in self.only_first:
+                    yield arm, seed
+
+
+def read_plan(path: Path) -> Plan:
+    """Raises `UserError`: the file cannot be read or is no plan."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Plan(Path(tree["recipe"]), dict(tree["arms"]), list(tree["seeds"]), list(tree.get("only_first", [])))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is no plan of long runs ({error}); it needs recipe, arms (name: list of settings) and "
+                        "seeds, see studies/deep.yaml") from None
+
+
+def run_plan(plan: Plan, records: Path, output: Path, settings: list[str], seconds: float) -> str:
+    """Takes the missing runs in order until the time is over; returns a sentence about what is left.
+
+    Args:
+        records: file of JSON lines, to which every finished run is added.
+        output: folder of the run folders.
+        settings: of this machine alone, such as the precision; part of every record.
+        seconds: after which no run starts. A run that is under way is not ended.
+
+    Raises:
+        UserError: a command failed.
+    """
+    drop_partial_line(records)
+    done = {(record["arm"], record["seed"]) for _, record in read_numbered_log(records)} if records.exists() else set()
+    started = time.monotonic()
+    missing = [run for run in plan.runs() if run not in done]
+    while missing and time.monotonic() - started < seconds:
+        arm, seed = missing.pop(0)
+        print_status(f"{arm}, seed {seed}; {len(missing)} more after it")
+        record = train_one(plan, arm, seed, output / f"{arm}_{seed}", settings)
+        with records.open("a", encoding="utf-8") as file:
+            file.write(json_lines([record]))
+        scores = ", ".join(f"{name} {score['bleu']:.1f}" for name, score in record["tests"].items())
+        print_status(f"{arm}, seed {seed}: BLEU {scores}; {record['cpu_seconds'] / 3600:.2f} CPU hours")
+    return f"{len(missing)} of {len(list(plan.runs()))} runs are missing" + (
+        "; the same command takes them" if missing else "")
+
+
+def train_one(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -> Record:
+    """Trains, averages and scores one run; returns its record."""
+    overrides = [*plan.arms[arm], *settings, f"seed={seed}", f"run={run}"]
+    cpu = 0.0
+    for command in ("train", "average", "evaluate"):
+        words = [str(run)] if command != "train" else [str(plan.recipe), *overrides]
+        cpu += deepnmt(command, *words)
+    scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
+    log = [record for _, record in read_numbered_log(run / "log.jsonl")]
+    last = [record for record in log if record["type"] == "train"][-1]
+    return {
+        "arm": arm, "seed": seed, "settings": [*plan.arms[arm], *settings], "commit": commit(),
+        "machine": platform.processor() or platform.machine(), "cpu_seconds": round(cpu, 1),
+        "updates": last["update"], "target_tokens": last["target_tokens"],
+        "training_seconds": round(last["training_seconds"], 1),
+        "training": [[record["update"], round(record["loss"], 4)] for record in log if record["type"] == "train"],
+        "validations": [{key: record[key] for key in _VALIDATION if key in record}
+                        for record in log if record["type"] == "valid"],
+        "tests": dict(test_scores(run, scores)),
+    }
+
+
+def test_scores(run: Path, scores: Record) -> Iterator[tuple[str, dict[str, Any]]]:
+    """BLEU and chrF of each test set, and the counts of its sentences, from which BLEU of any selection follows."""
+    lang = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["data"]["trg_lang"]
+    scorers = make_scorers(lang)
+    for hypotheses in sorted((run / "scores").glob("*.hyp")):
+        lines = hypotheses.read_text(encoding="utf-8").splitlines()
+        references = hypotheses.with_suffix(".ref").read_text(encoding="utf-8").splitlines()
+        yield hypotheses.stem, {
+            "bleu": round(scorers["bleu"].corpus_score(lines, [references]).score, 2),
+            "chrf": round(scorers["chrf"].corpus_score(lines, [references]).score, 2),
+            "counts": pack(sentence_counts(lines, references, scorers["bleu"]))}
+
+
+def deepnmt(*words: str) -> float:
+    """Runs a command of deepnmt; returns its CPU seconds. Raises `UserError` if it fails."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = subprocess.run([sys.executable, "-m", "deepnmt", *words], check=False, env=dict(os.environ)).returncode
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if code:
+        raise UserError(f"`deepnmt {' '.join(words)}` ended with exit code {code}; see what it said above, and run the "
+                        "same command again to go on")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def commit() -> str:
+    """The commit of this checkout."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
+                          cwd=Path(__file__).parent).stdout.strip()

@@ -1,0 +1,47 @@
+"""Long runs of a plan: one record for each, and a plan that goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from refusals import Refused, Tool
+
+from studies.long_runs import Plan, read_plan
+from studies.scores import bleu, unpack, with_totals
+
+
+def test_a_plan_is_trained_to_its_end_and_goes_on(prepared: Path, study: Tool, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"""
+recipe: {prepared / "recipe.yaml"}
+seeds: [3]
+arms:
+  shallow: [train.updates=6, model.encoder.layers=1]
+""", encoding="utf-8")
+    words = ("long-runs", plan, "translate.beam=1", "--runs", tmp_path / "runs.jsonl", "--output", tmp_path / "runs")
+    stopped = study(*words, "--seconds", "0")
+    assert stopped.returncode == 0 and "1 of 1 runs are missing" in stopped.stdout, stopped.stderr
+    done = study(*words)
+    assert done.returncode == 0 and "0 of 1 runs are missing" in done.stdout, done.stderr
+    record = json.loads((tmp_path / "runs.jsonl").read_text(encoding="utf-8"))
+    assert (record["arm"], record["seed"], record["updates"]) == ("shallow", 3, 6)
+    assert record["settings"] == ["train.updates=6", "model.encoder.layers=1", "translate.beam=1"]
+    assert [point[0] for point in record["training"]] == list(range(1, 7)) and record["cpu_seconds"] > 0
+    assert [validation["update"] for validation in record["validations"]] == [5, 6]
+    [score] = record["tests"].values()
+    assert bleu(with_totals(unpack(score["counts"])).sum(axis=0)) == pytest.approx(score["bleu"], abs=0.01)
+    again = study(*words)
+    assert again.returncode == 0 and len((tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+
+
+def test_all_arms_with_the_first_seed_come_before_the_second() -> None:
+    plan = Plan(Path("recipe.yaml"), {"deep": [], "shallow": []}, [1, 2], ["shallow"])
+    assert list(plan.runs()) == [("deep", 1), ("shallow", 1), ("deep", 2)]
+
+
+def test_a_file_that_is_no_plan(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("recipe: x.yaml\n", encoding="utf-8")
+    assert "arms" in refused("long-runs", tmp_path / "plan.yaml", "--runs", tmp_path / "runs.jsonl")
+    assert read_plan(Path(__file__).parents[2] / "studies/deep.yaml").seeds == [1, 2, 3]
