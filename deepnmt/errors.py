@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -17,14 +18,34 @@ class UserError(Exception):
     is a bug in deepnmt and keeps its traceback.
 
     Attributes:
+        errno: of the error of the system that caused it, None if none did.
         reported: with several processes, whether another one reports this error. None: all processes of this machine
             raise it, and the first of them prints it.
     """
 
     reported: bool | None = None
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", errno: int | None = None) -> None:
         super().__init__("\n".join(map(printable, message.split("\n"))))
+        self.errno = errno
+
+    def to_json(self) -> str:
+        """This error for another process, which makes it again by `error_from_json`."""
+        return json.dumps({"kind": type(self).__name__, "errno": self.errno, "text": str(self)})
+
+
+def error_from_json(content: str | bytes) -> UserError:
+    """The error that `UserError.to_json` of another process has written: of the same class, with the same message."""
+    fault = json.loads(content)
+    kinds, known = [UserError], {}
+    while kinds:
+        kind = kinds.pop()
+        known[kind.__name__] = kind
+        kinds += kind.__subclasses__()
+    kind = known.get(fault["kind"], UserError)
+    error = kind.__new__(kind)  # its own constructor may take other arguments than a message
+    UserError.__init__(error, fault["text"], fault["errno"])
+    return error
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def reporting(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what} cannot be written: {error.strerror or error}; {remedy}") from None
+        raise UserError(f"{what} cannot be written: {error.strerror or error}; {remedy}", error.errno) from None
 
 
 def make_run_folder(folder: Path, option: str = "run") -> None:

@@ -143,7 +143,8 @@ def reporting(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointWriteError(f"checkpoint folder {folder} cannot be written: {reason}; free disk space or give "
-                                   "write permission; earlier checkpoints are untouched") from error
+                                   "write permission; earlier checkpoints are untouched",
+                                   getattr(error, "errno", None)) from error
 
 
 def _sync(path: Path) -> None:
@@ -187,7 +188,8 @@ def recover_after_kill(parent: Path, names: str) -> None:
             if not os.path.lexists(target):
                 raise CheckpointWriteError(
                     f"{path} is {target.name}, displaced by a killed process, and cannot be renamed back: "
-                    f"{error.strerror or error}; give write permission for {parent}, or rename it yourself") from error
+                    f"{error.strerror or error}; give write permission for {parent}, or rename it yourself",
+                    error.errno) from error
     for path in [*parent.glob(f".tmp-{names}-{_HEX}"), *parent.glob(f".trash-{names}-{_HEX}")]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, error_from_json
 
 Result = TypeVar("Result")
 
@@ -120,17 +120,18 @@ class Ranks:
         Collective; `check` itself must not communicate.
 
         Raises:
-            UserError: that of the lowest rank whose `check` raised one.
+            UserError: that of the lowest rank whose `check` raised one, of the same class and with the same `errno`.
         """
         if self.world == 1:
             return check()
-        message = b""
+        fault = b""
         try:
             result = check()
         except UserError as error:
-            where = f" (on {socket.gethostname()})" if self.local_world < self.world else ""
-            message = (str(error) + where).encode() or b"?"
-        if self.sum([float(len(message))])[0]:
-            messages = self.gather_bytes(message)
-            raise UserError(self.broadcast_bytes(next(filter(None, messages)) if messages else None).decode())
+            if self.local_world < self.world:
+                error.args = (f"{error} (on {socket.gethostname()})",)
+            fault = error.to_json().encode()
+        if self.sum([float(len(fault))])[0]:
+            faults = self.gather_bytes(fault)
+            raise error_from_json(self.broadcast_bytes(next(filter(None, faults)) if faults else None))
         return result

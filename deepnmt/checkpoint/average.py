@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -181,9 +180,9 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
                 what = "vocabulary" if name in (SRC_VOCAB, TRG_VOCAB) else "file"
                 raise _models_differ(checkpoints[0], folder, f"the {what} {name} differs")
         for change in changed_settings(models[0], other):
-            setting, ours, theirs = re.split(": | -> ", change)
-            if setting not in TRAINING_ONLY:
-                raise _models_differ(checkpoints[0], folder, f"model.{setting} is {theirs} where {ours} is expected")
+            if change.key not in TRAINING_ONLY:
+                raise _models_differ(checkpoints[0], folder,
+                                     f"model.{change.key} is {change.new} where {change.old} is expected")
     states = [load_state(folder) for folder in checkpoints]
     state, newest = max(zip(states, checkpoints), key=lambda each: each[0].update)
     beside = list_checkpoints(target.parent / "checkpoints")

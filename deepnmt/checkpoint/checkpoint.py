@@ -420,7 +420,7 @@ def require_model(folder: Path, expected: Model | None) -> None:
     held = load_recipe(folder / RECIPE)
     changes = changed_settings(held, held.model_copy(update={"model": expected or held.model}))
     if changes:
-        raise UserError(f"{folder} holds another model than requested:\n  " + "\n  ".join(changes)
+        raise UserError(f"{folder} holds another model than requested:\n  " + "\n  ".join(map(str, changes))
                         + "\nthese settings of a trained model cannot change; remove them, or give another checkpoint")
 
 

@@ -1,6 +1,7 @@
 """The recipe: one YAML file with all settings of a run, typed and checked before anything else. Imports no torch."""
 
 from deepnmt.config.load import (
+    Change,
     changed_settings,
     check_recipe,
     dump_recipe,
@@ -39,6 +40,7 @@ __all__ = [
     "Admin",
     "Batch",
     "Block",
+    "Change",
     "Corpus",
     "Data",
     "Filters",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -123,11 +123,22 @@ def with_settings(section: Part, changes: Mapping[str, Any]) -> Part:
     return type(section).model_validate(tree)
 
 
-def changed_settings(old: Section, new: Section) -> list[str]:
-    """The settings that differ between two recipes, or between two sections, as `key: old -> new`."""
+class Change(NamedTuple):
+    """A setting, by its dotted key, or another fact of a run, and its two values; None where there was none."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} -> {self.new}"
+
+
+def changed_settings(old: Section, new: Section) -> list[Change]:
+    """The settings that differ between two recipes, or between two sections."""
     before, after = flatten(old.model_dump()), flatten(new.model_dump())
-    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in sorted(before.keys() | after.keys())
-            if before.get(key) != after.get(key)]
+    changes = [Change(key, before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())]
+    return [change for change in changes if change.old != change.new]
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

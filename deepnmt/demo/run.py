@@ -96,9 +96,11 @@ def _train(recipe: Recipe) -> None:
 def require_same_settings(trained: Recipe, recipe: Recipe) -> None:
     """Raises `UserError` if a finished run had other settings. Not compared: settings that do not affect the trained
     model, or that later steps may change."""
-    free = ("run:", "data.workers:", "average_last:", "translate.", "parallel.threads:", "parallel.recompute_layers:",
-            "train.log_every:", "train.probe_every:")
-    if changes := [change for change in changed_settings(trained, recipe) if not change.startswith(free)]:
+    free = ("run", "data.workers", "average_last", "parallel.threads", "parallel.recompute_layers", "train.log_every",
+            "train.probe_every")
+    changes = [str(change) for change in changed_settings(trained, recipe)
+               if change.key not in free and not change.key.startswith("translate.")]
+    if changes:
         raise UserError(f"{recipe.run} is finished, but was trained with other settings:\n  " + "\n  ".join(changes)
                         + "\nrestore them, run make demo-clean to start over, or set another folder with run=FOLDER")
 

@@ -45,23 +45,25 @@ _NO_GAIN = 1.25e-4  # nats; a smaller gain is none
 _FLOOR = 0.02  # no outcome is given a smaller probability
 _FORMAT, _VERSION = "deepnmt-verdict", 5
 
-# What each feature is, in words. All logarithms are to base 10. A rule may also use products, as in `a*b`.
+# What each feature is, in words; of `LOGARITHMS` its logarithm to base 10 is taken. A rule may also use products, as
+# in `a*b`.
 FEATURES: dict[str, str] = {
     "trial_loss": "validation loss after the trial, below that of the tokens' frequencies, nats a token",
-    "trial_norm": "log gradient norm over the last 10 updates of the trial",
-    "uneven": "log change of the training loss from one update to the next, last 10 updates of the trial",
-    "trial_gain": "log gain of the source after the trial, nats a token",
+    "trial_norm": "gradient norm over the last 10 updates of the trial",
+    "uneven": "change of the training loss from one update to the next, last 10 updates of the trial",
+    "trial_gain": "gain of the source after the trial, nats a token",
     "below": "1 if the validation loss after the trial is below that of the frequencies, 0 if not",
     "blind": "1 if the source has no gain after the trial, 0 if it has",
-    "rate": "log peak learning rate",
-    "budget": "log learning rates of all updates, summed, over those of the trial",
-    "updates": "log updates",
-    "length": "log target tokens of a sentence",
-    "width": "log model width",
-    "layers": "log layers of both stacks",
-    "batch": "log target tokens of an update",
+    "rate": "peak learning rate",
+    "budget": "learning rates of all updates, summed, over those of the trial",
+    "updates": "updates",
+    "length": "target tokens of a sentence",
+    "width": "model width",
+    "layers": "layers of both stacks",
+    "batch": "target tokens of an update",
 }
-_LOGARITHMS = [name for name, words in FEATURES.items() if words.startswith("log ")]  # shown without the log
+# Those that are logarithms; shown without the log.
+LOGARITHMS = {"trial_norm", "uneven", "trial_gain", "rate", "budget", "updates", "length", "width", "layers", "batch"}
 # Settings of which the rule's facts list the values that its runs had.
 SETTINGS = ("optimizer.name", "schedule.name", "optimizer.weight_decay", "model.attention_dropout",
              "model.activation_dropout", "model.activation", "model.norm", "model.positions",
@@ -70,7 +72,7 @@ SETTINGS = ("optimizer.name", "schedule.name", "optimizer.weight_decay", "model.
 
 def describe(name: str) -> str:
     """A feature in words, for a reader."""
-    return " × ".join(FEATURES[part].removeprefix("log ") for part in name.split("*"))
+    return " × ".join(FEATURES[part] for part in name.split("*"))
 
 
 def _values_of(name: str, values: Mapping[str, float]) -> str:
@@ -79,7 +81,7 @@ def _values_of(name: str, values: Mapping[str, float]) -> str:
 
 def format_value(name: str, value: float) -> str:
     """A feature's value, for a reader."""
-    return f"{10**value:.2g}" if name in _LOGARITHMS else f"{value:.2f}"
+    return f"{10**value:.2g}" if name in LOGARITHMS else f"{value:.2f}"
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------

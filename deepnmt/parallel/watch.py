@@ -30,7 +30,6 @@ from deepnmt.errors import UserError
 LOST = 76  # exit code: another process is gone, nothing new was saved
 _SUSPECTED = 10.0  # seconds of silence that are enough once a connection has broken
 SILENCE = 90.0  # seconds without a sign after which a process counts as lost
-_BROKEN = ("gloo", "NCCL", "Connection", "connection")  # words of an error of a collective
 _LINGER = 10.0  # seconds in which the others can read why this process ends
 UPDATE, VALIDATION, SAVE = "an update", "a validation", "a save"
 # Seconds that a piece of work may take, the first of its kind, which may compile, and at least each later one
@@ -40,7 +39,14 @@ _RESUMES = "all processes end; the same command resumes from the newest checkpoi
 _COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")  # code that waits for other processes
 _PACKAGE = f"{Path(deepnmt.__file__).parent}/"
 
-Word = tuple[str, int]  # a sentence and an exit code; ("", 0) while a process runs, ("", 1) when it has ended well
+
+class Word(NamedTuple):
+    """Why a process ends: a sentence, an exit code, and the ranks that the sentence names. The code is 0 while the
+    process runs, and 1 with no sentence when it has ended well."""
+
+    sentence: str = ""
+    code: int = 0
+    about: Sequence[int] = ()
 
 
 class Sign(NamedTuple):
@@ -50,6 +56,7 @@ class Sign(NamedTuple):
     number: int = 0
     sentence: str = ""
     code: int = 0
+    about: Sequence[int] = ()
     broken: bool = False
     place: str = ""
     waits: bool = False
@@ -75,7 +82,7 @@ class Watch:
         self._store, self._rank, self._nodes, self._limit = store, rank, nodes, SILENCE
         self._period = min(3.0, SILENCE / 6)
         self._others = [r for r in range(len(nodes)) if r != rank] if rank == 0 else [0]
-        self._word: Word = ("", 0)
+        self._word = Word()
         self._broken = self._leaving = False
         self._signs: dict[int, Sign] = {}
         self._silent = dict.fromkeys(self._others, 0.0)
@@ -119,19 +126,20 @@ class Watch:
             (work := self._work).seconds += awake
             signs = dict(self._signs)
             if ended := [told for told in signs.values() if told.sentence]:
-                self._end(ended[0].sentence, ended[0].code)
+                self._end(Word(ended[0].sentence, ended[0].code, ended[0].about))
             broken = self._broken or any(told.broken for told in signs.values())
             limit = min(self._limit, _SUSPECTED) if broken else self._limit
             lost = [r for r in self._others if self._silent[r] > limit and signs.get(r, Sign()).code == 0]
             if lost:
-                self._end(f"no sign of life from {self._list(lost)} for {max(self._silent[r] for r in lost):.0f} s: "
-                          f"ended, stopped, or cut off from {self._nodes[self._rank]}; {_RESUMES}", LOST)
+                silent = max(self._silent[rank] for rank in lost)
+                self._end(Word(f"no sign of life from {self._list(lost)} for {silent:.0f} s: ended, stopped, or cut "
+                               f"off from {self._nodes[self._rank]}; {_RESUMES}", LOST, lost))
             most = allowed(work.kind, self._past[work.kind])
             if self._rank == 0 and work.seconds > most:
-                self._end(self._standstill(work, most, signs), LOST)
+                self._end(self._standstill(work, most, signs))
 
-    def _standstill(self, work: Work, most: float, signs: dict[int, Sign]) -> str:
-        """A sentence on those that do not wait for the others; where all wait, or none, as a GPU's work is not seen to
+    def _standstill(self, work: Work, most: float, signs: dict[int, Sign]) -> Word:
+        """A word on those that do not wait for the others; where all wait, or none, as a GPU's work is not seen to
         wait, on those first that are where few are."""
         told = {self._rank: self._place(), **{rank: (sign.place, sign.waits) for rank, sign in signs.items()}}
         places = {rank: place for rank, (place, _) in told.items()}
@@ -139,9 +147,10 @@ class Watch:
         stuck = [rank for rank in sorted(told) if not told[rank][1]]
         one = 0 < len(stuck) < len(told)
         named = stuck if one else sorted(told, key=lambda rank: (common[places[rank]], rank))
-        return (f"training stands still: {work.kind} has taken {work.seconds:.0f} s, of {most:.0f} s allowed; "
-                f"{self._list(named, places)}; {'the others' if one else 'all'} wait for "
-                f"{'one another' if not one else 'it' if len(stuck) == 1 else 'them'}; {_RESUMES}")
+        it = "it" if len(stuck) == 1 else "them"
+        waiting = f"the others wait for {it}" if one else "all wait for one another"
+        return Word(f"training stands still: {work.kind} has taken {work.seconds:.0f} s, of {most:.0f} s allowed; "
+                    f"{self._list(named, places)}; {waiting}; {_RESUMES}", LOST, named)
 
     def _list(self, ranks: Sequence[int], places: Mapping[int, str] | None = None) -> str:
         shown = (f"rank {r} on {self._nodes[r]}" + (f" is in {places[r]}" if places else "") for r in ranks[:8])
@@ -160,39 +169,39 @@ class Watch:
                 frame = frame.f_back
         return found, waits
 
-    def _end(self, sentence: str, code: int) -> None:
+    def _end(self, word: Word) -> None:
         """Ends this process, after rank 0's sign has told the others."""
         if self._leaving:  # by itself
             if not self._over.wait(_LINGER):
-                os._exit(code)
+                os._exit(word.code)
             return
-        self._word = (sentence, code)
+        self._word = word
         if self._rank == 0:
-            helper = threading.Thread(target=self.when_lost, args=(sentence,), daemon=True)  # disks may hang
+            helper = threading.Thread(target=self.when_lost, args=(word.sentence,), daemon=True)  # disks may hang
             helper.start()
             time.sleep(3 * self._period)
             helper.join(5.0)
         here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
-        if self._rank == next((r for r in here if f"rank {r} on " not in sentence), here[0]):
-            print(f"deepnmt: {sentence}", file=sys.stderr, flush=True)
-        os._exit(code)
+        if self._rank == next((rank for rank in here if rank not in word.about), here[0]):
+            print(f"deepnmt: {word.sentence}", file=sys.stderr, flush=True)
+        os._exit(word.code)
 
     def leave(self, error: BaseException | None) -> None:
         """Tells the others that this process ends, and why. After a broken connection it waits for a verdict on who is
         lost, with which the process then ends."""
         self._work = Work("")
-        if isinstance(error, RuntimeError) and any(word in str(error) for word in _BROKEN):
+        if _is_broken_connection(error):
             self._broken = True
             self._wake.set()
             self._over.wait(min(self._limit, _SUSPECTED) + 4 * self._period)
         self._leaving = True
         where = f"rank {self._rank} on {self._nodes[self._rank]}"
         if isinstance(error, UserError):
-            self._word = (str(error), 2)
+            self._word = Word(str(error), 2)
         elif error is not None:
-            self._word = (f"{where} has ended with {type(error).__name__}: {error}"[:500], LOST)
+            self._word = Word(f"{where} has ended with {type(error).__name__}: {error}"[:500], LOST, [self._rank])
         else:
-            self._word = ("", 1)
+            self._word = Word(code=1)
         self._wake.set()
         if error is not None and self._rank == 0:
             until = time.monotonic() + _LINGER
@@ -208,6 +217,12 @@ class Watch:
         self._wake.set()
         for thread in self._threads:
             thread.join(_LINGER)
+
+
+def _is_broken_connection(error: BaseException | None) -> bool:
+    """Whether a collective has failed. NCCL's errors and the store's have a type; gloo throws a plain RuntimeError,
+    which only the path of its source in the message tells from others."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def allowed(kind: str, past: Sequence[float]) -> float:

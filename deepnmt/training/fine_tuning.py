@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,14 +77,13 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
     placed = set(names.values())
     found |= {name: shape for name, shape in held.items() if name not in placed}
     difference = first_difference(expected, found)
-    changes = [tuple(re.split(": | -> ", change)) for change in changed_settings(old, recipe.model)]
-    for key, was, now in changes:
+    for key, was, now in changed_settings(old, recipe.model):
         side, _, name = key.rpartition(".")
         if (key in TRAINING_ONLY and not (name == "init" and "published" in (was, now))) or (
                 name == "layers" and side in grown):
             continue
         first = next(parameter for parameter in expected if parameter.startswith(side))
-        deeper = ", or train.grow=stack" if name == "layers" and int(now) > int(was) else ""
+        deeper = ", or train.grow=stack" if name == "layers" and now > was else ""
         raise UserError(f"train.init_from names {folder}, which holds another model: "
                         f"{difference or f'{first} would mean something else'}, since model.{key} is {now} and was "
                         f"{was}; set model.{key}={was}{deeper}")

@@ -23,7 +23,7 @@ from deepnmt.checkpoint.checkpoint import (
     recover_checkpoints,
     verify_files,
 )
-from deepnmt.config import Recipe, changed_settings, load_recipe
+from deepnmt.config import Change, Recipe, changed_settings, load_recipe
 from deepnmt.config.plugins import same_plugins
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256
@@ -147,13 +147,13 @@ def agree_on_checkpoint(checkpoints: Path, ranks: Ranks) -> Path | None:
     return checkpoints / name if name else None
 
 
-def read_state(checkpoint: Path, recipe: Recipe, fingerprint: str, ranks: Ranks) -> tuple[list[str], TrainState]:
+def read_state(checkpoint: Path, recipe: Recipe, fingerprint: str, ranks: Ranks) -> tuple[list[Change], TrainState]:
     """What has changed since a checkpoint, see `changes_since`, and its state, on every rank. Collective.
 
     Raises:
         UserError: on every rank; see `changes_since`, or one of them cannot read a file of it.
     """
-    def read() -> tuple[list[str], TrainState]:
+    def read() -> tuple[list[Change], TrainState]:
         changes = changes_since(checkpoint, recipe, fingerprint, ranks.world)
         for name in verify_files(checkpoint, ())["files"]:
             try:
@@ -167,9 +167,9 @@ def read_state(checkpoint: Path, recipe: Recipe, fingerprint: str, ranks: Ranks)
     return ranks.raise_everywhere(read)
 
 
-def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int) -> list[str]:
-    """The settings that differ from those of `checkpoint`, as `key: old -> new`, and likewise the number of processes
-    and of micro-batches an update.
+def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int) -> list[Change]:
+    """The settings that differ from those of `checkpoint`, and likewise the number of processes and of micro-batches an
+    update.
 
     Args:
         fingerprint: of the prepared data.
@@ -188,10 +188,10 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
         fixed += MOMENT_SETTINGS
     if state.loss_scale is not None:  # the initial one would have no effect
         fixed.append("loss_scale.initial_power")
-    rejected = [c for c in changes if any(c.partition(":")[0].startswith(f) for f in fixed)
-                or (c.partition(":")[0].startswith("data.train.") and c.partition(":")[0].endswith(_MIXTURE))]
+    rejected = [change for change in changes if change.key.startswith(tuple(fixed))
+                or (change.key.startswith("data.train.") and change.key.endswith(_MIXTURE))]
     if rejected:
-        raise UserError(f"{recipe.run} holds a run begun with other settings:\n  " + "\n  ".join(rejected)
+        raise UserError(f"{recipe.run} holds a run begun with other settings:\n  " + "\n  ".join(map(str, rejected))
                         + "\nrestore them, or train into another folder with run=FOLDER")
     if not has_moments(checkpoint):
         raise UserError(f"{checkpoint} is an average, and training cannot resume from one; move it out of "
@@ -205,8 +205,8 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
                         "data, or train into another folder with run=FOLDER")
     before = state.extra["processes"]
     if before != world:
-        changes.append(f"processes: {before} -> {world}")
+        changes.append(Change("processes", before, world))
     were, are = (data_ranks(of, count) * of.batch.accumulation for of, count in ((begun, before), (recipe, world)))
     if were != are:
-        changes.append(f"micro-batches of an update: {were} -> {are}")
+        changes.append(Change("micro-batches of an update", were, are))
     return changes

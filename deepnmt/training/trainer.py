@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import signal
 import socket
 import threading
@@ -25,7 +24,7 @@ from deepnmt.checkpoint.checkpoint import (
     weights_in,
 )
 from deepnmt.checkpoint.saving import Saver, in_shards
-from deepnmt.config import Recipe, Train, dump_recipe
+from deepnmt.config import Change, Recipe, Train, dump_recipe
 from deepnmt.device import describe, deterministic
 from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import read_log, reporting, write_text
@@ -101,7 +100,7 @@ class Trainer:
         with ExitStack() as held, self.verification.explaining():  # released if anything here fails, else by `close`
             held.enter_context(run_lock(self.run, ranks))
             checkpoint = agree_on_checkpoint(self.checkpoints, ranks)
-            changes: list[str] = []
+            changes: list[Change] = []
             if checkpoint:
                 changes, self.state = read_state(checkpoint, recipe, self.data.fingerprint, ranks)
             update = self.state.update
@@ -364,7 +363,7 @@ class Trainer:
     def _save_failed(self, fault: UserError, last: bool) -> None:
         """Makes room on a full disk and saves again; else reports the fault that every process has, or raises
         `CheckpointWriteError` if it is time to end."""
-        if any(os.strerror(number) in str(fault) for number in (errno.ENOSPC, errno.EDQUOT)):
+        if fault.errno in (errno.ENOSPC, errno.EDQUOT):
             freed = make_room(self.checkpoints, self._scores()) if self.ranks.first else None
             if name := self.ranks.broadcast_bytes(freed.name.encode() if freed else b"").decode():
                 self.monitor.event(self.state.update, f"the disk is full; {name} was deleted to make room for a newer "

@@ -166,7 +166,7 @@ def run_with(
     """A run whose checkpoints cannot be written while the disk is `full`."""
     def publish(saver: Saver, *arguments: Any) -> int:
         if full():
-            raise CheckpointWriteError(f"checkpoint folder x cannot be written: {os.strerror(errno.ENOSPC)}; free")
+            raise CheckpointWriteError("checkpoint folder x cannot be written: it is full; free", errno.ENOSPC)
         return real(saver, *arguments)
 
     real = Saver._publish
@@ -199,7 +199,7 @@ def test_a_run_ends_after_so_many_failed_saves(
     """The first and the third are written, then none; one that succeeds in between counts anew. The newest stays."""
     full = iter([False, True, False])
     words = ("train.updates=99", "train.save_every=1", "train.validate_every=50", f"train.max_failed_saves={most}")
-    said = rf"No space left on device; free; train\.max_failed_saves is {most}, and so many in a row failed; the same"
+    said = rf"it is full; free; train\.max_failed_saves is {most}, and so many in a row failed; the same"
     with pytest.raises(CheckpointWriteError, match=said):
         run_with(prepared, tmp_path, lambda: next(full, True), monkeypatch, *words)
     last = max(r["update"] for r in read_log(tmp_path / "log.jsonl") if r["type"] == "train")
