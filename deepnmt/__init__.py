@@ -13,12 +13,14 @@ needs neither torch nor time. See `deepnmt.api`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from deepnmt.version import __version__
+
 if TYPE_CHECKING:
     from deepnmt.api import Hypothesis, Recipe, Run, Scored, average, load, prepare, read_recipe, train
     from deepnmt.errors import UserError
 
-__version__ = "0.2.0"
-__all__ = ["Hypothesis", "Recipe", "Run", "Scored", "UserError", "average", "load", "prepare", "read_recipe", "train"]
+__all__ = ["Hypothesis", "Recipe", "Run", "Scored", "UserError", "__version__", "average", "load", "prepare",
+           "read_recipe", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -13,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from deepnmt import __version__
 from deepnmt.arguments import (
     expected_model,
     numbers,
@@ -27,6 +25,7 @@ from deepnmt.arguments import (
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.errors import UserError, nearest
 from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes
+from deepnmt.version import __version__
 
 if TYPE_CHECKING:
     from deepnmt.ranks import Ranks
@@ -67,6 +66,8 @@ def run_command(
         command, words = words[0], words[1:]
     try:
         if command not in commands:
+            if program == "deepnmt" and command in MOVED:
+                raise UserError(f"the command {command} has become {MOVED[command]}")
             near = nearest(command, commands)
             hint = f"; did you mean {near}? see" if near else "; see"
             raise UserError(f"unknown command {command!r}{hint} {program} --help")
@@ -470,8 +471,7 @@ def _translate(words: list[str]) -> None:
     add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
         "(default: standard input)")
     add("--output", default="-", metavar="FILE", help="the file of the translations (default: standard output)")
-    add("--form", default="text", choices=["text", "tsv", "jsonl"], help=argparse.SUPPRESS)  # its name in 0.1
-    add("--format", dest="form", default="text", choices=["text", "tsv", "jsonl"],
+    add("--format", default="text", choices=["text", "tsv", "jsonl"],
         help="text: the best translation of each line; tsv: line, rank, score and translation; jsonl: an object a "
         "line (default text)")
     add("--prefix", metavar="FILE", help="what each translation begins with, tags included: a line for each line of "
@@ -487,7 +487,7 @@ def _translate(words: list[str]) -> None:
 
     with _processes(recipe) as ranks:
         translate_files(checkpoints or recipe.run, args.input, args.output, recipe.translate, prefixes=args.prefix,
-                        alignments=args.alignments, output_format=args.form, seed=recipe.seed, ranks=ranks,
+                        alignments=args.alignments, output_format=args.format, seed=recipe.seed, ranks=ranks,
                         expected=expected_model(args, recipe, checkpoints))
 
 
@@ -855,43 +855,6 @@ def _demo(words: list[str]) -> int:
     return run_demo(recipe, args.pairs)
 
 
-def _gpu_report(words: list[str]) -> int:
-    """Measure speed and training on a GPU in ten minutes."""
-    parser = plain_parser(
-        "gpu-report",
-        "Measures matrix products, updates of a 60L-12L model in fp16 and bf16, and the share of the GPU's peak speed\n"
-        "that they reach. Then it trains and scores Tatoeba German-English for eight minutes, or for what is left of\n"
-        "the budget. With --part layouts it takes 300 updates of 60L-12L in fp16 instead, under ZeRO-1 and as a\n"
-        "pipeline of one stage, and times updates with compiled layers, too. Each call takes less than ten minutes.\n\n"
-        "Reads the recipes in recipes/tatoeba, which come with deepnmt, and the pairs that --tsv names. Writes a JSON\n"
-        "file and a Markdown page into a new folder.",
-        "deepnmt gpu-report --tsv deu-eng.tsv.gz --output runs/gpu_report",
-    )
-    add = parser.add_argument
-    add("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER",
-        help="a new folder for the results (default %(default)s)")
-    add("--tsv", type=Path, metavar="FILE",
-        help="Tatoeba's sentence pairs, English first; plain, .gz, .xz, .zst or .bz2")
-    add("--recipes", type=Path, default=Path("recipes/tatoeba"), metavar="FOLDER",
-        help="the folder of the two recipes (default %(default)s)")
-    add("--minutes", type=float, default=8.0, metavar="N",
-        help="minutes of training, fewer if the budget ends first (default 8)")
-    add("--budget", type=float, default=590.0, metavar="SECONDS", help="seconds for everything (default 590)")
-    add("--part", choices=("training", "layouts"), default="training",
-        help="what is done with the text (default training)")
-    add("--toy", action="store_true",
-        help="a trial with tiny models and, without --tsv, the demo's corpus; runs on a CPU too")
-    args = parser.parse_args(words)
-    from deepnmt.demo.corpus import make_corpus
-    from deepnmt.gpu_report.report import gpu_report
-
-    def toy(folder: Path) -> dict[str, int]:
-        return dict(make_corpus(folder, pairs=600, valid=20, test=20)["counts"])
-
-    return gpu_report(args.output, args.recipes, args.tsv, args.minutes, args.budget, toy if args.toy else None,
-                      args.part)
-
-
 def _check_cluster(words: list[str]) -> int:
     """Check that the machines of a run fit together, and how fast they talk."""
     parser = recipe_parser(
@@ -931,8 +894,10 @@ _GROUPS: dict[str, dict[str, Command]] = {
     },
     "Examine a model, or convert it": {"diagnose": _diagnose, "export": _export, "import": _import, "fold": _fold,
                                       "consolidate": _consolidate},
-    "Try deepnmt, a GPU, or a cluster": {"demo": _demo, "gpu-report": _gpu_report, "check-cluster": _check_cluster},
+    "Try deepnmt, or a cluster": {"demo": _demo, "check-cluster": _check_cluster},
 }
+# Commands of earlier versions, and what has taken their place.
+MOVED = {"gpu-report": "python -m studies gpu-report, in a checkout of the repository"}
 COMMANDS: dict[str, Command] = {name: run for group in _GROUPS.values() for name, run in group.items()}
 OVERVIEW = overview_of("deepnmt", _GROUPS, """\
 Exit codes: 0 done; 2 a mistake, which a message explains; 75 training was stopped and has saved; 130 Ctrl-C.

@@ -75,6 +75,6 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     names = {name.lower().replace("_", "-"): name for name in known}
     typed = word.lower().replace("_", "-")
     completions = [name for name in names if len(typed) > 1 and name.startswith(typed)]
-    # a lower cutoff would take "export" for "gpu-report"
+    # a lower cutoff would take words for each other that only share an ending
     near = completions[:1] or difflib.get_close_matches(typed, names, n=1, cutoff=0.65)
     return names[near[0]] if near else None

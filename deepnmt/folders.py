@@ -25,9 +25,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-import deepnmt
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
+from deepnmt.version import __version__
 
 Buffer = bytes | memoryview
 Entry = dict[str, int | str]  # of a file in the manifest: its "size" in bytes and its "sha256"
@@ -110,7 +110,7 @@ def publish(temporary: Path, target: Path, entries: Mapping[str, Entry], facts: 
     killed then, the next `recover_after_kill` renames the old folder back; after an exception `new_folder` does at
     once. Raises `CheckpointWriteError`.
     """
-    manifest: dict[str, Any] = {"format": FORMAT, "deepnmt": deepnmt.__version__, **facts, "files": dict(entries)}
+    manifest: dict[str, Any] = {"format": FORMAT, "deepnmt": __version__, **facts, "files": dict(entries)}
     manifest["sha256"] = _manifest_hash(manifest)
     write_file(temporary / MANIFEST, [json.dumps(manifest, indent=1).encode()], target)
     with reporting(target):

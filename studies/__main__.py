@@ -339,6 +339,43 @@ def long_runs(words: list[str]) -> None:
     print(run_plan(read_plan(args.plan), args.runs, args.output, args.settings, args.seconds))
 
 
+def gpu_report(words: list[str]) -> int:
+    """Measure speed and training on a GPU in ten minutes."""
+    parser = plain_parser(
+        "gpu-report",
+        "Measures matrix products, updates of a 60L-12L model in fp16 and bf16, and the share of the GPU's peak speed\n"
+        "that they reach. Then it trains and scores Tatoeba German-English for eight minutes, or for what is left of\n"
+        "the budget. With --part layouts it takes 300 updates of 60L-12L in fp16 instead, under ZeRO-1 and as a\n"
+        "pipeline of one stage, and times updates with compiled layers, too. Each call takes less than ten minutes.\n\n"
+        "Reads the recipes in recipes/tatoeba, which come with deepnmt, and the pairs that --tsv names. Writes a JSON\n"
+        "file and a Markdown page into a new folder.",
+        "python -m studies gpu-report --tsv deu-eng.tsv.gz --output runs/gpu_report",
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("runs/gpu_report"), metavar="FOLDER",
+        help="a new folder for the results (default %(default)s)")
+    add("--tsv", type=Path, metavar="FILE",
+        help="Tatoeba's sentence pairs, English first; plain, .gz, .xz, .zst or .bz2")
+    add("--recipes", type=Path, default=Path("recipes/tatoeba"), metavar="FOLDER",
+        help="the folder of the two recipes (default %(default)s)")
+    add("--minutes", type=float, default=8.0, metavar="N",
+        help="minutes of training, fewer if the budget ends first (default 8)")
+    add("--budget", type=float, default=590.0, metavar="SECONDS", help="seconds for everything (default 590)")
+    add("--part", choices=("training", "layouts"), default="training",
+        help="what is done with the text (default training)")
+    add("--toy", action="store_true",
+        help="a trial with tiny models and, without --tsv, the demo's corpus; runs on a CPU too")
+    args = parser.parse_args(words)
+    from deepnmt.demo.corpus import make_corpus
+    from studies.benchmarks import gpu_report as report
+
+    def toy(folder: Path) -> dict[str, int]:
+        return dict(make_corpus(folder, pairs=600, valid=20, test=20)["counts"])
+
+    return report.gpu_report(args.output, args.recipes, args.tsv, args.minutes, args.budget, toy if args.toy else None,
+                             args.part)
+
+
 STUDIES: dict[str, Command] = {
     "compare": compare,
     "admin-profile": admin_profile,
@@ -351,6 +388,7 @@ STUDIES: dict[str, Command] = {
     "layouts": layouts,
     "pipeline-idle": pipeline_idle,
     "saves": saves,
+    "gpu-report": gpu_report,
 }
 OVERVIEW = overview_of(PROGRAM, {"Studies behind the documentation": STUDIES},
                        "Exit codes: 0 done; 2 a mistake, explained in a message; 130 Ctrl-C.")

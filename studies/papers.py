@@ -19,12 +19,12 @@ from deepnmt.doctor.plots import plot_growth, plot_lines, plot_similarity
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
-from deepnmt.gpu_report.measure import random_batch
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
+from studies.benchmarks.gpu_measure import random_batch
 from studies.plots import plot_cells
 from studies.side_by_side import train_side_by_side
 from studies.toy_task import ToyTask

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import deepnmt
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Recipe, dump_recipe
 from deepnmt.export.proof import Proof
+from deepnmt.version import __version__
 
 SCRIPTS = {
     "ctranslate2": """\
@@ -61,7 +61,7 @@ def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licen
         "pipeline_tag: translation", "tags:", "- translation", "- deepnmt", "---", "",
         f"# {Path(recipe.run).resolve().name}: {data.src_lang} to {data.trg_lang}", "",
         f"A translation Transformer of width {model.width} with {stacks}, trained for {loaded.state.update:,} updates "
-        f"with deepnmt {deepnmt.__version__}.", "", f"Licence: {licence}.", "", "## Scores", "",
+        f"with deepnmt {__version__}.", "", f"Licence: {licence}.", "", "## Scores", "",
         "| metric and text | score | SacreBLEU's signature |", "|---|---|---|", *rows, "",
         f"Compared with deepnmt's own model: {proof.sentence()}.", "", "## Use", "",
         "`folder` is this folder, `lines` a list of sentences. deepnmt is not needed.", "", "```python",

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import deepnmt
 from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import LoadedModel, find_checkpoint, load_model
 from deepnmt.config import Corpus, Recipe, dump_recipe
@@ -22,6 +21,7 @@ from deepnmt.export.proof import Engine, Native, Proof, compare
 from deepnmt.files import as_json
 from deepnmt.folders import reporting
 from deepnmt.progress import print_status
+from deepnmt.version import __version__
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def export_run(
             narrow = proven(temporary, precision)
             said.append(f"weights in {precision}: {narrow.sentence()}")
             proofs[precision] = narrow.as_json()
-        facts = {"deepnmt": deepnmt.__version__, "format": to, "precision": precision, "checkpoint": str(source),
+        facts = {"deepnmt": __version__, "format": to, "precision": precision, "checkpoint": str(source),
                  "weights": weights_of(source), "update": loaded.state.update, "proof": proofs}
         for name, vocab in zip(target.vocabularies, loaded.vocabs):
             (temporary / name).write_bytes(vocab.bytes)

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import deepnmt
 from deepnmt.errors import UserError
 from deepnmt.parallel.host import address_towards
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
+from deepnmt.version import PACKAGE, __version__
 
 _AGREE = timedelta(minutes=10)  # for processes that have met
 NOTICE = timedelta(minutes=1)  # after which the waiting is told: who has not come may never come
@@ -58,7 +58,7 @@ def facts(device: torch.device) -> Facts:
         "address": address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")),
         "cores": sorted(os.sched_getaffinity(0)),
         "device": device.type,
-        "deepnmt": f"{deepnmt.__version__} ({code_hash()[:8]})",
+        "deepnmt": f"{__version__} ({code_hash()[:8]})",
         "torch": torch.__version__,
         "deepspeed": _version("deepspeed"),
         "python": platform.python_version(),
@@ -75,9 +75,9 @@ def facts(device: torch.device) -> Facts:
 
 def code_hash() -> str:
     """The SHA-256 of deepnmt's modules, names and contents."""
-    package, digest = Path(deepnmt.__file__).parent, hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
 

@@ -18,14 +18,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-import deepnmt
 from deepnmt.errors import UserError
+from deepnmt.version import PACKAGE
 
 LOST = 76  # exit code: another process is gone, nothing new was saved
 _SUSPECTED = 10.0  # seconds of silence that are enough once a connection has broken
@@ -37,7 +36,7 @@ PATIENCE = {UPDATE: (1200.0, 600.0), VALIDATION: (6 * 3600.0, 1800.0), SAVE: (6 
 _TIMES = 10  # as long as the longest of late may it take, too
 _RESUMES = "all processes end; the same command resumes from the newest checkpoint"
 _COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")  # code that waits for other processes
-_PACKAGE = f"{Path(deepnmt.__file__).parent}/"
+_PACKAGE = f"{PACKAGE}/"
 
 
 class Word(NamedTuple):

@@ -23,15 +23,15 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, make_run_folder, table, write_json
-from deepnmt.gpu_report.measure import random_batch
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import layout_of
-from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 from deepnmt.training.profile import measure_profile
+from studies.benchmarks.gpu_measure import random_batch
+from studies.benchmarks.workers import answer_job, run_workers
 from studies.plots import plot_idle_time
 
 

@@ -15,13 +15,13 @@ from deepnmt.checkpoint.checkpoint import TrainingState
 from deepnmt.checkpoint.saving import Saver, in_shards
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.files import make_parent_folder, table, write_json
-from deepnmt.gpu_report.measure import random_batch
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of
-from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
+from studies.benchmarks.gpu_measure import random_batch
 from studies.benchmarks.layouts import Layout, own_peak, resident, with_layout
+from studies.benchmarks.workers import answer_job, run_workers
 
 
 def measure_saves(

@@ -26,7 +26,7 @@ from deepnmt.data.batching import Position
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.decode.models import cast_weights
-from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
+from deepnmt.decode.steppers import CachedStepper
 from deepnmt.decode.translate import translate_shards
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, write_json
@@ -34,10 +34,11 @@ from deepnmt.model.positions import sinusoids
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.launch import count_gpus
 from deepnmt.parallel.settings import layout_of
-from deepnmt.parallel.workers import answer_job, run_workers
 from deepnmt.progress import print_status
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
+from studies.benchmarks.recomputing import RecomputingStepper
+from studies.benchmarks.workers import answer_job, run_workers
 
 # Ways to translate the test set: whether the cache is used, and changes to the recipe's `translate` settings.
 TRANSLATIONS: dict[str, tuple[bool, dict[str, Any]]] = {

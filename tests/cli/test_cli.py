@@ -13,7 +13,9 @@ NEEDS = "needs a recipe (a YAML file) or the folder of a run, for example: deepn
 @pytest.mark.parametrize(("words", "said"), [
     ("trian my.yaml", "unknown command 'trian'; did you mean train? see deepnmt --help"),
     ("eval my.yaml", "unknown command 'eval'; did you mean evaluate? see deepnmt --help"),
-    ("gpu_report", "unknown command 'gpu_report'; did you mean gpu-report? see deepnmt --help"),
+    ("check_cluster", "unknown command 'check_cluster'; did you mean check-cluster? see deepnmt --help"),
+    ("gpu-report --toy", "the command gpu-report has become python -m studies gpu-report, in a checkout of the "
+     "repository"),
     ("publish", "unknown command 'publish'; see deepnmt --help"),
     ("train", f"train {NEEDS} train my.yaml; see deepnmt train --help"),
     ("train --dry-run", f"train {NEEDS} train my.yaml; see deepnmt train --help"),
@@ -29,7 +31,7 @@ NEEDS = "needs a recipe (a YAML file) or the folder of a run, for example: deepn
      "see deepnmt translate --help"),
     ("translate runs/my --input", "--input: expected one argument; see deepnmt translate --help"),
     ("average runs/my --last three", "--last is 'three', must be a whole number; see deepnmt average --help"),
-    ("gpu-report --minutes x", "--minutes is 'x', must be a number; see deepnmt gpu-report --help"),
+    ("diagnose my.yaml --minutes x", "--minutes is 'x', must be a number; see deepnmt diagnose --help"),
 ])
 def test_unknown_or_missing_arguments(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(None, words.split()) == 2

@@ -14,11 +14,12 @@ from torch import nn
 from deepnmt import config
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import beam_search
-from deepnmt.decode.steppers import CachedStepper, MakeStepper, RecomputingStepper
+from deepnmt.decode.steppers import CachedStepper, MakeStepper
 from deepnmt.decode.translate import Hypothesis, translate_lines
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import BOS, EOS
+from studies.benchmarks.recomputing import RecomputingStepper
 
 LINES = ["4 5 6 7 8 9 10", "22", "", "11 4 4 17 6 5 9 20 13 12 8 19", "9 8 7", "   ", "14 15 16 4", "10 11", "5 6 7"]
 WORDS = [0, 4, 5, 6, 7]  # the tokens of a vocabulary of 8 other than bos, eos and pad

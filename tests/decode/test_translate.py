@@ -24,10 +24,11 @@ from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
 from deepnmt.data.text import arriving_lines
 from deepnmt.decode import sharing, translate
 from deepnmt.decode.models import cast_weights
-from deepnmt.decode.steppers import CachedStepper, RecomputingStepper
+from deepnmt.decode.steppers import CachedStepper
 from deepnmt.decode.translate import Hypothesis, translate_files, translate_lines, translate_shards
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.launch import processes
+from studies.benchmarks.recomputing import RecomputingStepper
 
 LINES = ["a dog sees the tree", "", "two cats", "the old red house is in the garden", " \t ", "birds", "a", "sing sing"]
 SETTINGS = config.Translate(beam=3, max_ratio=1.0, max_extra=4)

@@ -156,7 +156,7 @@ def test_check_cluster_names_the_machine_that_differs(machines: Machines, prepar
     assert code == 0 and "the machines fit together" in said, said
     assert re.search(r"^n2 .* shared .* GB/s$", said, re.M), said
     shutil.copytree(REPO / "deepnmt", other / "deepnmt", ignore=shutil.ignore_patterns("__pycache__"))
-    with (other / "deepnmt" / "__init__.py").open("a") as file:
+    with (other / "deepnmt" / "version.py").open("a") as file:
         file.write('__version__ = "9.9.9"\n')
     on_n2 = f"if [ $(hostname) = n2 ]; then export PYTHONPATH={other}; mount -t tmpfs tmpfs {run}; fi"
     task = f"unshare --mount bash -c '{on_n2}; exec deepnmt {{}}'"

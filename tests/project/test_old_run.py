@@ -39,7 +39,7 @@ def test_an_old_run_is_usable(old: Path, warm: Warm, threads: None, capfd: pytes
     assert main("average", [str(run)]) == 0
     output = old / "out.jsonl"
     assert main("translate", [str(run), "--input", str(old / "text" / "test.en"), "--output", str(output),
-                              "--form", "jsonl"]) == 0
+                              "--format", "jsonl"]) == 0
     best = [json.loads(line)["hypotheses"][0] for line in output.read_text().splitlines()]
     assert [h["log_prob"] for h in best[:2]] == pytest.approx(LOG_PROBS, abs=1e-3) and best[0]["tokens"] == 41
     assert main("fold", [str(run)]) == 0

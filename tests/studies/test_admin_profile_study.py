@@ -12,11 +12,11 @@ from refusals import user_error
 from deepnmt.config import Model
 from deepnmt.doctor.measures import dependency
 from deepnmt.doctor.variants import fresh_model
-from deepnmt.gpu_report.measure import random_batch
 from deepnmt.model.admin import AdminProfile
 from deepnmt.ranks import Ranks
 from studies.__main__ import main
 from studies.admin_profile import compare_profiles, differences, output_changes, published
+from studies.benchmarks.gpu_measure import random_batch
 
 
 def saved(path: Path, omega: dict[str, list[float]], width: int = 512, **provenance: Any) -> Path:

@@ -109,16 +109,24 @@ def layer_of(name: str) -> tuple[Side, int] | None:
     return ("encoder" if side == "encoder" else "decoder"), int(index)
 
 
+def multiply_adds(model: Model) -> tuple[int, int, int]:
+    """Multiply-adds of the matrix products of one layer, attention scores left out: of an encoder layer a source token
+    (4D² + 2DF, with a gate 3DF), of a decoder layer a target token (6D² + 2DF), and of its cross-attention's keys and
+    values a source token (2DM, M the encoder's width)."""
+    (e, _, f), (d, _, g), matrices = model.shape("encoder"), model.shape("decoder"), model.ffn_matrices
+    return 4 * e * e + matrices * e * f, 6 * d * d + matrices * d * g, 2 * d * e
+
+
 def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0) -> tuple[Unit, ...]:
     """The model's units with their parameters and costs; `ratio`: source tokens for each target token.
 
-    A cost counts the multiply-adds of the matrix products (as in `speed.model_flops`). Encoder layer: 4D² + 2DF a
-    source token, 3DF with a gate. Decoder layer: 6D² + 2DF a target token, and 2DM a source token for keys and values,
-    with M the encoder's width. Attention scores: 2·L·D a query. Output: D·V a target token. An embedding counts as D².
+    A cost counts multiply-adds. Layers: those of `multiply_adds`, and for attention scores 2·L·D a query. Output: D·V a
+    target token. An embedding counts as D².
     """
-    (e, _, f), (d, _, g), matrices = model.shape("encoder"), model.shape("decoder"), model.ffn_matrices
-    encoder = ratio * (4 * e * e + matrices * e * f + 2 * _LENGTH * e)
-    decoder = 6 * d * d + matrices * d * g + 4 * _LENGTH * d + ratio * 2 * d * e
+    e, d = model.shape("encoder")[0], model.shape("decoder")[0]
+    of_encoder, of_decoder, crossing = multiply_adds(model)
+    encoder = ratio * (of_encoder + 2 * _LENGTH * e)
+    decoder = of_decoder + 4 * _LENGTH * d + ratio * crossing
     layers: dict[Side, float] = {"encoder": encoder, "decoder": decoder}
     ends: dict[str, tuple[Use, int, float]] = {
         "source": ("src", src_vocab, ratio * e * e),

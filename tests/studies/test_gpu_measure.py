@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deepnmt.config import Model, Stack
-from deepnmt.gpu_report.measure import MIN_TOKENS, model_flops, random_batch, step_figures, timed_updates
 from deepnmt.ranks import Ranks
+from studies.benchmarks.gpu_measure import MIN_TOKENS, model_flops, random_batch, step_figures, timed_updates
 
 
 @pytest.mark.parametrize(("encoder", "decoder", "gigaflop"), [(6, 6, 0.37), (60, 12, 1.548), (50, 50, 2.325)])

@@ -20,26 +20,26 @@ from run_files import records
 from tiny_engines import options
 from warm import Warm, without_pictures
 
-from deepnmt.cli import main
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
-from deepnmt.gpu_report import measure
-from deepnmt.gpu_report.report import FULL, SHUTDOWN, TOY, Job, Report, TooSlow, markdown
 from deepnmt.parallel.deepspeed import _check_device
 from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
 from deepnmt.training.trainer import FINISHED, train
+from studies.__main__ import main
+from studies.benchmarks import gpu_measure as measure
+from studies.benchmarks.gpu_report import FULL, SHUTDOWN, TOY, Job, Report, TooSlow, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 Reported = Callable[..., "tuple[dict[str, Any], str]"]
 
 
 @pytest.fixture
-def reported(tool: Tool, tmp_path: Path) -> Reported:
+def reported(study: Tool, tmp_path: Path) -> Reported:
     """Writes a toy report into `tmp_path/report` and checks the exit code; returns the report and its page."""
 
     def run(*words: object, code: int = 0) -> tuple[dict[str, Any], str]:
-        done = tool("gpu_report", "--toy", "--output", tmp_path / "report", *words, DS_ACCELERATOR="cpu")
+        done = study("gpu-report", "--toy", "--output", tmp_path / "report", *words, DS_ACCELERATOR="cpu")
         assert done.returncode == code, done.stderr
         return json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8")), done.stdout or done.stderr
 
@@ -68,7 +68,7 @@ def test_toy_report(
             log.write_text(warm.said(), encoding="utf-8")
             self.process: Any = SimpleNamespace(wait=lambda _=None: code, poll=lambda: code)
 
-    monkeypatch.setattr("deepnmt.gpu_report.report.Job", Forked)
+    monkeypatch.setattr("studies.benchmarks.gpu_report.Job", Forked)
     monkeypatch.chdir(ROOT)
     assert main("gpu-report", ["--toy", "--output", str(tmp_path / "report")]) == 0
     page = capsys.readouterr().out
@@ -122,7 +122,8 @@ def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> N
             "train.validate_every=6", "train.save_every=6", "train.log_every=2", "train.valid_bleu=false"])
         job = {"measure": "updates", "recipe": recipe.model_dump()}
         (tmp_path / f"{layout}.job").write_text(json.dumps(job), encoding="utf-8")
-        warm.run(1, "deepnmt.gpu_report.measure:run_job", tmp_path / f"{layout}.job", tmp_path / layout / "answer.json")
+        answer = tmp_path / layout / "answer.json"
+        warm.run(1, "studies.benchmarks.gpu_measure:run_job", tmp_path / f"{layout}.job", answer)
         found[layout] = json.loads((tmp_path / layout / "answer.json").read_text(encoding="utf-8"))
     plain, staged = found.values()
     assert [update for update, _ in plain["losses"]] == [2, 4, 6] and plain["updates"] == 6

@@ -14,8 +14,8 @@ import torch
 from refusals import user_error
 
 from deepnmt.errors import UserError
-from deepnmt.parallel import workers
 from deepnmt.ranks import Ranks
+from studies.benchmarks import workers
 
 Work = Callable[[dict[str, Any], Ranks], Any]
 

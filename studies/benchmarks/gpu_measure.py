@@ -1,7 +1,7 @@
 """Measures how fast one device trains: matrix products, updates of a model on random tokens, and updates on real text.
 
-`python -m deepnmt.gpu_report.measure JOB ANSWER` runs one measurement in a separate process: JOB is a JSON file with
-the name of a function and its arguments, ANSWER the JSON file for its result. `report.py` starts it.
+`python -m studies.benchmarks.gpu_measure JOB ANSWER` runs one measurement in a separate process: JOB is a JSON file
+with the name of a function and its arguments, ANSWER the JSON file for its result. `gpu_report.py` starts it.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `V` vocabulary.
 """
@@ -29,6 +29,7 @@ from deepnmt.files import read_log, write_json
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import StepStats
 from deepnmt.parallel.launch import processes
+from deepnmt.parallel.pipeline.partition import multiply_adds
 from deepnmt.parallel.settings import layout_of
 from deepnmt.ranks import Ranks
 from deepnmt.tokens import BOS, EOS, PAD
@@ -43,17 +44,15 @@ MIN_TOKENS = 2048  # of a micro-batch, per side; with fewer the rate means littl
 def model_flops(model: Model, vocab: int, sentences: int, source: float, target: float) -> float:
     """Floating-point operations of training on B sentences of S source and T target tokens, forward and backward.
 
-    A matrix product of m multiply-adds counts 2m forward and twice that backward. Multiply-adds, with F the width of
-    the FFN: an encoder layer has 4D² + 2DF (with a gate 3DF) per source token; a decoder layer 6D² + 2DF per target
-    token and 2DM (cross-attention's keys and values, M the encoder's width) per source token; the output projection DV
-    per target token. Attention scores and the weighted sum take 4·L·D operations per query over L keys (causal ones T/2
-    on average), and 2.5 times that backward, because fused kernels recompute them. Element-wise operations, padding and
-    the optimizer are left out.
+    A matrix product of m multiply-adds (`multiply_adds` of a layer, DV a target token of the output projection) counts
+    2m forward and twice that backward. Attention scores and the weighted sum take 4·L·D operations per query over L
+    keys (causal ones T/2 on average), and 2.5 times that backward, because fused kernels recompute them. Element-wise
+    operations, padding and the optimizer are left out.
     """
-    (e, _, f), (d, _, g), matrices = model.shape("encoder"), model.shape("decoder"), model.ffn_matrices
-    n, m = model.encoder.layers, model.decoder.layers
-    by_source = n * (4 * e * e + matrices * e * f) + m * 2 * d * e
-    by_target = m * (6 * d * d + matrices * d * g) + d * vocab
+    n, m, e, d = model.encoder.layers, model.decoder.layers, model.shape("encoder")[0], model.shape("decoder")[0]
+    encoder, decoder, crossing = multiply_adds(model)
+    by_source = n * encoder + m * crossing
+    by_target = m * decoder + d * vocab
     attended = e * n * source * source + d * m * target * (target / 2 + source)
     return sentences * (6.0 * (source * by_source + target * by_target) + 3.5 * 4 * attended)
 

@@ -5,7 +5,7 @@ A module that measures has a function `work(job: dict, ranks: Ranks) -> Any` and
     if __name__ == "__main__":
         answer_job(work)
 
-Start it with `run_workers("deepnmt.that_module", job, processes, threads)`.
+Start it with `run_workers("studies.benchmarks.that_module", job, processes, threads)`.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from deepnmt.config import Recipe, dump_recipe, load_recipe
 from deepnmt.data.split import split_tsv
 from deepnmt.errors import UserError
 from deepnmt.files import markdown_table, read_log, write_json
-from deepnmt.gpu_report.measure import MIN_TOKENS, OUT_OF_MEMORY
-from deepnmt.parallel.workers import module_command
 from deepnmt.progress import print_status
 from deepnmt.training.trainer import FINISHED, PREEMPTED
+from studies.benchmarks.gpu_measure import MIN_TOKENS, OUT_OF_MEMORY
+from studies.benchmarks.workers import module_command
 
 Subject = Literal["training", "layouts"]
 ToyCorpus = Callable[[Path], dict[str, int]]
@@ -40,7 +40,7 @@ class Size:
     """The size of a report.
 
     Attributes:
-        machine, step: arguments of the functions in `measure.py`.
+        machine, step: arguments of the functions in `gpu_measure.py`.
         deep, shallow: settings for the two recipes, as on a command line.
         updates: further settings of the deep one for updates on text.
         limits: seconds for each part (for the training: the fewest with which it is worth starting).
@@ -262,7 +262,7 @@ class Report:
 
     def _step(self, layout: str) -> dict[str, Any]:
         """Times updates: with half the tokens if memory runs out, with the fewest if not even one update ends in time.
-        For a device with time for some updates see `measure.timed_updates`."""
+        For a device with time for some updates see `gpu_measure.timed_updates`."""
         recipe = {**self.deep, **self.compiled}[layout]
         arguments: dict[str, Any] = {"recipe": recipe.model_dump(), **self.size.step}
         limit = "compiled" if recipe.parallel.compile else "step"
@@ -278,12 +278,12 @@ class Report:
                     raise
 
     def _measure(self, measure: str, arguments: dict[str, Any], name: str, limit: str = "") -> dict[str, Any]:
-        """Runs a function of `measure.py` with these arguments in a separate process; returns its result. `limit` names
-        the seconds it has, if it is not the function."""
+        """Runs a function of `gpu_measure.py` with these arguments in a separate process; returns its result. `limit`
+        names the seconds it has, if it is not the function."""
         seconds = self._limit(limit or measure)
         task, answer = self.output / f"{name}_job.json", self.output / f"{name}.json"
         write_json(task, {"measure": measure, **arguments})
-        self._job(name, ["deepnmt.gpu_report.measure", str(task), str(answer)]).wait_for_success(seconds)
+        self._job(name, ["studies.benchmarks.gpu_measure", str(task), str(answer)]).wait_for_success(seconds)
         return dict(json.loads(answer.read_text(encoding="utf-8")))
 
     def _train(self) -> dict[str, Any]:
@@ -420,7 +420,7 @@ def _machine(facts: dict[str, Any]) -> list[str]:
 
 
 def _steps(rates: list[dict[str, Any]], facts: dict[str, Any]) -> list[str]:
-    """MFU: model FLOPs (`measure.model_flops`) a second over a peak."""
+    """MFU: model FLOPs (`gpu_measure.model_flops`) a second over a peak."""
     rows = [[f"{rate['precision']}, ZeRO-{rate['stage']}"
              + (f", compiled in {rate['seconds_of_compiling']:.0f} s" if rate["seconds_of_compiling"] else ""),
              f"{rate['parameters']:,}", f"{rate['tokens']:,}",
