@@ -30,6 +30,7 @@ from deepnmt.checkpoint.checkpoint import (
     weights_in,
     write_checkpoint,
 )
+from deepnmt.checkpoint.retention import last_consecutive
 from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.folders import original_name
@@ -127,32 +128,6 @@ def choose_checkpoints(
                         f"{len(kept)} and older ones were kept for their validation; choose {len(kept)}, or name the "
                         "others by their updates")
     return kept
-
-
-def last_consecutive(checkpoints: Path, count: int) -> list[Path]:
-    """The last `count` checkpoints, oldest first; fewer if one between them was deleted.
-
-    A run keeps its last `train.keep_last` and the best. One that is older than its last `train.keep_last` was kept for
-    its validation, and others after it may have been deleted. Raises `UserError` for a damaged checkpoint.
-    """
-    paths = list_checkpoints(checkpoints)[-count:]
-    for path in paths:
-        verify_files(path, (RECIPE,))
-    kept = [load_recipe(path / RECIPE).train.keep_last for path in paths]
-    whole = (start for start in range(len(paths)) if all(n <= keep for n, keep in enumerate(kept[start:], 1)))
-    return paths[next(whole, 0):]
-
-
-def check_average_last(recipe: Recipe) -> None:
-    """Raises `UserError` if a run of this recipe would keep fewer checkpoints than `average_last`.
-
-    Called only before training: a run that kept fewer can still be read, averaged and, with another `average_last`,
-    resumed.
-    """
-    if recipe.average_last > recipe.train.keep_last:
-        raise UserError(f"average_last ({recipe.average_last}) must not be above train.keep_last "
-                        f"({recipe.train.keep_last}), the number of last checkpoints that are kept; set average_last="
-                        f"{recipe.train.keep_last}, or keep more")
 
 
 # -- their mean --------------------------------------------------------------------------------------------------------

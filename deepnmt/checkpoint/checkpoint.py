@@ -154,7 +154,7 @@ def facts_of(update: int, shapes: Mapping[str, Iterable[int]], tensors: Mapping[
             "metadata": {}}
 
 
-# -- finding and deleting ----------------------------------------------------------------------------------------------
+# -- finding -----------------------------------------------------------------------------------------------------------
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -205,37 +205,6 @@ def sorted_by_score(checkpoints: list[Path], scores: Mapping[int, float]) -> lis
     """The checkpoints with a finite score, lowest (best) first; of equal scores the earlier update first."""
     scored = [path for path in checkpoints if math.isfinite(scores.get(update_of(path), math.nan))]
     return sorted(scored, key=lambda path: scores[update_of(path)])
-
-
-def prune(folder: Path, keep_last: int, keep_best: int, scores: Mapping[int, float]) -> list[Path]:
-    """Deletes all checkpoints but the last `keep_last` (at least 1) and the `keep_best` with the lowest scores.
-
-    Returns:
-        The deleted folders.
-
-    Raises:
-        CheckpointWriteError: one cannot be deleted.
-    """
-    paths = list_checkpoints(folder)
-    kept = {*paths[-keep_last:], *sorted_by_score(paths, scores)[:keep_best]}
-    deleted = [path for path in paths if path not in kept]
-    for path in deleted:
-        folders.delete(path)
-    return deleted
-
-
-def make_room(folder: Path, scores: Mapping[int, float]) -> Path | None:
-    """Deletes the oldest checkpoint that is neither the newest nor the one with the lowest score, for a disk that is
-    full. Returns its folder; None if there is no such checkpoint, or it cannot be deleted."""
-    paths = list_checkpoints(folder)
-    spare = [path for path in paths[:-1] if path not in sorted_by_score(paths, scores)[:1]]
-    try:
-        for path in spare[:1]:
-            folders.delete(path)
-            return path
-    except CheckpointWriteError as fault:
-        log.warning("%s", fault)
-    return None
 
 
 def find_checkpoint(folder: Path, which: Which = "auto") -> Path:

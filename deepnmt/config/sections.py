@@ -581,9 +581,11 @@ class Train(Section):
     """How many of the newest checkpoints are kept."""
     keep_best: Annotated[int, Field(ge=0)] = 1
     """How many further checkpoints are kept: those with the best validation."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Updates between checkpoints that are kept to the end, a multiple of `save_every`; 0: none."""
     max_failed_saves: Count = 3
     """Checkpoints in a row that cannot be written after which the run ends, since it would train for nothing. On a full
-    disk the oldest that is neither the best nor the newest makes room first."""
+    disk the oldest that is neither the best nor the newest makes room first, those of `keep_every` last."""
     best_by: Literal["loss", "bleu"] = "loss"
     """What makes a validation the best: the lowest loss, or the highest BLEU, which needs
     `valid_bleu`."""
@@ -607,6 +609,11 @@ class Train(Section):
     """Decay of a running average of the weights, such as 0.999; null: none. After every update the average becomes
     ema × average + (1 - ema) × weights. Validations, the best checkpoint, `translate`, `evaluate` and all else that
     loads a checkpoint then use the average; training continues with the weights."""
+
+    def faults(self) -> Iterator[str]:
+        if self.keep_every % self.save_every:
+            yield (f"keep_every ({self.keep_every}) must be a multiple of save_every ({self.save_every}), such as "
+                   f"{-(-self.keep_every // self.save_every) * self.save_every}; or set it to 0")
 
 
 class Parallel(Section):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from deepnmt.checkpoint.average import check_average_last
+from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.data.mixing import training_stream
@@ -168,7 +168,7 @@ def disk_note(recipe: Recipe, parameters: int) -> str:
     """A sentence on the disk that the run's checkpoints take, and whether there is as much."""
     train, folder = recipe.train, Path(recipe.run) / "checkpoints"
     each = 4 * parameters * (1 + len(moment_names(recipe)))
-    count = min(train.keep_last + train.keep_best, -(-train.updates // train.save_every)) + 1
+    count = most_at_once(train)
     held = sum(file.stat().st_size for file in folder.glob("*/*") if file.is_file())
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free + held

@@ -14,15 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deepnmt.checkpoint.average import check_average_last
-from deepnmt.checkpoint.checkpoint import (
-    CheckpointWriteError,
-    list_checkpoints,
-    make_room,
-    moments_in,
-    prune,
-    weights_in,
-)
+from deepnmt.checkpoint.checkpoint import CheckpointWriteError, list_checkpoints, moments_in, weights_in
+from deepnmt.checkpoint.retention import check_average_last, make_room, prune
 from deepnmt.checkpoint.saving import Saver, in_shards
 from deepnmt.config import Change, Recipe, Train, dump_recipe
 from deepnmt.device import describe, deterministic
@@ -364,7 +357,7 @@ class Trainer:
         """Makes room on a full disk and saves again; else reports the fault that every process has, or raises
         `CheckpointWriteError` if it is time to end."""
         if fault.errno in (errno.ENOSPC, errno.EDQUOT):
-            freed = make_room(self.checkpoints, self._scores()) if self.ranks.first else None
+            freed = make_room(self.checkpoints, self.recipe.train, self._scores()) if self.ranks.first else None
             if name := self.ranks.broadcast_bytes(freed.name.encode() if freed else b"").decode():
                 self.monitor.event(self.state.update, f"the disk is full; {name} was deleted to make room for a newer "
                                    "checkpoint")
@@ -385,7 +378,7 @@ class Trainer:
     def _prune(self, scores: dict[int, float]) -> None:
         """Deletes checkpoints that are not kept, in the thread that writes; the next save tries again what fails."""
         try:
-            prune(self.checkpoints, self.recipe.train.keep_last, self.recipe.train.keep_best, scores)
+            prune(self.checkpoints, self.recipe.train, scores)
         except CheckpointWriteError as fault:
             self._not_deleted = fault
 

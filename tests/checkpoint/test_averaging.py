@@ -20,7 +20,6 @@ from deepnmt.checkpoint import tensors as stored
 from deepnmt.checkpoint.average import (
     average_run,
     average_weights,
-    check_average_last,
     choose_checkpoints,
     save_average,
     warn_if_outdated,
@@ -37,6 +36,7 @@ from deepnmt.checkpoint.checkpoint import (
     verify,
     write_checkpoint,
 )
+from deepnmt.checkpoint.retention import check_average_last
 from deepnmt.training.plan import describe
 
 VALIDATIONS = [{"update": 10, "value": 3.0}, {"update": 20, "value": 1.0}, {"update": 30, "value": 2.0}]

@@ -38,13 +38,13 @@ from deepnmt.checkpoint.checkpoint import (
     load_weights,
     moments_in,
     newest_checkpoint,
-    prune,
     read_scores,
     update_of,
     verify,
     weights_in,
 )
-from deepnmt.config import dump_recipe, load_recipe
+from deepnmt.checkpoint.retention import make_room, most_at_once, prune
+from deepnmt.config import Train, dump_recipe, load_recipe
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_views_of_one_buffer_are_stored_separately(tmp_path: Path) -> None:
 def _eventful_save(run: Path) -> None:
     """A save of everything: it replaces a checkpoint, sets a newer one aside and prunes older ones."""
     tiny_run.write(tiny_run.recipe_of(run), 30)
-    prune(run / "checkpoints", 1, 0, {})
+    prune(run / "checkpoints", Train(updates=99, keep_last=1, keep_best=0), {})
 
 
 def _eventful(saved: Path, run: Path) -> Path:
@@ -475,17 +475,30 @@ def test_readers_detect_damage_too(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_best", "kept"),
-    [(1, 0, [6]), (2, 1, [2, 5, 6]), (1, 2, [2, 3, 6]), (9, 9, [1, 2, 3, 4, 5, 6])],
+    ("last", "best", "every", "kept"),
+    [(1, 0, 0, [6]), (2, 1, 0, [2, 5, 6]), (1, 2, 0, [2, 3, 6]), (9, 9, 0, [1, 2, 3, 4, 5, 6]), (1, 0, 2, [2, 4, 6]),
+     (1, 1, 4, [2, 4, 6])],
 )
-def test_prune_keeps_the_last_and_the_best(tmp_path: Path, keep_last: int, keep_best: int, kept: list[int]) -> None:
+def test_prune_keeps_the_last_the_best_and_every_kth(
+    tmp_path: Path, last: int, best: int, every: int, kept: list[int]
+) -> None:
+    train = Train(updates=6, save_every=1, keep_last=last, keep_best=best, keep_every=every)
     for update in range(1, 7):
         (tmp_path / f"update-{update:08d}").mkdir()
     scores = {1: float("nan"), 2: 1.0, 3: 1.0, 4: 3.0, 5: 2.0, 99: 0.0}  # 1 diverged, 6 not validated, 99 is gone
-    gone = prune(tmp_path, keep_last, keep_best, scores)
+    gone = prune(tmp_path, train, scores)
     assert [update_of(path) for path in list_checkpoints(tmp_path)] == kept
     assert {update_of(path) for path in gone} == set(range(1, 7)) - set(kept)
-    assert not list(tmp_path.glob(".*"))
+    assert not list(tmp_path.glob(".*")) and len(kept) < most_at_once(train) <= 7
+
+
+def test_a_full_disk_takes_those_of_keep_every_last(tmp_path: Path) -> None:
+    for update in range(2, 9):
+        (tmp_path / f"update-{update:08d}").mkdir()
+    train = Train(updates=9, save_every=1, keep_every=2)
+    freed = [make_room(tmp_path, train, {3: 1.0, 4: 2.0}) for _ in range(6)]
+    assert [path and update_of(path) for path in freed] == [5, 7, 2, 4, 6, None]
+    assert [update_of(path) for path in list_checkpoints(tmp_path)] == [3, 8], "the best and the newest"
 
 
 def test_scores_are_collected_from_all_checkpoints(run: Path) -> None:

@@ -20,9 +20,11 @@ import tiny_run
 import torch
 from warm import TESTS, Warm
 
-from deepnmt.checkpoint.checkpoint import list_checkpoints, moments_in, newest_checkpoint, prune, update_of, weights_in
+from deepnmt.checkpoint.checkpoint import list_checkpoints, moments_in, newest_checkpoint, update_of, weights_in
+from deepnmt.checkpoint.retention import prune
 from deepnmt.checkpoint.saving import Saver
 from deepnmt.checkpoint.tensors import Part
+from deepnmt.config import Train
 from deepnmt.errors import UserError
 from deepnmt.parallel import watch
 from deepnmt.parallel.launch import processes
@@ -44,7 +46,7 @@ def save(run: Path, ranks: Ranks, update: int) -> str:
     saver = Saver(run, ranks, parts_of(update, ranks), True)
     try:
         saver.save(parts_of(update, ranks), tiny_run.state_of(update), "a: 1\n", {"src.spm": b"vocabulary"},
-                   lambda: prune(run, 1, 0, {}))
+                   lambda: prune(run, Train(updates=99, keep_last=1, keep_best=0), {}))
         saver.wait()
         return ""
     except UserError as fault:

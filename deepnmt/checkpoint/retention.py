@@ -1,0 +1,106 @@
+"""Which checkpoints of a run stay on the disk. No other file decides that.
+
+To keep others, too: a row of `RULES` and a setting of `config.Train`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from deepnmt import folders
+from deepnmt.checkpoint.checkpoint import RECIPE, list_checkpoints, sorted_by_score, update_of, verify_files
+from deepnmt.config import Recipe, Train, load_recipe
+from deepnmt.errors import UserError
+from deepnmt.folders import CheckpointWriteError
+
+log = logging.getLogger(__name__)
+
+Scores = Mapping[int, float]  # update to validation value; lower is better
+
+
+class Rule(NamedTuple):
+    """A reason to keep checkpoints.
+
+    Attributes:
+        keeps: from the settings, all checkpoints (oldest first) and their scores to those that stay.
+        most: from the settings to how many these are at the end of a run, at most.
+    """
+
+    keeps: Callable[[Train, list[Path], Scores], list[Path]]
+    most: Callable[[Train], int]
+
+
+def _keeps_every(train: Train, paths: list[Path], scores: Scores) -> list[Path]:
+    return [path for path in paths if train.keep_every and update_of(path) % train.keep_every == 0]
+
+
+RULES: dict[str, Rule] = {
+    "keep_last": Rule(lambda train, paths, scores: paths[-train.keep_last:], lambda train: train.keep_last),
+    "keep_best": Rule(lambda train, paths, scores: sorted_by_score(paths, scores)[:train.keep_best],
+                      lambda train: train.keep_best),
+    "keep_every": Rule(_keeps_every, lambda train: train.updates // train.keep_every if train.keep_every else 0),
+}
+
+
+def prune(folder: Path, train: Train, scores: Scores) -> list[Path]:
+    """Deletes all checkpoints that no rule keeps; returns their folders. Raises `CheckpointWriteError` if one cannot be
+    deleted."""
+    paths = list_checkpoints(folder)
+    kept = {path for rule in RULES.values() for path in rule.keeps(train, paths, scores)}
+    deleted = [path for path in paths if path not in kept]
+    for path in deleted:
+        folders.delete(path)
+    return deleted
+
+
+def make_room(folder: Path, train: Train, scores: Scores) -> Path | None:
+    """Deletes a checkpoint because the disk is full: the oldest that is neither the newest nor the best, one that
+    `keep_every` keeps only if there is no other. Returns its folder; None if there is no such checkpoint, or it cannot
+    be deleted."""
+    paths = list_checkpoints(folder)
+    needed = {*paths[-1:], *sorted_by_score(paths, scores)[:1]}
+    spare = [path for path in paths if path not in needed]
+    kept_for_ever = _keeps_every(train, paths, scores)
+    spare.sort(key=lambda path: path in kept_for_ever)  # keeps the order of the others
+    try:
+        for path in spare[:1]:
+            folders.delete(path)
+            return path
+    except CheckpointWriteError as fault:
+        log.warning("%s", fault)
+    return None
+
+
+def most_at_once(train: Train) -> int:
+    """How many checkpoints of a run are on the disk at a time, at most, with the one that is being written."""
+    saves = -(-train.updates // train.save_every)
+    return min(sum(rule.most(train) for rule in RULES.values()), saves) + 1
+
+
+def last_consecutive(checkpoints: Path, count: int) -> list[Path]:
+    """The last `count` checkpoints, oldest first; fewer if one between them was deleted.
+
+    One that is older than a run's last `train.keep_last` was kept for another reason, such as its validation, and
+    others after it may have been deleted. Raises `UserError` for a damaged checkpoint.
+    """
+    paths = list_checkpoints(checkpoints)[-count:]
+    for path in paths:
+        verify_files(path, (RECIPE,))
+    kept = [load_recipe(path / RECIPE).train.keep_last for path in paths]
+    whole = (start for start in range(len(paths)) if all(n <= keep for n, keep in enumerate(kept[start:], 1)))
+    return paths[next(whole, 0):]
+
+
+def check_average_last(recipe: Recipe) -> None:
+    """Raises `UserError` if a run of this recipe would keep fewer checkpoints than `average_last`.
+
+    Called only before training: a run that kept fewer can still be read, averaged and, with another `average_last`,
+    resumed.
+    """
+    if recipe.average_last > recipe.train.keep_last:
+        raise UserError(f"average_last ({recipe.average_last}) must not be above train.keep_last "
+                        f"({recipe.train.keep_last}), the number of last checkpoints that are kept; set average_last="
+                        f"{recipe.train.keep_last}, or keep more")
