@@ -28,7 +28,7 @@ from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes
 from deepnmt.version import __version__
 
 if TYPE_CHECKING:
-    from deepnmt.ranks import Ranks
+    from deepnmt.processes.ranks import Ranks
 
 Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
@@ -85,7 +85,7 @@ def run_command(
         if not (_is_later_process() if error.reported is None else error.reported):
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)
         if _is_on_several_machines() and error.reported is None:
-            from deepnmt.parallel.launch import end_others
+            from deepnmt.processes.launch import end_others
 
             end_others(str(error))
         return 2
@@ -295,8 +295,8 @@ def _prepare(words: list[str]) -> None:
 
 
 def _processes(recipe: Recipe, *, group: bool = False, differ: bool = False) -> AbstractContextManager[Ranks]:
-    """The processes of this start, as the recipe has them; see `deepnmt.parallel.launch.processes`."""
-    from deepnmt.parallel.launch import processes
+    """The processes of this start, as the recipe has them; see `deepnmt.processes.launch.processes`."""
+    from deepnmt.processes.launch import processes
 
     settings = recipe.parallel
     return processes(settings.threads, group=group, differ=differ, device=settings.device, wait=settings.start_timeout)
@@ -385,7 +385,7 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--launcher", metavar="COMMAND", help="what starts training, translation and scoring on "
                         "several processes (default: one process)")
     args, recipe = parse(parser, words)
-    from deepnmt.parallel.launch import rank_from_environment
+    from deepnmt.processes.launch import rank_from_environment
     from deepnmt.steps import run_steps, starter
 
     if rank_from_environment()[1] > 1:
@@ -650,7 +650,7 @@ def _serve(words: list[str]) -> None:
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}, must be from 0 to 65535")
     checkpoints = _checkpoints(args.checkpoint, recipe)
-    from deepnmt.parallel.launch import rank_from_environment
+    from deepnmt.processes.launch import rank_from_environment
     from deepnmt.serve.server import serve
 
     if (count := rank_from_environment()[1]) > 1:
@@ -702,7 +702,7 @@ def _diagnose(words: list[str]) -> None:
                         "remove it, or give the folder of a run")
     profiled(args, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
     from deepnmt.doctor.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
-    from deepnmt.parallel.launch import rank_from_environment
+    from deepnmt.processes.launch import rank_from_environment
 
     if (count := rank_from_environment()[1]) > 1:
         raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
@@ -874,7 +874,7 @@ def _check_cluster(words: list[str]) -> int:
                         help="megabytes of the all-reduce that is timed (default 64)")
     args, recipe = parse(parser, words)
     positive(args, "mb")
-    from deepnmt.cluster.check import check_cluster
+    from deepnmt.processes.check import check_cluster
 
     with _processes(recipe, differ=True) as ranks:
         text, faults = check_cluster(recipe, ranks, args.mb)

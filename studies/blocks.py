@@ -37,10 +37,10 @@ from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.files import make_parent_folder, make_run_folder
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import Layout
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 from deepnmt.tokens import EOS, PAD
 from deepnmt.training.profile import profile_for
 from deepnmt.training.state import TrainState

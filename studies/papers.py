@@ -22,8 +22,8 @@ from deepnmt.files import make_run_folder, write_json
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 from studies.benchmarks.gpu_measure import random_batch
 from studies.plots import plot_cells
 from studies.side_by_side import train_side_by_side

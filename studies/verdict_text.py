@@ -35,7 +35,7 @@ from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.profile import profile_for
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates

@@ -90,7 +90,7 @@ LONGEST = [
     "test_foreign_files", "test_dry_gpu", "test_wheel", "test_pipeline", "test_readme", "test_resume_anywhere",
     "test_faults_of_saves", "test_failing_disk", "test_random_kills", "test_nodes_that_differ", "test_demo",
     "test_steps", "test_tutorial", "test_help", "test_diagnose", "test_notebook", "test_admin_profile",
-    "test_layout_change", "test_watch", "test_offload", "test_optimizers", "test_divergence", "test_gather",
+    "test_layout_change", "test_heartbeat", "test_offload", "test_optimizers", "test_divergence", "test_gather",
     "test_export", "test_compiled_layers", "test_kernels", "test_guided_alignment",
 ]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from deepnmt.parallel.launch import free_port
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import free_port
+from deepnmt.processes.ranks import Ranks
 
 Gather = Callable[[bytes], "list[bytes] | None"]
 

@@ -15,7 +15,7 @@ from deepnmt.config import Recipe, check_recipe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import layout_of
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import PAD
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from deepnmt.checkpoint.saving import Saver
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.data.vocab import train_vocabulary
 from deepnmt.model.init import new_model
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 
 SENTENCES = ["the small dog sees a red house", "a cat runs to the old tree", "two birds sing in the green garden"]
 VOCAB = train_vocabulary(SENTENCES * 3, config.Vocab(size=40, kind="bpe"))

@@ -49,7 +49,7 @@ class Warm:
 
     def start(self, world: int, target: str, *arguments: object) -> list[int]:
         """Forks `world` ranks that call `module:function(*arguments)`; returns their process ids."""
-        from deepnmt.parallel.launch import free_port
+        from deepnmt.processes.launch import free_port
 
         if self._waits:  # for a job that its test, which has failed, did not wait for
             self._end()
@@ -141,7 +141,7 @@ def without_pictures() -> None:
 
 def serve() -> int:
     """Reads jobs; a forked process leaves through here with the exit code of its function."""
-    from deepnmt.parallel.host import quiet_libraries
+    from deepnmt.processes.host import quiet_libraries
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print while they are imported

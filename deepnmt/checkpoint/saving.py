@@ -38,7 +38,7 @@ from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.folders import Entry
 from deepnmt.optim import moment_names
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 
 ONE_FILE_BYTES = 1_000_000_000  # of weights and moments; several processes write more than this in shards
 

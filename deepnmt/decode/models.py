@@ -19,7 +19,7 @@ from deepnmt.decode.steppers import CachedStepper, Ensemble, MakeStepper, Mean
 from deepnmt.errors import UserError
 from deepnmt.folders import read_manifest
 from deepnmt.model.transformer import Transformer
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 
 FACTS = "deepnmt.json"  # what an exported folder says of itself
 Folders = str | Path | Sequence[str | Path]  # of checkpoints or runs; several make an ensemble

@@ -36,8 +36,8 @@ from deepnmt.decode.translate import (
 from deepnmt.errors import UserError
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress, print_status
-from deepnmt.ranks import Ranks
 from deepnmt.tokens import BOS, EOS, PAD
 
 CHUNK_LOGITS = 2**22  # computed at once

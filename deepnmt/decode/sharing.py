@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress
-from deepnmt.ranks import Ranks
 
 CHUNK = 10_000  # lines held in memory: they are sorted by length, worked on, and written together
 

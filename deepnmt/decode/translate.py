@@ -40,8 +40,8 @@ from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import atomic_write
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
-from deepnmt.ranks import Ranks
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 
 OutputFormat = Literal["text", "tsv", "jsonl"]

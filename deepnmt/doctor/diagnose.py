@@ -62,8 +62,8 @@ from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.local import LocalEngine
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
-from deepnmt.ranks import Ranks
 from deepnmt.training.profile import profile_for
 
 # Sections taken from the given recipe at a checkpoint too; all others come from the checkpoint's own recipe.

@@ -21,7 +21,7 @@ from deepnmt.doctor.probes import hooks
 from deepnmt.model.blocks import BLOCKS, PostLN
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 What = Literal["weight", "input", "output", "loss", "gradient of the output", "gradient"]

@@ -21,7 +21,7 @@ from deepnmt.config import Model, Recipe
 from deepnmt.doctor.probes import hooks, norms_of
 from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Stream, last_output
 from deepnmt.parallel.engine import Engine, StepStats
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.updates import UpdateHook
 
 Combine = Callable[[list[float]], list[float]]

@@ -23,8 +23,8 @@ from deepnmt.device import choose
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import USUAL, EvaluationSet, make_scorers, score_systems
 from deepnmt.files import as_json, atomic_write, write_json, write_text
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import bar_progress, print_status
-from deepnmt.ranks import Ranks
 
 
 def evaluate_run(

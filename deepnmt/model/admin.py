@@ -42,8 +42,8 @@ from deepnmt.model.embedding import TABLES, InputLayer
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import build_layer, build_top
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import no_progress, show_progress
-from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 
 _FORMAT, _VERSION = "deepnmt-admin-profile", 1

@@ -11,7 +11,7 @@ from deepnmt.parallel.engine import Build, Engine, build_of
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.pipeline.partition import Partition, cost_units, partition
 from deepnmt.parallel.settings import Layout
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 
 
 def partition_of(recipe: Recipe, src_vocab: int, trg_vocab: int, ratio: float = 1.0) -> Partition:

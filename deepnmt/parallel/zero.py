@@ -30,8 +30,8 @@ from deepnmt.model.transformer import Transformer, fill_with_nan
 from deepnmt.optim import clip_gradients, gradient_norm
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
 from deepnmt.parallel.engine import Build, Flags, Reading, StepStats, read_sums
-from deepnmt.parallel.host import give_memory_back
 from deepnmt.parallel.settings import Layout
+from deepnmt.processes.host import give_memory_back
 
 
 class ZeroEngine(DeepSpeedEngine):

@@ -20,8 +20,8 @@ from deepnmt.config import Recipe
 from deepnmt.decode.models import Folders, load_models, max_length
 from deepnmt.decode.translate import translate_lines
 from deepnmt.errors import UserError
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 from deepnmt.serve.app import App, Limits
 from deepnmt.serve.batches import Batches, Hypothesis
 from deepnmt.serve.metrics import Metrics

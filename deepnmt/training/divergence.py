@@ -15,7 +15,7 @@ from deepnmt.checkpoint.checkpoint import list_checkpoints
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.parallel.engine import Engine, StepStats
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.source_use import SourceUse
 
 LIMIT = 25  # dropped updates in a row, at one loss scale

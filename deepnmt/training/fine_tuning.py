@@ -28,9 +28,9 @@ from deepnmt.folders import MANIFEST
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import is_in
-from deepnmt.parallel.meeting import agree
+from deepnmt.processes.ranks import Ranks
+from deepnmt.processes.rendezvous import agree
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 
 Vocabs = tuple[Vocabulary, Vocabulary]
 

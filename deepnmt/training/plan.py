@@ -23,11 +23,11 @@ from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim import moment_names, warmup_note
 from deepnmt.parallel.build import partition_of
-from deepnmt.parallel.launch import rank_from_environment
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.settings import Layout, layout_of
+from deepnmt.processes.launch import rank_from_environment
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 from deepnmt.training.fine_tuning import check_parts, find_trained, origins
 
 # Tensors of model width that autograd keeps for the backward pass, for each token and layer, without the FFN's inner

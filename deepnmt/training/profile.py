@@ -15,9 +15,9 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, reporting
 from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
+from deepnmt.processes.agreement import agree_on_contents, agree_on_recipe
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
-from deepnmt.training.agreement import agree_on_contents, agree_on_recipe
 
 
 def profile(recipe: Recipe, ranks: Ranks) -> Path:

@@ -30,9 +30,9 @@ from deepnmt.files import make_run_folder, sha256
 from deepnmt.folders import MANIFEST
 from deepnmt.optim import MOMENT_SETTINGS, moment_names
 from deepnmt.parallel.settings import data_ranks
+from deepnmt.processes.agreement import agree_on_folder
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
-from deepnmt.training.agreement import agree_on_folder
 from deepnmt.training.state import TrainState
 
 # Settings, or groups of them, that cannot change on resuming: a new value would make it another run, or have no effect.

@@ -38,7 +38,7 @@ from deepnmt.model.attention import CrossAttention
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.guided import AttentionHook
 from deepnmt.parallel.engine import Engine
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import PAD
 
 GAIN = 0.2  # nats: over 12 tokens the right source makes a sentence exp(2.4) = 11 times as likely as a wrong one

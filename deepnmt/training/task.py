@@ -23,7 +23,7 @@ from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.fine_tuning import check_parts, trained_weights
 from deepnmt.training.plan import check_memory
 from deepnmt.training.profile import profile_for, save_profile

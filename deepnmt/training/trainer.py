@@ -22,13 +22,13 @@ from deepnmt.device import describe, deterministic
 from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import read_log, reporting, write_text
 from deepnmt.optim import warmup_note
-from deepnmt.parallel import watch as watch_
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.launcher import lost_launcher
 from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
+from deepnmt.processes import heartbeat as watch_
+from deepnmt.processes.agreement import agree_on_contents, agree_on_recipe
+from deepnmt.processes.launcher import lost_launcher
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import output_may_be_lost
-from deepnmt.ranks import Ranks
-from deepnmt.training.agreement import agree_on_contents, agree_on_recipe
 from deepnmt.training.divergence import Explain, diverged
 from deepnmt.training.log import Monitor
 from deepnmt.training.plan import disk_note

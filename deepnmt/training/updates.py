@@ -14,7 +14,7 @@ from deepnmt.config import Recipe
 from deepnmt.data.batching import Position, Update
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.engine import Engine, StepStats
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.divergence import DroppedUpdates
 from deepnmt.training.state import TrainState
 

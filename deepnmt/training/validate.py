@@ -22,7 +22,7 @@ from deepnmt.model.dropout import evaluating
 from deepnmt.model.guided import guided_index
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.source_use import SourceUse, measure_validation_text
 
 # Micro-batches passed to the engine in one call. P pipeline stages idle (P - 1) / (64 + P - 1) of the time, 5 % for 4;

@@ -26,8 +26,8 @@ from deepnmt.files import make_parent_folder, make_run_folder, table, write_json
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import layout_of
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 from deepnmt.tokens import PAD
 from deepnmt.training.profile import measure_profile
 from studies.benchmarks.gpu_measure import random_batch

@@ -17,8 +17,8 @@ from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.files import make_parent_folder, table, write_json
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 from studies.benchmarks.gpu_measure import random_batch
 from studies.benchmarks.layouts import Layout, own_peak, resident, with_layout
 from studies.benchmarks.workers import answer_job, run_workers

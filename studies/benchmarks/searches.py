@@ -21,8 +21,8 @@ from deepnmt.data.text import read_lines
 from deepnmt.decode.ctranslate2 import FORMATS, load_exported
 from deepnmt.decode.models import load_models
 from deepnmt.decode.translate import translate_lines
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 
 SAME_RULE = {"finish": "best", "patience": 1.0}  # CTranslate2's beam search
 

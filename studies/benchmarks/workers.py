@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from deepnmt.errors import UserError
-from deepnmt.parallel.launch import free_port, processes
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import free_port, processes
+from deepnmt.processes.ranks import Ranks
 
 _GRACE = 2.0  # seconds the other processes get to end by themselves once one has failed
 

@@ -26,9 +26,9 @@ from deepnmt.checkpoint.saving import Saver
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Train
 from deepnmt.errors import UserError
-from deepnmt.parallel import watch
-from deepnmt.parallel.launch import processes
-from deepnmt.ranks import Ranks
+from deepnmt.processes import heartbeat as watch
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 
 WORLD = 2
 

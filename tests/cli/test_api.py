@@ -22,7 +22,7 @@ from run_files import losses
 import deepnmt
 from deepnmt.cli import main
 from deepnmt.model.dropout import seed_dropout
-from deepnmt.parallel.host import quiet_libraries
+from deepnmt.processes.host import quiet_libraries
 from deepnmt.training.log import Monitor
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from deepnmt.checkpoint.checkpoint import Contents, load_model
 from deepnmt.cli import main
 from deepnmt.config import dump_recipe
 from deepnmt.errors import UserError
-from deepnmt.ranks import Ranks, Result
+from deepnmt.processes.ranks import Ranks, Result
 from deepnmt.training import resume
 from deepnmt.training.resume import run_lock
 

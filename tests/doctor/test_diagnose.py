@@ -40,7 +40,7 @@ from deepnmt.doctor.verdict import Line, VerdictRule
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.transformer import Transformer
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.profile import profile_for
 
 ONE = "parallel.threads=1"

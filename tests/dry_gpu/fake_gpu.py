@@ -262,7 +262,7 @@ collectives: Counter[str] = Counter()
 @contextmanager
 def world(rank: int, size: int) -> Iterator[Any]:
     """This process as one of several, whose others only seem to be there. Every collective gets contiguous tensors."""
-    from deepnmt.ranks import Ranks
+    from deepnmt.processes.ranks import Ranks
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -291,7 +291,7 @@ def begin() -> None:
     """Everything above; torch, deepnmt and DeepSpeed see a GPU from here on."""
     _pretend()
     from deepnmt import device
-    from deepnmt.ranks import Ranks
+    from deepnmt.processes.ranks import Ranks
 
     assert device.choose() == "cuda"
     device._triton = True  # what its kernels launch is traced without it

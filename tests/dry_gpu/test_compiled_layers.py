@@ -21,7 +21,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel import compiled
 from deepnmt.parallel.compiled import compile_layers
 from deepnmt.parallel.settings import layout_of
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 CPU = torch.device("cpu")

@@ -31,8 +31,8 @@ from deepnmt.decode.steppers import CachedStepper
 from deepnmt.model.init import new_model
 from deepnmt.parallel import compiled
 from deepnmt.parallel.deepspeed import supported_precisions
-from deepnmt.parallel.launch import processes
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import FINISHED, PREEMPTED, train
 
 ON_GPU = os.environ.get("DS_ACCELERATOR") == "cuda"

@@ -27,7 +27,7 @@ from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import new_model
 from deepnmt.model.layers import Layer
 from deepnmt.plots import plot_admin_profile, plot_learning_curve
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from studies.compare import plot_comparison
 
 VOCAB, SEED, PAD = 50, 3, 3

@@ -25,8 +25,8 @@ from deepnmt.files import read_log
 from deepnmt.model.blocks import BLOCKS, Block
 from deepnmt.optim import learning_rate
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
+from deepnmt.processes.launch import processes
 from deepnmt.training.task import TASKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "add_a_block.md"

@@ -34,7 +34,7 @@ from warm import Warm
 
 PLACE = """
 import os, psutil, torch
-from deepnmt.parallel.launch import processes
+from deepnmt.processes.launch import processes
 with processes() as ranks:
     print("place", ranks.rank, ranks.world, ranks.local_rank, ranks.local_world, os.uname().nodename,
           torch.get_num_threads(), ranks.sum([1.0]), flush=True)

@@ -18,7 +18,7 @@ from node_runs import ENDLESS, GONE, Expected, by_hand, finish, newest, text, wa
 from warm import Warm
 
 from deepnmt.checkpoint.checkpoint import list_checkpoints, verify
-from deepnmt.parallel.watch import SILENCE
+from deepnmt.processes.heartbeat import SILENCE
 
 OPTIONS = (*ENDLESS, "train.save_every=10")
 AWAY = 10.0  # seconds without a sign that a test has time for; what they are in a run, the first one uses up to a third

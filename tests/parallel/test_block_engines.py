@@ -15,8 +15,8 @@ from warm import Warm
 from deepnmt.config import Recipe
 from deepnmt.doctor.training_probe import TrainingProbe
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
+from deepnmt.processes.launch import processes
 
 PUBLISHED = {"init": "published"}
 PAIRS: list[tuple[str, str, dict[str, Any]]] = [

@@ -21,9 +21,9 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 
 UPDATES, MICRO_BATCHES = 20, 4
 SAVED, RESUMED = 2, 6  # the update after which the state is saved, and the last update of the engine restored from it

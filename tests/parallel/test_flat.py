@@ -10,8 +10,8 @@ from warm import Warm
 
 from deepnmt.parallel import deepspeed, flat
 from deepnmt.parallel.engine import StepStats
-from deepnmt.parallel.launch import processes
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 
 CLIPPED, DROPPED = 0.5, 2  # a norm that most updates exceed; the update with a NaN
 

@@ -20,9 +20,9 @@ from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.translate import translate_lines
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import Trainer
 from deepnmt.training.validate import validate
 

@@ -12,8 +12,8 @@ from refusals import user_error
 from tiny_engines import batches, build, fairseq_rule, recipe_of, step
 from warm import Warm
 
-from deepnmt.parallel.launch import processes
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 
 INITIAL, WINDOW, FLOOR, BETA = 4.0, 3, 0.03125, 0.9
 # clean updates past two growths, an overflow just before a third, overflows down to the floor and on, then growth

@@ -7,8 +7,8 @@ import torch
 from tiny_engines import batches, build, export_state, recipe_of, step
 from warm import Warm
 
-from deepnmt.parallel.launch import processes
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 
 
 def trial(precision: str) -> None:

@@ -15,9 +15,9 @@ from warm import Warm
 from deepnmt.batch import Batch
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 
 VOCAB, UPDATES = 30, 8  # RAdam skips five
 OPTIMIZERS: list[dict[str, Any]] = [

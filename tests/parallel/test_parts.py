@@ -16,8 +16,8 @@ from warm import Warm
 from deepnmt.config import Recipe
 from deepnmt.optim import build_optimizer, is_in, set_rate
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
+from deepnmt.processes.launch import processes
 
 UPDATES, DECAY = 20, 0.9
 FROZEN = ["encoder", "embeddings", "decoder.layers.*.rule"]

@@ -26,10 +26,10 @@ from deepnmt.config import Recipe
 from deepnmt.model.init import Initialiser
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.pipeline.partition import Partition, cost_units
 from deepnmt.parallel.settings import layout_of
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 
 VALID = 5
 BLOCKS = [("post_ln", "pre_ln"), ("admin", "b2t"), ("pre_ln", "deepnorm"), ("b2t", "post_ln"), ("deepnorm", "admin")]

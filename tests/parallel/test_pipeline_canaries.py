@@ -223,7 +223,7 @@ CANARIES = {
 
 def show(world: str) -> None:
     """Runs on each rank; reports all canaries that failed."""
-    from deepnmt.parallel.launch import processes
+    from deepnmt.processes.launch import processes
 
     changed = []
     with processes(threads=1, group=True):

@@ -132,7 +132,7 @@ def test_the_profile_follows_the_published_curve(encoder: int, decoder: int, tmp
     from deepnmt.config import check_recipe
     from deepnmt.data.prepare import prepare
     from deepnmt.model.admin import AdminProfile
-    from deepnmt.parallel.launch import processes
+    from deepnmt.processes.launch import processes
     from deepnmt.training.profile import profile
     from studies.admin_profile import differences, published
 

@@ -13,7 +13,7 @@ from deepnmt.config import Model
 from deepnmt.doctor.measures import dependency
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.model.admin import AdminProfile
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from studies.__main__ import main
 from studies.admin_profile import compare_profiles, differences, output_changes, published
 from studies.benchmarks.gpu_measure import random_batch

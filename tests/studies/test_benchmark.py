@@ -11,7 +11,7 @@ from torch import nn
 
 from deepnmt.config import Model, Stack
 from deepnmt.errors import UserError
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from studies.benchmarks.training import PlainLoop, PlainTransformer, benchmark, placements
 
 

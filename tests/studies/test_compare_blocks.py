@@ -28,7 +28,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_numbered_log
 from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from studies.__main__ import main
 from studies.blocks import _results, frequencies_loss, further_rates, run_variant, validation_loss
 from studies.outcomes import outcome, panels, worth_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepnmt.config import Model, Stack
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from studies.benchmarks.gpu_measure import MIN_TOKENS, model_flops, random_batch, step_figures, timed_updates
 
 

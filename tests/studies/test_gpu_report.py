@@ -23,8 +23,8 @@ from warm import Warm, without_pictures
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.parallel.deepspeed import _check_device
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
+from deepnmt.processes.launch import processes
 from deepnmt.training.trainer import FINISHED, train
 from studies.__main__ import main
 from studies.benchmarks import gpu_measure as measure

@@ -14,7 +14,7 @@ import torch
 from refusals import user_error
 
 from deepnmt.errors import UserError
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from studies.benchmarks import workers
 
 Work = Callable[[dict[str, Any], Ranks], Any]

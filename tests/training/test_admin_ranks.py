@@ -18,7 +18,7 @@ from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile
-from deepnmt.parallel.launch import free_port, processes
+from deepnmt.processes.launch import free_port, processes
 from deepnmt.training.profile import first_micro_batches, profile, profile_for
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from deepnmt.data.prepared import PreparedData
 from deepnmt.model.init import new_model
 from deepnmt.parallel.build import partition_of
 from deepnmt.parallel.settings import layout_of
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.plan import check_memory, count_parameters, describe, memory_estimate
 
 

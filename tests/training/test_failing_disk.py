@@ -29,7 +29,7 @@ from deepnmt.cli import main
 from deepnmt.config import load_recipe
 from deepnmt.files import read_log
 from deepnmt.folders import CheckpointWriteError
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import Trainer
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))

@@ -25,7 +25,7 @@ from deepnmt.demo.corpus import make_corpus
 from deepnmt.model.init import fill, new_model
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.fine_tuning import trained_weights
 from deepnmt.training.validate import validate
 

@@ -19,8 +19,8 @@ from deepnmt.checkpoint.checkpoint import WEIGHTS
 from deepnmt.cli import main
 from deepnmt.files import read_log
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import layout_of
+from deepnmt.processes.launch import processes
 
 UPDATES = 60
 

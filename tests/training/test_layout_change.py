@@ -19,7 +19,7 @@ from warm import Warm
 
 from deepnmt.config import Recipe
 from deepnmt.parallel.engine import Engine
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.updates import UpdateHook
 
 # processes, layout, pipeline stages; accumulation is chosen so that every update has four micro-batches

@@ -16,7 +16,7 @@ from run_files import scalars
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_parent_folder, make_run_folder, read_log, write_text
 from deepnmt.plots import save
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.log import Monitor
 from deepnmt.training.resume import run_lock
 

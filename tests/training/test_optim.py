@@ -30,7 +30,7 @@ from deepnmt.optim import (
 )
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.settings import layout_of
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates
 

@@ -20,9 +20,9 @@ from deepnmt.files import read_log
 from deepnmt.model.loss import LossSums, label_smoothed_loss
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.launch import processes
 from deepnmt.parallel.settings import Layout
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import PAD
 from deepnmt.training.task import Task
 from deepnmt.training.trainer import train

@@ -25,7 +25,7 @@ from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.local import LocalEngine
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import PAD
 from deepnmt.training import source_use
 from deepnmt.training.divergence import diverged

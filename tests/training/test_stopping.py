@@ -22,7 +22,7 @@ from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.folders import CheckpointWriteError
-from deepnmt.parallel.launch import processes
+from deepnmt.processes.launch import processes
 from deepnmt.training.trainer import FINISHED, PREEMPTED, train
 
 UPDATES = 7

@@ -20,8 +20,8 @@ from warm import Warm, waiting
 from deepnmt.config import load_recipe
 from deepnmt.data.batching import Stream, Update
 from deepnmt.errors import UserError
-from deepnmt.parallel.launch import processes
-from deepnmt.ranks import Ranks
+from deepnmt.processes.launch import processes
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training import trainer
 from deepnmt.training.task import TRANSLATION
 from deepnmt.training.trainer import train as train_here

@@ -16,7 +16,7 @@ from deepnmt.data.batching import plan_eval
 from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.translate import Hypothesis, translate_lines
 from deepnmt.model.init import new_model
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training import validate
 
 

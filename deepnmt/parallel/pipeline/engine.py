@@ -40,7 +40,7 @@ from deepnmt.parallel.engine import Flags, Reading, StepStats, build_of, read_su
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.pipeline.stage import Stage, tables_used
 from deepnmt.parallel.settings import Layout
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
 
 
 class StageModule(PipelineModule):

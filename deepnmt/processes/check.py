@@ -1,7 +1,7 @@
 """`deepnmt check-cluster`: whether the machines of a run fit together, before it costs hours to find out.
 
-The cheap parts, versions and devices, are compared at every start of several processes (`parallel/meeting.py`). Here
-they are shown, and clocks, folders and the network are tried as well.
+The cheap parts, versions and devices, are compared at every start of several processes (`rendezvous.py`). Here they
+are shown, and clocks, folders and the network are tried as well.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256, table
-from deepnmt.parallel.meeting import ALIKE, SAME, Facts, consult, differences, differing, facts
-from deepnmt.ranks import Ranks
-from deepnmt.training.agreement import fault_of_shared
+from deepnmt.processes.agreement import fault_of_shared
+from deepnmt.processes.ranks import Ranks
+from deepnmt.processes.rendezvous import ALIKE, SAME, Facts, consult, differences, differing, facts
 
 _CLOCKS = 1.0  # seconds that two clocks may differ
 _SLOW = 0.5  # of the median: a connection below this is named

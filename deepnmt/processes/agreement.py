@@ -17,8 +17,8 @@ from typing import Any
 from deepnmt.config import Recipe, flatten
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
-from deepnmt.parallel.meeting import agree
-from deepnmt.ranks import Ranks
+from deepnmt.processes.ranks import Ranks
+from deepnmt.processes.rendezvous import agree
 
 _PATHS = re.compile(r"run|data\.folder|data\..*\.(src|trg|tsv)|admin\.profile|vocab\.model|"
                     r"train\.init_from|parallel\.ds_config")

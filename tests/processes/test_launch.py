@@ -25,8 +25,9 @@ from warm import Warm, kill, waiting
 import deepnmt
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
-from deepnmt.parallel import launch, meeting
-from deepnmt.parallel.launch import free_port, processes
+from deepnmt.processes import launch
+from deepnmt.processes import rendezvous as meeting
+from deepnmt.processes.launch import free_port, processes
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,7 @@ def test_a_mistake_on_one_machine_ends_all(
 
 def test_deepspeeds_warnings_are_hidden_and_its_errors_shown() -> None:
     """Although DeepSpeed sets its logger's level on import, which is after `quiet_libraries`."""
-    script = ("from deepnmt.parallel.host import quiet_libraries\nquiet_libraries()\n"
+    script = ("from deepnmt.processes.host import quiet_libraries\nquiet_libraries()\n"
               "import deepspeed.utils.logging as found\n"
               "found.logger.warning('of no use')\nfound.logger.error('of use')\n")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -216,7 +217,7 @@ def test_processes_meet_under_torchrun(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("""
 import os
-from deepnmt.parallel.launch import processes
+from deepnmt.processes.launch import processes
 with processes(1) as ranks:
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     open(f"met-{attempt}-{ranks.rank}", "w").write(str(ranks.sum([ranks.rank + 1.0])))
@@ -304,7 +305,7 @@ def test_freed_memory_is_kept_until_given_back() -> None:
     """In a separate process, since settings of malloc last until the end."""
     script = """
 import torch
-from deepnmt.parallel import host
+from deepnmt.processes import host
 def used():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1000
 def use():

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from deepnmt.errors import UserError
-from deepnmt.parallel.host import address_towards
+from deepnmt.processes.host import address_towards
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 from deepnmt.version import PACKAGE, __version__
 
 _AGREE = timedelta(minutes=10)  # for processes that have met

@@ -22,13 +22,14 @@ import torch.distributed as dist
 
 from deepnmt.device import Wanted, choose
 from deepnmt.errors import UserError
-from deepnmt.parallel import slurm, watch
-from deepnmt.parallel.host import interface_to, keep_memory, quiet_libraries
-from deepnmt.parallel.launcher import end_with_launcher
-from deepnmt.parallel.meeting import NOTICE, alone, meet, tell_fault
-from deepnmt.parallel.watch import Watch
+from deepnmt.processes import heartbeat as watch
+from deepnmt.processes import slurm
+from deepnmt.processes.heartbeat import Watch
+from deepnmt.processes.host import interface_to, keep_memory, quiet_libraries
+from deepnmt.processes.launcher import end_with_launcher
+from deepnmt.processes.ranks import Ranks
+from deepnmt.processes.rendezvous import NOTICE, alone, meet, tell_fault
 from deepnmt.progress import print_status
-from deepnmt.ranks import Ranks
 
 _TELLING = timedelta(minutes=1)  # for machines that start later to hear why this one has ended
 _ANSWER = timedelta(minutes=10)  # of the store, once it is open

@@ -18,12 +18,12 @@ from warm import Warm, kill, waiting
 from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
-from deepnmt.parallel import watch
+from deepnmt.processes import heartbeat as watch
 
 
 def together(fault: str, folder: str = "") -> int:
     """Runs on each rank, with short limits: endless sums, of which the second process leaves at a fault."""
-    from deepnmt.parallel.launch import processes
+    from deepnmt.processes.launch import processes
 
     watch.SILENCE = 6.0
     if fault in ("file", "collective"):
@@ -53,7 +53,7 @@ def together(fault: str, folder: str = "") -> int:
 
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGSTOP, 1), (signal.SIGSTOP, 0), (signal.SIGKILL, 1)])
 def test_a_process_that_shows_no_sign_of_life(number: int, victim: int, warm: Warm) -> None:
-    pids = warm.start(2, "test_watch:together", "")
+    pids = warm.start(2, "test_heartbeat:together", "")
     for _ in waiting(60, "both to begin"):
         if warm.said().count("begun") == 2:
             break
@@ -72,7 +72,7 @@ def test_a_process_that_shows_no_sign_of_life(number: int, victim: int, warm: Wa
 @pytest.mark.parametrize(("fault", "codes", "said"), [
     ("user", [2, 2], "a mistake of one"), ("bug", [76, 1], "has ended with ValueError: a bug")])
 def test_a_fault_of_one_process_ends_all(fault: str, codes: list[int], said: str, warm: Warm) -> None:
-    warm.start(2, "test_watch:together", fault)
+    warm.start(2, "test_heartbeat:together", fault)
     assert warm.wait(60) == codes, warm.said()
     assert said in warm.said()
 
@@ -83,7 +83,7 @@ def test_a_fault_of_one_process_ends_all(fault: str, codes: list[int], said: str
                    r"line \d+\); all wait for one another")], ids=["file", "collective"])
 def test_processes_that_live_but_do_not_go_on(fault: str, said: str, warm: Warm, tmp_path: Path) -> None:
     """One of them opens a pipe into which nobody writes, or waits for what the other does not send."""
-    warm.start(2, "test_watch:together", fault, tmp_path)
+    warm.start(2, "test_heartbeat:together", fault, tmp_path)
     assert warm.wait(60) == [76, 76], warm.said()
     told = [line for line in warm.said().splitlines() if line.startswith("deepnmt: ")]
     assert len(told) == 1, warm.said()

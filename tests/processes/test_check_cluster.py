@@ -11,8 +11,8 @@ from refusals import Refused
 from warm import Warm
 
 from deepnmt.cli import main
-from deepnmt.cluster.check import _faults, _judge
-from deepnmt.parallel.meeting import core_shares, differing, judge_meeting
+from deepnmt.processes.check import _faults, _judge
+from deepnmt.processes.rendezvous import core_shares, differing, judge_meeting
 
 HEALTHY: dict[str, Any] = {
     "device": "cuda", "deepnmt": "0.3.0 (12345678)", "torch": "2.13.0", "deepspeed": "0.19.8", "python": "3.11.7",
