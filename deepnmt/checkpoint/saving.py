@@ -71,7 +71,7 @@ class Saver:
     """
 
     def __init__(self, checkpoints: Path, ranks: Ranks, parts: Iterable[Part], sharded: bool) -> None:
-        self.checkpoints, self.sharded, self._main, self.ranks = checkpoints, sharded, ranks, ranks.aside()
+        self.checkpoints, self.sharded, self._main, self.ranks = checkpoints, sharded, ranks, ranks.background_group()
         self._owned: list[Place] = []
         self._moments: list[str] = []
         sizes: list[int] = []

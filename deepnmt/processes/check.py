@@ -22,7 +22,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256, table
 from deepnmt.processes.agreement import fault_of_shared
 from deepnmt.processes.ranks import Ranks
-from deepnmt.processes.rendezvous import ALIKE, SAME, Facts, consult, differences, differing, facts
+from deepnmt.processes.rendezvous import MUST_MATCH, SHOULD_MATCH, Facts, decide_on_rank0, differences, differing, facts
 
 _CLOCKS = 1.0  # seconds that two clocks may differ
 _SLOW = 0.5  # of the median: a connection below this is named
@@ -45,14 +45,15 @@ def check_cluster(recipe: Recipe, ranks: Ranks, megabytes: int = 64) -> tuple[st
     told |= _folders(Path(recipe.run), Path(recipe.data.folder), ranks)
     told["seconds"] = _all_reduce_seconds(ranks, megabytes * 2**20)
     told["link"] = _link(ranks, [n["machine"] for n in _everybody(ranks, {"machine": told["machine"]}, "links")])
-    judged = consult(ranks.store, ranks.rank, ranks.world, "the cluster", told, lambda all_: _judge(all_, megabytes))
+    judged = decide_on_rank0(ranks.store, ranks.rank, ranks.world, "the cluster", told,
+                             lambda reports: _judge(reports, megabytes))
     return judged["text"], judged["faults"]
 
 
 def _everybody(ranks: Ranks, told: Facts, subject: str) -> list[Facts]:
     """What all processes told, on every process."""
     assert ranks.store is not None
-    return consult(ranks.store, ranks.rank, ranks.world, subject, told, lambda all_: {"all": list(all_)})["all"]
+    return decide_on_rank0(ranks.store, ranks.rank, ranks.world, subject, told, lambda all_: {"all": list(all_)})["all"]
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def _judge(everything: Sequence[Facts], megabytes: int) -> dict[str, Any]:
 def _faults(everything: Sequence[Facts], groups: Sequence[Sequence[Facts]]) -> list[str]:
     """A phrase for each difference between the machines, and for each thing that would go wrong."""
     names, first = [told["node"] for told in everything], everything[0]
-    found = differences(everything, SAME | ALIKE)
+    found = differences(everything, MUST_MATCH | SHOULD_MATCH)
     found.append(differing("the data's fingerprint", [told["data"] for told in everything], names))
     found.append(differing("the number of processes", [str(len(group)) for group in groups],
                            [group[0]["node"] for group in groups]))

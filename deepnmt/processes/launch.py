@@ -22,18 +22,17 @@ import torch.distributed as dist
 
 from deepnmt.device import Wanted, choose
 from deepnmt.errors import UserError
-from deepnmt.processes import heartbeat as watch
-from deepnmt.processes import slurm
-from deepnmt.processes.heartbeat import Watch
+from deepnmt.processes import heartbeat, slurm
+from deepnmt.processes.heartbeat import HeartbeatMonitor
 from deepnmt.processes.host import interface_to, keep_memory, quiet_libraries
 from deepnmt.processes.launcher import end_with_launcher
 from deepnmt.processes.ranks import Ranks
-from deepnmt.processes.rendezvous import NOTICE, alone, meet, tell_fault
+from deepnmt.processes.rendezvous import NOTICE, alone, rendezvous, tell_fault
 from deepnmt.progress import print_status
 
 _TELLING = timedelta(minutes=1)  # for machines that start later to hear why this one has ended
 _ANSWER = timedelta(minutes=10)  # of the store, once it is open
-_COLLECTIVE = timedelta(hours=6)  # that processes may wait for each other; the watch knows better when it is too long
+_COLLECTIVE = timedelta(hours=6)  # that processes may wait for each other; heartbeats tell when it is too long
 
 
 @contextlib.contextmanager
@@ -44,7 +43,7 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
     Args:
         threads: CPU threads of this process; 0 shares the machine's cores evenly among its processes.
         group: open a process group even for a single process (DeepSpeed needs one).
-        differ: go on although the machines differ in what `meeting.SAME` names.
+        differ: go on although the machines differ in what `rendezvous.MUST_MATCH` names.
         device: see `device.choose`.
         wait: seconds to wait for the last process to come; machines may start minutes apart.
 
@@ -69,20 +68,20 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
                 tell_fault(store, rank, world, str(error), _TELLING)
             raise
         keep_memory()
-        met = alone()
+        peers = alone()
         if store is not None and world > 1:
-            met = meet(store, rank, world, place, differ, for_all)
-        torch.set_num_threads(threads or met.cores)
+            peers = rendezvous(store, rank, world, place, differ, for_all)
+        torch.set_num_threads(threads or peers.cores)
         if store is not None:
-            _open_group(store, rank, world, place, local_rank, met.peer)
+            _open_group(store, rank, world, place, local_rank, peers.peer)
         if world > 1:
-            watch.current = Watch(_client(world), rank, met.nodes)
-        yield Ranks(rank, world, local_rank, met.local_world, place, store=store)
-        if watch.current is not None:
-            watch.current.leave(None)
+            heartbeat.current = HeartbeatMonitor(_client(world), rank, peers.nodes)
+        yield Ranks(rank, world, local_rank, peers.local_world, place, store=store)
+        if heartbeat.current is not None:
+            heartbeat.current.shutdown(None)
     except BaseException as error:
-        if watch.current is not None:
-            watch.current.leave(error)
+        if heartbeat.current is not None:
+            heartbeat.current.shutdown(error)
         if not isinstance(error, UserError):
             raise
         if store is not None and error.reported is None:
@@ -93,9 +92,9 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
             # DeepSpeed's own way forgets the groups it has made, which its next engine in this process would take
             comm = sys.modules.get("deepspeed.comm")
             (comm if comm is not None and comm.is_initialized() else dist).destroy_process_group()
-        if watch.current is not None:
-            watch.current.close()
-            watch.current = None
+        if heartbeat.current is not None:
+            heartbeat.current.close()
+            heartbeat.current = None
         if not port_given:  # a later run in this process takes one that is free then
             os.environ.pop("MASTER_PORT", None)
 

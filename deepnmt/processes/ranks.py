@@ -15,7 +15,7 @@ from deepnmt.errors import UserError, error_from_json
 
 Result = TypeVar("Result")
 
-_ASIDE = timedelta(hours=6)  # that one process may wait for another beside the training, whose disk may be slow
+_BACKGROUND_WAIT = timedelta(hours=6)  # that one process may wait for another in the background: disks may be slow
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,9 @@ class Ranks:
         """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
-    def aside(self) -> Ranks:
-        """The same processes with a way of their own to communicate, through the CPU, for a thread that works while the
-        main thread trains. Collective."""
-        group = dist.new_group(backend="gloo", timeout=_ASIDE) if self.world > 1 else None
+    def background_group(self) -> Ranks:
+        """The same processes on a separate gloo group, for a thread that works beside the main one. Collective."""
+        group = dist.new_group(backend="gloo", timeout=_BACKGROUND_WAIT) if self.world > 1 else None
         return replace(self, device=torch.device("cpu"), group=group)
 
     def send(self, tensor: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-"""What the processes of a run tell each other when they meet, before any collective: which machine each is on, and with
-which software. Differences that would train wrongly, or hang, are refused with the names of the machines.
+"""Checks at the rendezvous, before any collective: the processes of a run tell each other on which machine each is, and
+with which software. Differences that would train wrongly, or hang, are refused with the names of the machines.
 
 Everything goes through the store, so it works where the collectives would not. To have more compared, call `agree`.
 """
@@ -31,23 +31,23 @@ from deepnmt.progress import print_status
 from deepnmt.version import PACKAGE, __version__
 
 _AGREE = timedelta(minutes=10)  # for processes that have met
-NOTICE = timedelta(minutes=1)  # after which the waiting is told: who has not come may never come
+NOTICE = timedelta(minutes=1)  # after which a process says that it waits: who has not come may never come
 
 _SUBJECT = "the machines"
 _NAMED = 5  # differences that a message names
 
 Facts = dict[str, Any]  # what a process tells, in JSON's types
-Judge = Callable[[Sequence[Facts]], Facts]  # from what every process told, in rank order, to what all of them get
+Decide = Callable[[Sequence[Facts]], Facts]  # from all reports, in rank order, to what all processes get
 
 # What must be the same on all machines, by the key in `facts`.
-SAME = {
+MUST_MATCH = {
     "device": "the device that computes",
     "deepnmt": "deepnmt's version and code",
     "torch": "PyTorch's version",
     "deepspeed": "DeepSpeed's version",
 }
 # What may differ; a start says so.
-ALIKE = {"python": "Python's version", "gpu": "the GPU", "driver": "the GPU's driver"}
+SHOULD_MATCH = {"python": "Python's version", "gpu": "the GPU", "driver": "the GPU's driver"}
 
 
 def facts(device: torch.device) -> Facts:
@@ -98,39 +98,39 @@ def _first_line(file: str) -> str:
 # -- telling and deciding ----------------------------------------------------------------------------------------------
 
 
-def consult(store: dist.Store, rank: int, world: int, subject: str, told: Facts, judge: Judge,
+def decide_on_rank0(store: dist.Store, rank: int, world: int, subject: str, report: Facts, decide: Decide,
             wait: timedelta = _AGREE) -> Facts:
-    """Tells all processes' `told` to rank 0, which judges; returns the judgement on every process. Collective.
+    """Sends all processes' reports to rank 0, which decides; returns the decision on every process. Collective.
 
     Args:
         subject: a name that no other call of the run has.
         wait: how long to wait for the last process.
 
     Raises:
-        UserError: on every process, if the judgement has an entry "refused", the message; or if a process did not come.
+        UserError: on every process, if the decision has an entry "refused", the message; or if a process did not come.
     """
-    store.set(f"{subject}/{rank}", json.dumps(told))
+    store.set(f"{subject}/{rank}", json.dumps(report))
     if rank == 0:
-        everything, absent = _collect(store, world, subject, wait)
-        judgement = {"refused": absent} if absent else judge(everything)
-        store.set(f"{subject}/judgement", json.dumps(judgement))
-        if judgement.get("refused"):
+        reports, absent = _collect(store, world, subject, wait)
+        decision = {"refused": absent} if absent else decide(reports)
+        store.set(f"{subject}/decision", json.dumps(decision))
+        if decision.get("refused"):
             _let_read(store, world, timedelta(seconds=5), subject)
     else:
         try:
-            store.wait([f"{subject}/judgement"], wait + timedelta(seconds=30))
-            judgement = json.loads(store.get(f"{subject}/judgement"))
+            store.wait([f"{subject}/decision"], wait + timedelta(seconds=30))
+            decision = json.loads(store.get(f"{subject}/decision"))
             store.add(f"{subject}/read", 1)
         except RuntimeError:
             raise UserError(f"process 0 has ended, or does not answer, while the processes compare {subject}; its own "
                             "message says why; start all of them again") from None
-    if refused := judgement.get("refused"):
+    if refused := decision.get("refused"):
         raise UserError(refused)
-    return judgement
+    return decision
 
 
 def _collect(store: dist.Store, world: int, subject: str, wait: timedelta) -> tuple[list[Facts], str]:
-    """What every process told, and a sentence about those that did not come within `wait`."""
+    """All reports, and a sentence about those that did not come within `wait`."""
     keys, absent = [f"{subject}/{rank}" for rank in range(world)], ""
     for waited, total in ((NOTICE, NOTICE), (wait - NOTICE, wait)) if wait > NOTICE else ((wait, wait),):
         try:
@@ -151,7 +151,7 @@ def _collect(store: dist.Store, world: int, subject: str, wait: timedelta) -> tu
 
 
 def _let_read(store: dist.Store, world: int, wait: timedelta, subject: str) -> None:
-    """Waits, at most `wait`, until all have read the judgement: the store ends with this process."""
+    """Waits, at most `wait`, until all have read the decision: the store ends with this process."""
     until = time.monotonic() + wait.total_seconds()
     while store.add(f"{subject}/read", 0) < world - 1 and time.monotonic() < until:
         time.sleep(0.02)
@@ -175,15 +175,19 @@ def agree(ranks: Ranks, subject: str, items: Mapping[str, str], remedy: str) -> 
     if ranks.store is None:
         return
 
-    def judge(everything: Sequence[Facts]) -> Facts:
-        names = dict.fromkeys(name for told in everything for name in told["items"])
-        nodes = [told["node"] for told in everything]
-        found = [differing(name, [told["items"].get(name, "not set") for told in everything], nodes) for name in names]
-        found = [phrase for phrase in found if phrase]
+    def decide(reports: Sequence[Facts]) -> Facts:
+        names = dict.fromkeys(name for report in reports for name in report["items"])
+        nodes = [report["node"] for report in reports]
+        found = []
+        for name in names:
+            values = [report["items"].get(name, "not set") for report in reports]
+            if phrase := differing(name, values, nodes):
+                found.append(phrase)
         more = [f"{len(found) - _NAMED} more differ"] if len(found) > _NAMED else []
         return {"refused": "; ".join([*found[:_NAMED], *more, remedy]) if found else ""}
 
-    consult(ranks.store, ranks.rank, ranks.world, subject, {"node": socket.gethostname(), "items": dict(items)}, judge)
+    report = {"node": socket.gethostname(), "items": dict(items)}
+    decide_on_rank0(ranks.store, ranks.rank, ranks.world, subject, report, decide)
 
 
 def differing(what: str, values: Sequence[str], nodes: Sequence[str]) -> str:
@@ -212,7 +216,7 @@ def differing(what: str, values: Sequence[str], nodes: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Met:
+class Peers:
     """What a process learns in the meeting.
 
     Attributes:
@@ -228,27 +232,28 @@ class Met:
     nodes: Sequence[str] = ()
 
 
-def alone() -> Met:
-    """What a process knows that has no others to meet."""
-    return Met(len(os.sched_getaffinity(0)), 1, "127.0.0.1")
+def alone() -> Peers:
+    """What a process knows that is alone."""
+    return Peers(len(os.sched_getaffinity(0)), 1, "127.0.0.1")
 
 
-def meet(store: dist.Store, rank: int, world: int, device: torch.device, differ: bool, wait: timedelta) -> Met:
+def rendezvous(store: dist.Store, rank: int, world: int, device: torch.device, differ: bool, wait: timedelta) -> Peers:
     """Compares the machines, and waits for all processes. Collective.
 
     Args:
-        differ: go on although the machines differ in what `SAME` names, but for the device.
+        differ: go on although the machines differ in what `MUST_MATCH` names, but for the device.
         wait: how long to wait for the last process.
 
     Raises:
-        UserError: on every process; see `consult`.
+        UserError: on every process; see `decide_on_rank0`.
     """
-    judgement = consult(store, rank, world, _SUBJECT, facts(device), partial(judge_meeting, differ=differ), wait)
+    decide = partial(decide_on_start, differ=differ)
+    decision = decide_on_rank0(store, rank, world, _SUBJECT, facts(device), decide, wait)
     if rank == 0:
-        for note in judgement["notes"]:
+        for note in decision["notes"]:
             print_status(f"note: {note}")
-    cores, local_world, peer = judgement["processes"][rank]
-    return Met(cores, local_world, peer, judgement["nodes"])
+    cores, local_world, peer = decision["processes"][rank]
+    return Peers(cores, local_world, peer, decision["nodes"])
 
 
 def tell_fault(store: dist.Store, rank: int, world: int, fault: str, wait: timedelta) -> None:
@@ -256,47 +261,49 @@ def tell_fault(store: dist.Store, rank: int, world: int, fault: str, wait: timed
     them, at most `wait`."""
     store.set(f"{_SUBJECT}/{rank}", json.dumps({"node": socket.gethostname(), "fault": fault}))
     if rank == 0:
-        store.set(f"{_SUBJECT}/judgement", json.dumps({"refused": fault}))
+        store.set(f"{_SUBJECT}/decision", json.dumps({"refused": fault}))
         _let_read(store, world, wait, _SUBJECT)
     else:
         store.add(f"{_SUBJECT}/read", 1)
 
 
-def judge_meeting(everything: Sequence[Facts], differ: bool = False) -> Facts:
-    """What a start refuses, what it says, and for each process the values of `Met`."""
-    if faults := [told["fault"] for told in everything if "fault" in told]:
+def decide_on_start(reports: Sequence[Facts], differ: bool = False) -> Facts:
+    """What a start refuses, what it says, and for each process the values of `Peers`."""
+    if faults := [report["fault"] for report in reports if "fault" in report]:
         return {"refused": faults[0]}
-    refused = differences(everything, {"device": SAME["device"]} if differ else SAME)
+    refused = differences(reports, {"device": MUST_MATCH["device"]} if differ else MUST_MATCH)
     if refused:
         refused.append("make them the same on all machines; deepnmt check-cluster shows every difference")
     sharing: dict[str, list[int]] = {}
-    for rank, told in enumerate(everything):
-        if "gpu_id" in told:
-            sharing.setdefault(f"{told['machine']} {told['gpu_id']}", []).append(rank)
+    for rank, report in enumerate(reports):
+        if "gpu_id" in report:
+            sharing.setdefault(f"{report['machine']} {report['gpu_id']}", []).append(rank)
     for together in sharing.values():
         if len(together) > 1:
-            refused.append(f"{_ranks(together)} on {everything[together[0]]['node']} got the same GPU; start one "
+            refused.append(f"{_ranks(together)} on {reports[together[0]]['node']} got the same GPU; start one "
                            "process a GPU, and let each see its own GPU or all of them")
-    machines = Counter(told["machine"] for told in everything)
-    first = everything[0]
-    away = next((told["address"] for told in everything if told["machine"] != first["machine"]), "127.0.0.1")
-    peers = [away if told["machine"] == first["machine"] else first["address"] for told in everything]
-    return {"refused": "; ".join(refused), "notes": [] if differ else differences(everything, ALIKE),
-            "nodes": [told["node"] for told in everything],
-            "processes": list(zip(core_shares(everything), [machines[told["machine"]] for told in everything], peers))}
+    machines = Counter(report["machine"] for report in reports)
+    first = reports[0]
+    away = next((report["address"] for report in reports if report["machine"] != first["machine"]), "127.0.0.1")
+    peers = [away if report["machine"] == first["machine"] else first["address"] for report in reports]
+    local_worlds = [machines[report["machine"]] for report in reports]
+    return {"refused": "; ".join(refused), "notes": [] if differ else differences(reports, SHOULD_MATCH),
+            "nodes": [report["node"] for report in reports],
+            "processes": list(zip(core_shares(reports), local_worlds, peers))}
 
 
-def differences(everything: Sequence[Facts], items: Mapping[str, str]) -> list[str]:
+def differences(reports: Sequence[Facts], items: Mapping[str, str]) -> list[str]:
     """A phrase for each of `items`, phrases by the key in `facts`, that is not the same everywhere."""
-    nodes = [told["node"] for told in everything]
-    found = (differing(what, [told.get(key, "") for told in everything], nodes) for key, what in items.items())
+    nodes = [report["node"] for report in reports]
+    found = (differing(what, [report.get(key, "") for report in reports], nodes) for key, what in items.items())
     return [phrase for phrase in found if phrase]
 
 
-def core_shares(everything: Sequence[Facts]) -> list[int]:
+def core_shares(reports: Sequence[Facts]) -> list[int]:
     """Every process's part of the cores that it may use, each of them shared by all processes that may use it.
 
     A launcher that has bound every process to cores of its own thus leaves it all of them.
     """
-    users = Counter((told["machine"], core) for told in everything for core in told["cores"])
-    return [max(1, int(sum(1 / users[told["machine"], core] for core in told["cores"]) + 1e-6)) for told in everything]
+    users = Counter((report["machine"], core) for report in reports for core in report["cores"])
+    shares = [sum(1 / users[report["machine"], core] for core in report["cores"]) for report in reports]
+    return [max(1, int(share + 1e-6)) for share in shares]

@@ -24,7 +24,7 @@ from deepnmt.files import read_log, reporting, write_text
 from deepnmt.optim import warmup_note
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
-from deepnmt.processes import heartbeat as watch_
+from deepnmt.processes import heartbeat
 from deepnmt.processes.agreement import agree_on_contents, agree_on_recipe
 from deepnmt.processes.launcher import lost_launcher
 from deepnmt.processes.ranks import Ranks
@@ -124,8 +124,8 @@ class Trainer:
                                in_shards(recipe, self.engine.parameters, ranks.world))
             self.hook: UpdateHook = watch(recipe, self.engine, ranks) if watch else lambda number: nullcontext()
             ranks.raise_everywhere(self._write_recipe)
-            if watch_.current is not None:
-                watch_.current.when_lost = self._report_loss
+            if heartbeat.current is not None:
+                heartbeat.current.on_lost = self._report_loss
             self._lock = held.pop_all()
 
     def _report_loss(self, sentence: str) -> None:
@@ -160,7 +160,7 @@ class Trainer:
             self._save(last=self._ended())
         if self._ended():
             return self._finish()
-        watch_.begin(watch_.UPDATE)
+        heartbeat.begin(heartbeat.UPDATE)
         for done in updates(self.engine, self.stream, self.recipe, state, self.ranks, self.hook,
                             lambda: self.stop_signal != 0):
             if self.saver.done():
@@ -182,7 +182,7 @@ class Trainer:
                 return self._finish()
             if done.stop:
                 break
-            watch_.begin(watch_.UPDATE)
+            heartbeat.begin(heartbeat.UPDATE)
         name, cause = self._stop_cause()
         self.monitor.status("preempted", state.update, seconds=round(state.seconds, 1), signal=name, cause=cause)
         self.monitor.event(state.update, f"stopped {cause} and saved; the same command resumes from here")
@@ -214,7 +214,7 @@ class Trainer:
         self.monitor.event(self.state.update, f"skipped update {done.number}: its gradient is not finite "
                            f"(loss scale {scale:g})", loss=str(done.stats.loss))
         if done.give_up:
-            watch_.begin("")  # to be explained
+            heartbeat.begin("")  # to be explained
             raise diverged(self.recipe, self.engine, self.ranks, done.update.batches,
                            self.engine.data_world / done.update.tokens, scale, self.explain,
                            next(iter(self.state.validations[-1:]), None))
@@ -259,7 +259,7 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Validates; returns whether this is the best validation so far."""
-        watch_.begin(watch_.VALIDATION)
+        heartbeat.begin(heartbeat.VALIDATION)
         state, result = self.state, self._figures()
         value = -(result.bleu or 0.0) if self.recipe.train.best_by == "bleu" else result.loss
         best = state.best
@@ -339,7 +339,7 @@ class Trainer:
     def _settle(self, last: bool = False) -> None:
         """Waits for the checkpoint that is being written and reports it. If it could not be written, training
         continues, unless it is the `last` or one too many; see `_save_failed`."""
-        watch_.begin(watch_.SAVE)
+        heartbeat.begin(heartbeat.SAVE)
         try:
             saved = self.saver.wait()
         except UserError as fault:

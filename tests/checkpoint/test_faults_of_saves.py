@@ -26,7 +26,7 @@ from deepnmt.checkpoint.saving import Saver
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Train
 from deepnmt.errors import UserError
-from deepnmt.processes import heartbeat as watch
+from deepnmt.processes import heartbeat
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 
@@ -93,9 +93,9 @@ def faulty(run: str, rank: str, at: str) -> None:
     """Runs on each rank: recovers from the last time, and saves update 20, in which process `rank` is killed at change
     `at` (0: none)."""
     with processes(threads=1) as ranks:
-        assert watch.current is not None
-        watch.current.close()
-        watch.current = None  # it would wait ten seconds before it says who is lost
+        assert heartbeat.current is not None
+        heartbeat.current.close()
+        heartbeat.current = None  # it would wait ten seconds before it says who is lost
         if Path(run).exists():
             recover(Path(run), ranks)
         prepare(Path(run), ranks)

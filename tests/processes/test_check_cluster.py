@@ -12,7 +12,7 @@ from warm import Warm
 
 from deepnmt.cli import main
 from deepnmt.processes.check import _faults, _judge
-from deepnmt.processes.rendezvous import core_shares, differing, judge_meeting
+from deepnmt.processes.rendezvous import core_shares, decide_on_start, differing
 
 HEALTHY: dict[str, Any] = {
     "device": "cuda", "deepnmt": "0.3.0 (12345678)", "torch": "2.13.0", "deepspeed": "0.19.8", "python": "3.11.7",
@@ -49,7 +49,7 @@ def test_each_difference_is_named_by_node(change: dict[str, Any], phrase: str) -
     (found,) = _faults(everything, groups(everything))
     assert found.startswith(phrase), found
     assert not _faults(told(), groups(told()))
-    refused = judge_meeting(everything)["refused"]
+    refused = decide_on_start(everything)["refused"]
     assert bool(refused) == (change.keys() <= {"deepnmt", "torch", "deepspeed"}) and (not refused or phrase in refused)
 
 

@@ -18,20 +18,20 @@ from warm import Warm, kill, waiting
 from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
-from deepnmt.processes import heartbeat as watch
+from deepnmt.processes import heartbeat
 
 
 def together(fault: str, folder: str = "") -> int:
     """Runs on each rank, with short limits: endless sums, of which the second process leaves at a fault."""
     from deepnmt.processes.launch import processes
 
-    watch.SILENCE = 6.0
+    heartbeat.SILENCE = 6.0
     if fault in ("file", "collective"):
-        watch.PATIENCE = {watch.UPDATE: (60.0, 3.0)}
+        heartbeat.TIME_LIMITS = {heartbeat.UPDATE: (60.0, 3.0)}
     try:
         with processes(1) as ranks:
             for number in range(10**9):
-                watch.begin(watch.UPDATE)
+                heartbeat.begin(heartbeat.UPDATE)
                 if ranks.rank == 1 and number == 20 and fault == "user":
                     raise UserError("a mistake of one")
                 if ranks.rank == 1 and number == 20 and fault == "bug":
@@ -79,8 +79,8 @@ def test_a_fault_of_one_process_ends_all(fault: str, codes: list[int], said: str
 
 @pytest.mark.parametrize(("fault", "said"), [
     ("file", r"rank 1 on {} is in \w+ \([\w/]+\.py, line \d+\); the others wait for it"),
-    ("collective", r"rank 0 on {0} is in _combine \(ranks\.py, line \d+\), rank 1 on {0} is in receive \(ranks\.py, "
-                   r"line \d+\); all wait for one another")], ids=["file", "collective"])
+    ("collective", r"rank 0 on {0} is in _combine \(processes/ranks\.py, line \d+\), rank 1 on {0} is in receive "
+                   r"\(processes/ranks\.py, line \d+\); all wait for one another")], ids=["file", "collective"])
 def test_processes_that_live_but_do_not_go_on(fault: str, said: str, warm: Warm, tmp_path: Path) -> None:
     """One of them opens a pipe into which nobody writes, or waits for what the other does not send."""
     warm.start(2, "test_heartbeat:together", fault, tmp_path)
@@ -93,19 +93,21 @@ def test_processes_that_live_but_do_not_go_on(fault: str, said: str, warm: Warm,
 
 def test_a_piece_of_work_may_take_as_long_as_the_others_did() -> None:
     """And generously longer; the first may compile. What has no name may take for ever."""
-    assert watch.allowed(watch.UPDATE, []) == 1200 and watch.allowed(watch.UPDATE, [0.0, 3.0]) == 600
-    assert watch.allowed(watch.UPDATE, [3.0, 90.0, 3.0]) == 900
-    for kind in (watch.VALIDATION, watch.SAVE):
-        assert watch.allowed(kind, []) == 6 * 3600 and watch.allowed(kind, [900.0]) == 9000 > watch.allowed(kind, [9.0])
-    assert watch.allowed("", []) == watch.allowed("", [9.0]) == math.inf
+    assert heartbeat.allowed(heartbeat.UPDATE, []) == 1200 and heartbeat.allowed(heartbeat.UPDATE, [0.0, 3.0]) == 600
+    assert heartbeat.allowed(heartbeat.UPDATE, [3.0, 90.0, 3.0]) == 900
+    for kind in (heartbeat.VALIDATION, heartbeat.SAVE):
+        assert heartbeat.allowed(kind, []) == 6 * 3600
+        assert heartbeat.allowed(kind, [900.0]) == 9000 > heartbeat.allowed(kind, [9.0])
+    assert heartbeat.allowed("", []) == heartbeat.allowed("", [9.0]) == math.inf
 
 
 def test_training_says_what_it_is_at(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three updates, of which the second and the last are validated and saved."""
     begun: list[str] = []
-    monkeypatch.setattr(watch, "begin", begun.append)
+    monkeypatch.setattr(heartbeat, "begin", begun.append)
     words = (f"run={tmp_path / 'run'}", "train.updates=3", "train.validate_every=2", "train.valid_bleu=false")
     assert main("train", [str(prepared / "recipe.yaml"), *words]) == 0
-    assert begun[:3] == [watch.UPDATE, watch.UPDATE, watch.VALIDATION] and begun.count(watch.UPDATE) == 3
-    at = [number for number, kind in enumerate(begun) if kind == watch.VALIDATION]
-    assert len(at) == 2 and all(begun[number + 1] == watch.SAVE for number in at) and begun[-1] == watch.SAVE
+    assert begun[:3] == [heartbeat.UPDATE, heartbeat.UPDATE, heartbeat.VALIDATION]
+    assert begun.count(heartbeat.UPDATE) == 3
+    at = [number for number, kind in enumerate(begun) if kind == heartbeat.VALIDATION]
+    assert len(at) == 2 and all(begun[number + 1] == heartbeat.SAVE for number in at) and begun[-1] == heartbeat.SAVE

@@ -25,8 +25,7 @@ from warm import Warm, kill, waiting
 import deepnmt
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
-from deepnmt.processes import launch
-from deepnmt.processes import rendezvous as meeting
+from deepnmt.processes import launch, rendezvous
 from deepnmt.processes.launch import free_port, processes
 
 
@@ -265,7 +264,7 @@ def test_waiting_for_others_is_told_and_ends(
     """Rank 0 waits for those that do not come, and another rank for a rank 0 that does not."""
     notice, wait, port = timedelta(seconds=0.2), timedelta(seconds=1.2), free_port()
     monkeypatch.setattr(launch, "NOTICE", notice)
-    monkeypatch.setattr(meeting, "NOTICE", notice)
+    monkeypatch.setattr(rendezvous, "NOTICE", notice)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("RANK", "1")
@@ -279,7 +278,7 @@ def test_waiting_for_others_is_told_and_ends(
     other = launch._open_store(2, 3, wait)
     other.set("the machines/2", '{"node": "n2"}')
     with user_error(r"1 of 3 processes did not come within 1.2 s: rank 1; there are 1 on .*, 1 on n2; see what"):
-        meeting.meet(store, 0, 3, torch.device("cpu"), False, wait)
+        rendezvous.rendezvous(store, 0, 3, torch.device("cpu"), False, wait)
     said = capfd.readouterr().err
     assert "1 of 3 processes did not come within 0.2 s: rank 1; there are 1 on" in said
     assert "waiting up to 1 s more; if one of them has ended, stop all and start them again" in said

@@ -37,9 +37,9 @@ def differ(recipe: str, folders: str, *overrides: str) -> int:
 
 
 def other_code() -> None:
-    from deepnmt.processes import rendezvous as meeting
+    from deepnmt.processes import rendezvous
 
-    meeting.code_hash = lambda: "f" * 64
+    rendezvous.code_hash = lambda: "f" * 64
 
 
 def no_state() -> None:
