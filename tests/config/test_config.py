@@ -114,7 +114,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"seed": True}, ["seed: is True, must be a valid integer"]),
     ({"train__max_failed_saves": 0}, ["train.max_failed_saves: is 0, must be greater than or equal to 1"]),
     ({"train__keep_every": 150, "train__save_every": 100},
-     ["train.keep_every (150) must be a multiple of save_every (100), such as 200; or set it to 0"]),
+     ["train: keep_every (150) must be a multiple of save_every (100), such as 200; or set it to 0"]),
     ({"model__dropout": 1.0}, ["model.dropout: is 1.0, must be less than 1"]),
     ({"model__encoder__block": "re_zero"},
      ["model.encoder.block: is 're_zero', must be one of post_ln, pre_ln, admin, admin_closed_form, b2t, b2t_no_ln, "
