@@ -21,7 +21,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import learning_rate
+from deepnmt.optim.schedules import learning_rate
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from studies.benchmarks.gpu_measure import random_batch

@@ -37,7 +37,7 @@ from deepnmt.checkpoint.tensors import INDEX, Part, Place, index_of, shard_name,
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.folders import Entry
-from deepnmt.optim import moment_names
+from deepnmt.optim.optimizers import moment_names
 from deepnmt.processes.ranks import Ranks
 
 ONE_FILE_BYTES = 1_000_000_000  # of weights and moments; several processes write more than this in shards

@@ -20,7 +20,7 @@ from deepnmt.errors import nearest
 Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
                 "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]  # model/blocks.py, `BLOCKS`
 Curve = Literal["inverse_sqrt", "inverse_sqrt_decay", "constant", "linear", "step", "cosine", "wsd",
-                "plateau"]  # optim.py, `SCHEDULES`
+                "plateau"]  # optim/schedules.py, `SCHEDULES`
 OWN: dict[str, tuple[str, ...]] = {"BLOCKS": get_args(Block), "SCHEDULES": get_args(Curve), "TASKS": ("translation",)}
 # Copies of attributes in model/blocks.py, because recipes are checked without importing torch.
 HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # `needs_history`
@@ -36,7 +36,7 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Folder = Annotated[str, Field(min_length=1)]
-Part = Annotated[str, Field(min_length=1)]  # of a model; optim.py, `is_in`
+Part = Annotated[str, Field(min_length=1)]  # of a model; optim/groups.py, `is_in`
 Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), WithJsonSchema(
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})]
 
@@ -422,7 +422,7 @@ class Admin(Section):
 class Optimizer(Section):
     """The optimizer; all come from PyTorch."""
 
-    # optim.py, `build_optimizer` and `moment_names`
+    # optim/optimizers.py, `build_optimizer` and `moment_names`
     name: Literal["adam", "adamw", "radam", "radamw", "sgd", "muon"] = "adam"
     """PyTorch's Adam, AdamW, RAdam, RAdam with AdamW's weight decay, SGD, or Muon for the matrices of the layers and
     AdamW for the rest; Muon only without a `ds_config` or with ZeRO 0, since the other stages split matrices."""
@@ -487,7 +487,7 @@ class Schedule(Section):
     until update n without a warm-up, use `name: step`, `warmup: 0`, `step_update: n`, `step_factor: 1.0`.
     """
 
-    # The curves: optim.py, `SCHEDULES`
+    # The curves: optim/schedules.py, `SCHEDULES`
     name: Annotated[str, _or_plugin("SCHEDULES")] = "inverse_sqrt"
     """The curve after the warm-up. `inverse_sqrt_decay` falls as sqrt(P / (P + k)) after k updates, with P =
     `decay_period`. `linear` and `cosine` (half a cosine) fall to `final` at the run's end. `step` is constant until an

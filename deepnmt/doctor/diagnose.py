@@ -60,7 +60,7 @@ from deepnmt.model.admin import AdminProfile
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import learning_rate
+from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress

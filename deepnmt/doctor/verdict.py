@@ -30,7 +30,7 @@ from deepnmt.doctor.outcome import GAIN, MARGIN, OUTCOMES, Measured, Outcome, fr
 from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import learning_rate
+from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.progress import Progress, no_progress
 

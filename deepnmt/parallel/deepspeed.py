@@ -36,15 +36,9 @@ from deepnmt.device import emulates_bf16
 from deepnmt.errors import UserError
 from deepnmt.model.init import Source, part_from
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import (
-    LossScaler,
-    ScalerState,
-    build_optimizer,
-    initial_moment,
-    kind_of,
-    moment_names,
-    set_rate,
-)
+from deepnmt.optim.groups import group_key, set_rate
+from deepnmt.optim.optimizers import build_optimizer, initial_moment, moment_names
+from deepnmt.optim.scaler import LossScaler, ScalerState
 from deepnmt.parallel.engine import Build, Reading
 from deepnmt.parallel.flat import update_flat
 from deepnmt.parallel.settings import Layout
@@ -163,7 +157,7 @@ class DeepSpeedEngine:
             if self.zero:
                 self.engine.optimizer.loss_scaler = self.scaler
         for name, p in self.module.named_parameters():  # DeepSpeed needs gradients of all, which then do not count
-            if kind_of(name, _whole_shape(p), self.recipe).factor == 0:
+            if group_key(name, _whole_shape(p), self.recipe).factor == 0:
                 p.register_hook(torch.zeros_like)
         if self.zero:
             self._read_norm_once()

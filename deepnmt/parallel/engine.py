@@ -20,7 +20,7 @@ from deepnmt.model.guided import guided
 from deepnmt.model.init import Source
 from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import ScalerState
+from deepnmt.optim.scaler import ScalerState
 
 # Builds the whole model with its weights still to be set, and calls its argument with each part as soon as that is
 # built; see `Transformer`.

@@ -12,15 +12,10 @@ from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import (
-    ScalerState,
-    build_optimizer,
-    clip_gradients,
-    gradient_norm,
-    initial_moment,
-    moment_names,
-    set_rate,
-)
+from deepnmt.optim.gradients import clip_gradients, gradient_norm
+from deepnmt.optim.groups import set_rate
+from deepnmt.optim.optimizers import build_optimizer, initial_moment, moment_names
+from deepnmt.optim.scaler import ScalerState
 from deepnmt.parallel.engine import Flags, Reading, StepStats, read_sums
 
 

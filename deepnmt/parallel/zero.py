@@ -27,7 +27,7 @@ from torch import nn
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer, fill_with_nan
-from deepnmt.optim import clip_gradients, gradient_norm
+from deepnmt.optim.gradients import clip_gradients, gradient_norm
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
 from deepnmt.parallel.engine import Build, Flags, Reading, StepStats, read_sums
 from deepnmt.parallel.settings import Layout

@@ -27,7 +27,7 @@ from deepnmt.files import sha256
 from deepnmt.folders import MANIFEST
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import is_in
+from deepnmt.optim.groups import is_in
 from deepnmt.processes.ranks import Ranks
 from deepnmt.processes.rendezvous import agree
 from deepnmt.progress import print_status

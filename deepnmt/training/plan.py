@@ -21,7 +21,8 @@ from deepnmt.model.embedding import TABLES, Use, table_width
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import moment_names, warmup_note
+from deepnmt.optim.optimizers import moment_names
+from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.build import partition_of
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.settings import Layout, layout_of

@@ -28,7 +28,7 @@ from deepnmt.config.plugins import same_plugins
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256
 from deepnmt.folders import MANIFEST
-from deepnmt.optim import MOMENT_SETTINGS, moment_names
+from deepnmt.optim.optimizers import MOMENT_SETTINGS, moment_names
 from deepnmt.parallel.settings import data_ranks
 from deepnmt.processes.agreement import agree_on_folder
 from deepnmt.processes.ranks import Ranks

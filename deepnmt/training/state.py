@@ -7,7 +7,7 @@ from typing import Any
 
 from deepnmt.checkpoint.checkpoint import TrainingState
 from deepnmt.data.batching import START, Position
-from deepnmt.optim import ScalerState
+from deepnmt.optim.scaler import ScalerState
 
 
 @dataclass

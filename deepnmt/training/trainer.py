@@ -21,7 +21,7 @@ from deepnmt.config import Change, Recipe, Train, dump_recipe
 from deepnmt.device import describe, deterministic
 from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import read_log, reporting, write_text
-from deepnmt.optim import warmup_note
+from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
 from deepnmt.processes import heartbeat

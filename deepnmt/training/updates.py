@@ -12,7 +12,7 @@ import torch
 
 from deepnmt.config import Recipe
 from deepnmt.data.batching import Position, Update
-from deepnmt.optim import learning_rate
+from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.divergence import DroppedUpdates

@@ -34,7 +34,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim import kind_of
+from deepnmt.optim.groups import group_key
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
 from deepnmt.parallel.engine import Flags, Reading, StepStats, build_of, read_sums
 from deepnmt.parallel.pipeline.partition import Partition
@@ -190,10 +190,10 @@ class PipelineEngine(DeepSpeedEngine):
     def _spare_parameters(self) -> dict[str, nn.Parameter]:
         """A single zero for each parameter group that other stages have and this one lacks, under the name of a
         parameter there: ZeRO reduces the gradient norm of one group after the other over all stages."""
-        recipe, found = self.recipe, {kind_of(name, p.shape, self.recipe) for name, p in self.local.items()}
+        recipe, found = self.recipe, {group_key(name, p.shape, self.recipe) for name, p in self.local.items()}
         spare = {}
         for _, name, shape in self._unique_parameters():
-            if (kind := kind_of(name, shape, recipe)) not in found:
+            if (kind := group_key(name, shape, recipe)) not in found:
                 found.add(kind)
                 spare[name] = nn.Parameter(torch.zeros([1] * len(shape)))
                 cast(Any, spare[name]).ds_pipe_replicated = False

@@ -18,16 +18,10 @@ from deepnmt.config.sections import OWN
 from deepnmt.data.batching import START, Position, Update
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
-from deepnmt.optim import (
-    SCHEDULES,
-    LossScaler,
-    build_optimizer,
-    clip_gradients,
-    gradient_norm,
-    learning_rate,
-    moment_names,
-    warmup_note,
-)
+from deepnmt.optim.gradients import clip_gradients, gradient_norm
+from deepnmt.optim.optimizers import build_optimizer, moment_names
+from deepnmt.optim.scaler import LossScaler
+from deepnmt.optim.schedules import SCHEDULES, learning_rate, warmup_note
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
