@@ -22,7 +22,7 @@ from deepnmt.processes.heartbeat import SILENCE
 
 OPTIONS = (*ENDLESS, "train.save_every=10")
 AWAY = 10.0  # seconds without a sign that a test has time for; what they are in a run, the first one uses up to a third
-IMPATIENT = ("python -c 'import signal, sys; from deepnmt.parallel import heartbeat; from deepnmt.cli import main; "
+IMPATIENT = ("python -c 'import signal, sys; from deepnmt.processes import heartbeat; from deepnmt.cli import main; "
              f"signal.signal(signal.SIGUSR2, lambda *_: vars(heartbeat.current).update(_limit={AWAY}, _period=1.0)); "
              "sys.exit(main(\"train\", sys.argv[1:]))'")
 
