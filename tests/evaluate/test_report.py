@@ -14,8 +14,9 @@ import sacrebleu.tokenizers.tokenizer_spm as tokenizer_spm
 import tiny_run
 from refusals import user_error
 
-from deepnmt import cli, config
+from deepnmt import config
 from deepnmt.cli import main
+from deepnmt.commands.evaluate import METRICS as METRICS_OF_HELP
 from deepnmt.decode.translate import translate_files
 from deepnmt.evaluate.evaluate import evaluate_run, texts_folder
 from deepnmt.evaluate.metrics import METRICS, SCORERS, USUAL, EvaluationSet, compare, make_scorers, score_lines
@@ -85,7 +86,7 @@ def test_metrics_are_those_of_the_sacrebleu_command(
 
 
 def test_the_command_knows_every_metric() -> None:
-    assert tuple(METRICS) == tuple(SCORERS) == cli._METRICS and cli._METRICS[:3] == USUAL
+    assert tuple(METRICS) == tuple(SCORERS) == METRICS_OF_HELP and METRICS_OF_HELP[:3] == USUAL
 
 
 def test_a_tokenizer_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,95 @@
+"""Commands that use a model: `translate`, `score`."""
+
+from __future__ import annotations
+
+from deepnmt.arguments import expected_model, parse, recipe_parser, settable
+from deepnmt.commands import TEXT, Command
+from deepnmt.commands.options import ENSEMBLE, checkpoints_of, processes_of
+from deepnmt.errors import UserError
+
+
+def translate(words: list[str]) -> None:
+    """Translate a text with a trained model."""
+    parser = recipe_parser(
+        "translate",
+        "Translates a text line by line: line N of the output is the translation of line N of the input.\n"
+        "The recipe's translate section sets the search, and translate.NAME=VALUE changes it for this call.\n"
+        "Lines from a pipe are answered as they come, so a program can write one and read its translation.\n\n"
+        "Reads a checkpoint of the run, and a file or standard input. Writes a file or standard output.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt translate runs/my --input in.txt --output out.txt\n"
+        "deepnmt translate runs/my --checkpoint best translate.beam=8 < in.txt\n"
+        "deepnmt translate runs/my --input in.txt --format jsonl translate.beam=5 translate.nbest=5\n"
+        "deepnmt translate runs/my --checkpoint best --checkpoint runs/other --input in.txt --output out.txt\n"
+        "deepnmt translate runs/my --input in.txt --prefix begin.txt --output out.txt",
+    )
+    add = parser.add_argument
+    add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
+        "(default: standard input)")
+    add("--output", default="-", metavar="FILE", help="the file of the translations (default: standard output)")
+    add("--format", default="text", choices=["text", "tsv", "jsonl"],
+        help="text: the best translation of each line; tsv: line, rank, score and translation; jsonl: an object a "
+        "line (default text)")
+    add("--prefix", metavar="FILE", help="what each translation begins with, tags included: a line for each line of "
+        "the input, empty where nothing is given")
+    add("--alignments", metavar="FILE", help="a file for the word alignments of the translations, as 0-0 1-2, from the "
+        "cross-attention of translate.alignment_layer; jsonl has them too")
+    add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
+    args, recipe = parse(parser, words)
+    settable(args, ["run", "model", "translate", "seed", "parallel.threads", "parallel.device"],
+             "a trained model translates as it is")
+    checkpoints = checkpoints_of(args.checkpoint, recipe)
+    from deepnmt.decode.translate import translate_files
+
+    with processes_of(recipe) as ranks:
+        translate_files(checkpoints or recipe.run, args.input, args.output, recipe.translate, prefixes=args.prefix,
+                        alignments=args.alignments, output_format=args.format, seed=recipe.seed, ranks=ranks,
+                        expected=expected_model(args, recipe, checkpoints))
+
+
+def score(words: list[str]) -> None:
+    """Tell how likely a model finds translations that you give it."""
+    parser = recipe_parser(
+        "score",
+        "Scores given translations: the log-probability (in nats) that the model gives to each, end of sentence\n"
+        "included. The mean over all tokens and the perplexity are printed at the end.\n\n"
+        "The input has a sentence a line and --translations names the file with their translations. Or each line of\n"
+        "the input is a sentence and any number of translations, separated by tabs. For lines with several, as in\n"
+        "contrastive test sets, the share of lines whose first is the likeliest is printed.\n\n"
+        "Reads a checkpoint of the run, and files or standard input. Writes a file or standard output.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt score runs/my --input in.txt --translations out.txt\n"
+        "deepnmt score runs/my --input in.txt --translations nbest.jsonl --format jsonl --pieces --top 5\n"
+        "deepnmt score runs/my --checkpoint best < contrastive.tsv",
+    )
+    add = parser.add_argument
+    add("--input", default="-", metavar="FILE", help="the sentences, with their translations if --translations is not "
+        "given; plain, .gz, .xz, .zst or .bz2 (default: standard input)")
+    add("--translations", metavar="FILE", help="a translation a line; or, where the name ends in .jsonl, what "
+        "deepnmt translate --format jsonl wrote, whose pieces are scored as they are")
+    add("--output", default="-", metavar="FILE", help="the file of the scores (default: standard output)")
+    add("--format", default="text", choices=["text", "tsv", "jsonl"],
+        help="text: the log-probabilities of a line's translations; tsv: line, number, log-probability, score and "
+        "translation; jsonl: an object a line (default text)")
+    add("--pieces", action="store_true", help="with tsv or jsonl: the log-probability of every subword piece")
+    add("--top", type=int, default=0, metavar="N", help="beside each piece, the N likeliest there (default 0)")
+    add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
+    args, recipe = parse(parser, words)
+    settable(args, ["run", "model", "translate", "parallel.threads", "parallel.device"],
+             "a trained model scores as it is")
+    if args.pieces and args.format == "text":
+        raise UserError("--pieces has no effect here because --format text holds a number for each translation; "
+                        "choose --format tsv or jsonl")
+    if args.top < 0 or (args.top and not args.pieces):
+        raise UserError(f"--top is {args.top}, must be 0 or more, and needs --pieces")
+    checkpoints = checkpoints_of(args.checkpoint, recipe)
+    from deepnmt.decode.score import score_files
+
+    with processes_of(recipe) as ranks:
+        score_files(checkpoints or recipe.run, args.input, args.translations, args.output, recipe.translate,
+                    output_format=args.format, pieces=args.pieces, top=args.top, ranks=ranks,
+                    expected=expected_model(args, recipe, checkpoints))
+
+
+GROUP = TEXT
+COMMANDS: dict[str, Command] = {"translate": translate, "score": score}

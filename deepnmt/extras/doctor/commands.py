@@ -1,0 +1,77 @@
+"""The command `diagnose`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepnmt.arguments import parse, positive, profiled, recipe_parser, settable
+from deepnmt.commands import EXAMINE, Command
+from deepnmt.commands.options import checkpoint_of, processes_of
+from deepnmt.errors import UserError
+
+
+def diagnose(words: list[str]) -> None:
+    """Predict whether a deep model will train, and examine its layers."""
+    parser = recipe_parser(
+        "diagnose",
+        "Examines a model on one batch: how layers depend on each other, how far an update moves the output,\n"
+        "gradients, ranges, and how similar layers are. For a recipe it trains for 40 updates and predicts what the\n"
+        "model will do after more: stuck or diverging, the target side only, or translating. For a run that has\n"
+        "checkpoints it examines the newest, and measures which of the three it does.\n\n"
+        "Reads the prepared data. Prints a table and writes JSON, pictures and a page into RUN/diagnosis, or\n"
+        "RUN/diagnosis-CHECKPOINT.",
+        "deepnmt diagnose my.yaml\n"
+        "deepnmt diagnose my.yaml model.encoder.block=post_ln\n"
+        "deepnmt diagnose runs/my --checkpoint best",
+    )
+    add = parser.add_argument
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", metavar="WHICH",
+                       help="best (by validation), newest, averaged, the folder of a checkpoint, or a run, whose "
+                       "newest is taken")
+    which.add_argument("--fresh", action="store_true", help="examine the initial weights of a run")
+    add("--output", type=Path, metavar="FOLDER",
+        help="the folder of the results (default: RUN/diagnosis or RUN/diagnosis-CHECKPOINT)")
+    add("--tokens", type=int, default=256, metavar="N", help="target tokens of the batch (default 256)")
+    add("--updates", type=int, metavar="N",
+        help="predict what the model does after N updates (default: train.updates)")
+    add("--minutes", type=float, default=10.0, metavar="N",
+        help="where failure is predicted, begin no other recipe that would end after N minutes (default 10)")
+    add("--processes", type=int, default=1, metavar="N",
+        help="processes that training will run on, which the size of an update depends on (default 1)")
+    add("--rule", type=Path, metavar="FILE", help="a verdict rule to use in place of deepnmt's own")
+    args, recipe = parse(parser, words)
+    if args.tokens < 1:
+        raise UserError(f"--tokens is {args.tokens}, must be 1 or more, for example 256")
+    positive(args, "processes", "minutes")
+    if args.updates is not None and not 1 <= args.updates <= recipe.train.updates:
+        raise UserError(f"--updates is {args.updates}, must be from 1 to train.updates ({recipe.train.updates})")
+    if args.fresh and not Path(args.recipe).is_dir():
+        raise UserError(f"--fresh has no effect here because {args.recipe} is a recipe, whose model is always new; "
+                        "remove it, or give the folder of a run")
+    profiled(args, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
+    from deepnmt.doctor.diagnose import AT_CHECKPOINT, default_checkpoint, diagnose
+    from deepnmt.processes.launch import rank_from_environment
+
+    if (count := rank_from_environment()[1]) > 1:
+        raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
+                        "alone, and say with --processes how many training will run on")
+    with processes_of(recipe) as ranks:
+        is_run = Path(args.recipe).is_dir() and not args.fresh
+        checkpoint = default_checkpoint(recipe, checkpoint_of(args.checkpoint, recipe), is_run)
+        if checkpoint is not None:
+            settable(args, AT_CHECKPOINT, f"{checkpoint} is as it was trained; --fresh looks at a new model")
+            if args.rule is not None:
+                raise UserError(f"--rule {args.rule} has no effect here because a rule judges models before training "
+                                f"and {checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
+            for name in ("processes", "updates", "minutes"):
+                if (value := getattr(args, name)) != parser.get_default(name):
+                    raise UserError(f"--{name} {value} has no effect here because only a verdict asks for it, and "
+                                    f"{checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
+        print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=args.output, tokens=args.tokens,
+                       rule=args.rule, processes=args.processes, updates=args.updates, seconds=60 * args.minutes))
+
+
+GROUP = EXAMINE
+BEFORE = "consolidate"  # where these are listed
+COMMANDS: dict[str, Command] = {"diagnose": diagnose}
