@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 from deepnmt.commands import Command, command_groups, command_modules
-from deepnmt.errors import UserError, nearest
+from deepnmt.errors import UserError, enough_threads, nearest
 from deepnmt.version import __version__
 
 _FOR_TRAINING = ("deepspeed", "filelock", "matplotlib", "tensorboard")  # an installation for inference lacks them
@@ -50,7 +50,8 @@ def run_command(
             hint = f"; did you mean {near}? see" if near else "; see"
             raise UserError(f"unknown command {command!r}{hint} {program} --help")
         try:
-            return commands[command](words) or 0
+            with enough_threads():
+                return commands[command](words) or 0
         except ModuleNotFoundError as error:
             optional = [name for module in command_modules() for name in getattr(module, "REQUIREMENTS", ())]
             if error.name not in (*_FOR_TRAINING, *optional):

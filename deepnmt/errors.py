@@ -61,6 +61,19 @@ def enough_memory(remedy: str) -> Iterator[None]:
         raise UserError(f"there is not enough memory ({said}); {remedy}") from None
 
 
+@contextmanager
+def enough_threads() -> Iterator[None]:
+    """Turns what Python or a library says where the system starts no more threads or processes into a `UserError`."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if "can't start new thread" not in str(error) and "Resource temporarily unavailable" not in str(error):
+            raise
+        raise UserError("the system starts no more threads or processes: a limit is reached, of this user (ulimit -u) "
+                        "or of the container; end other programs, or set parallel.threads or data.workers lower"
+                        ) from None
+
+
 def printable(line: str) -> str:
     """A line with escapes for control characters, which could rewrite a terminal, and the middle of a very long one
     left out: messages quote names and values from files that may come from anywhere."""

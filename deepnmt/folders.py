@@ -1,6 +1,7 @@
-"""Folders that appear complete or not at all, with a manifest to detect later damage.
+"""Folders that appear complete or not at all, with a manifest to detect later damage: checkpoints, prepared data and
+exported models.
 
-A folder is written as `.tmp-*`: first its files, each synced to disk, then `manifest.json` with their sizes and
+A folder is written as `.tmp-*`: first its files, each synced to disk, then the manifest with their sizes and
 SHA-256. Then the folder is synced and renamed, and its parent synced. A folder that it replaces is renamed to
 `.before-*` first; a folder to be deleted is renamed to `.trash-*`. So a folder under its own name was complete when it
 got that name, and its manifest shows whether it still is. If a kill leaves only the `.before-*`, `recover_after_kill`
@@ -20,6 +21,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +40,45 @@ MANIFEST = "manifest.json"
 _HEX = "[0-9a-f]" * 8  # the end of names made by `_temporary_name`
 
 
-class CheckpointWriteError(UserError):
-    """A checkpoint could not be written (full disk, read-only folder); earlier ones are untouched."""
+@dataclass(frozen=True)
+class Kind:
+    """A kind of such folders.
+
+    Attributes:
+        name: in messages.
+        formats: of its manifest that can be read; none: all.
+        damaged: what to do about a damaged one.
+        unwritable: what to do where one cannot be written.
+        manifest: the name of the manifest's file.
+    """
+
+    name: str
+    formats: tuple[int | str, ...]
+    damaged: str
+    unwritable: str
+    manifest: str = MANIFEST
 
 
-class DamagedCheckpoint(UserError):  # noqa: N818 (a state of the folder, not of the program)
-    """A folder is not a complete checkpoint; the message names the folder, the file and the damage."""
+CHECKPOINT = Kind("checkpoint", (FORMAT, SHARDED), "restore it from a copy, or delete it",
+                  "free disk space or give write permission; earlier checkpoints are untouched")
 
-    def __init__(self, folder: Path, damage: str) -> None:
-        super().__init__(f"checkpoint {folder} is damaged: {damage}; restore it from a copy, or delete it")
+
+class FolderWriteError(UserError):
+    """A folder could not be written (full disk, no permission); those that were there are untouched."""
+
+
+class DamagedFolder(UserError):  # noqa: N818 (a state of the folder, not of the program)
+    """A folder is not complete; the message names the folder, the file and the damage."""
+
+    def __init__(self, folder: Path, damage: str, kind: Kind = CHECKPOINT) -> None:
+        super().__init__(f"{kind.name} {folder} is damaged: {damage}; {kind.damaged}")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def commit_folder(target: Path, files: Mapping[str, Iterable[Buffer]], facts: Mapping[str, Any]) -> None:
-    """Writes a folder, and replaces an existing one of that name when the new one is complete.
+    """Writes a checkpoint, and replaces an existing folder of that name when the new one is complete.
 
     Args:
         target: the folder. Its parent is made if it does not exist.
@@ -61,7 +86,7 @@ def commit_folder(target: Path, files: Mapping[str, Iterable[Buffer]], facts: Ma
         facts: further entries of the manifest.
 
     Raises:
-        CheckpointWriteError: disk full, no permission, or another error of the file system; no partial folder is left.
+        FolderWriteError: disk full, no permission, or another error of the file system; no partial folder is left.
     """
     with new_folder(target) as temporary:
         publish(temporary, target, {name: write_file(temporary / name, content, target) for name, content in
@@ -69,12 +94,12 @@ def commit_folder(target: Path, files: Mapping[str, Iterable[Buffer]], facts: Ma
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path, kind: Kind = CHECKPOINT) -> Iterator[Path]:
     """Makes the folder under whose temporary name the files of `target` are written, by this process or others, until
-    `publish`. Without that it is removed at the end. Raises `CheckpointWriteError`."""
+    `publish`. Without that it is removed at the end. Raises `FolderWriteError`."""
     temporary = _temporary_name(target, ".tmp")
     try:
-        with reporting(target):
+        with reporting(target, kind):
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
         yield temporary
@@ -84,12 +109,12 @@ def new_folder(target: Path) -> Iterator[Path]:
             _restore_or_discard(_before(temporary), target)
 
 
-def write_file(file: Path, content: Iterable[Buffer], target: Path) -> Entry:
+def write_file(file: Path, content: Iterable[Buffer], target: Path, kind: Kind = CHECKPOINT) -> Entry:
     """Writes a file and waits until it is on disk; returns its entry in the manifest of the folder `target`. The hash
-    is of what was to be written, so it also tells whether that is what the disk holds. Raises `CheckpointWriteError`.
+    is of what was to be written, so it also tells whether that is what the disk holds. Raises `FolderWriteError`.
     """
     digest, size = hashlib.sha256(), 0
-    with reporting(target):
+    with reporting(target, kind):
         with open(file, "xb", buffering=0) as stream:
             for piece in content:
                 rest = memoryview(piece).cast("B")
@@ -103,17 +128,29 @@ def write_file(file: Path, content: Iterable[Buffer], target: Path) -> Entry:
     return {"size": size, "sha256": digest.hexdigest()}
 
 
-def publish(temporary: Path, target: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any]) -> None:
+def entries_of(temporary: Path, target: Path, kind: Kind) -> dict[str, Entry]:
+    """Waits until the files in a folder are on disk, whoever wrote them; returns the entries of all for the manifest.
+    Raises `FolderWriteError`."""
+    entries: dict[str, Entry] = {}
+    with reporting(target, kind):
+        for file in sorted(temporary.iterdir()):
+            _sync(file)
+            entries[file.name] = {"size": file.stat().st_size, "sha256": sha256(file)}
+    return entries
+
+
+def publish(temporary: Path, target: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any],
+            kind: Kind = CHECKPOINT) -> None:
     """Completes a folder, whose files have these entries, with its manifest, and gives it the name `target`.
 
     A folder that is not empty cannot be renamed over, so for a moment neither folder has the name. If the process is
     killed then, the next `recover_after_kill` renames the old folder back; after an exception `new_folder` does at
-    once. Raises `CheckpointWriteError`.
+    once. Raises `FolderWriteError`.
     """
     manifest: dict[str, Any] = {"format": FORMAT, "deepnmt": __version__, **facts, "files": dict(entries)}
     manifest["sha256"] = _manifest_hash(manifest)
-    write_file(temporary / MANIFEST, [json.dumps(manifest, indent=1).encode()], target)
-    with reporting(target):
+    write_file(temporary / kind.manifest, [json.dumps(manifest, indent=1).encode()], target, kind)
+    with reporting(target, kind):
         _sync(temporary)
         if target.exists():
             target.rename(_before(temporary))
@@ -122,13 +159,13 @@ def publish(temporary: Path, target: Path, entries: Mapping[str, Entry], facts: 
 
 
 def set_aside(folder: Path) -> None:
-    """Renames a folder to `set-aside-*`. Raises `CheckpointWriteError`."""
+    """Renames a folder to `set-aside-*`. Raises `FolderWriteError`."""
     with reporting(folder):
         folder.rename(_temporary_name(folder, "set-aside"))
 
 
 def delete(folder: Path) -> None:
-    """Deletes a folder without ever leaving a part of it under its name. Raises `CheckpointWriteError`."""
+    """Deletes a folder without ever leaving a part of it under its name. Raises `FolderWriteError`."""
     trash = _temporary_name(folder, ".trash")
     with reporting(folder):
         folder.rename(trash)
@@ -136,15 +173,14 @@ def delete(folder: Path) -> None:
 
 
 @contextmanager
-def reporting(folder: Path) -> Iterator[None]:
-    """Turns errors of the file system into `CheckpointWriteError`."""
+def reporting(folder: Path, kind: Kind = CHECKPOINT) -> Iterator[None]:
+    """Turns errors of the file system into `FolderWriteError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointWriteError(f"checkpoint folder {folder} cannot be written: {reason}; free disk space or give "
-                                   "write permission; earlier checkpoints are untouched",
-                                   getattr(error, "errno", None)) from error
+        raise FolderWriteError(f"{kind.name} folder {folder} cannot be written: {reason}; {kind.unwritable}",
+                               getattr(error, "errno", None)) from error
 
 
 def _sync(path: Path) -> None:
@@ -178,7 +214,7 @@ def recover_after_kill(parent: Path, names: str) -> None:
     is deleted. Call this before looking for such folders to resume from.
 
     Raises:
-        CheckpointWriteError: a folder cannot be renamed back.
+        FolderWriteError: a folder cannot be renamed back.
     """
     for path in parent.glob(f".before-{names}-{_HEX}"):
         target = parent / original_name(path)
@@ -186,7 +222,7 @@ def recover_after_kill(parent: Path, names: str) -> None:
             _restore_or_discard(path, target)
         except OSError as error:
             if not os.path.lexists(target):
-                raise CheckpointWriteError(
+                raise FolderWriteError(
                     f"{path} is {target.name}, displaced by a killed process, and cannot be renamed back: "
                     f"{error.strerror or error}; give write permission for {parent}, or rename it yourself",
                     error.errno) from error
@@ -226,69 +262,87 @@ def _restore_or_discard(before: Path, target: Path) -> None:
 # -- checking ----------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, kind: Kind = CHECKPOINT) -> dict[str, Any]:
     """A folder's manifest.
 
     Raises:
-        DamagedCheckpoint: it is missing, unreadable, altered or of another format, or names a file outside the folder.
+        DamagedFolder: it is missing, unreadable, altered or of another format, or names a file outside the folder.
     """
-    file = folder / MANIFEST
+    name = kind.manifest
+    file = folder / name
     if file.is_symlink() or not file.is_file():
-        raise DamagedCheckpoint(folder, f"{MANIFEST} is missing, so it is no checkpoint or was not completed")
-    manifest = read_json(folder, MANIFEST)
-    if manifest.get("format") not in (FORMAT, SHARDED):
-        raise DamagedCheckpoint(folder, f"its format is {manifest.get('format')!r}, but this deepnmt reads {FORMAT} "
-                                        f"and {SHARDED}")
+        raise DamagedFolder(folder, f"{name} is missing, so it is no {kind.name} or was not completed", kind)
+    manifest = read_json(folder, name, kind)
+    if kind.formats and manifest.get("format") not in kind.formats:
+        raise DamagedFolder(folder, f"its format is {manifest.get('format')!r}, but this deepnmt reads "
+                                    f"{' and '.join(map(str, kind.formats))}", kind)
     if manifest.get("sha256") != _manifest_hash(manifest):
-        raise DamagedCheckpoint(folder, f"{MANIFEST} has been altered")
+        raise DamagedFolder(folder, f"{name} has been altered", kind)
     entries = manifest.get("files")
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
-        raise DamagedCheckpoint(folder, f"{MANIFEST} lists no files")
+        raise DamagedFolder(folder, f"{name} lists no files", kind)
     if foreign := sorted(name for name in entries if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name)):
-        raise DamagedCheckpoint(folder, f"{MANIFEST} names {foreign[0]!r}, which is not a valid file name")
+        raise DamagedFolder(folder, f"{name} names {foreign[0]!r}, which is not a valid file name", kind)
     return manifest
 
 
 def check_files(
-    folder: Path, manifest: Mapping[str, Any], files: Collection[str] | None, required: Collection[str]
+    folder: Path, manifest: Mapping[str, Any], files: Collection[str] | None, required: Collection[str],
+    kind: Kind = CHECKPOINT,
 ) -> None:
     """Checks those of `files` that a folder's manifest lists (None: all that it lists).
 
     Raises:
-        DamagedCheckpoint: the manifest lacks one of `required`; or one of `files` is missing, is a link, or has another
+        DamagedFolder: the manifest lacks one of `required`; or one of `files` is missing, is a link, or has another
             size or hash.
     """
     entries = manifest["files"]
-    if lacking := sorted(set(required) - entries.keys()):
-        raise DamagedCheckpoint(folder, f"{MANIFEST} does not name {lacking[0]}")
+    for name in sorted(required):
+        require_named(folder, manifest, name, kind)
     checked = sorted(entries.keys() if files is None else entries.keys() & files)
+    check_sizes(folder, manifest, checked, kind)
     with ThreadPoolExecutor() as pool:  # hashing lets the others run
-        for _ in pool.map(lambda name: _check_file(folder, name, entries[name]), checked):
-            pass
+        for name, found in zip(checked, pool.map(lambda name: _hash(folder, name, kind), checked), strict=True):
+            if found != entries[name].get("sha256"):
+                raise DamagedFolder(folder, f"the SHA-256 of {name} differs from that in {kind.manifest}", kind)
 
 
-def _check_file(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
-    file = folder / name
-    if file.is_symlink() or not file.is_file():
-        raise DamagedCheckpoint(folder, f"{name} is {'not a plain file' if os.path.lexists(file) else 'missing'}")
+def require_named(folder: Path, manifest: Mapping[str, Any], name: str, kind: Kind = CHECKPOINT) -> Path:
+    """The path of a file that the manifest names. Others that lie beside them, say of a run that was copied over an
+    older one, are nobody's. Raises `DamagedFolder`."""
+    if name not in manifest["files"]:
+        raise DamagedFolder(folder, f"{kind.manifest} does not name {name}", kind)
+    return folder / name
+
+
+def check_sizes(folder: Path, manifest: Mapping[str, Any], files: Iterable[str], kind: Kind = CHECKPOINT) -> None:
+    """Compares the sizes of files with the manifest, which is done at once. Raises `DamagedFolder`, see
+    `check_files`."""
+    for name in files:
+        file, entry = folder / name, manifest["files"][name]
+        if file.is_symlink() or not file.is_file():
+            damage = f"{name} is {'not a plain file' if os.path.lexists(file) else 'missing'}"
+            raise DamagedFolder(folder, damage, kind)
+        if (size := file.stat().st_size) != entry.get("size"):
+            raise DamagedFolder(folder, f"{name} has {size} bytes, but {entry.get('size')} according to "
+                                        f"{kind.manifest}", kind)
+
+
+def _hash(folder: Path, name: str, kind: Kind) -> str:
     try:
-        size = file.stat().st_size
-        if size != entry.get("size"):
-            raise DamagedCheckpoint(folder, f"{name} has {size} bytes, but {entry.get('size')} according to {MANIFEST}")
-        if sha256(file) != entry.get("sha256"):
-            raise DamagedCheckpoint(folder, f"the SHA-256 of {name} differs from that in {MANIFEST}")
+        return sha256(folder / name)
     except OSError as error:
-        raise DamagedCheckpoint(folder, f"{name} cannot be read ({error.strerror or error})") from None
+        raise DamagedFolder(folder, f"{name} cannot be read ({error.strerror or error})", kind) from None
 
 
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a folder. Raises `DamagedCheckpoint` if it cannot be read."""
+def read_json(folder: Path, name: str, kind: Kind = CHECKPOINT) -> dict[str, Any]:
+    """The JSON object in a file of a folder. Raises `DamagedFolder` if it cannot be read."""
     try:
         content = json.loads((folder / name).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(folder, f"{name} cannot be read ({error})") from None
+        raise DamagedFolder(folder, f"{name} cannot be read ({error})", kind) from None
     if not isinstance(content, dict):
-        raise DamagedCheckpoint(folder, f"{name} is not a JSON object")
+        raise DamagedFolder(folder, f"{name} is not a JSON object", kind)
     return content
 
 

@@ -32,11 +32,12 @@ def bar_progress(bar: tqdm) -> Progress:
 
 
 @contextmanager
-def show_progress(line: str, **bar: Any) -> Iterator[Progress]:
+def show_progress(line: str, *, shown: bool = True, **bar: Any) -> Iterator[Progress]:
     """Shows a bar if standard error is a terminal, else a line every `PLAIN_SECONDS`; with an ETA if `total` is given.
 
     Args:
         line: format of the line, with a field for the number done: "{:,} lines translated".
+        shown: False shows nothing, as on all processes but the first.
         bar: arguments for `tqdm`.
     """
     begin = last_shown = time.monotonic()
@@ -46,12 +47,14 @@ def show_progress(line: str, **bar: Any) -> Iterator[Progress]:
         now = time.monotonic()
         if now - last_shown >= PLAIN_SECONDS:
             last_shown = now
-            eta = f", ETA {(now - begin) / done * (bar['total'] - done):.0f} s" if bar.get("total") else ""
+            eta = f", ETA {(now - begin) / done * max(0, bar['total'] - done):.0f} s" if bar.get("total") else ""
             print_status(f"{line.format(done)} in {now - begin:.0f} s{eta}")
 
-    if sys.stderr.isatty():
-        with tqdm(**bar) as shown:
-            yield bar_progress(shown)
+    if not shown:
+        yield no_progress
+    elif sys.stderr.isatty():
+        with tqdm(**bar) as on_terminal:
+            yield bar_progress(on_terminal)
     else:
         yield report
 

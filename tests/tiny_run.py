@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -58,6 +60,14 @@ def save(checkpoints: Path, contents: Contents, sharded: bool = False) -> Path:
     saver.close()
     saver.wait()
     return checkpoints / f"update-{contents.state.update:08d}"
+
+
+def forge(file: Path, **changes: object) -> None:
+    """Changes a manifest and gives it the hash of its new content."""
+    manifest = json.loads(file.read_text()) | changes
+    del manifest["sha256"]
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(manifest))
 
 
 def write(

@@ -22,6 +22,7 @@ from deepnmt.checkpoint.checkpoint import (
     list_checkpoints,
     load_state,
     read_scores,
+    read_task_files,
     require_model,
     sorted_by_score,
     task_files,
@@ -142,7 +143,7 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
     Raises:
         UserError: a checkpoint is damaged; they hold different models (the message names the first tensor, vocabulary
             or setting that differs), or another than `model`; `target` exists and is not a checkpoint.
-        CheckpointWriteError: it cannot be written.
+        FolderWriteError: it cannot be written.
     """
     target = check_target(target, "the average")
     manifests = [verify_files(folder, {*REQUIRED, *task_files(folder)}) for folder in checkpoints]
@@ -163,10 +164,9 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
     beside = list_checkpoints(target.parent / "checkpoints")
     averaged = {"averaged": [str(folder) for folder in checkpoints], "averaged_updates": [s.update for s in states],
                 "updates_beside": [update_of(path) for path in beside]}
-    files = {name: (newest / name).read_bytes() for name in task_files(newest)}
     write_checkpoint(target, Contents(
         weights, None, replace(state, loss_scale=None, best={}, extra=averaged),
-        (newest / RECIPE).read_text(encoding="utf-8"), files))
+        (newest / RECIPE).read_text(encoding="utf-8"), read_task_files(newest)))
     return target
 
 

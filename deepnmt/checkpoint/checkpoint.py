@@ -33,12 +33,12 @@ from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.config.plugins import require_same
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.folders import MANIFEST, Buffer, CheckpointWriteError, DamagedCheckpoint
+from deepnmt.folders import MANIFEST, Buffer, DamagedFolder, FolderWriteError
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 
-__all__ = ["CheckpointWriteError", "DamagedCheckpoint"]  # defined in folders.py, caught by callers of this module
+__all__ = ["DamagedFolder", "FolderWriteError"]  # defined in folders.py, caught by callers of this module
 
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
@@ -106,7 +106,7 @@ class LoadedModel:
     @property
     def files(self) -> dict[str, bytes]:
         """The task's files in the checkpoint: name to content."""
-        return {name: (self.folder / name).read_bytes() for name in task_files(self.folder)}
+        return read_task_files(self.folder)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class LoadedModel:
 
 def recover_checkpoints(checkpoints: Path) -> None:
     """Cleans up after a killed save or deletion: a checkpoint that was being replaced gets its name back. Raises
-    `CheckpointWriteError` if that fails."""
+    `FolderWriteError` if that fails."""
     folders.recover_after_kill(checkpoints, "update-*")
 
 
@@ -130,7 +130,7 @@ def check_target(target: Path, what: str) -> Path:
 
 def write_checkpoint(target: Path, contents: Contents) -> None:
     """Writes a checkpoint folder under any name, replacing one that exists, after cleaning up after a killed write.
-    Raises `CheckpointWriteError`."""
+    Raises `FolderWriteError`."""
     folders.recover_after_kill(target.parent, target.name)
     groups = {WEIGHTS: contents.weights}
     if contents.moments is not None:
@@ -172,16 +172,16 @@ def update_of(checkpoint: Path) -> int:
     return int(folders.original_name(checkpoint).removeprefix("update-"))
 
 
-def _warn(damage: DamagedCheckpoint) -> None:
+def _warn(damage: DamagedFolder) -> None:
     log.warning("skipped: %s", damage)
 
 
-def newest_checkpoint(folder: Path, on_skip: Callable[[DamagedCheckpoint], object] = _warn) -> Path | None:
+def newest_checkpoint(folder: Path, on_skip: Callable[[DamagedFolder], object] = _warn) -> Path | None:
     """The newest undamaged checkpoint in `folder`, every byte checked; calls `on_skip` for each damaged newer one."""
     for path in reversed(list_checkpoints(folder)):
         try:
             verify(path)
-        except DamagedCheckpoint as damage:
+        except DamagedFolder as damage:
             on_skip(damage)
         else:
             return path
@@ -194,7 +194,7 @@ def read_scores(folder: Path) -> dict[int, float]:
     for path in list_checkpoints(folder):
         try:
             validations = load_state(path).extra.get("validations", [])
-        except DamagedCheckpoint as damage:
+        except DamagedFolder as damage:
             _warn(damage)
         else:
             scores |= {int(entry["update"]): float(entry["value"]) for entry in validations}
@@ -245,7 +245,7 @@ def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
 
 
 def verify(folder: Path) -> None:
-    """Compares every file with the manifest, byte for byte. Raises `DamagedCheckpoint` at the first fault."""
+    """Compares every file with the manifest, byte for byte. Raises `DamagedFolder` at the first fault."""
     verify_files(folder, None)
 
 
@@ -253,14 +253,14 @@ def verify_files(folder: Path, files: Collection[str] | None) -> dict[str, Any]:
     """Compares these files of a checkpoint (None: all) with its manifest, and returns the manifest.
 
     Raises:
-        DamagedCheckpoint: see `folders.read_manifest` and `check_files`; or the manifest has another update than the
+        DamagedFolder: see `folders.read_manifest` and `check_files`; or the manifest has another update than the
             folder's name.
     """
     manifest = folders.read_manifest(folder)
     required = _stored_as(manifest, {*REQUIRED, *(files or ())})
     folders.check_files(folder, manifest, None if files is None else _stored_as(manifest, files), required)
     if _is_update(folder) and manifest.get("update") != update_of(folder):
-        raise DamagedCheckpoint(folder, f"its {MANIFEST} is that of update {manifest.get('update')}")
+        raise DamagedFolder(folder, f"its {MANIFEST} is that of update {manifest.get('update')}")
     return manifest
 
 
@@ -274,40 +274,52 @@ def _stored_as(manifest: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def task_files(folder: Path) -> list[str]:
-    """The names of the task's files in a checkpoint. Raises `DamagedCheckpoint`."""
+    """The names of the task's files in a checkpoint. Raises `DamagedFolder`."""
     return [name for name in verify_files(folder, ())["files"]
             if name not in (*REQUIRED, MOMENTS, INDEX) and not kind_of(name)]
 
 
+def read_task_files(folder: Path) -> dict[str, bytes]:
+    """The task's files in a checkpoint: name to content, compared with the manifest. Raises `DamagedFolder`."""
+    names = task_files(folder)
+    verify_files(folder, names)
+    try:
+        return {name: (folder / name).read_bytes() for name in names}
+    except OSError as error:  # a run that still trains may delete its checkpoint
+        raise DamagedFolder(folder, f"{error.filename} cannot be read ({error.strerror})") from None
+
+
 def load_state(folder: Path) -> TrainingState:
-    """The state in a checkpoint. Raises `DamagedCheckpoint` if state.json is missing or not a training state."""
+    """The state in a checkpoint. Raises `DamagedFolder` if state.json is not what the manifest says, or no training
+    state."""
+    verify_files(folder, (STATE,))
     content = folders.read_json(folder, STATE)
     try:
         StateTypes.model_validate(content)
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
-        raise DamagedCheckpoint(folder, f"{STATE} is not a training state ({where}: {fault['msg']})") from None
+        raise DamagedFolder(folder, f"{STATE} is not a training state ({where}: {fault['msg']})") from None
     state = TrainingState(**content)
     if _is_update(folder) and state.update != update_of(folder):
-        raise DamagedCheckpoint(folder, f"its {STATE} is that of update {state.update}")
+        raise DamagedFolder(folder, f"its {STATE} is that of update {state.update}")
     return state
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """Name to fp32 tensor on the CPU. Raises `DamagedCheckpoint`."""
+    """Name to fp32 tensor on the CPU. Raises `DamagedFolder`."""
     verify_files(folder, (WEIGHTS,))
     return dict(weights_in(folder))
 
 
 def weights_in(folder: Path) -> Tensors:
-    """The weights of a verified checkpoint, read when asked for. Raises `DamagedCheckpoint`."""
+    """The weights of a verified checkpoint, read when asked for. Raises `DamagedFolder`."""
     return Tensors(folder, "weights")
 
 
 def model_in(folder: Path) -> Tensors | Renamed:
     """The weights that a verified checkpoint is used with: their running average if it has one (`train.ema`), else
-    `weights_in`. Raises `DamagedCheckpoint`."""
+    `weights_in`. Raises `DamagedFolder`."""
     weights = weights_in(folder)
     if not has_average(folder):
         return weights
@@ -328,8 +340,8 @@ def moments_in(folder: Path) -> Tensors:
 
 
 def has_moments(folder: Path) -> bool:
-    """Whether a checkpoint holds the optimizer's moments."""
-    return any(folder.glob("moments*.safetensors"))
+    """Whether a checkpoint holds the optimizer's moments. Raises `DamagedFolder`."""
+    return any(MOMENTS in (name, kind_of(name)) for name in folders.read_manifest(folder)["files"])
 
 
 def first_difference(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -343,7 +355,7 @@ def first_difference(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, t
 
 
 def verify_model(folder: Path) -> None:
-    """Compares the files of a checkpoint that `load_model` reads with its manifest. Raises `DamagedCheckpoint`."""
+    """Compares the files of a checkpoint that `load_model` reads with its manifest. Raises `DamagedFolder`."""
     verify_files(folder, {*MODEL_FILES, *task_files(folder)})
     if has_average(folder):
         verify_files(folder, (MOMENTS,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from deepnmt import folders
 from deepnmt.checkpoint.checkpoint import (
     RECIPE,
     Contents,
@@ -12,12 +13,11 @@ from deepnmt.checkpoint.checkpoint import (
     has_moments,
     load_state,
     moments_in,
-    task_files,
-    verify,
+    read_task_files,
+    verify_files,
     weights_in,
     write_checkpoint,
 )
-from deepnmt.checkpoint.tensors import INDEX
 from deepnmt.errors import UserError
 
 
@@ -33,15 +33,14 @@ def consolidate(source: Path, target: Path) -> Path:
 
     Raises:
         UserError: there is no checkpoint in shards, it is damaged, or `target` exists and is no checkpoint.
-        CheckpointWriteError: it cannot be written.
+        FolderWriteError: it cannot be written.
     """
     source = find_checkpoint(source, "newest")
     target = check_target(target, "the consolidated checkpoint")
-    verify(source)
-    if not (source / INDEX).exists():
+    manifest = verify_files(source, None)
+    if manifest["format"] != folders.SHARDED:
         raise UserError(f"{source} is in one file already; it can be used as it is")
-    files = {name: (source / name).read_bytes() for name in task_files(source)}
     write_checkpoint(target, Contents(
         weights_in(source), moments_in(source) if has_moments(source) else None, load_state(source),
-        (source / RECIPE).read_text(encoding="utf-8"), files))
+        (source / RECIPE).read_text(encoding="utf-8"), read_task_files(source)))
     return target

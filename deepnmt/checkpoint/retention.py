@@ -14,7 +14,7 @@ from deepnmt import folders
 from deepnmt.checkpoint.checkpoint import RECIPE, list_checkpoints, sorted_by_score, update_of, verify_files
 from deepnmt.config import Recipe, Train, load_recipe
 from deepnmt.errors import UserError
-from deepnmt.folders import CheckpointWriteError
+from deepnmt.folders import FolderWriteError
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ RULES: dict[str, Rule] = {
 
 
 def prune(folder: Path, train: Train, scores: Scores) -> list[Path]:
-    """Deletes all checkpoints that no rule keeps; returns their folders. Raises `CheckpointWriteError` if one cannot be
+    """Deletes all checkpoints that no rule keeps; returns their folders. Raises `FolderWriteError` if one cannot be
     deleted."""
     paths = list_checkpoints(folder)
     kept = {path for rule in RULES.values() for path in rule.keeps(train, paths, scores)}
@@ -69,7 +69,7 @@ def make_room(folder: Path, train: Train, scores: Scores) -> Path | None:
         for path in spare[:1]:
             folders.delete(path)
             return path
-    except CheckpointWriteError as fault:
+    except FolderWriteError as fault:
         log.warning("%s", fault)
     return None
 

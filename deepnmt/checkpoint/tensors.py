@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deepnmt import folders
-from deepnmt.folders import Buffer, DamagedCheckpoint
+from deepnmt.folders import Buffer, DamagedFolder
 
 Kind = Literal["weights", "moments"]
 INDEX = "index.json"
@@ -143,7 +143,7 @@ class Tensors(_Named):
     """The tensors of one kind in a verified checkpoint, in one file or in shards, read from disk when asked for.
 
     Maps names to whole tensors; as a `Source` it also reads ranges. `shapes`: of the whole tensors, by name. Its
-    methods raise `DamagedCheckpoint`.
+    methods raise `DamagedFolder`.
     """
 
     def __init__(self, folder: Path, kind: Kind) -> None:
@@ -152,16 +152,21 @@ class Tensors(_Named):
         self._pieces: dict[str, list[Piece]] = {}
         self._open: dict[str, Any] = {}
         self._mapped = 0
-        if (folder / INDEX).exists():
+        self._manifest = folders.read_manifest(folder)
+        if self._manifest["format"] == folders.SHARDED:
             self._read_index(kind)
         else:
             file = f"{kind}.safetensors"
-            with _reading(folder, file), safe_open(folder / file, framework="pt") as tensors:
+            with _reading(folder, file), safe_open(self._path(file), framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (no mapping)
                     shape = tensors.get_slice(name).get_shape()
                     self._add(name, shape, [Piece(0, math.prod(shape), file, name)])
 
+    def _path(self, file: str) -> Path:
+        return folders.require_named(self.folder, self._manifest, file)
+
     def _read_index(self, kind: Kind) -> None:
+        self._path(INDEX)
         index = folders.read_json(self.folder, INDEX)
         try:
             endings = [""] if kind == "weights" else [f".{moment}" for moment in index["moments"]]
@@ -171,7 +176,7 @@ class Tensors(_Named):
                         Piece(operator.index(a), operator.index(b), shard_name(kind, rank), f"{name}@{a}:{b}")
                         for a, b, rank in entry["parts"]])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedCheckpoint(self.folder, f"{INDEX} is not an index of tensors ({error!r})") from None
+            raise DamagedFolder(self.folder, f"{INDEX} is not an index of tensors ({error!r})") from None
 
     def _add(self, name: str, shape: Iterable[int], pieces: list[Piece]) -> None:
         self.shapes[name], self._pieces[name] = tuple(shape), pieces
@@ -179,7 +184,7 @@ class Tensors(_Named):
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shapes.get(name)
         if shape is None:
-            raise DamagedCheckpoint(self.folder, f"it holds no tensor {name}")
+            raise DamagedFolder(self.folder, f"it holds no tensor {name}")
         return self.part(name, 0, math.prod(shape)).view(shape)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
@@ -187,7 +192,7 @@ class Tensors(_Named):
         found = [self._read(piece, max(piece.start, start) - piece.start, min(piece.stop, stop) - piece.start)
                  for piece in self._pieces.get(name, ()) if piece.start < stop and start < piece.stop]
         if sum(map(len, found)) != stop - start:
-            raise DamagedCheckpoint(self.folder, f"it does not hold all of the tensor {name}")
+            raise DamagedFolder(self.folder, f"it does not hold all of the tensor {name}")
         return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *found])
 
     def _read(self, piece: Piece, start: int, stop: int) -> Tensor:
@@ -198,11 +203,11 @@ class Tensors(_Named):
             self._mapped = 0
         with _reading(self.folder, piece.file):
             if piece.file not in self._open:
-                self._open[piece.file] = safe_open(self.folder / piece.file, framework="pt")
+                self._open[piece.file] = safe_open(self._path(piece.file), framework="pt")
             stored = self._open[piece.file].get_slice(piece.key)
             shape = stored.get_shape()
             if math.prod(shape) != piece.stop - piece.start:
-                raise DamagedCheckpoint(self.folder, f"{piece.key} in {piece.file} has shape {shape}")
+                raise DamagedFolder(self.folder, f"{piece.key} in {piece.file} has shape {shape}")
             self._mapped += stop - start
             if not shape:
                 return self._open[piece.file].get_tensor(piece.key).view(1)
@@ -229,8 +234,8 @@ class Renamed(_Named):
 
 @contextmanager
 def _reading(folder: Path, name: str) -> Iterator[None]:
-    """Turns an error while reading a tensor file into `DamagedCheckpoint`."""
+    """Turns an error while reading a tensor file into `DamagedFolder`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise DamagedCheckpoint(folder, f"{name} cannot be read ({error})") from None
+        raise DamagedFolder(folder, f"{name} cannot be read ({error})") from None

@@ -6,6 +6,7 @@ pieces, so that one array serves every sampled segmentation; a link of two words
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -45,7 +46,7 @@ def write_links(folder: Path, name: str, text: Corpus, codes: Codes, vocabs: tup
     Raises:
         UserError: a file has another number of lines than its corpus, or a line is faulty.
     """
-    split, writer = Split(folder, name, 0), SideWriter(folder, f"{name}.links")
+    split, writer = Split(folder, os.listdir(folder), name), SideWriter(folder, f"{name}.links")
     starts = [np.array(vocab.begins_word) for vocab in vocabs]
     flat: list[int] = []
     lengths: list[int] = []
@@ -113,7 +114,7 @@ class Links:
     def __init__(self, data: PreparedData, name: str) -> None:
         if f"{name}.links.offsets" not in data.manifest["files"]:
             raise UserError(f"prepared data {data.folder} has no word alignments of the {name} text; {REMEDY}")
-        self._links = Side(data.folder, f"{name}.links", None)
+        self._links = Side(data.folder, data.manifest["files"], f"{name}.links")
         self._starts = [np.array(vocab.begins_word) for vocab in data.vocabs()]
 
     def of(self, row: int) -> list[tuple[int, int]]:

@@ -7,8 +7,8 @@ nor `recipe.seed` changes a byte, so that runs with several seeds share one fold
 
 from __future__ import annotations
 
+import glob
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -25,22 +25,25 @@ from deepnmt.data.encoding import CHUNK, SEED, EncodingJob, encode_pairs
 from deepnmt.data.filters import KEPT, Codes, filter_by_text, tally
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import (
+    KIND,
     REMEDY,
     PreparedData,
     SideWriter,
     changed_texts_error,
     check_settings,
+    check_vocabularies,
     corpora,
     on_this_machine,
     prepared_settings,
+    publish,
     tags_of,
     variant_stem,
-    write_manifest,
 )
-from deepnmt.data.text import Pair, corpora_of, ending, input_files, read_pairs, write_pairs
+from deepnmt.data.text import Pair, corpora_of, count_pairs, ending, input_files, read_pairs, write_pairs
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
+from deepnmt.folders import new_folder, recover_after_kill, reporting
 from deepnmt.progress import Progress, print_status, show_progress
 from deepnmt.tokens import UNK
 
@@ -48,14 +51,16 @@ from deepnmt.tokens import UNK
 def prepare(recipe: Recipe) -> Path:
     """Prepares `recipe.data` and returns its folder; a folder that is up to date is not changed.
 
-    The folder is written as `<folder>.partial` and renamed at the end. So a killed run leaves no incomplete folder, and
-    the next run deletes what it left. Nothing that exists is overwritten. Progress and counts go to standard error.
+    The folder is written as `folders.py` says. So a killed run leaves no incomplete folder, and the next run deletes
+    what it left. Nothing that exists is overwritten. Progress and counts go to standard error.
 
     Raises:
-        UserError: a text is faulty; `vocab.size` does not suit it; the filters leave out all pairs; the folder holds
-            other files, or data of other settings or texts; it cannot be written; another process is writing it.
+        UserError: a text is faulty, or changes meanwhile; `vocab.size` does not suit it; the filters leave out all
+            pairs; the folder holds other files, or data of other settings or texts; it cannot be written; another
+            process is writing it.
     """
     folder = Path(recipe.data.folder)
+    target = Path(os.path.realpath(folder))
     texts = corpora(recipe)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         _check_up_to_date(recipe, texts, PreparedData.open(folder))
@@ -63,12 +68,12 @@ def prepare(recipe: Recipe) -> Path:
     for name, corpus in texts.items():
         input_files(corpus)
         _warn_of_exchanged(recipe, name, corpus)
-    try:
-        with _atomic_folder(folder) as partial:
-            _build(recipe, texts, partial)
-    except OSError as error:
-        raise UserError(f"data.folder {folder} cannot be written: {error.strerror or error}; free space there or set "
-                        "another folder") from None
+    with reporting(folder, KIND), _only_one_process(target):
+        recover_after_kill(target.parent, glob.escape(target.name))
+        with new_folder(target, KIND) as temporary:
+            with _unchanged(texts) as inputs:
+                contents = _build(recipe, texts, temporary)
+            publish(temporary, target, {**contents, "inputs": inputs})
     data = PreparedData.open(folder)
     for name, split in data.manifest["splits"].items():
         links = split.get("alignments")
@@ -105,7 +110,7 @@ def _show_pairs(what: str, total: int | None = None) -> AbstractContextManager[P
 def _read_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: bool) -> Iterator[Pair]:
     """The pairs of a text, with progress. `ends` is filled: after how many pairs each of its corpora ends."""
     done = 0
-    with _show_pairs(f"{name}: reading") as progress:
+    with _show_pairs(f"{name}: reading", count_pairs(text)) as progress:
         for part, corpus in corpora_of(text).items():
             for done, pair in enumerate(read_pairs(corpus, tags), start=done + 1):  # noqa: B020
                 progress(done)
@@ -114,8 +119,15 @@ def _read_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: boo
 
 
 def _fingerprints(corpus: Corpus) -> list[dict[str, Any]]:
-    """Name, size and hash of a corpus's files, without their folders, which differ between machines."""
-    return [{"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)} for file in input_files(corpus)]
+    """Name, size and hash of a corpus's files, without their folders, which differ between machines. Raises
+    `UserError`."""
+    found = []
+    for file in input_files(corpus):
+        try:
+            found.append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)})
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror or error}; give an existing text file") from None
+    return found
 
 
 def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedData) -> None:
@@ -139,37 +151,56 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
 
 
 @contextmanager
-def _atomic_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to fill, which is renamed to `folder` at the end, or deleted after an exception."""
-    target = Path(os.path.abspath(folder))
-    partial = target.with_name(f"{target.name}.partial")
-    if partial.is_symlink():
-        raise UserError(f"{folder} is written as {partial} first, but that is a link; remove it")
-    partial.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(partial / ".lock")  # the system releases it even if this process is killed
-    if any(partial.iterdir()) and not Path(lock.lock_file).exists():
-        raise UserError(f"{folder} is written as {partial} first, but that folder holds other files; move it away")
+def _only_one_process(folder: Path) -> Iterator[None]:
+    """Raises `UserError` while another process prepares `folder`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.with_name(f".{folder.name}.lock")
+    lock = FileLock(file)  # the system releases it even if this process is killed
     try:
         lock.acquire(blocking=False)
     except Timeout:
         raise UserError(f"another process is preparing {folder}; wait until it is done") from None
     try:
-        shutil.rmtree(partial / "data", ignore_errors=True)
-        (partial / "data").mkdir()
-        yield partial / "data"
-        os.rename(partial / "data", target)
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        file.unlink(missing_ok=True)
         lock.release()
 
 
-def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
-    """Fills an empty folder. The short texts come first, so that their faults are reported before the long work."""
-    data, vocab = recipe.data, recipe.vocab
+@contextmanager
+def _unchanged(texts: dict[str, Corpus]) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """The fingerprints of the files of all texts, which it takes again at the end.
+
+    Raises:
+        UserError: a file has changed meanwhile, which also explains whatever else was raised.
+    """
     inputs = {name: _fingerprints(corpus) for name, corpus in texts.items()}
+    try:
+        yield inputs
+    except Exception:
+        _require_same(texts, inputs)
+        raise
+    _require_same(texts, inputs)
+
+
+def _require_same(texts: dict[str, Corpus], inputs: dict[str, list[dict[str, Any]]]) -> None:
+    for name, corpus in texts.items():
+        for file, then, now in zip(input_files(corpus), inputs[name], _fingerprints(corpus), strict=True):
+            if then != now:
+                raise UserError(f"{file} changed while it was prepared, so nothing was kept; wait until nothing writes "
+                                "it any more, and prepare it again") from None
+
+
+def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, Any]:
+    """Fills an empty folder, and returns the contents of its manifest. The short texts come first, so that their faults
+    are reported before the long work."""
+    data, vocab = recipe.data, recipe.vocab
     codes: dict[str, Codes] = {}
     tags = tags_of(recipe)
-    models = given_vocabularies(vocab, tags) if vocab.model else []
+    models: list[bytes] = []
+    if vocab.model:
+        check_vocabularies(Path(vocab.model))
+        models = given_vocabularies(vocab, tags)
     ends: dict[str, dict[str, int]] = {name: {} for name in texts}
     for name in [*(name for name in texts if name != "train"), "train"]:
         pairs = _read_with_progress(name, texts[name], ends[name], tags=name != "train")
@@ -191,8 +222,7 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> None:
                             (vocabs["src"]["size"], vocabs["trg"]["size"]),
                             data.workers or len(os.sched_getaffinity(0)))
               for name, text_codes in codes.items()}
-    write_manifest(folder, {"settings": prepared_settings(recipe), "inputs": inputs, "vocab": vocabs,
-                            "splits": splits})
+    return {"settings": prepared_settings(recipe), "vocab": vocabs, "splits": splits}
 
 
 def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[bytes]:
@@ -206,9 +236,12 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
     chosen[kept if len(kept) <= most else kept[random_order(len(kept), SEED)[:most]]] = True
 
     def text(*sides: int) -> Iterator[str]:
-        for pair, taken in zip(read_pairs(recipe.data.train, tags=False), chosen, strict=True):
-            if taken:
-                yield from (pair[side] for side in sides)
+        with _show_pairs("vocabulary: reading", len(chosen)) as progress:
+            pairs = zip(read_pairs(recipe.data.train, tags=False), chosen, strict=True)
+            for done, (pair, taken) in enumerate(pairs, start=1):
+                progress(done)
+                if taken:
+                    yield from (pair[side] for side in sides)
 
     if vocab.shared:
         return [train_vocabulary(text(0, 1), vocab, tags)]
@@ -234,6 +267,7 @@ def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str,
                for stem in stems]
     kept = np.flatnonzero(codes == KEPT)
     encoded: list[Codes] = []
+    done = 0
     unknown = [0, 0]
     pairs = (pair for pair, code in zip(read_pairs(text), codes, strict=True) if code == KEPT)
     with _show_pairs(f"{name}: encoding", len(kept)) as progress:
@@ -244,7 +278,8 @@ def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str,
             for side, pieces in enumerate(chunk.sides[0]):
                 unknown[side] += int(np.count_nonzero(pieces.tokens == UNK))
             encoded.append(chunk.codes)
-            progress(sum(map(len, encoded)))
+            done += len(chunk.codes)
+            progress(done)
     final = codes.copy()
     final[kept] = np.concatenate(encoded)
     _require_pairs(final)

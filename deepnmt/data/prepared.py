@@ -1,7 +1,7 @@
-"""Prepared data: a folder of memory-mapped token arrays and two vocabularies, with a manifest that is written last.
+"""Prepared data: a folder of memory-mapped token arrays and two vocabularies, with a manifest (see `folders.py`).
 
 `manifest.json` holds the settings, the inputs' hashes, the vocabularies' fingerprints, counts for every split, and the
-size and hash of every other file. For a side of a split, e.g. `train.src`:
+size and hash of every other file, and no others are read. For a side of a split, e.g. `train.src`:
 
     train.src.tokens        uint16, little-endian: the pieces of all sentences, without bos and eos
     train.src.tokens32      the same in uint32, for a vocabulary of more than 65,536 pieces
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,18 +26,21 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError
 
+from deepnmt import folders
 from deepnmt.config import Corpus, Filters, Recipe, Vocab
 from deepnmt.data.text import corpora_of, input_files
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
+from deepnmt.folders import MANIFEST, DamagedFolder, Kind
 from deepnmt.tokens import EOS, PAD
 
-FORMAT, VERSION = "deepnmt-data", 1
+FORMAT, VERSION = "deepnmt-data", 2
 TOKENS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<u2"), "tokens32": np.dtype("<u4")}  # suffix to type
 OFFSET = np.dtype("<i8")
 REMEDY = "set data.folder to a new folder, or, if no run needs this one any more, delete it to prepare it again"
-_AGAIN = "delete the folder and run deepnmt prepare again"
+KIND = Kind("prepared data", (FORMAT,), "delete the folder and run deepnmt prepare again",
+            "free space there, or set data.folder to another folder")
 
 Lengths = npt.NDArray[np.int32]
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
@@ -73,28 +76,10 @@ def variant_stem(split: str, k: int) -> str:
     return f"{split}.v{k:02d}"
 
 
-def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
-    """Completes a folder: syncs and hashes every file in it, then writes the manifest that lists them."""
-    files = {}
-    for file in sorted(folder.iterdir()):
-        with open(file, "rb") as stream:
-            os.fsync(stream.fileno())
-        files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    manifest = {"format": FORMAT, "version": VERSION, **contents, "files": files}
-    manifest["sha256"] = _hash_of(manifest)
-    with open(folder / "manifest.json", "wb") as stream:
-        stream.write(_text_of(manifest))
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _text_of(manifest: dict[str, Any]) -> bytes:
-    return (json.dumps(manifest, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def _hash_of(manifest: dict[str, Any]) -> str:
-    """The SHA-256 of a manifest's text without its own `sha256`, which version 0.2 did not write."""
-    return hashlib.sha256(_text_of({key: value for key, value in manifest.items() if key != "sha256"})).hexdigest()
+def publish(temporary: Path, target: Path, contents: dict[str, Any]) -> None:
+    """Completes a folder with its manifest, and gives it the name `target`. Raises `FolderWriteError`."""
+    entries = folders.entries_of(temporary, target, KIND)
+    folders.publish(temporary, target, entries, {"format": FORMAT, "version": VERSION, **contents}, KIND)
 
 
 def _array(file: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -102,8 +87,7 @@ def _array(file: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
         return np.memmap(file, kind, "r") if file.stat().st_size else np.zeros(0, kind)  # an empty one cannot be mapped
     except (OSError, ValueError) as error:
-        raise UserError(f"prepared data {file.parent} is damaged: {file.name} cannot be read ({error}); {_AGAIN}"
-                        ) from None
+        raise DamagedFolder(file.parent, f"{file.name} cannot be read ({error})", KIND) from None
 
 
 class Side:
@@ -113,15 +97,18 @@ class Side:
         lengths: int32 [N], pieces + eos.
     """
 
-    def __init__(self, folder: Path, stem: str, limit: int | None) -> None:
-        suffix = "tokens" if (folder / f"{stem}.tokens").exists() else "tokens32"
+    def __init__(self, folder: Path, files: Collection[str], stem: str, limit: int | None = None) -> None:
+        """`files`: the names of those that belong to the folder; others in it are not read."""
+        suffix = "tokens" if f"{stem}.tokens" in files else "tokens32"
+        for name in (f"{stem}.{suffix}", f"{stem}.offsets"):
+            if name not in files:
+                raise DamagedFolder(folder, f"{MANIFEST} does not name {name}", KIND)
         self._tokens = _array(folder / f"{stem}.{suffix}", TOKENS[suffix])
         self._offsets = _array(folder / f"{stem}.offsets", OFFSET)
         pieces = np.diff(self._offsets)
         ends = self._offsets[[0, -1]].tolist() if len(self._offsets) else []
         if ends != [0, len(self._tokens)] or bool((pieces < 0).any()):
-            raise UserError(f"prepared data {folder} is damaged: {stem}.offsets does not divide {stem}.tokens into "
-                            f"sentences; {_AGAIN}")
+            raise DamagedFolder(folder, f"{stem}.offsets does not divide {stem}.tokens into sentences", KIND)
         self._pieces = pieces if limit is None else np.minimum(pieces, limit - 1)
         self.lengths: Lengths = (self._pieces + 1).astype(np.int32)
 
@@ -150,16 +137,17 @@ class Split:
         variants: the number of sampled segmentations.
     """
 
-    def __init__(self, folder: Path, name: str, variants: int, variant: int | None = None, limit: int | None = None
-                 ) -> None:
-        self._folder, self._limit = folder, limit
+    def __init__(self, folder: Path, files: Collection[str], name: str, variants: int = 0, variant: int | None = None,
+                 limit: int | None = None) -> None:
+        """`files`: see `Side`."""
+        self._folder, self._files, self._limit = folder, files, limit
         self.name, self.variants = name, variants
         stem = name if variant is None else variant_stem(name, variant)
-        self.sources, self.targets = (Side(folder, f"{stem}.{side}", limit) for side in ("src", "trg"))
+        self.sources, self.targets = (Side(folder, files, f"{stem}.{side}", limit) for side in ("src", "trg"))
         self.src_lengths, self.trg_lengths = self.sources.lengths, self.targets.lengths
         if len(self.src_lengths) != len(self.trg_lengths):
-            raise UserError(f"prepared data {folder} is damaged: {stem} has {len(self.src_lengths)} source sentences, "
-                            f"but {len(self.trg_lengths)} target sentences; {_AGAIN}")
+            raise DamagedFolder(folder, f"{stem} has {len(self.src_lengths)} source sentences, but "
+                                        f"{len(self.trg_lengths)} target sentences", KIND)
 
     def __len__(self) -> int:
         return len(self.src_lengths)
@@ -173,7 +161,7 @@ class Split:
         """The `k`-th sampled segmentation of the same sentences, `0 <= k < variants`."""
         if not 0 <= k < self.variants:
             raise IndexError(f"sampled segmentation {k} of {self.name}, which has {self.variants}")
-        return Split(self._folder, self.name, self.variants, k, self._limit)
+        return Split(self._folder, self._files, self.name, self.variants, k, self._limit)
 
     def truncated(self, limit: int) -> Split:
         """The plain segmentation with every sentence truncated to `limit` tokens, including eos.
@@ -181,7 +169,7 @@ class Split:
         Validation and test texts are stored in full; their loss must not use more than `model.max_length` tokens of a
         sentence.
         """
-        return Split(self._folder, self.name, self.variants, limit=limit)
+        return Split(self._folder, self._files, self.name, self.variants, limit=limit)
 
     def src_text(self) -> list[str]:
         """The source text, a string for each sentence, without surrounding whitespace. Not for the training text."""
@@ -192,15 +180,15 @@ class Split:
         return self._text("trg")
 
     def _text(self, side: str) -> list[str]:
-        file = self._folder / f"{self.name}.{side}.txt"
+        name = f"{self.name}.{side}.txt"
+        if name not in self._files:
+            raise DamagedFolder(self._folder, f"{MANIFEST} does not name {name}", KIND)
         try:
-            lines = file.read_bytes().decode("utf-8").split("\n")[:-1]
+            lines = (self._folder / name).read_bytes().decode("utf-8").split("\n")[:-1]
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"prepared data {self._folder} is damaged: {file.name} cannot be read ({error}); {_AGAIN}"
-                            ) from None
+            raise DamagedFolder(self._folder, f"{name} cannot be read ({error})", KIND) from None
         if len(lines) != len(self):
-            raise UserError(f"prepared data {self._folder} is damaged: {file.name} has {len(lines)} lines for "
-                            f"{len(self)} sentences; {_AGAIN}")
+            raise DamagedFolder(self._folder, f"{name} has {len(lines)} lines for {len(self)} sentences", KIND)
         return lines
 
 
@@ -209,7 +197,7 @@ Natural = Annotated[int, Field(ge=0)]
 
 
 class _File(BaseModel, strict=True):
-    bytes: Natural
+    size: Natural
     sha256: str
 
 
@@ -226,6 +214,7 @@ class _Manifest(BaseModel, strict=True, extra="forbid"):
     """The types of what is read from a manifest."""
 
     format: str
+    deepnmt: str = ""
     version: int
     vocab: dict[str, Any]
     sha256: str | None = None
@@ -238,8 +227,8 @@ class _Manifest(BaseModel, strict=True, extra="forbid"):
 class PreparedData:
     """A complete folder of prepared data; made by `open`."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: Path, manifest: dict[str, Any], former_fingerprints: Collection[str]) -> None:
+        self.folder, self.manifest, self.former_fingerprints = folder, manifest, former_fingerprints
 
     @classmethod
     def open(cls, folder: str | Path) -> PreparedData:
@@ -249,39 +238,30 @@ class PreparedData:
             UserError: the folder is missing, incomplete, or of another format.
         """
         folder = Path(folder)
-        file = folder / "manifest.json"
+        file = folder / MANIFEST
         if not folder.exists():
             raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
-        try:
-            text = file.read_bytes()
-            manifest = json.loads(text)
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"{folder} holds no manifest.json, so it is not prepared data; set data.folder to a folder "
-                            "that deepnmt prepare has written") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{file} cannot be read ({error}); {_AGAIN}") from None
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        if not file.is_file():
+            raise UserError(f"{folder} holds no {MANIFEST}, so it is not prepared data; set data.folder to a folder "
+                            "that deepnmt prepare has written")
+        manifest = folders.read_json(folder, MANIFEST, KIND)
+        if manifest.get("format") != FORMAT:
             raise UserError(f"{file} is not a manifest of deepnmt's prepared data; set data.folder to another folder")
-        if manifest.get("version") != VERSION:
-            raise UserError(f"{folder} was prepared in format version {manifest.get('version')}, but this deepnmt "
-                            f"reads {VERSION}; {_AGAIN}")
+        if manifest.get("version") not in (1, VERSION):
+            raise DamagedFolder(folder, f"its format version is {manifest.get('version')!r}, but this deepnmt reads 1 "
+                                        f"and {VERSION}", KIND)
+        of_version_1 = manifest["version"] == 1
+        manifest = _from_version_1(folder, manifest) if of_version_1 else folders.read_manifest(folder, KIND)
         if missing := [key for key in ("settings", "inputs", "vocab", "splits", "files")
                        if not isinstance(manifest.get(key), dict)]:
-            raise UserError(f"{file} lacks {', '.join(missing)}; {_AGAIN}")
-        if "sha256" in manifest and (manifest["sha256"] != _hash_of(manifest) or text != _text_of(manifest)):
-            raise UserError(f"{file} is damaged: its content differs from its own SHA-256; {_AGAIN}")
+            raise DamagedFolder(folder, f"{MANIFEST} lacks {', '.join(missing)}", KIND)
         try:
             _Manifest.model_validate(manifest)
         except ValidationError as error:
             where = ".".join(map(str, error.errors()[0]["loc"]))
-            raise UserError(f"{file} is damaged: {where} has an impossible value; {_AGAIN}") from None
-        for name, entry in manifest["files"].items():
-            if not (folder / name).is_file():
-                raise UserError(f"prepared data {folder} is incomplete: {name} is missing; {_AGAIN}")
-            if (size := (folder / name).stat().st_size) != entry["bytes"]:
-                raise UserError(f"prepared data {folder} is damaged: {name} has {size} bytes, but "
-                                f"{entry['bytes']} according to its manifest; {_AGAIN}")
-        return cls(folder, manifest)
+            raise DamagedFolder(folder, f"in {MANIFEST}, {where} has an impossible value", KIND) from None
+        folders.check_sizes(folder, manifest, manifest["files"], KIND)
+        return cls(folder, manifest, _fingerprints_of_version_1(manifest))
 
     def verify(self) -> None:
         """Compares the hash of every file with the manifest, and tokens with the vocabularies.
@@ -289,27 +269,25 @@ class PreparedData:
         Raises:
             UserError: the first difference.
         """
-        for name, entry in self.manifest["files"].items():
-            try:
-                same = sha256(self.folder / name) == entry["sha256"]
-            except OSError as error:
-                raise UserError(f"prepared data {self.folder}: {name} cannot be read ({error.strerror}); "
-                                f"{_AGAIN}") from None
-            if not same:
-                raise UserError(f"prepared data {self.folder} is damaged: {name} differs from its manifest; {_AGAIN}")
+        folders.check_files(self.folder, self.manifest, None, (), KIND)
         sizes = {**dict(zip(("src", "trg"), (vocab.size for vocab in self.vocabs()))), "links": 2**16}
         for name in self.manifest["files"]:
             side, kind = name.split(".")[-2:]
             if kind in TOKENS:
                 highest = int(_array(self.folder / name, TOKENS[kind]).max(initial=0))
                 if highest >= sizes.get(side, 0):
-                    raise UserError(f"prepared data {self.folder} is damaged: {name} has a token {highest}, but the "
-                                    f"vocabulary {side}.spm has {sizes.get(side, 0)}; {_AGAIN}")
+                    raise DamagedFolder(self.folder, f"{name} has a token {highest}, but the vocabulary {side}.spm has "
+                                                     f"{sizes.get(side, 0)}", KIND)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the manifest, which holds settings and hashes of all files: equal data, equal fingerprint."""
-        return _hash_of(self.manifest)
+        """A hash of what training reads: the vocabularies, the files of the training and the validation text, and how
+        many pairs of each are of which corpus. The same text has the same, prepared again by another version or with
+        one test set more."""
+        read = {name: entry["sha256"] for name, entry in self.manifest["files"].items()
+                if name.endswith(".spm") or name.startswith(("train.", "valid."))}
+        sizes = {name: list(self.corpora(name).values()) for name in self.splits if name in ("train", "valid")}
+        return hashlib.sha256(json.dumps([read, sizes], sort_keys=True).encode()).hexdigest()
 
     @property
     def splits(self) -> list[str]:
@@ -320,7 +298,7 @@ class PreparedData:
         """One of `splits`. Raises `UserError` if there is no such split."""
         if name not in self.splits:
             raise UserError(f"prepared data {self.folder} has no split {name!r}; it has {', '.join(self.splits)}")
-        return Split(self.folder, name, self.manifest["splits"][name]["variants"])
+        return Split(self.folder, self.manifest["files"], name, self.manifest["splits"][name]["variants"])
 
     def corpora(self, name: str) -> dict[str, int]:
         """The corpora of a split by name, in their order, with the pairs of each; a single one has an empty name."""
@@ -329,7 +307,35 @@ class PreparedData:
 
     def vocabs(self) -> tuple[Vocabulary, Vocabulary]:
         """The source and target vocabularies; equal if they are shared."""
-        return Vocabulary.load(self.folder / "src.spm"), Vocabulary.load(self.folder / "trg.spm")
+        src, trg = (folders.require_named(self.folder, self.manifest, name, KIND) for name in ("src.spm", "trg.spm"))
+        return Vocabulary.load(src), Vocabulary.load(trg)
+
+
+def _from_version_1(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest as version 0.2 and older wrote it, as today's. It was hashed as text, and told the `bytes` of files;
+    the oldest had no hash of their own. Raises `DamagedFolder`."""
+    own, files = manifest.pop("sha256", None), manifest.get("files")
+    if own not in (None, _hash_of_version_1(manifest)):
+        raise DamagedFolder(folder, f"{MANIFEST} has been altered", KIND)
+    for entry in files.values() if isinstance(files, dict) else ():
+        if isinstance(entry, dict) and "bytes" in entry:
+            entry["size"] = entry.pop("bytes")
+    return manifest
+
+
+def _fingerprints_of_version_1(manifest: dict[str, Any]) -> list[str]:
+    """What checkpoints of version 0.2 and older know these data by: the hash of the manifest that those wrote. The
+    setting `vocab.tags` is younger than 0.1."""
+    old = {key: manifest[key] for key in ("format", "settings", "inputs", "vocab", "splits")}
+    old |= {"version": 1, "files": {name: {"bytes": entry["size"], "sha256": entry["sha256"]}
+                                    for name, entry in manifest["files"].items()}}
+    older = {key: value for key, value in old["settings"].items() if key != "vocab.tags" or value}
+    return [_hash_of_version_1({**old, "settings": settings}) for settings in (old["settings"], older)]
+
+
+def _hash_of_version_1(manifest: dict[str, Any]) -> str:
+    text = json.dumps(manifest, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:
@@ -371,6 +377,18 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
         if then.get(key) != (value := now.get(key)):
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, but the recipe has "
                             f"{value}; {REMEDY}")
+
+
+def check_vocabularies(model: Path) -> None:
+    """If `vocab.model` is a folder of ours, compares the vocabularies in it with its manifest. Raises `UserError`."""
+    files = vocabulary_files(model)
+    if not model.is_dir() or files is None or not (files[0].parent / MANIFEST).is_file():
+        return
+    folder, names = files[0].parent, {file.name for file in files}
+    if folders.read_json(folder, MANIFEST).get("format") == FORMAT:
+        folders.check_files(folder, PreparedData.open(folder).manifest, names, names, KIND)
+    else:
+        folders.check_files(folder, folders.read_manifest(folder), names, names)
 
 
 def on_this_machine(corpus: Corpus) -> bool:

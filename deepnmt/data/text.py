@@ -126,6 +126,23 @@ def input_files(text: Corpus) -> list[Path]:
     return files
 
 
+def count_pairs(text: Corpus) -> int | None:
+    """How many pairs a text has, by the line ends of its files, which is soon done; None if some are compressed, or
+    cannot be read."""
+    files = [Path(name) for corpus in corpora_of(text).values() for name in corpus.tsv or corpus.src]
+    if any(file.suffix in COMPRESSED for file in files):
+        return None
+    count = 0
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    count += block.count(b"\n")
+        except OSError:
+            return None
+    return count
+
+
 def read_pairs(text: Corpus, tags: bool = True) -> Iterator[Pair]:
     """Yields (source, target) for every line of every corpus, without surrounding whitespace.
 

@@ -6,7 +6,6 @@ eos by itself, and has one length limit for a whole batch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +15,11 @@ import torch
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Translate
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.models import FACTS, weights_of
+from deepnmt.decode.exported import FACTS, read_exported, weights_of
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import Candidate
 from deepnmt.errors import UserError
+from deepnmt.folders import locate
 from deepnmt.tokens import BOS, EOS
 
 # CTranslate2's names of the number formats
@@ -31,21 +31,23 @@ def load_exported(loaded: LoadedModel, settings: Translate, device: torch.device
     """The model in the folder `ctranslate2` of a checkpoint's run.
 
     Raises:
-        UserError: there is none, or it is of other weights.
+        UserError: there is none, or it is damaged (see `read_exported`) or of other weights.
     """
     nearby = [parent / "ctranslate2" for parent in (loaded.folder, *loaded.folder.resolve().parents[:2])]
-    folder = next((folder for folder in nearby if (folder / FACTS).is_file()), None)
+    folder = next((folder for folder in map(locate, nearby) if (folder / FACTS).is_file()), None)
     if folder is None:
         raise UserError(f"translate.backend is ctranslate2, but there is no exported model in {nearby[-1]} or "
                         f"{nearby[-2]}; run deepnmt export RUN --to ctranslate2, or set translate.backend=torch")
-    facts = json.loads((folder / FACTS).read_bytes())
-    if facts["weights"] != weights_of(loaded.folder):
-        raise UserError(f"{folder} was exported from {facts['checkpoint']}, which is not what {loaded.folder} holds; "
-                        "export the run again, or name that checkpoint")
-    if facts["precision"] not in ("fp32", settings.precision):
-        raise UserError(f"{folder} holds weights in {facts['precision']}, but translate.precision is "
-                        f"{settings.precision}; export the run in fp32, which serves every precision, or set "
-                        f"translate.precision={facts['precision']}")
+    facts = read_exported(folder)
+    if facts["format"] != "ctranslate2":
+        raise UserError(f"{folder} holds a model for {facts['format']}; export the run with --to ctranslate2")
+    if facts.get("weights") != weights_of(loaded.folder):
+        raise UserError(f"{folder} was exported from {facts.get('checkpoint')}, which is not what {loaded.folder} "
+                        "holds; export the run again, or name that checkpoint")
+    if (precision := facts.get("precision")) not in ("fp32", settings.precision):
+        raise UserError(f"{folder} holds weights in {precision}, but translate.precision is {settings.precision}; "
+                        "export the run in fp32, which serves every precision, or set "
+                        f"translate.precision={precision}")
     return CTranslate2(folder, loaded.vocabs, settings.precision, device)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,11 +16,9 @@ from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.packed import pack
 from deepnmt.decode.steppers import CachedStepper, Ensemble, MakeStepper, Mean
 from deepnmt.errors import UserError
-from deepnmt.folders import read_manifest
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks
 
-FACTS = "deepnmt.json"  # what an exported folder says of itself
 Folders = str | Path | Sequence[str | Path]  # of checkpoints or runs; several make an ensemble
 
 
@@ -90,12 +87,6 @@ def load_for_search(
         return loaded
     pack(cast_weights(loaded.model, settings.precision).to(ranks.device))
     return loaded
-
-
-def weights_of(checkpoint: Path) -> dict[str, Any]:
-    """The hashes of a checkpoint's weights, by which an exported folder knows its model."""
-    files = read_manifest(checkpoint)["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")}
 
 
 def cast_weights(model: Transformer, precision: str) -> Transformer:

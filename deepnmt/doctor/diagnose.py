@@ -55,7 +55,7 @@ from deepnmt.doctor.variants import alternatives, fresh_model
 from deepnmt.doctor.verdict import SHIPPED, TRIAL, Trial, VerdictRule, cut_batch, features, run_trial
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
-from deepnmt.folders import DamagedCheckpoint, original_name
+from deepnmt.folders import DamagedFolder, original_name
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import fill
@@ -364,7 +364,7 @@ def checkpoint_displacements(subject: Subject) -> list[dict[str, Any]]:
     for folder in folders:
         try:
             after = load_weights(folder)
-        except DamagedCheckpoint as fault:  # also raised if the run has deleted it since
+        except DamagedFolder as fault:  # also raised if the run has deleted it since
             print_status(f"skipped: {fault}")
             continue
         if first is not None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from sacrebleu.dataset import DATASETS
 from sacrebleu.utils import SACREBLEU_DIR
-from tqdm import tqdm
 
 from deepnmt.checkpoint.checkpoint import RECIPE, has_average
 from deepnmt.config import Model, Recipe, load_recipe
@@ -21,10 +20,10 @@ from deepnmt.decode.models import Folders, load_models
 from deepnmt.decode.translate import translate_shards
 from deepnmt.device import choose
 from deepnmt.errors import UserError
-from deepnmt.evaluate.metrics import USUAL, EvaluationSet, make_scorers, score_systems
+from deepnmt.evaluate.metrics import USUAL, EvaluationSet, make_scorers, score_systems, steps_of_scoring
 from deepnmt.files import as_json, atomic_write, write_json, write_text
 from deepnmt.processes.ranks import Ranks
-from deepnmt.progress import bar_progress, print_status
+from deepnmt.progress import print_status, show_progress
 
 
 def evaluate_run(
@@ -93,7 +92,10 @@ def evaluate_run(
             facts = facts or about
         if not ranks.first:
             return ""
-    report = score_systems(systems, sets, recipe.data.trg_lang, metrics)
+    steps = steps_of_scoring(len(systems), len(sets), len(metrics))
+    line = f"scoring: {{:,}} of {steps:,} texts and metrics"
+    with show_progress(line, total=steps, desc="scoring", leave=False) as progress:
+        report = score_systems(systems, sets, recipe.data.trg_lang, metrics, progress)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if output is None:
@@ -130,10 +132,11 @@ def _translate_sets(
         print_status(f"scoring the {what} of {', '.join(str(member.folder) for member in models.members)}")
     translations = []
     for test in sets:
-        hidden = None if ranks.first else True  # None hides the bar if standard error is not a terminal
-        with tqdm(total=len(test.sources), desc=test.name, unit="line", disable=hidden) as bar:
+        total = len(test.sources)
+        line = f"{test.name}: {{:,}} of {total:,} lines translated"
+        with show_progress(line, shown=ranks.first, total=total, desc=test.name, unit=" lines") as progress:
             translated = translate_shards(models.all[0], models.vocabs, test.sources, recipe.translate, ranks,
-                                          seed=recipe.seed, stepper=models.stepper, progress=bar_progress(bar))
+                                          seed=recipe.seed, stepper=models.stepper, progress=progress)
             translations.append([best[0].text for best in translated])
     first, *rest = models.members
     return translations, {

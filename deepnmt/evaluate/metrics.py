@@ -17,6 +17,7 @@ from sacrebleu.utils import SACREBLEU_DIR
 
 from deepnmt.errors import UserError
 from deepnmt.files import table
+from deepnmt.progress import Progress, no_progress
 
 # The metrics, by the name in our JSON: the name in tables, and the scorer for a target language. To add one: a row in
 # each. The last two are BLEU over the pieces of the FLORES-101 and FLORES-200 vocabularies (Goyal et al. 2022, The
@@ -144,7 +145,7 @@ class Report:
 
 def score_systems(
     systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence[EvaluationSet], lang: str,
-    metrics: Sequence[str] = USUAL,
+    metrics: Sequence[str] = USUAL, progress: Progress = no_progress,
 ) -> Report:
     """Scores systems, and compares each with the first.
 
@@ -153,23 +154,33 @@ def score_systems(
         sets: the test sets.
         lang: the target language; "zh", "ja" and "ko" have SacreBLEU tokenizers, all others use 13a.
         metrics: of `METRICS`.
+        progress: is told how many of `steps_of_scoring` are done.
 
     Raises:
         UserError: a translation has another number of lines than its test set.
     """
-    scores = {
-        system: {
-            test.name: score_lines(lines, test.references, test.lang or lang, f"{system} on {test.name}", metrics)
-            for test, lines in zip(sets, translations, strict=True)
-        }
-        for system, translations in systems.items()
-    }
+    done = 0
+    scores: dict[str, dict[str, Scores]] = {system: {} for system in systems}
+    for system, translations in systems.items():
+        for test, lines in zip(sets, translations, strict=True):
+            name = f"{system} on {test.name}"
+            scores[system][test.name] = score_lines(lines, test.references, test.lang or lang, name, metrics)
+            done += len(metrics)
+            progress(done)
     comparisons = []
     if len(systems) > 1:
         for number, test in enumerate(sets):
             hypotheses = {system: texts[number] for system, texts in systems.items()}
-            comparisons += compare(hypotheses, test, test.lang or lang, metrics)
+            for metric in metrics:
+                comparisons += compare(hypotheses, test, test.lang or lang, [metric])
+                done += len(systems)
+                progress(done)
     return Report(scores, comparisons)
+
+
+def steps_of_scoring(systems: int, sets: int, metrics: int) -> int:
+    """How many texts `score_systems` scores, each once and, if there are several systems, once more to compare them."""
+    return (2 if systems > 1 else 1) * systems * sets * metrics
 
 
 def score_lines(

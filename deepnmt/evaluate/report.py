@@ -16,13 +16,14 @@ from typing import Any
 import sacrebleu
 
 from deepnmt.config import Recipe
-from deepnmt.data.text import read_lines, read_pairs
+from deepnmt.data.text import count_pairs, read_lines, read_pairs
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import system_names, text_name, texts_folder
 from deepnmt.evaluate.metrics import METRICS, EvaluationSet, compare, score_lines
 from deepnmt.files import atomic_write, read_log
 from deepnmt.pages import html_table, page, plotted
 from deepnmt.plots import GREY, panels, plot_learning_curve, save, style
+from deepnmt.progress import show_progress
 
 SHOWN = 10  # sentences of each kind
 _MARKS = "Words that the reference does not have there are marked; words that are missing are not."
@@ -149,11 +150,15 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
         parts += [f"<p><small>{METRICS[metric]}|{escape(signature)}</small></p>" for signature in signatures]
     if runs[1:]:
         rows = [["", "difference", "p"]]
-        for name in names:
-            systems = {label: run.translations[name] for run, label in zip(runs, labels, strict=True)}
-            test = runs[0].sets[name]
-            rows += [[f"{name}, {METRICS[c.metric]}", f"{c.difference:+.2f}", f"{c.p_value:.4f}"]
-                     for c in compare(systems, test, test.lang or "", metrics)]
+        steps = [(name, metric) for name in names for metric in metrics]
+        line = f"comparing: {{:,}} of {len(steps)} test sets and metrics"
+        with show_progress(line, total=len(steps), desc="comparing", leave=False) as progress:
+            for done, (name, metric) in enumerate(steps, start=1):
+                systems = {label: run.translations[name] for run, label in zip(runs, labels, strict=True)}
+                test = runs[0].sets[name]
+                c, = compare(systems, test, test.lang or "", [metric])
+                rows.append([f"{name}, {METRICS[metric]}", f"{c.difference:+.2f}", f"{c.p_value:.4f}"])
+                progress(done)
         parts.append(f"<h3>{escape(labels[1])} against {escape(labels[0])}</h3><p>Paired bootstrap resampling: p is "
                      "the probability of a difference as large between equal systems.</p>")
         parts.append(html_table(rows))
@@ -269,9 +274,13 @@ def _words(run: Evaluated, name: str) -> set[str]:
 def _training_words(recipe: Recipe, words: set[str]) -> Counter[str] | None:
     """How often these words come in the target side of the training text; None if that cannot be read."""
     counts: Counter[str] = Counter()
+    total = count_pairs(recipe.data.train)
+    line = f"counting words: {{:,}}{f' of {total:,}' if total else ''} pairs"
     try:
-        for _, target in read_pairs(recipe.data.train):
-            counts.update(word for word in _split(target) if word in words)
+        with show_progress(line, total=total, desc="counting words", unit=" pairs", leave=False) as progress:
+            for done, (_, target) in enumerate(read_pairs(recipe.data.train), start=1):
+                counts.update(word for word in _split(target) if word in words)
+                progress(done)
     except UserError:
         return None
     return counts

@@ -27,8 +27,10 @@ from torch import Tensor
 from deepnmt.checkpoint.checkpoint import Contents, TrainingState, write_checkpoint
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.exported import FACTS, KIND, read_exported
 from deepnmt.errors import UserError
 from deepnmt.files import write_text
+from deepnmt.folders import read_json
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
@@ -74,6 +76,8 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
         raise UserError(f"{run} exists already; give a new folder for the run")
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give one with a Marian or fairseq model")
+    if (folder / FACTS).is_file() and "files" in read_json(folder, FACTS, KIND):  # deepnmt's own, of 0.3 or newer
+        read_exported(folder)
     if (folder / "config.json").is_file():
         foreign = _marian(folder)
     elif list(folder.glob("*.pt")):

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
-import shutil
-import tempfile
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepnmt import folders
 from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import LoadedModel, find_checkpoint, load_model
 from deepnmt.config import Corpus, Recipe, dump_recipe
 from deepnmt.data.prepared import PreparedData, on_this_machine
 from deepnmt.data.text import Pair, read_pairs
-from deepnmt.decode.models import FACTS, weights_of
+from deepnmt.decode.exported import CARD, FACTS, KIND, weights_of
 from deepnmt.errors import UserError
 from deepnmt.export.card import model_card
 from deepnmt.export.proof import Engine, Native, Proof, compare
-from deepnmt.files import as_json
-from deepnmt.folders import reporting
 from deepnmt.progress import print_status
-from deepnmt.version import __version__
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,14 @@ def export_run(
         licence: of the model, for its card.
 
     Raises:
-        UserError: the program cannot compute the model, the folder holds something else, there is no text to compare
-            on, or the exported model is not the same. Nothing is kept then.
+        UserError: the program cannot compute the model, the folder holds something else or cannot be written, there is
+            no text to compare on, or the exported model is not the same. Nothing is kept then.
     """
     target = TARGETS[to]()
     if precision not in target.precisions:
         raise UserError(f"--precision is {precision}, but --to {to} writes {', '.join(target.precisions)}")
     folder = Path(output) if output is not None else Path(recipe.run) / to
+    place = Path(os.path.realpath(folder))
     if folder.exists() and not (folder / FACTS).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} exists and is no exported model; give another folder with --output")
     source = find_checkpoint(Path(checkpoint or recipe.run))
@@ -95,17 +94,16 @@ def export_run(
     own = Native.of(loaded.model)
     lang, longest = recipe.data.trg_lang, loaded.recipe.model.max_length
 
-    def proven(at: Path, form: str) -> Proof:
+    def written(at: Path, form: str) -> Proof:
+        print_status(f"writing the model for {to} in {form}")
+        with folders.reporting(place, KIND):
+            target.write(loaded, at, form)
+        print_status(f"comparing with deepnmt on {len(pairs):,} lines")
         return compare(own, target.engine(loaded, at, form), loaded.vocabs, pairs, longest, lang)
 
-    with reporting(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{folder.name}-", dir=folder.parent))
-    try:
-        temporary.chmod(0o755)
-        target.write(loaded, temporary, "fp32")
-        print_status(f"comparing with deepnmt on {len(pairs):,} lines")
-        proof = proven(temporary, "fp32")
+    folders.recover_after_kill(place.parent, glob.escape(place.name))
+    with folders.new_folder(place, KIND) as temporary:
+        proof = written(temporary, "fp32")
         if faults := list(proof.faults()):
             raise UserError(f"the model for {to} is not the same as that of {source}: {'; '.join(faults)}; nothing was "
                             "kept. Compare on other lines with --text, and report it if it stays")
@@ -113,23 +111,17 @@ def export_run(
         if precision != "fp32":
             for file in temporary.iterdir():
                 file.unlink()
-            target.write(loaded, temporary, precision)
-            narrow = proven(temporary, precision)
+            narrow = written(temporary, precision)
             said.append(f"weights in {precision}: {narrow.sentence()}")
             proofs[precision] = narrow.as_json()
-        facts = {"deepnmt": __version__, "format": to, "precision": precision, "checkpoint": str(source),
-                 "weights": weights_of(source), "update": loaded.state.update, "proof": proofs}
-        for name, vocab in zip(target.vocabularies, loaded.vocabs):
-            (temporary / name).write_bytes(vocab.bytes)
-        (temporary / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
-        (temporary / "README.md").write_text(model_card(to, loaded, recipe, proof, licence), encoding="utf-8")
-        (temporary / FACTS).write_text(as_json(facts, indent=1), encoding="utf-8")
-        with reporting(folder):
-            if folder.exists():
-                shutil.rmtree(folder)
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        facts = {"format": to, "precision": precision, "checkpoint": str(source), "weights": weights_of(source),
+                 "update": loaded.state.update, "proof": proofs}
+        with folders.reporting(place, KIND):
+            for name, vocab in zip(target.vocabularies, loaded.vocabs):
+                (temporary / name).write_bytes(vocab.bytes)
+            (temporary / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
+            (temporary / CARD).write_text(model_card(to, loaded, recipe, proof, licence), encoding="utf-8")
+        folders.publish(temporary, place, folders.entries_of(temporary, place, KIND), facts, KIND)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
     return "\n".join([*said, f"{size:.1f} MiB"])
 

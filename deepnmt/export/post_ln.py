@@ -170,7 +170,7 @@ def save_folded(source: Path, target: Path) -> Folded:
     Raises:
         UserError: see `fold_weights` and `checkpoint.load_model`; or `target` exists and is not a checkpoint; or the
             logits differ too much, as with an ω close to 0. Then nothing is written.
-        CheckpointWriteError: it cannot be written.
+        FolderWriteError: it cannot be written.
     """
     target = check_target(target, "the folded model")
     loaded = load_model(source)

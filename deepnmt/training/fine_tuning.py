@@ -16,6 +16,7 @@ from deepnmt.checkpoint.checkpoint import (
     find_checkpoint,
     first_difference,
     model_in,
+    read_task_files,
     shapes_of,
     verify_model,
 )
@@ -87,8 +88,9 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
         raise UserError(f"train.init_from names {folder}, which holds another model: "
                         f"{difference or f'{first} would mean something else'}, since model.{key} is {now} and was "
                         f"{was}; set model.{key}={was}{deeper}")
+    trained = read_task_files(folder)
     for file, vocab in zip((SRC_VOCAB, TRG_VOCAB), vocabs, strict=True):
-        if (folder / file).read_bytes() != vocab.bytes:
+        if trained.get(file) != vocab.bytes:
             fault = difference or f"{next(iter(expected))} has rows of other pieces"
             raise UserError(f"train.init_from names {folder}, whose vocabulary {file} is not that of "
                             f"{recipe.data.folder}: {fault}; set vocab.model={recipe.train.init_from} and "

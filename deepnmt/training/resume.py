@@ -8,14 +8,14 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from deepnmt.checkpoint.checkpoint import (
     STATE,
-    DamagedCheckpoint,
+    DamagedFolder,
     has_moments,
     list_checkpoints,
     load_state,
@@ -147,14 +147,17 @@ def agree_on_checkpoint(checkpoints: Path, ranks: Ranks) -> Path | None:
     return checkpoints / name if name else None
 
 
-def read_state(checkpoint: Path, recipe: Recipe, fingerprint: str, ranks: Ranks) -> tuple[list[Change], TrainState]:
-    """What has changed since a checkpoint, see `changes_since`, and its state, on every rank. Collective.
+def read_state(
+    checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str], ranks: Ranks
+) -> tuple[list[Change], TrainState]:
+    """What has changed since a checkpoint, see `changes_since`, and its state, on every rank, with the first of the
+    fingerprints. Collective.
 
     Raises:
         UserError: on every rank; see `changes_since`, or one of them cannot read a file of it.
     """
     def read() -> tuple[list[Change], TrainState]:
-        changes = changes_since(checkpoint, recipe, fingerprint, ranks.world)
+        changes = changes_since(checkpoint, recipe, fingerprints, ranks.world)
         for name in verify_files(checkpoint, ())["files"]:
             try:
                 with open(checkpoint / name, "rb") as file:
@@ -162,17 +165,18 @@ def read_state(checkpoint: Path, recipe: Recipe, fingerprint: str, ranks: Ranks)
             except OSError as error:
                 raise UserError(f"{checkpoint / name} cannot be read on {socket.gethostname()}: {error.strerror}; all "
                                 "machines must see the same run folder") from None
-        return changes, replace(TrainState.from_saved(load_state(checkpoint)), processes=ranks.world)
+        state = TrainState.from_saved(load_state(checkpoint))
+        return changes, replace(state, processes=ranks.world, data_fingerprint=fingerprints[0])
 
     return ranks.raise_everywhere(read)
 
 
-def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int) -> list[Change]:
+def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str], world: int) -> list[Change]:
     """The settings that differ from those of `checkpoint`, and likewise the number of processes and of micro-batches an
     update.
 
     Args:
-        fingerprint: of the prepared data.
+        fingerprints: of the prepared data: today's, and those that older versions gave it.
         world: the number of processes now.
 
     Raises:
@@ -199,8 +203,8 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprint: str, world: int
     try:
         TrainState.from_saved(state)
     except (KeyError, TypeError) as error:
-        raise DamagedCheckpoint(checkpoint, f"{STATE} is not that of a run ({error!r})") from None
-    if state.extra["data_fingerprint"] != fingerprint:
+        raise DamagedFolder(checkpoint, f"{STATE} is not that of a run ({error!r})") from None
+    if state.extra["data_fingerprint"] not in fingerprints:
         raise UserError(f"{checkpoint} was trained on other data than {recipe.data.folder} holds now; restore that "
                         "data, or train into another folder with run=FOLDER")
     before = state.extra["processes"]

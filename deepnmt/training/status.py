@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepnmt.errors import UserError
-from deepnmt.folders import DamagedCheckpoint, read_json
+from deepnmt.folders import DamagedFolder, read_json
 
 FINISHED, ENDED, FAILED, RUNNING, PREEMPTED = 0, 1, 2, 3, 75  # exit codes of `deepnmt status`
 
@@ -33,7 +33,7 @@ def run_status(run: Path) -> Status:
     try:
         said = read_json(run, "STATUS.json")
         age = f", {_duration(time.time() - (run / 'STATUS.json').stat().st_mtime)} ago"
-    except (DamagedCheckpoint, OSError):
+    except (DamagedFolder, OSError):
         said, age = {}, ""
     warning = f"; {said['warning']}" if isinstance(said.get("warning"), str) else ""
     at = f"at update {said['update']:,}" if isinstance(said.get("update"), int) else "at an unknown update"

@@ -45,7 +45,7 @@ class Epochs(Batches, Protocol):
 @dataclass(frozen=True)
 class Task:
     """The functions that define a task. The data may be of any type; its `fingerprint` is the same for the same
-    examples.
+    examples, and its `former_fingerprints`, if it has them, are those that older versions gave them.
 
     Attributes:
         check: (recipe) raises `UserError` for what would otherwise fail only hours later.

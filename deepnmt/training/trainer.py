@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deepnmt.checkpoint.checkpoint import CheckpointWriteError, list_checkpoints, moments_in, weights_in
+from deepnmt.checkpoint.checkpoint import FolderWriteError, list_checkpoints, moments_in, weights_in
 from deepnmt.checkpoint.retention import check_average_last, make_room, prune
 from deepnmt.checkpoint.saving import Saver, in_shards
 from deepnmt.config import Change, Recipe, Train, dump_recipe
@@ -89,13 +89,14 @@ class Trainer:
         self.stop_signal = 0
         self._saved = -1
         self._failed_saves = 0
-        self._not_deleted: CheckpointWriteError | None = None
+        self._not_deleted: FolderWriteError | None = None
         with ExitStack() as held, self.verification.explaining():  # released if anything here fails, else by `close`
             held.enter_context(run_lock(self.run, ranks))
             checkpoint = agree_on_checkpoint(self.checkpoints, ranks)
             changes: list[Change] = []
             if checkpoint:
-                changes, self.state = read_state(checkpoint, recipe, self.data.fingerprint, ranks)
+                fingerprints = [self.data.fingerprint, *getattr(self.data, "former_fingerprints", ())]
+                changes, self.state = read_state(checkpoint, recipe, fingerprints, ranks)
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates)
             self.monitor.status("running", update)
@@ -320,7 +321,7 @@ class Trainer:
     def _save(self, last: bool) -> None:
         """Copies a checkpoint of this update, unless it has one, to be written while training continues.
 
-        If it is the `last` before this process ends, it is on the disk when this returns, or `CheckpointWriteError` is
+        If it is the `last` before this process ends, it is on the disk when this returns, or `FolderWriteError` is
         raised on every process.
         """
         self._settle()
@@ -355,7 +356,7 @@ class Trainer:
 
     def _save_failed(self, fault: UserError, last: bool) -> None:
         """Makes room on a full disk and saves again; else reports the fault that every process has, or raises
-        `CheckpointWriteError` if it is time to end."""
+        `FolderWriteError` if it is time to end."""
         if fault.errno in (errno.ENOSPC, errno.EDQUOT):
             freed = make_room(self.checkpoints, self.recipe.train, self._scores()) if self.ranks.first else None
             if name := self.ranks.broadcast_bytes(freed.name.encode() if freed else b"").decode():
@@ -368,7 +369,7 @@ class Trainer:
         if self._failed_saves >= most and not last:
             fault = UserError(f"{fault}; train.max_failed_saves is {most}, and so many in a row failed")
         if last or self._failed_saves >= most:
-            raise CheckpointWriteError(f"{fault}; the same command then resumes from the newest of them") from None
+            raise FolderWriteError(f"{fault}; the same command then resumes from the newest of them") from None
         self.monitor.event(self.state.update, f"checkpoint not written, training continues ({self._failed_saves} of "
                            f"{most} in a row, then the run ends): {fault}")
 
@@ -379,7 +380,7 @@ class Trainer:
         """Deletes checkpoints that are not kept, in the thread that writes; the next save tries again what fails."""
         try:
             prune(self.checkpoints, self.recipe.train, scores)
-        except CheckpointWriteError as fault:
+        except FolderWriteError as fault:
             self._not_deleted = fault
 
     def _finish(self) -> int:

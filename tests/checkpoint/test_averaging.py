@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +12,6 @@ import pytest
 import tiny_run
 import torch
 from refusals import user_error
-from safetensors.torch import save_file
 
 from deepnmt import config
 from deepnmt.checkpoint import average as averaging
@@ -25,7 +24,6 @@ from deepnmt.checkpoint.average import (
     warn_if_outdated,
 )
 from deepnmt.checkpoint.checkpoint import (
-    WEIGHTS,
     Contents,
     load_model,
     load_state,
@@ -106,13 +104,12 @@ print(1024 * (kilobytes("VmHWM") - before))
 def test_memory_is_that_of_one_model(tmp_path: Path) -> None:
     """Six checkpoints of 64 MB; they share their files, but each is read, and counted, separately."""
     weights = {f"layer{number}": torch.full((100_000,), float(number)) for number in range(160)}
-    save_file(weights, tmp_path / WEIGHTS)
-    small, *folders = [tmp_path / f"update-{number}" for number in range(7)]
-    small.mkdir()
-    save_file({"layer0": torch.ones(1000)}, small / WEIGHTS)
-    for folder in folders:
-        folder.mkdir()
-        (folder / WEIGHTS).symlink_to(tmp_path / WEIGHTS)
+    small, first, *others = [tmp_path / f"update-{number}" for number in range(7)]
+    for folder, held in ((small, {"layer0": torch.ones(1000)}), (first, weights)):
+        write_checkpoint(folder, Contents(held, None, tiny_run.state_of(1), "", {}))
+    for folder in others:
+        shutil.copytree(first, folder, copy_function=os.link)
+    folders = [first, *others]
     done = subprocess.run([sys.executable, "-c", MEMORY, *map(str, [small, *folders])], capture_output=True,
                           text=True, check=True, cwd=Path(averaging.__file__).parents[2])
     assert 64e6 < int(done.stdout) < 1.5 * 64e6
@@ -233,9 +230,10 @@ def test_an_average_of_an_older_version_is_compared_by_its_updates(
 ) -> None:
     for update, messages in ((20, 1), (40, 1)):
         folder = average_run(recipe, updates=[update])
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        del state["extra"]["updates_beside"]
-        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        state = load_state(folder)
+        del state.extra["updates_beside"]
+        write_checkpoint(folder, Contents(load_weights(folder), None, state, (folder / "recipe.yaml").read_text(),
+                                          tiny_run.VOCABS))
         warn_if_outdated(folder)
         assert len(caplog.messages) == messages
     assert caplog.messages == [f"{folder} does not hold the newest checkpoint, {_checkpoints(recipe)}/update-00000040; "

@@ -29,8 +29,8 @@ from deepnmt.checkpoint import checkpoint
 from deepnmt.checkpoint.checkpoint import (
     FILES,
     MOMENTS,
-    CheckpointWriteError,
-    DamagedCheckpoint,
+    DamagedFolder,
+    FolderWriteError,
     find_checkpoint,
     list_checkpoints,
     load_model,
@@ -89,7 +89,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def _damages(checkpoint: Path) -> str:
-    with pytest.raises(DamagedCheckpoint) as caught:
+    with pytest.raises(DamagedFolder) as caught:
         verify(checkpoint)
     assert str(checkpoint) in str(caught.value) and "\n" not in str(caught.value)
     return str(caught.value)
@@ -166,7 +166,7 @@ def test_a_kill_before_any_change_leaves_an_undamaged_checkpoint(saved: Path, tm
         run = tmp_path / str(number)
         checkpoints = _eventful(saved, run)
         codes.append(_in_child(lambda run=run: _eventful_save(run), number, checkpoints))  # type: ignore[misc]
-        skipped: list[DamagedCheckpoint] = []
+        skipped: list[DamagedFolder] = []
         newest = newest_checkpoint(checkpoints, skipped.append)
         assert newest is not None
         assert _same(load_weights(newest), tiny_run.weights_of(tiny_run.recipe_of(run), update_of(newest)))
@@ -216,7 +216,7 @@ def test_a_folder_whose_successor_cannot_be_renamed_stays(tmp_path: Path, monkey
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(CheckpointWriteError, match="Input/output error"):
+    with pytest.raises(FolderWriteError, match="Input/output error"):
         _commit(tmp_path / "update-1", "new")
     assert _only(tmp_path) == "update-1: old"
 
@@ -248,7 +248,7 @@ def test_a_folder_that_cannot_be_recovered_is_an_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(Path, "rename", refused)
     message = (rf"{left} is update-00000010, displaced by a killed process, and .*: Read-only file system; "
                "give write permission")
-    with pytest.raises(CheckpointWriteError, match=message):
+    with pytest.raises(FolderWriteError, match=message):
         folders.recover_after_kill(tmp_path, "update-*")
     assert left.is_dir()
 
@@ -285,7 +285,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(run: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         try:
             tiny_run.write(tiny_run.recipe_of(run), 30)
-        except CheckpointWriteError as error:
+        except FolderWriteError as error:
             os._exit(42 if "update-00000030 cannot be written: " in str(error) else 1)
 
     assert _in_child(save) == 42
@@ -294,7 +294,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(run: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(CheckpointWriteError, match=r"update-00000010 cannot be written: (File exists|Not a directory)"):
+    with pytest.raises(FolderWriteError, match=r"update-00000010 cannot be written: (File exists|Not a directory)"):
         tiny_run.write(tiny_run.recipe_of(tmp_path), 10)
 
 
@@ -363,11 +363,7 @@ def test_every_flipped_bit_is_detected(run: Path) -> None:
 
 
 def _forge(folder: Path, **changes: object) -> None:
-    """Changes a manifest and gives it the hash of its new content."""
-    manifest = json.loads((folder / "manifest.json").read_text()) | changes
-    del manifest["sha256"]
-    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    tiny_run.forge(folder / "manifest.json", **changes)
 
 
 def _replace(folder: Path, name: str, data: bytes) -> None:
@@ -462,12 +458,12 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 def test_readers_detect_damage_too(run: Path) -> None:
     folder = run / "checkpoints" / "update-00000020"
     (folder / "weights.safetensors").write_bytes(b"\x08" + bytes(7) + b"[1, 2]  ")
-    with pytest.raises(DamagedCheckpoint, match=r"weights\.safetensors has \d+ bytes"):
+    with pytest.raises(DamagedFolder, match=r"weights\.safetensors has \d+ bytes"):
         load_weights(folder)
-    with pytest.raises(DamagedCheckpoint, match=r"weights\.safetensors cannot be read"):
+    with pytest.raises(DamagedFolder, match=r"weights\.safetensors cannot be read"):
         weights_in(folder)("embeddings.shared.weight")
-    (folder / "state.json").write_text('{"update": 3}')
-    with pytest.raises(DamagedCheckpoint, match=r"state\.json is not a training state"):
+    _replace(folder, "state.json", b'{"update": 3}')
+    with pytest.raises(DamagedFolder, match=r"state\.json is not a training state"):
         load_state(folder)
 
 
@@ -505,6 +501,8 @@ def test_scores_are_collected_from_all_checkpoints(run: Path) -> None:
     recipe = tiny_run.recipe_of(run)
     tiny_run.write(recipe, 30, validations=[{"update": 10, "value": 3.0}, {"update": 30, "value": 2.0}])
     (tiny_run.write(recipe, 40) / "state.json").unlink()
+    altered = tiny_run.write(recipe, 50, validations=[{"update": 50, "value": 9.0}]) / "state.json"
+    altered.write_text(altered.read_text().replace("9.0", "1.0"))
     assert read_scores(run / "checkpoints") == {10: 3.0, 30: 2.0}
 
 
@@ -550,7 +548,7 @@ def test_a_model_is_not_loaded_from_damaged_or_missing_files(run: Path) -> None:
     tensors = load_file(file)
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(DamagedCheckpoint, match=r"the SHA-256 of weights\.safetensors differs"):
+    with pytest.raises(DamagedFolder, match=r"the SHA-256 of weights\.safetensors differs"):
         load_model(file.parent)
     assert load_model(run).state.update == 10
     with user_error("there is no folder"):
@@ -571,7 +569,7 @@ def test_a_file_system_that_cannot_sync_folders(number: int, tmp_path: Path, mon
 
     monkeypatch.setattr(os, "fsync", refusing)
     if number == errno.EIO:
-        with pytest.raises(CheckpointWriteError, match="Input/output error"):
+        with pytest.raises(FolderWriteError, match="Input/output error"):
             tiny_run.write(tiny_run.recipe_of(tmp_path), 10)
     else:
         verify(tiny_run.write(tiny_run.recipe_of(tmp_path), 10))

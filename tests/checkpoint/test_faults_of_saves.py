@@ -173,7 +173,7 @@ def test_a_full_disk_at_every_write_of_every_process(
     ours, others = (json.loads((tmp_path / f"found.{number}").read_text()) for number in range(WORLD))
     assert ours == others, "every process gets the same message"
     for fault, update, left in ours:
-        assert not fault or (fault.startswith(f"CheckpointWriteError {errno.ENOSPC} ") and "\n" not in fault)
+        assert not fault or (fault.startswith(f"FolderWriteError {errno.ENOSPC} ") and "\n" not in fault)
         assert update == 20 if not fault else update in (10, 20)
         assert len(left) <= 1
     assert sum(bool(fault) for fault, *_ in ours) >= (25 if rank == 0 else 10)

@@ -21,7 +21,7 @@ from warm import TESTS, Warm
 from deepnmt.checkpoint.average import average_weights, save_average
 from deepnmt.checkpoint.checkpoint import (
     Contents,
-    DamagedCheckpoint,
+    DamagedFolder,
     has_moments,
     load_model,
     load_weights,
@@ -136,7 +136,7 @@ def test_whole_tensors_and_ranges_are_read_from_either_form(run: Path) -> None:
             assert torch.equal(moments(f"{name}.exp_avg_sq"), weight * 0.25)
             start, stop = sorted(draw.randint(0, weight.numel()) for _ in range(2))
             assert torch.equal(weights.part(name, start, stop), weight.flatten()[start:stop])
-        with pytest.raises(DamagedCheckpoint, match="holds no tensor nowhere"):
+        with pytest.raises(DamagedFolder, match="holds no tensor nowhere"):
             weights("nowhere")
 
 
@@ -145,7 +145,7 @@ def test_a_range_is_read_alone(sharded: Path) -> None:
     name, count = "embeddings.shared.weight", weights.shapes["embeddings.shared.weight"][0] * 8
     first, second = cuts(name, count, 3)[:2]
     with patch("deepnmt.checkpoint.tensors.safe_open", side_effect=OSError("opened")), pytest.raises(
-            DamagedCheckpoint, match=r"weights-00000\.safetensors cannot be read \(opened\)"):
+            DamagedFolder, match=r"weights-00000\.safetensors cannot be read \(opened\)"):
         weights.part(name, first, second)
     assert len(weights.part(name, first, second)) == second - first and list(weights._open) == [
         "weights-00000.safetensors"]
@@ -184,16 +184,54 @@ def test_damage_is_found_and_named(sharded: Path, tmp_path: Path, name: str) -> 
     data = bytearray((folder / name).read_bytes())
     data[len(data) // 2] ^= 4
     (folder / name).write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match=f"the SHA-256 of {name} differs"):
+    with pytest.raises(DamagedFolder, match=f"the SHA-256 of {name} differs"):
         verify(folder)
     if name.startswith("moments"):
         verify_files(folder, ["weights.safetensors"])
     else:
-        with pytest.raises(DamagedCheckpoint, match=f"the SHA-256 of {name} differs"):
+        with pytest.raises(DamagedFolder, match=f"the SHA-256 of {name} differs"):
             load_model(folder)
     (folder / name).unlink()
-    with pytest.raises(DamagedCheckpoint, match=f"{name} is missing"):
+    with pytest.raises(DamagedFolder, match=f"{name} is missing"):
         verify(folder)
+
+
+def test_files_that_no_manifest_names_are_not_read(run: Path, sharded: Path, tmp_path: Path) -> None:
+    """As after a run was copied over one in the other form: the files of the older one lie beside the newer one's."""
+    older = Contents({name: weight + 1 for name, weight in expected(run).items()}, None, tiny_run.state_of(10),
+                     dump_recipe(tiny_run.recipe_of(run)), tiny_run.VOCABS)
+    for form, name in (("one_file", "shards"), ("shards", "one_file")):
+        folder = shutil.copytree(run / name / "update-00000010", tmp_path / form / "update-00000010")
+        for file in (run / form / "update-00000010").iterdir():
+            shutil.copy(file, folder)
+        for file in folder.glob("weights*"):  # as if of other weights
+            if not (run / form / "update-00000010" / file.name).exists():
+                file.write_bytes(b"of another model")
+        if form == "one_file":
+            (folder / "index.json").write_text("{}")
+        verify(folder)
+        assert all(torch.equal(weights_in(folder)[key], weight) for key, weight in expected(run).items())
+        load_model(folder)
+        save_average([folder], tmp_path / form / "averaged")
+    with user_error("is in one file already"):
+        consolidate(tmp_path / "one_file" / "update-00000010", tmp_path / "other")
+    write_checkpoint(tmp_path / "averaged", older)
+    shutil.copy(sharded / "moments-00000.safetensors", tmp_path / "averaged")
+    assert not has_moments(tmp_path / "averaged")
+    shutil.copy(sharded / "index.json", tmp_path / "averaged")
+    assert all(torch.equal(weights_in(tmp_path / "averaged")[key], weight) for key, weight in older.weights.items())
+
+
+def test_an_index_names_no_file_that_the_manifest_does_not(sharded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "one")
+    index = json.loads((folder / "index.json").read_text())
+    for entry in index["parameters"].values():
+        entry["parts"] = [[start, stop, rank + 4] for start, stop, rank in entry["parts"]]
+    for rank in range(3):
+        shutil.copy(folder / f"weights-0000{rank}.safetensors", folder / f"weights-0000{rank + 4}.safetensors")
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DamagedFolder, match=r"manifest.json does not name weights-0000\d.safetensors"):
+        dict(weights_in(folder))
 
 
 def test_an_index_of_something_else_is_refused(tmp_path: Path, sharded: Path) -> None:
@@ -206,7 +244,7 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path, sharded: Path) ->
                            ({"moments": [], "parameters": {"w": {"shape": [2], "parts": [3]}}}, "is not an index"),
                            ({"moments": [], "parameters": {"w": {"shape": "ab", "parts": []}}}, "is not an index")):
         (folder / "index.json").write_text(json.dumps(wrong))
-        with pytest.raises(DamagedCheckpoint, match=message):
+        with pytest.raises(DamagedFolder, match=message):
             dict(weights_in(folder))
 
 

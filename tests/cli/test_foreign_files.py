@@ -32,7 +32,7 @@ from deepnmt.checkpoint.average import average_weights
 from deepnmt.checkpoint.checkpoint import load_model, load_state, newest_checkpoint, read_scores, verify
 from deepnmt.config import load, load_recipe, with_settings
 from deepnmt.data.batching import Stream, collate
-from deepnmt.data.prepared import PreparedData, write_manifest
+from deepnmt.data.prepared import PreparedData, publish
 from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.model.admin import AdminProfile
@@ -187,7 +187,7 @@ def read_checkpoint(folder: Path) -> None:
         lambda: newest_checkpoint(checkpoints, lambda why: None), lambda: verify(newest), lambda: load_state(newest),
         lambda: read_scores(checkpoints), lambda: load_model(newest),
         lambda: average_weights([newest, checkpoints / "update-00000010"]),
-        lambda: changes_since(newest, tiny_run.recipe_of(folder / "run"), "f", 1)]
+        lambda: changes_since(newest, tiny_run.recipe_of(folder / "run"), ["f"], 1)]
     refusals = []
     for reader in readers:
         try:
@@ -218,7 +218,7 @@ def seal_data(folder: Path) -> None:
     file = folder / "data" / "manifest.json"
     manifest = json.loads(file.read_text())
     file.unlink()
-    write_manifest(folder / "data", {key: manifest[key] for key in ("settings", "inputs", "vocab", "splits")})
+    publish(folder / "data", folder / "data", {key: manifest[key] for key in ("settings", "inputs", "vocab", "splits")})
 
 
 CHECKPOINT = "run/checkpoints/update-00000020"

@@ -10,7 +10,7 @@ import torch
 from refusals import user_error
 
 from deepnmt.data.batching import Position, Stream, collate, plan_epoch, plan_eval, random_order
-from deepnmt.data.prepared import PreparedData, SideWriter, Split, variant_stem, write_manifest
+from deepnmt.data.prepared import PreparedData, SideWriter, Split, publish, variant_stem
 
 
 def _lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -25,7 +25,7 @@ def _split(folder: Path, variants: int = 0) -> Split:
         for side, lengths in zip(("src", "trg"), _lengths(300, seed=number)):
             tokens = np.random.RandomState(number).randint(4, 65000, int(lengths.sum() - 300)).astype(np.uint16)
             SideWriter(folder, f"{stem}.{side}").add(tokens, lengths - 1)
-    write_manifest(folder, {"settings": {}, "inputs": {}, "vocab": {}, "splits": {"train": {"variants": variants}}})
+    publish(folder, folder, {"settings": {}, "inputs": {}, "vocab": {}, "splits": {"train": {"variants": variants}}})
     return PreparedData.open(folder).split("train")
 
 
@@ -152,7 +152,7 @@ def test_stream_rejects_a_position_of_other_data(tmp_path: Path) -> None:
 def test_collate_by_hand(tmp_path: Path) -> None:
     for side, tokens, lengths in (("src", [5, 6, 7], [2, 1]), ("trg", [8, 9, 10, 11], [1, 3])):
         SideWriter(tmp_path, f"train.{side}").add(np.array(tokens, dtype=np.uint16), np.array(lengths))
-    write_manifest(tmp_path, {"settings": {}, "inputs": {}, "vocab": {}, "splits": {"train": {"variants": 0}}})
+    publish(tmp_path, tmp_path, {"settings": {}, "inputs": {}, "vocab": {}, "splits": {"train": {"variants": 0}}})
     batch = collate(PreparedData.open(tmp_path).split("train"), [0, 1], 7, CPU)
     assert [tensor.tolist() for tensor in batch.tensors] == [
         [[5, 6, 2], [7, 2, 3]], [3, 2], [[1, 8, 3, 3], [1, 9, 10, 11]], [[8, 2, 3, 3], [9, 10, 11, 2]]]

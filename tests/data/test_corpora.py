@@ -217,8 +217,9 @@ def test_tokens_of_a_large_vocabulary_have_32_bits(tmp_path: Path) -> None:
         some = tokens[tokens < size] if size == 65_536 else tokens
         SideWriter(tmp_path, name, size).add(some, np.array([1, len(some) - 1]))
         assert (tmp_path / f"{name}.{suffix}").stat().st_size == (4 if size == 65_536 else 16)
-    assert Side(tmp_path, "a", None)[1].tolist() == [65_535]
-    assert Side(tmp_path, "b", None)[1].tolist() == [65_535, 65_536, 70_000]
+    files = [file.name for file in tmp_path.iterdir()]
+    assert Side(tmp_path, files, "a")[1].tolist() == [65_535]
+    assert Side(tmp_path, files, "b")[1].tolist() == [65_535, 65_536, 70_000]
 
 
 def with_characters(model: bytes, count: int) -> bytes:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiny_run
 from refusals import user_error
 
 from deepnmt import config
@@ -80,6 +81,19 @@ def test_what_does_not_fit(name: str, changes: list[str], sentence: str, prepare
     shutil.copy(folder / "unigram.spm", folder / "two" / "trg.spm")
     with user_error(sentence):
         prepare(recipe_of(prepared, folder, name, *changes))
+    assert not (folder / "prepared").exists()
+
+
+def test_a_vocabulary_beside_others_is_the_one_that_the_manifest_names(prepared: Path, folder: Path) -> None:
+    """In prepared data, and in a checkpoint: not one that was copied there, nor a damaged one."""
+    shutil.copytree(prepared / "data", folder / "whole")
+    prepare(recipe_of(prepared, folder, "whole"))
+    shutil.rmtree(folder / "prepared")
+    tiny_run.write(tiny_run.recipe_of(folder / "trained"), 3)
+    for name, place in (("whole", folder / "whole"), ("trained", folder / "trained/checkpoints/update-00000003")):
+        shutil.copy(folder / "bpe.spm", place / "trg.spm")
+        with user_error(f"{place} is damaged: trg.spm has .* bytes, but .* according to manifest.json"):
+            prepare(recipe_of(prepared, folder, name))
     assert not (folder / "prepared").exists()
 
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from refusals import user_error
 
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.data import encoding
+from deepnmt.data import prepare as prepare_module
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData, check_settings
 
@@ -71,7 +73,8 @@ def test_progress_in_a_log_is_plain_lines(
     prepare(_recipe(_tree(tmp_path / "again")))
     log = capsys.readouterr().err
     assert "\r" not in log and "\ntrain: encoding: 602 of 602 pairs in " in log
-    assert "\ntrain: reading: 606 pairs in " in log
+    assert "\ntrain: reading: 606 of 606 pairs in " in log and "\nvocabulary: reading: 606 of 606 pairs in " in log
+    assert re.search(r"train: reading: 10 of 606 pairs in \d+ s, ETA \d+ s\n", log)
 
 
 def test_every_part_of_a_folder(tmp_path: Path) -> None:
@@ -98,7 +101,7 @@ def test_every_part_of_a_folder(tmp_path: Path) -> None:
     assert len(valid) == 31 and valid.src_lengths[0] == 1
     assert valid.src_text() == (tmp_path / "valid.src").read_text(encoding="utf-8").split("\n")[:-1]
     assert [trg.decode(valid.targets[i].tolist()) for i in range(31)] == valid.trg_text()
-    assert not (tmp_path / "data.partial").exists()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_bytes_do_not_depend_on_processes_seed_and_folder(tmp_path: Path) -> None:
@@ -128,7 +131,7 @@ def test_up_to_date_folder_is_not_changed_even_without_its_texts(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = _recipe(_tree(tmp_path))
     folder = prepare(recipe)
-    assert "left out: duplicate 1, empty 2, identical 1, ratio 1, too_long 1" in capsys.readouterr().err
+    assert "left out: empty 2, identical 1, duplicate 1, too_long 1, ratio 1" in capsys.readouterr().err
     before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert prepare(recipe) == folder
     assert "is up to date" in capsys.readouterr().err
@@ -166,20 +169,16 @@ def test_a_folder_older_than_a_filter_counts_as_prepared_with_its_default(tmp_pa
 
 def test_other_peoples_folders_are_never_changed(tmp_path: Path) -> None:
     recipe = _recipe(_tree(tmp_path))
-    for name, words in (("data", "holds no manifest.json"), ("data.partial", "that folder holds other files; move it")):
-        note = tmp_path / name / "note.txt"
-        note.parent.mkdir()
-        note.write_text("mine")
-        with user_error(words):
-            prepare(recipe)
-        assert note.read_text() == "mine"
-        note.unlink()
-    (tmp_path / "data.partial").rmdir()
-    (tmp_path / "data.partial").symlink_to(tmp_path / "data")
-    with user_error("data.partial first, but that is a link; remove it"):
+    note = tmp_path / "other" / "note.txt"
+    note.parent.mkdir()
+    note.write_text("mine")
+    (tmp_path / "data").symlink_to(note.parent)
+    with user_error("holds no manifest.json"):
         prepare(recipe)
-    (tmp_path / "data.partial").unlink()
+    assert note.read_text() == "mine"
+    note.unlink()
     prepare(recipe)  # an empty folder may be filled
+    assert (tmp_path / "data").is_symlink() and (tmp_path / "other" / "manifest.json").is_file()
 
 
 def test_errors_leave_no_folder(tmp_path: Path) -> None:
@@ -195,13 +194,66 @@ def test_errors_leave_no_folder(tmp_path: Path) -> None:
             tree["data"]["test"] = {"a/b": tree["data"]["valid"]}
         with user_error(words):
             prepare(_recipe(tree))
-        assert not (tmp_path / "data").exists() and not (tmp_path / "data.partial").exists()
+        assert not (tmp_path / "data").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(("step", "file"), [
+    ("train_vocabulary", "train.src"), ("encode_pairs", "train.trg"), ("encode_pairs", "valid.trg")])
+@pytest.mark.parametrize("change", [lambda lines: lines[::-1], lambda lines: [*lines, "one more"],
+                                    lambda lines: lines[:-1]], ids=["other order", "longer", "shorter"])
+def test_a_text_that_changes_meanwhile_is_refused(
+    step: str, file: str, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = _tree(tmp_path)
+    working: Any = getattr(prepare_module, step)
+
+    def changing(*arguments: Any) -> Any:
+        if not done:
+            text = tmp_path / file
+            text.write_text("".join(f"{line}\n" for line in change(text.read_text().splitlines())))
+            done.append(True)
+        return working(*arguments)
+
+    done: list[bool] = []
+    monkeypatch.setattr(prepare_module, step, changing)
+    with user_error(f"^{tmp_path / file} changed while it was prepared, so nothing was kept; wait until"):
+        prepare(_recipe(tree))
+    assert not (tmp_path / "data").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_progress_costs_the_same_for_every_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(np.ndarray[Any, Any]):
+        def __len__(self) -> int:
+            asked.append(1)
+            return self.shape[0]
+
+    asked: list[int] = []
+    encode = encoding.encode_pairs
+    monkeypatch.setattr(encoding, "CHUNK", 10)
+    monkeypatch.setattr(prepare_module, "encode_pairs", lambda *arguments: (
+        chunk._replace(codes=chunk.codes.view(Counted)) for chunk in encode(*arguments)))
+    prepare(_recipe(_tree(tmp_path)))
+    assert 60 < len(asked) < 200  # of some 67 chunks, which would be asked 2,000 times
+
+
+def test_the_fingerprint_is_of_what_training_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = _tree(tmp_path)
+    data = PreparedData.open(prepare(_recipe(tree)))
+    monkeypatch.setattr("deepnmt.folders.__version__", "99.0")
+    for number, (section, changes, same) in enumerate([
+        ("data", {"test": {}}, True), ("data", {"workers": 2}, True), ("vocab", {"max_sentences": 5000}, True),
+        ("data", {"subword_variants": 1}, False), ("data", {"valid": tree["data"]["test"]["one"]}, False),
+        ("vocab", {"size": 81}, False)]):
+        other = {**tree, section: {**tree[section], **changes}}
+        other["data"] = {**other["data"], "folder": str(tmp_path / str(number))}
+        prepared = PreparedData.open(prepare(_recipe(other)))
+        assert (prepared.fingerprint == data.fingerprint) == same, changes
+    assert prepared.manifest["deepnmt"] == "99.0"
 
 
 def test_a_second_process_is_rejected(tmp_path: Path) -> None:
     recipe = _recipe(_tree(tmp_path))
-    (tmp_path / "data.partial").mkdir()
-    with open(tmp_path / "data.partial" / ".lock", "w") as lock:
+    with open(tmp_path / ".data.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with user_error("another process is preparing"):
             prepare(recipe)
@@ -220,15 +272,15 @@ def test_killed_run_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
                       "    prepare(check_recipe(json.load(open(sys.argv[1])), 'recipe'))\n")
     job = subprocess.Popen([sys.executable, str(script), str(tmp_path / "recipe.json")], start_new_session=True,
                            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    written = tmp_path / "data.partial" / "data" / "train.v09.trg.tokens"
-    _wait(lambda: written.exists() and written.stat().st_size > 0)
+    name = "train.v09.trg.tokens"
+    _wait(lambda: any(file.stat().st_size > 0 for file in tmp_path.glob(f".tmp-data-*/{name}")))
     job.send_signal(signal.SIGKILL)
     job.wait()
-    assert not (tmp_path / "data").exists() and written.exists()
+    assert not (tmp_path / "data").exists() and list(tmp_path.glob(f".tmp-data-*/{name}"))
     _wait(lambda: not _alive(job.pid))  # its workers end by themselves
     tree["data"]["subword_variants"] = 0
     prepare(_recipe(tree))
-    assert not (tmp_path / "data.partial").exists() and not (tmp_path / "data" / written.name).exists()
+    assert not list(tmp_path.glob(".*")) and not (tmp_path / "data" / name).exists()
 
 
 def _wait(condition: Any) -> None:

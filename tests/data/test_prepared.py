@@ -9,13 +9,14 @@ import random
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from refusals import user_error
 
 from deepnmt.config import Vocab
-from deepnmt.data.prepared import PreparedData, SideWriter, variant_stem, write_manifest
+from deepnmt.data.prepared import PreparedData, SideWriter, publish, variant_stem
 from deepnmt.data.vocab import train_vocabulary
 from deepnmt.errors import UserError
 
@@ -40,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     for side in ("src", "trg"):
         (tmp_path / f"valid.{side}.txt").write_bytes("a\r b\u2028c\n\nd\ne\n".encode())
     splits = {"train": {"variants": 1}, "valid": {"variants": 0}}
-    write_manifest(tmp_path, {"settings": {}, "inputs": {}, "vocab": {}, "splits": splits})
+    publish(tmp_path, tmp_path, {"settings": {}, "inputs": {}, "vocab": {}, "splits": splits})
     return tmp_path
 
 
@@ -89,12 +90,13 @@ def test_missing_other_and_incomplete_folders(folder: Path, tmp_path: Path) -> N
     assert "holds no manifest.json" in _fault(tmp_path / "other")
     assert "holds no manifest.json" in _fault(folder / "train.src.tokens")
     (folder / "valid.src.txt").unlink()
-    assert "incomplete: valid.src.txt is missing" in _fault(folder)
+    assert "is damaged: valid.src.txt is missing" in _fault(folder)
 
 
 @pytest.mark.parametrize(("contents", "words"), [
-    ("{", "cannot be read"), ("[1]", "is not a manifest"), ('{"format": "another"}', "is not a manifest"),
-    ('{"format": "deepnmt-data", "version": 99}', "format version 99"),
+    ("{", "cannot be read"), ("[1]", "is not a JSON object"), ('{"format": "another"}', "is not a manifest"),
+    ('{"format": "deepnmt-data", "version": 99}', "format version is 99, but this deepnmt reads 1 and 2"),
+    ('{"format": "deepnmt-data", "version": 2, "files": {}}', "manifest.json has been altered"),
     ('{"format": "deepnmt-data", "version": 1, "files": {}}', "lacks settings, inputs, vocab, splits"),
 ])
 def test_wrong_manifests(folder: Path, contents: str, words: str) -> None:
@@ -103,23 +105,21 @@ def test_wrong_manifests(folder: Path, contents: str, words: str) -> None:
 
 
 def test_open_notices_a_truncated_file_and_verify_a_changed_byte(folder: Path) -> None:
-    data = PreparedData.open(folder)
-    before = data.fingerprint
     tokens = folder / "train.trg.tokens"
     whole = tokens.read_bytes()
     tokens.write_bytes(whole[:-2])
-    assert f"train.trg.tokens has {len(whole) - 2} bytes, but {len(whole)} according to its man" in _fault(folder)
+    assert f"train.trg.tokens has {len(whole) - 2} bytes, but {len(whole)} according to man" in _fault(folder)
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    with user_error(r"train.trg.tokens differs"):
+    with user_error(r"the SHA-256 of train.trg.tokens differs"):
         PreparedData.open(folder).verify()
     tokens.write_bytes(whole)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["settings"]["x"] = 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "manifest.json is damaged: its content differs from its own SHA-256" in _fault(folder)
-    del manifest["sha256"]  # as version 0.2 wrote it
+    assert "is damaged: manifest.json has been altered; delete the folder" in _fault(folder)
+    manifest = of_version_1(json.loads((folder / "manifest.json").read_text()))  # of the oldest, which had no own hash
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert PreparedData.open(folder).fingerprint != before
+    assert PreparedData.open(folder).manifest["settings"]["x"] == 1
     (folder / "manifest.json").write_text(json.dumps({**manifest, "rha256": ""}))  # a bit of the hash's key
     assert "rha256 has an impossible value" in _fault(folder)
     for section, name, value in (("files", "train.src.offsets", {"bytes": "9", "sha256": ""}), ("files", "src.spm", 3),
@@ -129,6 +129,36 @@ def test_open_notices_a_truncated_file_and_verify_a_changed_byte(folder: Path) -
         changed[section][name] = value
         (folder / "manifest.json").write_text(json.dumps(changed))
         assert re.search(rf"{section}.{name}.* has an impossible value", _fault(folder))
+
+
+def of_version_1(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest as version 0.1 wrote it."""
+    files = {name: {"bytes": entry["size"], "sha256": entry["sha256"]} for name, entry in manifest["files"].items()}
+    return {key: value for key, value in manifest.items() if key not in ("deepnmt", "sha256")} | {
+        "version": 1, "files": files}
+
+
+def test_only_files_that_the_manifest_names_are_read(folder: Path) -> None:
+    """Others may be of older data over which these were copied."""
+    manifest = of_version_1(json.loads((folder / "manifest.json").read_text()))
+    for name in ("train.src.tokens", "valid.trg.txt"):
+        del manifest["files"][name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "src.spm").write_bytes(b"stray")
+    data = PreparedData.open(folder)
+    for read, name in ((lambda: data.split("train"), "train.src.tokens32"), (data.vocabs, "src.spm"),
+                       (lambda: data.split("valid").trg_text(), "valid.trg.txt")):
+        with user_error(f"is damaged: manifest.json does not name {name}; delete the folder"):
+            read()
+
+
+def test_tokens_of_16_bits_beside_those_of_32_are_not_read(tmp_path: Path) -> None:
+    _write(tmp_path, "train.trg", TRG)
+    writer = SideWriter(tmp_path, "train.src", 1 << 17)
+    writer.add(np.array([5, 6, 7, 100_000, 4, 4, 4, 4, 4]), np.array([3, 0, 1, 5]))
+    publish(tmp_path, tmp_path, {"settings": {}, "inputs": {}, "vocab": {}, "splits": {"train": {"variants": 0}}})
+    (tmp_path / "train.src.tokens").write_bytes(np.arange(9, dtype="<u2").tobytes())
+    assert PreparedData.open(tmp_path).split("train").sources[2].tolist() == [100_000]
 
 
 def test_every_flipped_bit_is_found(prepared: Path, tmp_path: Path) -> None:
@@ -149,7 +179,7 @@ def test_every_flipped_bit_is_found(prepared: Path, tmp_path: Path) -> None:
         file.write_bytes(whole)
     whole = (folder / "trg.spm").read_bytes()
     (folder / "trg.spm").write_bytes(train_vocabulary(["other words"] * 50, Vocab(size=14)).ljust(len(whole), b"x"))
-    with user_error("trg.spm (differs from its manifest|has)"):
+    with user_error("the SHA-256 of trg.spm differs|trg.spm has"):
         PreparedData.open(folder).verify()
 
 
@@ -169,7 +199,7 @@ def test_data_that_contradict_themselves_are_refused(prepared: Path, tmp_path: P
         (folder / name).write_bytes(content((folder / name).read_bytes()))
         manifest = json.loads((folder / "manifest.json").read_text())
         (folder / "manifest.json").unlink()
-        write_manifest(folder, {key: manifest[key] for key in ("settings", "inputs", "vocab", "splits")})
+        publish(folder, folder, {key: manifest[key] for key in ("settings", "inputs", "vocab", "splits")})
         with user_error(words):
             data = PreparedData.open(folder)
             data.verify()

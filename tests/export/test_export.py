@@ -288,9 +288,74 @@ def test_the_backend_searches_as_deepnmt_does(
     other = tmp_path / "other"
     assert main("average", [str(run), "--last", "1", "--output", str(other / "averaged")]) == 0
     (run / "ctranslate2").rename(other / "ctranslate2")
-    facts = json.loads((other / "ctranslate2" / "deepnmt.json").read_text())
-    (other / "ctranslate2" / "deepnmt.json").write_text(json.dumps({**facts, "weights": {}}))
+    tiny_run.forge(other / "ctranslate2" / "deepnmt.json", weights={})
     assert "which is not what" in refused(*words, backend, "--checkpoint", other / "averaged")
+
+
+def test_a_damaged_export_is_not_used(run: Path, tmp_path: Path, refused: Refused) -> None:
+    """A flipped bit gave other translations without a word in three of six cases; so would a file of another export."""
+    target("ctranslate2")
+    from deepnmt.decode.ctranslate2 import load_exported
+
+    assert main("average", [str(run), "--last", "1", "--output", str(tmp_path / "averaged")]) == 0
+    folder, average = tmp_path / "ctranslate2", str(tmp_path / "averaged")
+    assert main("export", [str(run), "--to", "ctranslate2", "--lines", "2", "--checkpoint", average,
+                           "--output", str(folder)]) == 0
+    loaded = load_model(tmp_path / "averaged")
+    facts = json.loads((folder / "deepnmt.json").read_text())
+    assert facts["files"].keys() == {file.name for file in folder.iterdir()} - {"deepnmt.json"}
+    (folder / "README.md").write_text("my own words")
+    load_exported(loaded, loaded.recipe.translate, "cpu")
+    for name in sorted(facts["files"].keys() - {"README.md"}):
+        content = (folder / name).read_bytes()
+        middle = len(content) // 2
+        flipped = bytes([content[middle] ^ 64])
+        for damaged, words in (
+            (content[:middle] + flipped + content[middle + 1 :], f"the SHA-256 of {name} differs"),
+            (content[:-1], f"{name} has {len(content) - 1} bytes, but {len(content)} according to deepnmt.json"),
+        ):
+            (folder / name).write_bytes(damaged)
+            with user_error(f"^exported model {folder} is damaged: {words}.*; export the run again$"):
+                load_exported(loaded, loaded.recipe.translate, "cpu")
+        (folder / name).write_bytes(content)
+    (folder / "source_vocabulary.txt").write_text("of another model")
+    with user_error("deepnmt.json does not name source_vocabulary.txt, which is none of the model's files"):
+        load_exported(loaded, loaded.recipe.translate, "cpu")
+    (folder / "source_vocabulary.txt").unlink()
+    whole = (folder / "deepnmt.json").read_text()
+    old = {key: value for key, value in facts.items() if key not in ("files", "sha256")} | {"deepnmt": "0.2.0"}
+    for text, words in ((whole[:99], "deepnmt.json cannot be read"), ("", "deepnmt.json cannot be read"),
+                        ("[1]", "deepnmt.json is not a JSON object"), ("null", "is not a JSON object"),
+                        (whole.replace('"update": 60', '"update": 61'), "deepnmt.json has been altered"),
+                        (json.dumps(old), "was exported by deepnmt 0.2.0, which kept no hashes of its files")):
+        (folder / "deepnmt.json").write_text(text)
+        message = refused("translate", run, "--checkpoint", average, "--input", folder / "README.md",
+                          "translate.backend=ctranslate2")
+        assert words in message and message.strip().endswith("export the run again"), message
+
+
+def test_an_export_is_replaced_only_by_a_complete_one(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    target("ctranslate2")
+    words = [str(run), "--to", "ctranslate2", "--lines", "2", "--output", str(tmp_path / "out")]
+    assert main("export", words) == 0
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(job, "model_card", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert f"exported model folder {tmp_path}/out cannot be written: No space left" in refused("export", *words)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_own_export_is_imported_whole_or_not_at_all(run: Path, tmp_path: Path, refused: Refused) -> None:
+    target("huggingface")
+    folder = tmp_path / "out"
+    assert main("export", [str(run), "--to", "huggingface", "--lines", "2", "--output", str(folder)]) == 0
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-5] ^= 64
+    (folder / "model.safetensors").write_bytes(content)
+    assert "the SHA-256 of model.safetensors differs from that in deepnmt.json; export the run again" in refused(
+        "import", folder, tmp_path / "run")
 
 
 def test_mistakes_are_refused(run: Path, tmp_path: Path, refused: Refused) -> None:

@@ -11,9 +11,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from refusals import user_error
 from warm import Warm
 
+from deepnmt.checkpoint.checkpoint import load_state
 from deepnmt.cli import main
+from deepnmt.config import load_recipe
+from deepnmt.data.prepare import prepare
+from deepnmt.data.prepared import PreparedData
+from deepnmt.training.resume import changes_since
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "run_of_0_1"
 LOSSES = {10: 5.085368311682413, 12: 5.1110643041939}
@@ -25,6 +31,22 @@ LOG_PROBS = [-135.07815551757812, -128.82366943359375]  # of two test sentences,
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the fixture that can be written to."""
     return Path(shutil.copytree(FIXTURE, tmp_path_factory.mktemp("old") / "old"))
+
+
+def test_data_prepared_again_are_those_of_the_old_run(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose checkpoint has the fingerprint that version 0.1 gave them: the hash of its manifest."""
+    monkeypatch.chdir(old)
+    recipe = load_recipe(old / "recipe.yaml", ["data.folder=again"])
+    again, then = PreparedData.open(prepare(recipe)), PreparedData.open(old / "data")
+    again.verify()
+    then.verify()
+    checkpoint = old / "run" / "checkpoints" / "update-00000008"
+    known = load_state(checkpoint).extra["data_fingerprint"]
+    assert again.fingerprint == then.fingerprint != known
+    assert known in again.former_fingerprints and known in then.former_fingerprints
+    changes_since(checkpoint, recipe, [again.fingerprint, *again.former_fingerprints], 1)
+    with user_error("was trained on other data than again holds now"):
+        changes_since(checkpoint, recipe, [again.fingerprint], 1)
 
 
 def test_an_old_run_is_usable(old: Path, warm: Warm, threads: None, capfd: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from deepnmt.checkpoint.saving import Saver
 from deepnmt.cli import main
 from deepnmt.config import load_recipe
 from deepnmt.files import read_log
-from deepnmt.folders import CheckpointWriteError
+from deepnmt.folders import FolderWriteError
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import Trainer
 
@@ -166,7 +166,7 @@ def run_with(
     """A run whose checkpoints cannot be written while the disk is `full`."""
     def publish(saver: Saver, *arguments: Any) -> int:
         if full():
-            raise CheckpointWriteError("checkpoint folder x cannot be written: it is full; free", errno.ENOSPC)
+            raise FolderWriteError("checkpoint folder x cannot be written: it is full; free", errno.ENOSPC)
         return real(saver, *arguments)
 
     real = Saver._publish
@@ -200,7 +200,7 @@ def test_a_run_ends_after_so_many_failed_saves(
     full = iter([False, True, False])
     words = ("train.updates=99", "train.save_every=1", "train.validate_every=50", f"train.max_failed_saves={most}")
     said = rf"it is full; free; train\.max_failed_saves is {most}, and so many in a row failed; the same"
-    with pytest.raises(CheckpointWriteError, match=said):
+    with pytest.raises(FolderWriteError, match=said):
         run_with(prepared, tmp_path, lambda: next(full, True), monkeypatch, *words)
     last = max(r["update"] for r in read_log(tmp_path / "log.jsonl") if r["type"] == "train")
     assert most < last <= 3 * most

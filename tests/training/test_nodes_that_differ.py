@@ -43,11 +43,11 @@ def other_code() -> None:
 
 
 def no_state() -> None:
-    from deepnmt.checkpoint.checkpoint import DamagedCheckpoint
+    from deepnmt.checkpoint.checkpoint import DamagedFolder
     from deepnmt.training import resume
 
     def gone(folder: Path) -> None:
-        raise DamagedCheckpoint(folder, "state.json is missing")
+        raise DamagedFolder(folder, "state.json is missing")
 
     resume.load_state = gone
 

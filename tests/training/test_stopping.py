@@ -21,7 +21,7 @@ from deepnmt.cli import COMMANDS, main
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import read_log
-from deepnmt.folders import CheckpointWriteError
+from deepnmt.folders import FolderWriteError
 from deepnmt.processes.launch import processes
 from deepnmt.training.trainer import FINISHED, PREEMPTED, train
 
@@ -147,7 +147,7 @@ def test_a_failed_write_is_told_and_the_next_one_tried(
     def full_once(*arguments: Any) -> None:
         calls.append(1)
         if len(calls) == 1:
-            raise CheckpointWriteError("the disk is full")
+            raise FolderWriteError("the disk is full")
         publish(*arguments)
 
     monkeypatch.setattr(folders, "publish", full_once)
@@ -161,7 +161,7 @@ def test_a_failed_write_is_told_and_the_next_one_tried(
 @pytest.mark.parametrize("stop_in", [0, 3])
 def test_no_space_for_the_last_checkpoint(prepared: Path, tmp_path: Path, stop_in: int) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(CheckpointWriteError, match=r"cannot be written: .*the same command then resumes from"):
+    with pytest.raises(FolderWriteError, match=r"cannot be written: .*the same command then resumes from"):
         attempt(prepared, tmp_path, stop_in, "train.save_every=2")
     events = " ".join(message for message, in log(tmp_path, "event", "message"))
     assert "checkpoint not written, training continues (1 of 3 in a row, then the run ends)" in events

@@ -1,0 +1,43 @@
+"""Folders that `deepnmt export` wrote, and what must be true of one before anything in it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from deepnmt import folders
+from deepnmt.errors import UserError
+from deepnmt.folders import DamagedFolder, Kind
+
+FACTS = "deepnmt.json"  # the manifest, which also says what was exported from where
+CARD = "README.md"  # for people, who may change it
+KIND = Kind("exported model", (), "export the run again", "free disk space, or give another folder with --output",
+            FACTS)
+_OPENED = (".bin", ".json", ".onnx", ".safetensors", ".spm", ".txt")  # what programs look for, each by its own names
+
+
+def read_exported(folder: Path) -> dict[str, Any]:
+    """The manifest of an exported model whose every byte is the one that was written and compared then.
+
+    Raises:
+        UserError: the folder is damaged, holds a file that a program might take for one of the model's, or was written
+            by deepnmt 0.2 or older, which kept no hashes. Such a model costs a minute to export again, and a wrong one
+            translates without a word.
+    """
+    manifest = folders.read_json(folder, FACTS, KIND)
+    if "files" not in manifest:
+        raise UserError(f"{folder} was exported by deepnmt {manifest.get('deepnmt')}, which kept no hashes of its "
+                        "files, so nothing shows whether they are whole; export the run again")
+    manifest = folders.read_manifest(folder, KIND)
+    names = manifest["files"].keys()
+    folders.check_files(folder, manifest, names - {CARD}, (), KIND)
+    beside = {file.name for file in folder.iterdir() if file.suffix in _OPENED}
+    if stray := sorted(beside - {*names, FACTS}):
+        raise DamagedFolder(folder, f"{FACTS} does not name {stray[0]}, which is none of the model's files", KIND)
+    return manifest
+
+
+def weights_of(checkpoint: Path) -> dict[str, Any]:
+    """The hashes of a checkpoint's weights, by which an exported folder knows its model."""
+    files = folders.read_manifest(checkpoint)["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")}
