@@ -102,9 +102,10 @@ def _write(blocks: Iterable[bytes], target: Path, name: str, whole: int | None =
     if whole is not None and whole > limit:
         raise too_large
     done = 0
-    bar = {"unit": "B", "unit_scale": True, "leave": False, "desc": name.rpartition("/")[2], "total": whole}
     shown = name.replace("{", "(").replace("}", ")")
-    with target.open("xb") as file, show_progress(f"{shown}: {{:,}} bytes", **bar) as progress:
+    with (target.open("xb") as file,
+          show_progress(f"{shown}: {{:,}} bytes", unit="B", unit_scale=True, leave=False,
+                        desc=name.rpartition("/")[2], total=whole) as progress):
         for block in blocks:
             done += len(block)
             if done > limit:

@@ -21,8 +21,8 @@ def read_exported(folder: Path) -> dict[str, Any]:
 
     Raises:
         UserError: the folder is damaged, holds a file that a program might take for one of the model's, or was written
-            by deepnmt 0.2 or older, which kept no hashes. Such a model costs a minute to export again, and a wrong one
-            translates without a word.
+            before 0.3.0, without hashes. Such a model costs a minute to export again, and a wrong one translates
+            without a word.
     """
     manifest = folders.read_json(folder, FACTS, KIND)
     if "files" not in manifest:

@@ -179,10 +179,10 @@ def compare(
             done += 4 * len(batch)
             progress(done)
     texts = EvaluationSet("the text", [source for source, _ in kept], [[target for _, target in kept]])
-    own_bleu = score_lines(found["deepnmt"], texts.references, lang, metrics=["bleu"]).values["bleu"]
-    bleu, = bootstrap(found, texts, lang, ["bleu"])
-    return Proof(len(rows), scored, difference, identical, ties, own_bleu + bleu.difference, own_bleu, bleu.interval,
-                 bleu.signature)
+    own_bleu, bleu = (score_lines(lines, texts.references, lang, metrics=["bleu"]) for lines in found.values())
+    resampled, = bootstrap(found, texts, lang, ["bleu"])
+    return Proof(len(rows), scored, difference, identical, ties, bleu.values["bleu"], own_bleu.values["bleu"],
+                 resampled.interval, bleu.signatures["bleu"])
 
 
 def _is_tie(own: Engine, source: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> bool:

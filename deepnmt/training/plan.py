@@ -12,7 +12,7 @@ from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.data.mixing import training_stream
-from deepnmt.data.prepared import open_prepared
+from deepnmt.data.prepared import check_vocabularies, open_prepared
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.device import CARDS, RESERVED, memory
 from deepnmt.errors import UserError
@@ -198,6 +198,8 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
     data_parallel = layout.data_ranks
     folder = Path(recipe.data.folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        if recipe.vocab.model:
+            check_vocabularies(Path(recipe.vocab.model))
         files = vocabulary_files(Path(recipe.vocab.model)) if recipe.vocab.model else None
         src, trg = (Vocabulary.load(file).size for file in files) if files else (recipe.vocab.size, recipe.vocab.size)
         sizes = (src, trg)

@@ -52,6 +52,23 @@ def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture
     assert "usage: deepnmt COMMAND" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("error", [
+    RuntimeError("can't start new thread"), BlockingIOError(11, "Resource temporarily unavailable"),
+    RuntimeError("std::system_error: Resource temporarily unavailable"), RuntimeError("our own mistake")])
+def test_a_limit_of_threads_is_said(
+        error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(_: list[str]) -> int:
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "evaluate", busy)
+    if "our own" in str(error):
+        with pytest.raises(RuntimeError, match="our own mistake"):
+            main(None, ["evaluate", "run"])
+        return
+    assert main(None, ["evaluate", "run"]) == 2
+    assert capsys.readouterr().err.startswith("deepnmt: the system starts no more threads or processes: a limit is")
+
+
 @pytest.mark.parametrize(("local_rank", "said"), [("0", "deepnmt: interrupted\n"), ("1", "")])
 def test_ctrl_c(
         local_rank: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,10 +44,13 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[config.Recipe]
 
 
 def test_texts_are_kept_as_they_were_translated(
-    runs: list[config.Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: list[config.Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("deepnmt.progress.PLAIN_SECONDS", 0.0)
     evaluate_run(runs[0])
     said = capsys.readouterr().err
+    for line in (r"mine: (\d) of \1 lines translated in \d+ s, ETA 0 s", r"scoring: 3 of 3 texts and metrics in \d+ s"):
+        assert re.search(line, said), said
     translate_files(runs[0].run, "test.en", "out", runs[0].translate)
     texts = Path(runs[0].run) / "scores"
     assert sorted(file.name for file in texts.iterdir()) == ["mine.hyp", "mine.ref", "mine.src"]
@@ -157,11 +160,17 @@ def test_a_report_of_one_run(runs: list[config.Recipe], capsys: pytest.CaptureFi
     assert f"{scores['chrf']:.2f}" in page and scores["chrf_signature"] in page
 
 
-def test_a_report_of_two_runs(runs: list[config.Recipe], tmp_path: Path) -> None:
+def test_a_report_of_two_runs(
+    runs: list[config.Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for recipe, lines in zip(runs, (TARGETS, [t.replace("Hund", "Haus") for t in TARGETS]), strict=True):
         Path("out").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         evaluate_run(recipe, hypotheses=[f"{Path(recipe.run).name}=out"], output=Path(recipe.run) / "scores.json")
+    monkeypatch.setattr("deepnmt.progress.PLAIN_SECONDS", 0.0)
     page = write_report(runs, "scores.json", tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    said = capsys.readouterr().err
+    assert "comparing: 1 of 3 test sets and metrics" in said
+    assert re.search(r"counting words: (\d+) of \1 pairs in \d+ s, ETA 0 s", said), said
     for text in ("two against one", "two is better in 0 sentences of 18, worse in 6; 12 translations are the same",
                  "Where two is worse by most", "<mark>Haus</mark>", "one has no log.jsonl"):
         assert text in page

@@ -44,8 +44,7 @@ TEXT = [(text, text if number % 2 else text[::-1]) for number, text in enumerate
 
 def test_a_beam_that_parts_at_near_ties_is_no_fault_but_another_search_is() -> None:
     """Half of the references are right, so that BLEU has an interval."""
-    found = {cut: compare(Copies(), Copies(cut=cut), (VOCAB, VOCAB), TEXT, 100, "en") for cut in (0, 2, 60)}
-    assert found[0].bleu == found[0].own_bleu and found[0].interval > 1
+    found = {cut: compare(Copies(), Copies(cut=cut), (VOCAB, VOCAB), TEXT, 100, "en") for cut in (2, 60)}
     assert 0.1 < found[2].own_bleu - found[2].bleu < found[2].interval and not list(found[2].faults())
     bleu, interval, own = (f"{value:.2f}" for value in (found[2].bleu, found[2].interval, found[2].own_bleu))
     assert f"BLEU {bleu} ± {interval} (deepnmt {own})" in found[2].sentence()
