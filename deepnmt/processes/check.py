@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from deepnmt.config import Recipe
-from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
-from deepnmt.files import make_run_folder, table
+from deepnmt.files import make_run_folder, sha256, table
 from deepnmt.processes.agreement import fault_of_shared
 from deepnmt.processes.ranks import Ranks
 from deepnmt.processes.rendezvous import MUST_MATCH, SHOULD_MATCH, Facts, decide_on_rank0, differences, differing, facts
@@ -92,9 +91,9 @@ def _folders(run: Path, data: Path, ranks: Ranks) -> Facts:
             with suppress(OSError):
                 file.unlink(missing_ok=True)
     try:
-        fingerprint = PreparedData.open(data).fingerprint[:8]
-    except UserError as fault:
-        fingerprint = f"missing ({str(fault).partition(';')[0]})"
+        fingerprint = sha256(data / "manifest.json")[:8]
+    except OSError as error:
+        fingerprint = f"missing ({error.strerror})"
     return {"run": seen or "shared", "data": fingerprint, "not_seen": missing}
 
 
