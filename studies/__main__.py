@@ -376,6 +376,24 @@ def gpu_report(words: list[str]) -> int:
                              args.part)
 
 
+def collapse(words: list[str]) -> None:
+    """Find out which settings make the encoder collapse."""
+    parser = recipe_parser(
+        "collapse",
+        "Trains a recipe many times for 300 updates, each time with blocks, depth, rates of encoder, decoder and\n"
+        "embeddings, warm-up and other settings drawn at random, and says what each of them does. Each run becomes a\n"
+        "line of RUNS; the same command trains the missing ones.",
+        "python -m studies collapse recipes/multi30k/compare_18l-18l.yaml",
+    )
+    add_options(parser, ("--runs", "FILE", Path, "studies/collapse_runs.jsonl", "default: %(default)s"),
+                ("--count", "N", int, 180, "number of runs (default: %(default)s)"), SECONDS)
+    args, recipe = parse(parser, words)
+    positive(args, "count")
+    from studies.collapse import run_draws
+
+    print(run_draws(recipe, args.runs, args.count, args.seconds))
+
+
 STUDIES: dict[str, Command] = {
     "compare": compare,
     "admin-profile": admin_profile,
@@ -383,6 +401,7 @@ STUDIES: dict[str, Command] = {
     "reproduce": reproduce,
     "compare-blocks": compare_blocks,
     "long-runs": long_runs,
+    "collapse": collapse,
     "benchmark": benchmark,
     "searches": searches,
     "layouts": layouts,

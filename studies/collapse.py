@@ -1,0 +1,164 @@
+"""What makes the encoder collapse: many short trainings with settings drawn at random, and a model fitted on them.
+
+Every run draws all settings at once and independently, so the fit tells apart what a change of one setting at a time
+cannot: whether the encoder's rate decides or its ratio to the decoder's. A run is a line of JSON; the same command adds
+the missing ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+import deepnmt
+from deepnmt.config import Recipe
+from deepnmt.errors import UserError
+from deepnmt.files import drop_partial_line, read_numbered_log
+from deepnmt.progress import print_status
+from studies.runs import Record, json_lines
+
+UPDATES = 300
+LEVELS: dict[str, list[Any]] = {
+    "block": ["post_ln", "pre_ln", "admin", "b2t", "deepnorm", "t_fixup"],
+    "layers": [3, 6, 12],
+    "width": [48, 96],
+    "decoder_rate": [5e-4, 1e-3, 2e-3, 4e-3],  # of its layers, at the peak
+    "encoder_rate": [1e-4, 3e-4, 1e-3, 3e-3],
+    "embedding_rate": [1e-3, 2e-3, 4e-3, 8e-3],
+    "warmup": [30, 100, 200],  # updates
+    "accumulation": [1, 1, 1, 4],  # micro-batches an update
+    "beta2": [0.98, 0.999],
+    "clip": [0.0, 1.0],
+    "smoothing": [0.0, 0.1],
+}
+LOGARITHMIC = ("layers", "width", "decoder_rate", "encoder_rate", "embedding_rate", "warmup", "accumulation")
+COLLAPSED = 0.9  # the common vector's share from which the encoder counts as collapsed
+
+
+def draw(number: int) -> dict[str, Any]:
+    """The settings of a run, the same for a number at all times. Blocks take turns, so that each has equally many."""
+    drawn = random.Random(number)
+    settings = {name: drawn.choice(levels) for name, levels in LEVELS.items()}
+    return settings | {"block": LEVELS["block"][number % len(LEVELS["block"])]}
+
+
+def recipe_settings(drawn: Mapping[str, Any], run: Path) -> dict[str, Any]:
+    """The settings of a recipe for a draw."""
+    rate = drawn["embedding_rate"]
+    factors = {side: drawn[f"{side}_rate"] / rate for side in ("encoder", "decoder")}
+    stacks = {f"model.{side}.{name}": drawn[name] for side in factors for name in ("block", "layers")}
+    return stacks | {
+        "run": str(run), "seed": 1, "model.width": drawn["width"], "model.ffn": 2 * drawn["width"],
+        "optimizer.lr": rate, "optimizer.lr_factors": factors, "optimizer.betas": [0.9, drawn["beta2"]],
+        "schedule.name": "constant", "schedule.warmup": drawn["warmup"], "batch.accumulation": drawn["accumulation"],
+        "train.updates": UPDATES, "train.clip": drawn["clip"], "train.label_smoothing": drawn["smoothing"],
+        "train.validate_every": UPDATES // 3, "train.save_every": UPDATES, "train.log_every": 50,
+        "train.valid_bleu": False,
+    }
+
+
+def run_draws(recipe: Recipe, records: Path, count: int, seconds: float) -> str:
+    """Trains the missing ones of the first `count` draws until the time is over; returns what the runs say.
+
+    Args:
+        records: file of JSON lines, to which every run is added.
+
+    Raises:
+        UserError: the recipe's data are not prepared.
+    """
+    drop_partial_line(records)
+    done: list[Record] = [record for _, record in read_numbered_log(records)] if records.exists() else []
+    numbers = {record["number"] for record in done}
+    started = time.monotonic()
+    for number in range(count):
+        if number in numbers:
+            continue
+        if time.monotonic() - started > seconds:
+            break
+        done.append(train_draw(recipe, number))
+        with records.open("a", encoding="utf-8") as file:
+            file.write(json_lines(done[-1:]))
+        print_status(f"{len(done)} of {count}: {done[-1]['drawn']['block']}: {done[-1]['validations'][-1:]}")
+    return report(done)
+
+
+def train_draw(recipe: Recipe, number: int) -> Record:
+    """Trains one draw; returns its record. Of a run that diverged it has the validations before."""
+    drawn, started = draw(number), time.process_time()
+    folder = Path(tempfile.mkdtemp(prefix="collapse-"))
+    try:
+        try:
+            deepnmt.train(recipe, recipe_settings(drawn, folder / "run"))
+        except UserError as fault:
+            if not (folder / "run/log.jsonl").exists():
+                raise
+            print_status(f"draw {number}: {fault}")
+        log = [record for _, record in read_numbered_log(folder / "run/log.jsonl") if record["type"] == "valid"]
+    finally:
+        shutil.rmtree(folder)
+    names = ("update", "source_gain", "encoder_common", "decoder_common", "cross_attention_entropy", "perplexity")
+    return {"number": number, "drawn": drawn, "cpu_seconds": round(time.process_time() - started, 1),
+            "validations": [{name: record[name] for name in names if name in record} for record in log]}
+
+
+def report(records: Sequence[Record]) -> str:
+    """Tables in Markdown: what each setting's levels came to, and the fit on all settings together."""
+    ended = [record for record in records if record["validations"]
+             and record["validations"][-1]["update"] == UPDATES and "encoder_common" in record["validations"][-1]]
+    if not ended:
+        return "no run has ended yet"
+    last = {record["number"]: record["validations"][-1] for record in ended}
+    lines = [f"{len(ended)} runs ended of {len(records)}; "
+             f"{sum(record['cpu_seconds'] for record in records) / 3600:.2f} CPU hours", "",
+             "| setting | level | runs | collapsed | common | gain |", "|---|---|---|---|---|---|"]
+    for name, levels in LEVELS.items():
+        for level in dict.fromkeys(levels):
+            group = [last[record["number"]] for record in ended if record["drawn"][name] == level]
+            if group:
+                collapsed = sum(end["encoder_common"] > COLLAPSED for end in group)
+                lines.append(f"| {name} | {level} | {len(group)} | {100 * collapsed / len(group):.0f} % | "
+                             f"{fmean(end['encoder_common'] for end in group):.2f} | "
+                             f"{fmean(end['source_gain'] for end in group):+.2f} |")
+    lines += ["", "Gain in nats that a setting adds, all others equal (least squares), with its standard error:", "",
+              "| setting | from the lowest to the highest level | error |", "|---|---|---|"]
+    lines += [f"| {name} | {effect:+.2f} | {error:.2f} |" for name, effect, error in effects(ended)]
+    return "\n".join(lines)
+
+
+def effects(records: Sequence[Record]) -> list[tuple[str, float, float]]:
+    """Of each setting: the gain, in nats, that its range adds by a linear fit on all settings, and the error of that.
+
+    Ordered settings enter by their place from 0 to 1 between the extremes, rates and sizes by their logarithm; a block
+    by an indicator against `admin`.
+    """
+    names, columns = ["intercept"], [np.ones(len(records))]
+    for name, levels in LEVELS.items():
+        values = [record["drawn"][name] for record in records]
+        if name == "block":
+            for block in levels:
+                if block != "admin":
+                    names.append(f"{block} in place of admin")
+                    columns.append(np.array([float(value == block) for value in values]))
+            continue
+        if len(set(levels)) == 1:
+            continue  # nothing to compare
+        scale = math.log if name in LOGARITHMIC else float
+        low, high = scale(min(levels)), scale(max(levels))
+        names.append(name)
+        columns.append(np.array([(scale(value) - low) / (high - low) for value in values]))
+    design = np.stack(columns, axis=1)
+    gains = np.array([record["validations"][-1]["source_gain"] for record in records])
+    weights, _, _, _ = np.linalg.lstsq(design, gains, rcond=None)
+    freedom = max(1, len(records) - len(names))
+    noise = float(((gains - design @ weights) ** 2).sum()) / freedom
+    errors = np.sqrt(noise * np.diag(np.linalg.pinv(design.T @ design)))
+    return [(name, float(weight), float(error)) for name, weight, error in zip(names, weights, errors, strict=True)]

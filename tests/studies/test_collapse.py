@@ -1,0 +1,43 @@
+"""The study of the encoder's collapse: draws that stay, a run of one, and a fit that finds what was planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import studies.collapse as collapse
+from deepnmt.config import load_recipe
+
+
+def test_draws_stay_and_cover_every_level() -> None:
+    assert collapse.draw(7) == collapse.draw(7)
+    drawn = [collapse.draw(number) for number in range(120)]
+    for name, levels in collapse.LEVELS.items():
+        assert {settings[name] for settings in drawn} == set(levels)
+    assert sum(settings["block"] == "admin" for settings in drawn) == 20
+
+
+def test_a_run_is_recorded_once(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collapse, "UPDATES", 3)
+    monkeypatch.setattr(collapse, "LEVELS", collapse.LEVELS | {"warmup": [1], "layers": [1], "width": [16]})
+    recipe = load_recipe(prepared / "recipe.yaml")
+    collapse.run_draws(recipe, tmp_path / "runs.jsonl", 1, 600)
+    first = (tmp_path / "runs.jsonl").read_text(encoding="utf-8")
+    text = collapse.run_draws(recipe, tmp_path / "runs.jsonl", 1, 600)
+    assert (tmp_path / "runs.jsonl").read_text(encoding="utf-8") == first and len(first.splitlines()) == 1
+    assert text.startswith("1 runs ended of 1") and "| block | post_ln | 1 |" in text
+
+
+def test_the_fit_finds_what_was_planted() -> None:
+    """A gain that falls by 0.5 over the encoder's rates, and by nothing over the others."""
+    records = []
+    for number in range(300):
+        drawn = collapse.draw(number)
+        steps = collapse.LEVELS["encoder_rate"]
+        fall = 0.5 * (steps.index(drawn["encoder_rate"]) / (len(steps) - 1))
+        records.append({"drawn": drawn, "validations": [{"source_gain": 0.7 - fall}]})
+    effects = {name: effect for name, effect, _ in collapse.effects(records)}
+    assert effects.pop("encoder_rate") == pytest.approx(-0.5, abs=0.02)
+    assert effects.pop("intercept") == pytest.approx(0.7, abs=0.02)
+    assert max(map(abs, effects.values())) < 0.02
