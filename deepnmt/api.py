@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,7 +108,8 @@ class Run:
             The best translation of each sentence, in their order.
 
         Raises:
-            UserError: an unknown or faulty setting, or `sentences` is a single string.
+            UserError: an unknown or faulty setting; something other than a text among the sentences or prefixes, or not
+                as many of these as of those.
         """
         return [best[0].text for best in self.translate_nbest(sentences, prefixes=prefixes, seed=seed, **settings)]
 
@@ -123,7 +125,13 @@ class Run:
             For each sentence at most `nbest` hypotheses, best first. Each has text, score, log-probability, number of
             tokens, and whether it ended by itself.
         """
-        return self._translate(sentences, self._searching(sentences, seed, settings), prefixes=prefixes)
+        recipe, texts, begins = self._searching(seed, settings), _texts(sentences, "sentences"), None
+        if prefixes is not None:
+            texts, begins = list(texts), list(_texts(prefixes, "prefixes"))
+            if len(begins) != len(texts):
+                raise UserError(f"there are {len(begins)} prefixes of {len(texts)} sentences; give one of each, an "
+                                "empty one where nothing is given")
+        return self._translate(texts, recipe, prefixes=begins)
 
     def stream(
         self, sentences: Iterable[str], *, ahead: int = 1, seed: int | None = None, **settings: Any
@@ -141,16 +149,14 @@ class Run:
         Raises:
             UserError: see `translate`; or `ahead` is below 1.
         """
-        if ahead < 1:
-            raise UserError(f"ahead is {ahead}, must be 1 or more")
-        recipe, texts, start = self._searching(sentences, seed, settings), iter(sentences), itertools.count(0, ahead)
+        _require_number(ahead, "ahead", 1)
+        recipe, texts = self._searching(seed, settings), _texts(sentences, "sentences")
+        start = itertools.count(0, ahead)
         chunks = iter(lambda: list(itertools.islice(texts, ahead)), [])
         return (best[0].text for chunk in chunks for best in self._translate(chunk, recipe, next(start)))
 
-    def _searching(self, sentences: Iterable[str], seed: int | None, settings: Settings) -> Recipe:
+    def _searching(self, seed: int | None, settings: Settings) -> Recipe:
         """The recipe with other settings of the search, and the seed that it draws with."""
-        if isinstance(sentences, str):
-            raise UserError("sentences is a single string, must be a list of sentences, for example ['a dog']")
         changes = {f"translate.{name}": value for name, value in settings.items()}
         return _changed(self.recipe, changes if seed is None else {**changes, "seed": seed})
 
@@ -164,7 +170,7 @@ class Run:
                                          prefixes=prefixes, seed=recipe.seed, start=start))
 
     def score(
-        self, sentences: Sequence[str], translations: Sequence[str], *, top: int = 0, **settings: Any
+        self, sentences: Iterable[str], translations: Iterable[str], *, top: int = 0, **settings: Any
     ) -> list[Scored]:
         """Scores given translations, as `deepnmt score` does.
 
@@ -180,12 +186,13 @@ class Run:
         Raises:
             UserError: there are not as many translations as sentences, or see `translate`.
         """
-        if len(sentences) != len(translations):
-            raise UserError(f"there are {len(translations)} translations of {len(sentences)} sentences; give one of "
-                            "each")
+        sources, targets = list(_texts(sentences, "sentences")), list(_texts(translations, "translations"))
+        if len(sources) != len(targets):
+            raise UserError(f"there are {len(targets)} translations of {len(sources)} sentences; give one of each")
+        _require_number(top, "top", 0)
         recipe = _changed(self.recipe, {f"translate.{name}": value for name, value in settings.items()})
         model = self.model if recipe.translate.precision == "fp32" else self._half
-        pairs = [(sentence, [Given(text)]) for sentence, text in zip(sentences, translations, strict=True)]
+        pairs = [(source, [Given(target)]) for source, target in zip(sources, targets, strict=True)]
         with _threads(recipe):
             scored = score_lines([model], self.vocabs, pairs, recipe.translate, pieces=True, top=top)
         return [line[0] for line in scored]
@@ -209,7 +216,7 @@ class Run:
         Raises:
             UserError: no such test set, or see `translate`.
         """
-        sets = load_test_sets(self.recipe, tests)
+        sets = load_test_sets(self.recipe, None if tests is None else list(_texts(tests, "tests")))
         translations = [self.translate(test.sources, seed=seed, **settings) for test in sets]
         return score_systems({self.folder.name: translations}, sets, self.recipe.data.trg_lang)
 
@@ -272,21 +279,22 @@ def load(
         plugins: the files of the plug-ins that the model was trained with; without, no code of a plug-in is run.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or it was trained with other plug-ins; or there is a GPU,
-            which cannot be used.
+        UserError: there is no such checkpoint, it is damaged, or it was trained with other plug-ins; or the device
+            cannot be used, or a GPU that is there.
     """
-    folder = Path(folder)
-    if faults := name_plugins({"plugins": [str(file) for file in plugins]}, OWN):
+    folder, place = _path(folder, "folder"), None if device is None else _place(device)
+    files = [str(_path(file, f"plugins[{n}]")) for n, file in enumerate(_items(plugins, "plugins"))]
+    if faults := name_plugins({"plugins": files}, OWN):
         raise UserError("\n".join(faults))
-    named = checkpoint in ("best", "newest", "averaged")
-    loaded = load_model(folder if named or checkpoint is None else Path(checkpoint),
+    named = isinstance(checkpoint, str) and checkpoint in ("best", "newest", "averaged")
+    loaded = load_model(folder if named or checkpoint is None else _path(checkpoint, "checkpoint"),
                         cast("Which", checkpoint) if named else "auto")
     if checkpoint is None:
         warn_if_outdated(loaded.folder)
     recipe = loaded.recipe
     if not (folder / MANIFEST).is_file():  # a run, whose recipe may have been changed since, and which may have moved
         recipe = load_recipe(folder, [_override("run", str(folder))])
-    model = loaded.model.to(device if device is not None else "cuda" if count_gpus(recipe.parallel.device) else "cpu")
+    model = loaded.model.to(place or ("cuda" if count_gpus(recipe.parallel.device) else "cpu"))
     return Run(folder, loaded.folder, recipe, model, loaded.src_vocab, loaded.trg_vocab, loaded.state.update)
 
 
@@ -367,7 +375,16 @@ def average(
     Raises:
         UserError: there are no such checkpoints.
     """
-    folder = run.folder if isinstance(run, Run) else Path(run)
+    folder = run.folder if isinstance(run, Run) else _path(run, "run")
+    for name, count in (("last", last), ("best", best)):
+        if count is not None:
+            _require_number(count, name, 1)
+    if updates is not None:
+        updates = list(_items(updates, "updates"))
+        for number, update in enumerate(updates):
+            _require_number(update, f"updates[{number}]", 1)
+    if output is not None:
+        output = _path(output, "output")
     recipe = load_recipe(folder, [_override("run", str(folder))])
     return load(folder, average_run(recipe, last=last, best=best, updates=updates, output=output), device)
 
@@ -382,9 +399,12 @@ def read_recipe(recipe: str | Path | Settings | Recipe, changes: Settings | None
     Raises:
         UserError: with every fault, one a line.
     """
-    if isinstance(recipe, (str, Path)):
-        return load_recipe(recipe, [_override(name, value) for name, value in (changes or {}).items()])
-    return _changed(recipe, changes or {})
+    changes = {} if changes is None else changes
+    if not isinstance(changes, Mapping) or not all(isinstance(name, str) for name in changes):
+        raise UserError(f"changes is {changes!r}, must be a mapping of settings, for example {{'train.updates': 300}}")
+    if isinstance(recipe, (Mapping, Recipe)):
+        return _changed(recipe, changes)
+    return load_recipe(_path(recipe, "recipe"), [_override(name, value) for name, value in changes.items()])
 
 
 def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
@@ -392,6 +412,7 @@ def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
     if isinstance(recipe, Recipe) and not changes:
         return recipe
     tree = recipe.model_dump() if isinstance(recipe, Recipe) else copy.deepcopy(dict(recipe))
+    _json(tree, "the recipe")  # or it contains itself
     for name, value in changes.items():
         override(tree, _override(name, value))
     own = not isinstance(recipe, Recipe) or any(name.split(".")[0] == "plugins" for name in changes)
@@ -399,8 +420,78 @@ def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
 
 
 def _override(name: str, value: Any) -> str:
-    """A setting as on a command line. What JSON cannot hold, such as a path, goes by its text."""
-    return f"{name}={json.dumps(value, ensure_ascii=False, default=str)}"
+    """A setting as on a command line."""
+    return f"{name}={_json(value, name)}"
+
+
+def _json(value: Any, name: str) -> str:
+    """A setting, or a group of them, as JSON. What that cannot hold, such as a path, goes by its text."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{name} is {value!r}, which is no tree of settings ({error})") from None
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _items(given: Any, name: str) -> Iterable[Any]:
+    """The items of an argument. Raises `UserError` if it has none, or is a single string."""
+    if isinstance(given, (str, bytes)):
+        raise UserError(f"{name} is a single string, must be a list, such as [{given!r}]")
+    if not isinstance(given, Iterable):
+        raise UserError(f"{name} is {given!r}, must be a list")
+    return given
+
+
+def _texts(given: Any, name: str) -> Iterator[str]:
+    """The texts of an argument; each is looked at when its turn has come. Raises `UserError`."""
+    return (_text(text, f"{name}[{number}]") for number, text in enumerate(_items(given, name)))
+
+
+def _text(given: Any, name: str) -> str:
+    if not isinstance(given, str):
+        raise UserError(f"{name} is {given!r}, must be a string")
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{name} is {given!r}, which holds half of a character (a lone surrogate) and is no text; read "
+                        "it again as UTF-8") from None
+    return given
+
+
+def _path(given: Any, name: str) -> Path:
+    if not isinstance(given, (str, Path)):
+        raise UserError(f"{name} is {given!r}, must be a path, as a string or a Path")
+    try:
+        Path(given).lstat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # too long, or with characters that no path has
+        raise UserError(f"{name} is {str(given)!r}, which is no path that can be read ({error})") from None
+    return Path(given)
+
+
+def _require_number(given: Any, name: str, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or not least <= given <= sys.maxsize:
+        raise UserError(f"{name} is {given!r}, must be a whole number, {least} or more")
+
+
+def _place(given: Any) -> torch.device:
+    """A device that can be used. Raises `UserError`."""
+    try:
+        place = torch.device(given)
+        torch.empty(0, device=place)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+        raise UserError(f"device is {given!r}, which cannot be used ({cause}); give cpu, cuda or cuda:1, or leave it "
+                        "out") from None
+    if place.type not in ("cpu", "cuda"):
+        raise UserError(f"device is {given!r}, must be cpu, cuda or a GPU by its number, such as cuda:1")
+    return place
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

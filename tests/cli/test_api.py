@@ -201,8 +201,6 @@ def test_mistakes(run: deepnmt.Run, prepared: Path, tmp_path: Path, monkeypatch:
     recipe = prepared / "recipe.yaml"
     with user_error(r"translate.baem: unknown setting; did you mean translate.beam\?"):
         run.translate(TEXT, baem=5)
-    with user_error("sentences is a single string, must be a list"):
-        run.translate("a dog")
     with user_error(f"there is no folder {tmp_path}/none"):
         deepnmt.load(tmp_path / "none")
     with user_error("holds no recipe.yaml"):
@@ -213,7 +211,58 @@ def test_mistakes(run: deepnmt.Run, prepared: Path, tmp_path: Path, monkeypatch:
         deepnmt.read_recipe({"seed": 3})
     with user_error("there is no prepared data"):
         deepnmt.train(recipe, {"run": tmp_path / "run", "data.folder": tmp_path / "nowhere"})
+    for changes in (5, {1: 2}):
+        with user_error("changes is .*, must be a mapping of settings"):
+            deepnmt.read_recipe(recipe, changes)
+    circle: dict[str, Any] = {}
+    circle["data"] = circle
+    with user_error("the recipe is .*, which is no tree of settings"):
+        deepnmt.train(circle)
+    for path in (None, 5, b"runs/my", "a\0b", "x" * 300, "\ud800"):
+        for function in (deepnmt.load, deepnmt.train, deepnmt.prepare, deepnmt.average):
+            with user_error("(folder|recipe|run) is .*, (must be a path|which is no path)"):
+                function(path)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with user_error("deepnmt.train runs on one process"):
         deepnmt.train(recipe)
+
+
+@pytest.mark.parametrize(("texts", "said"), [
+    (None, "is None, must be a list"), (5, "is 5, must be a list"),
+    ("a dog", r"is a single string, must be a list, such as \['a dog'\]"),
+    (b"a dog", r"is a single string, must be a list"), (["a dog", None], r"\[1\] is None, must be a string"),
+    (["a dog", 5.0], r"\[1\] is 5.0, must be a string"), ([b"a dog"], r"\[0\] is b'a dog', must be a string"),
+    (["a dog\ud800"], r"\[0\] is 'a dog\\ud800', which holds half of a character"),
+])
+def test_what_is_no_list_of_texts(run: deepnmt.Run, texts: Any, said: str) -> None:
+    for call in (run.translate, run.translate_nbest, lambda given: list(run.stream(given)),
+                 lambda given: run.score(given, ["ein Hund"])):
+        with user_error(f"^sentences{said}" if said.startswith(r"\[") else f"^sentences {said}"):
+            call(texts)
+    for name, call in (("prefixes", lambda given: run.translate(["a dog"], prefixes=given)),
+                       ("translations", lambda given: run.score(["a dog"], given)), ("tests", run.evaluate)):
+        if texts is not None:
+            with user_error(f"^{name}"):
+                call(texts)
+
+
+def test_arguments_of_another_kind(run: deepnmt.Run, tmp_path: Path) -> None:
+    with user_error("there are 1 prefixes of 2 sentences; give one of each"):
+        run.translate(["a dog", "a cat"], prefixes=["ein"])
+    with user_error("there are 1 translations of 2 sentences; give one of each"):
+        run.score((text for text in ("a dog", "a cat")), ["ein Hund"])
+    for device in ("gpu7", "cuda:99", "meta", 1.5):
+        with user_error("device is .*, (which cannot be used|must be cpu, cuda)"):
+            deepnmt.load(run.folder, device=device)
+    for call in (lambda: run.stream(["a"], ahead="2"), lambda: run.score(["a"], ["b"], top=-1),
+                 lambda: deepnmt.average(run, last=2.0), lambda: deepnmt.average(run, updates=["3"])):
+        with user_error("is .*, must be a whole number"):
+            call()
+    for call in (lambda: deepnmt.average(run, updates=3), lambda: deepnmt.load(run.folder, plugins=3)):
+        with user_error("is 3, must be a list"):
+            call()
+    with user_error("plugins is a single string, must be a list, such as .'my.py'."):
+        deepnmt.load(run.folder, plugins="my.py")
+    with user_error("seed is <object .*, which is no|seed: is"):
+        run.translate(["a dog"], seed=object())
