@@ -32,7 +32,14 @@ BLOCK_OPTIONS = {"history_window": HISTORY_BLOCKS, "history_softmax": HISTORY_BL
                  "output_change": ("admin_closed_form",)}
 Init = Literal["auto", "xavier", "xavier_separate", "depth_scaled", "published", "fairseq"]
 Precision = Literal["fp32", "bf16", "fp16"]
-Count = Annotated[int, Field(ge=1)]
+# Counts have bounds above which they can only be a mistake. Where less is too much for a machine, that machine says so:
+# `device.require_cores`, and whatever runs out of memory.
+Count = Annotated[int, Field(ge=1, le=10**9)]  # of what takes no room by itself, or runs out of text: updates, tokens
+CountOrNone = Annotated[int, Field(ge=0, le=10**9)]
+Cores = Annotated[int, Field(ge=0, le=2**14)]
+Layers = Annotated[int, Field(ge=0, le=100_000)]
+Length = Annotated[int, Field(ge=0, le=2**17)]  # of a sentence
+Hypotheses = Annotated[int, Field(ge=1, le=10_000)]  # of a sentence
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Folder = Annotated[str, Field(min_length=1)]
@@ -220,9 +227,9 @@ class Data(Section):
     """Test sets by name, for `deepnmt evaluate`."""
     filters: Filters = Filters()
     """Which training pairs are left out."""
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Cores = 0
     """Processes that segment the text; 0: one per core."""
-    subword_variants: Annotated[int, Field(ge=0)] = 0
+    subword_variants: Annotated[int, Field(ge=0, le=1000)] = 0
     """Sampled segmentations of the training text, used in turn by the epochs (BPE-dropout or unigram sampling);
     0: none, every epoch sees the best segmentation."""
     subword_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
@@ -260,7 +267,7 @@ class Batch(Section):
     tokens: Count = 4096
     """Size of a micro-batch: its sentences times its longest sentence, on either side, padding included; above
     `data.filters.max_tokens`."""
-    accumulation: Count = 1
+    accumulation: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Micro-batches per process and update."""
 
 
@@ -289,7 +296,7 @@ class Stack(Section):
     output_change: Literal["log", "constant", "linear"] = "log"
     """How the output's change grows with depth at first (with admin_closed_form only): with its logarithm, not at all,
     or in proportion."""
-    history_window: Annotated[int, Field(ge=0)] = 0
+    history_window: Layers = 0
     """Outputs below a layer that it sums, the last ones (with dlcl and dlcl_post only); 0: all."""
     history_softmax: bool = False
     """Whether the weights of these sums go through a softmax (with dlcl and dlcl_post only)."""
@@ -302,7 +309,7 @@ class Stack(Section):
     """LayerDrop in training: the probability with which a layer is passed by. It regularises, and saves no time."""
     width: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """Width of this side; null: `model.width`. Two widths need `tied: decoder` or `none`."""
-    heads: Count | None = None
+    heads: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """Attention heads of this side; null: `model.heads`."""
     ffn: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Inner width of this side's feed-forward sub-layers; null: `model.ffn`."""
@@ -328,7 +335,7 @@ class Model(Section):
 
     width: Annotated[int, Field(ge=1, le=2**16)] = 512
     """Width of the model; even, and a multiple of `heads`. Each side may have its own width, heads and ffn."""
-    heads: Count = 8
+    heads: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Attention heads; they share the width evenly."""
     ffn: Annotated[int, Field(ge=1, le=2**20)] = 2048
     """Inner width of the feed-forward sub-layer; even with looks_linear."""
@@ -495,7 +502,7 @@ class Schedule(Section):
     is constant until the last `decay` updates, and falls to `final` in them, linearly. `plateau` is constant until
     `patience` validations in a row bring no new best; then the rate is multiplied by `step_factor`, each time. A text
     is the name of one in a plug-in, which may use any of these settings."""
-    warmup: Annotated[int, Field(ge=0)] = 4000
+    warmup: CountOrNone = 4000
     """Updates of linear rise to `optimizer.lr`; below `train.updates` with linear and cosine, below `step_update` with
     step, at most `train.updates` - `decay` with wsd."""
     start: Annotated[float, Field(ge=0.0)] = 0.0
@@ -511,9 +518,9 @@ class Schedule(Section):
     """Updates in which the rate falls at the end; wsd needs it."""
     patience: Count | None = None
     """Validations in a row without a new best, by `train.best_by`, after which the rate drops; plateau needs it."""
-    step_epoch: Annotated[int, Field(ge=2)] | None = None
+    step_epoch: Annotated[int, Field(ge=2, le=10**9)] | None = None
     """The epoch, counted from 1, at whose beginning the rate drops; step needs this or `step_update`."""
-    step_update: Annotated[int, Field(ge=2)] | None = None
+    step_update: Annotated[int, Field(ge=2, le=10**9)] | None = None
     """The update at which the rate drops, instead of `step_epoch`."""
     step_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """What the rate is multiplied by at a drop (with step and plateau only)."""
@@ -558,7 +565,7 @@ class Train(Section):
     guided_alignment: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of guided alignment: this times the cross-entropy of one cross-attention, from the word alignments of
     `data.train.alignments`, is added to the loss; 0.05 is usual. 0: none. Not in a pipeline."""
-    guided_layer: Annotated[int, Field(ge=0)] = 0
+    guided_layer: Layers = 0
     """The decoder layer, counted from 1, whose cross-attention is guided; 0: the last but one. Give
     `translate.alignment_layer` the same."""
     clip: Annotated[float, Field(ge=0.0)] = 0.0
@@ -568,7 +575,7 @@ class Train(Section):
     trackers: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
     """Weights & Biases or MLflow, which get what TensorBoard gets; their own environment variables say where they
     are."""
-    probe_every: Annotated[int, Field(ge=0)] = 0
+    probe_every: CountOrNone = 0
     """Updates between probes of every layer, written to TensorBoard; 0: none."""
     validate_every: Count = 1000
     """Updates between validations."""
@@ -579,7 +586,7 @@ class Train(Section):
     several processes train and the state is 1 GB or more."""
     keep_last: Count = 5
     """How many of the newest checkpoints are kept."""
-    keep_best: Annotated[int, Field(ge=0)] = 1
+    keep_best: CountOrNone = 1
     """How many further checkpoints are kept: those with the best validation."""
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Updates between checkpoints that are kept to the end, a multiple of `save_every`; 0: none."""
@@ -589,13 +596,13 @@ class Train(Section):
     best_by: Literal["loss", "bleu"] = "loss"
     """What makes a validation the best: the lowest loss, or the highest BLEU, which needs
     `valid_bleu`."""
-    patience: Annotated[int, Field(ge=0)] = 0
+    patience: CountOrNone = 0
     """Validations in a row without a new best after which the run ends; 0: never."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time, which costs a GPU some speed; a CPU always does."""
     valid_bleu: bool = True
     """Translate the validation text (greedily) and score it with BLEU."""
-    valid_sentences: Annotated[int, Field(ge=0)] = 500
+    valid_sentences: CountOrNone = 500
     """How many sentences of the validation text, from its beginning, are translated for `valid_bleu`; 0: all."""
     init_from: Folder | None = None
     """A trained model to begin with, for fine-tuning: the folder of a run (its average if it has one, else its newest
@@ -627,20 +634,20 @@ class Parallel(Section):
     precision: Precision = "fp32"
     """The number format of forward and backward pass, fp32 without a `ds_config`; weights and sums of gradients are
     also kept in fp32."""
-    pipeline_stages: Annotated[int, Field(ge=0)] = 0
+    pipeline_stages: Layers = 0
     """Stages of the pipeline that the model is split into, not with dlcl and dlcl_post; 0: no pipeline."""
-    recompute_layers: Annotated[int, Field(ge=0)] = 0
+    recompute_layers: Layers = 0
     """Activation checkpointing: of each group of this many layers only the input is kept, and the rest is computed
     again in the backward pass, to save memory; 0: all activations are kept."""
     compile: bool = False
     """Whether torch.compile fuses what a layer computes in training; not with ZeRO-3, dlcl and dlcl_post. The first
     update then takes a minute or more. On a GPU dropout draws other masks than without it."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Cores = 0
     """CPU threads per process; 0: the machine's cores, shared among its processes."""
     same_paths: bool = True
     """Whether paths of files and folders must be the same on all machines, as every other setting; false: only what
     they hold is compared."""
-    start_timeout: Annotated[int, Field(ge=1)] = 600
+    start_timeout: Annotated[int, Field(ge=1, le=10**6)] = 600
     """Seconds that the processes of a start wait for the last one; machines may start minutes apart. They tell after a
     minute for whom they wait. Without it, under a hostfile, they would not notice that one has ended already."""
 
@@ -671,7 +678,7 @@ class Translate(Section):
     method: Literal["beam", "greedy", "sample", "mbr"] = "beam"  # decode/translate.py, `_search`
     """How translations are searched for; `mbr` takes of many samples the one with the highest mean chrF against all
     of them (minimum Bayes risk)."""
-    beam: Count = 5
+    beam: Hypotheses = 5
     """Hypotheses kept per sentence."""
     length_penalty: Literal["none", "average", "gnmt"] = "average"
     """What the score s (log-probability) of a hypothesis of n tokens is divided by: `none` 1, `average` n^alpha,
@@ -680,19 +687,19 @@ class Translate(Section):
     """Strength of the length penalty."""
     temperature: Annotated[float, Field(ge=1e-6)] = 1.0
     """Divides the logits before sampling; below 1 likely tokens become likelier (with sample or mbr)."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Sample only from this many of the likeliest tokens; 0: from all (with sample or mbr)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Sample only from the likeliest tokens that together have this probability (with sample or mbr)."""
     epsilon: Rate = 0.0
     """Sample only tokens of at least this probability; the likeliest always may be (with sample or mbr)."""
-    samples: Count = 32
+    samples: Hypotheses = 32
     """Samples drawn for each sentence (with mbr)."""
     unknown: bool = False
     """Whether a translation may contain the unknown piece `<unk>`, which is written as ⁇."""
-    no_repeat_ngram: Annotated[int, Field(ge=0)] = 0
+    no_repeat_ngram: Length = 0
     """No sequence of this many tokens comes twice in a translation; 0: any may."""
-    nbest: Count = 1
+    nbest: Hypotheses = 1
     """Translations per sentence; at most `beam` with beam, `samples` with mbr, 1 with greedy."""
     finish: Literal["any", "best"] = "any"
     """Which hypotheses may end: `any` of those kept, or only those whose end is among the `beam` best extensions of
@@ -701,15 +708,15 @@ class Translate(Section):
     patience: Positive | None = None
     """A sentence is done when patience × beam hypotheses have ended among its best; null: when no better one can
     follow (with beam only)."""
-    min_length: Annotated[int, Field(ge=0)] = 0
+    min_length: Length = 0
     """A translation has at least this many tokens, if its length limit allows."""
     max_ratio: Positive = 2.0
     """An output has at most max_ratio × source tokens + `max_extra` tokens."""
-    max_extra: Annotated[int, Field(ge=0)] = 20
+    max_extra: Length = 20
     """Tokens of output allowed beyond `max_ratio` × source tokens."""
     batch_tokens: Count = 4096
     """Size of a batch: its sentences times beams times its longest source; on a GPU take 65536."""
-    alignment_layer: Annotated[int, Field(ge=0)] = 0
+    alignment_layer: Layers = 0
     """The decoder layer, counted from 1, whose cross-attention gives the alignments that `--alignments` asks for;
     0: the last but one."""
     ensemble: Literal["arithmetic", "geometric"] = "arithmetic"
