@@ -40,6 +40,7 @@ from deepnmt.decode.models import cast_weights
 from deepnmt.decode.packed import pack, packed_copy
 from deepnmt.decode.score import Given, Scored, score_lines
 from deepnmt.decode.translate import Hypothesis, translate_shards
+from deepnmt.device import require_cores
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import load_test_sets
 from deepnmt.evaluate.metrics import Report, score_systems
@@ -513,6 +514,7 @@ def _alone() -> Iterator[None]:
 def _threads(recipe: Recipe) -> Iterator[None]:
     """As many threads as the command would take; at the end as many as before."""
     before = torch.get_num_threads()
+    require_cores("parallel.threads", recipe.parallel.threads)
     torch.set_num_threads(recipe.parallel.threads or len(os.sched_getaffinity(0)))
     try:
         yield

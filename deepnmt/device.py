@@ -37,6 +37,8 @@ CARDS = {  # usable memory by name, in GiB
     "l40s-48": 44.4, "a100-80": 79.2, "h100-80": 79.1, "h200-141": 139.8, "b200-192": 178.4,
 }
 
+_PER_CORE = 16  # threads or processes of one core above which a number is a mistake
+
 _triton = False  # whether Triton can compile kernels, as `_prepare` finds
 
 
@@ -152,6 +154,15 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 # -- what it has -------------------------------------------------------------------------------------------------------
+
+
+def require_cores(setting: str, wanted: int) -> None:
+    """Refuses a number of threads or processes that this machine is too small for: far too many of them use up its
+    process ids, and then nothing can be started on it any more."""
+    cores = os.cpu_count() or 1
+    if wanted > _PER_CORE * cores:
+        raise UserError(f"{setting} is {wanted:,}, but this machine has {cores:,} cores; set it to {cores:,}, or to 0, "
+                        "which shares them out")
 
 
 def emulates_bf16(device: torch.device) -> bool:

@@ -35,7 +35,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 # Counts have bounds above which they can only be a mistake. Where less is too much for a machine, that machine says so:
 # `device.require_cores`, and whatever runs out of memory.
 Count = Annotated[int, Field(ge=1, le=10**9)]  # of what takes no room by itself, or runs out of text: updates, tokens
-CountOrNone = Annotated[int, Field(ge=0, le=10**9)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 Cores = Annotated[int, Field(ge=0, le=2**14)]
 Layers = Annotated[int, Field(ge=0, le=100_000)]
 Length = Annotated[int, Field(ge=0, le=2**17)]  # of a sentence
@@ -502,7 +502,7 @@ class Schedule(Section):
     is constant until the last `decay` updates, and falls to `final` in them, linearly. `plateau` is constant until
     `patience` validations in a row bring no new best; then the rate is multiplied by `step_factor`, each time. A text
     is the name of one in a plug-in, which may use any of these settings."""
-    warmup: CountOrNone = 4000
+    warmup: CountOrZero = 4000
     """Updates of linear rise to `optimizer.lr`; below `train.updates` with linear and cosine, below `step_update` with
     step, at most `train.updates` - `decay` with wsd."""
     start: Annotated[float, Field(ge=0.0)] = 0.0
@@ -575,7 +575,7 @@ class Train(Section):
     trackers: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
     """Weights & Biases or MLflow, which get what TensorBoard gets; their own environment variables say where they
     are."""
-    probe_every: CountOrNone = 0
+    probe_every: CountOrZero = 0
     """Updates between probes of every layer, written to TensorBoard; 0: none."""
     validate_every: Count = 1000
     """Updates between validations."""
@@ -586,9 +586,9 @@ class Train(Section):
     several processes train and the state is 1 GB or more."""
     keep_last: Count = 5
     """How many of the newest checkpoints are kept."""
-    keep_best: CountOrNone = 1
+    keep_best: CountOrZero = 1
     """How many further checkpoints are kept: those with the best validation."""
-    keep_every: Annotated[int, Field(ge=0)] = 0
+    keep_every: CountOrZero = 0
     """Updates between checkpoints that are kept to the end, a multiple of `save_every`; 0: none."""
     max_failed_saves: Count = 3
     """Checkpoints in a row that cannot be written after which the run ends, since it would train for nothing. On a full
@@ -596,13 +596,13 @@ class Train(Section):
     best_by: Literal["loss", "bleu"] = "loss"
     """What makes a validation the best: the lowest loss, or the highest BLEU, which needs
     `valid_bleu`."""
-    patience: CountOrNone = 0
+    patience: CountOrZero = 0
     """Validations in a row without a new best after which the run ends; 0: never."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time, which costs a GPU some speed; a CPU always does."""
     valid_bleu: bool = True
     """Translate the validation text (greedily) and score it with BLEU."""
-    valid_sentences: CountOrNone = 500
+    valid_sentences: CountOrZero = 500
     """How many sentences of the validation text, from its beginning, are translated for `valid_bleu`; 0: all."""
     init_from: Folder | None = None
     """A trained model to begin with, for fine-tuning: the folder of a run (its average if it has one, else its newest

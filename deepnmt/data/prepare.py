@@ -41,6 +41,7 @@ from deepnmt.data.prepared import (
 )
 from deepnmt.data.text import Pair, corpora_of, count_pairs, ending, input_files, read_pairs, write_pairs
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
+from deepnmt.device import require_cores
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.folders import new_folder, recover_after_kill, reporting
@@ -57,11 +58,12 @@ def prepare(recipe: Recipe) -> Path:
     Raises:
         UserError: a text is faulty, or changes meanwhile; `vocab.size` does not suit it; the filters leave out all
             pairs; the folder holds other files, or data of other settings or texts; it cannot be written; another
-            process is writing it.
+            process is writing it; or the machine is too small for `data.workers`.
     """
     folder = Path(recipe.data.folder)
     target = Path(os.path.realpath(folder))
     texts = corpora(recipe)
+    require_cores("data.workers", recipe.data.workers)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         _check_up_to_date(recipe, texts, PreparedData.open(folder))
         return folder

@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from deepnmt.device import Wanted, choose
+from deepnmt.device import Wanted, choose, require_cores
 from deepnmt.errors import UserError
 from deepnmt.processes import heartbeat, slurm
 from deepnmt.processes.heartbeat import HeartbeatMonitor
@@ -49,9 +49,10 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
 
     Raises:
         UserError: another run uses the port; a GPU cannot be used, or there are fewer than processes; a process did
-            not come; or the machines differ.
+            not come; the machines differ; or this one is too small for the threads.
     """
     rank, world, local_rank, local_world = rank_from_environment()
+    require_cores("parallel.threads", threads)
     port_given = "MASTER_PORT" in os.environ
     quiet_libraries()
     if world > 1:

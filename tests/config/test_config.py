@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,28 @@ def test_faulty_files(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(caught.value) and str(file) in str(caught.value)
     assert time.monotonic() - started < 20, "seconds, on a busy machine"
     assert str(caught.value).replace("\n", "").isprintable() and len(str(caught.value)) < 9000
+
+
+def whole_numbers(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parts of a schema that are whole numbers."""
+    if schema.get("type") == "integer":
+        yield schema
+    for part in (*schema.get("anyOf", ()), *filter(None, [schema.get("items")])):
+        yield from whole_numbers(part)
+
+
+def test_every_count_has_an_upper_bound() -> None:
+    """And what is above it is refused: a nought too many is no reason to exhaust a machine."""
+    schema = Recipe.model_json_schema()
+    settings = {f"{section}.{name}": number for section, part in {**schema["$defs"], "": schema}.items()
+                for name, setting in part["properties"].items() for number in whole_numbers(setting)}
+    assert len(settings) > 50
+    assert [name for name, number in settings.items() if not {"maximum", "exclusiveMaximum"} & number.keys()] == []
+    for settings in ({"parallel__threads": 10**6}, {"data__workers": 10**6}, {"translate__beam": 10**6},
+                     {"batch__accumulation": 10**6}, {"data__subword_variants": 10**6}, {"train__keep_last": 10**12}):
+        [name], [value] = settings.keys(), settings.values()
+        [fault] = faults_of(changed(**settings))
+        assert fault.startswith(f"{name.replace('__', '.')}: is {value}, must be less than or equal to")
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:

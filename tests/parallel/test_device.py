@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from refusals import user_error
+from refusals import Refused, user_error
 from run_files import losses, records
 from small_models import VOCAB, batch, shapes
 from torch import Tensor
 from torch.nn import functional as F
 
+import deepnmt
 from deepnmt import device, new
 from deepnmt.cli import main
 from deepnmt.model.dropout import Dropout, seed_dropout
@@ -243,6 +244,21 @@ def test_which_cpus_train_faster_in_bf16(
     monkeypatch.setattr("deepnmt.device._cpu", lambda: f"vendor_id\t: {vendor}\n")
     assert device.trains_faster_in_bf16() is faster
     assert new.machine("cpu")[1] == ("bf16" if faster else "fp32")
+
+
+def test_no_more_threads_and_processes_than_the_machine_can_mean(
+        prepared: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A million threads would use up a machine's process ids."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    recipe = prepared / "recipe.yaml"
+    said = "is 33, but this machine has 2 cores; set it to 2, or to 0, which shares them out"
+    for command in ("train", "profile"):
+        assert f"parallel.threads {said}" in refused(command, recipe, f"run={tmp_path}", "parallel.threads=33")
+    assert f"data.workers {said}" in refused("prepare", recipe, "data.workers=33")
+    with user_error(f"parallel.threads {said}"):
+        deepnmt.train(recipe, {"run": tmp_path, "parallel.threads": 33})
+    assert not list(tmp_path.iterdir())
+    device.require_cores("parallel.threads", 32)
 
 
 def test_a_run_says_first_what_it_computes_on(prepared: Path, tmp_path: Path, threads: None) -> None:
