@@ -31,6 +31,7 @@ from deepnmt.folders import Buffer, DamagedFolder
 Kind = Literal["weights", "moments"]
 INDEX = "index.json"
 
+FLOATS = ("F64", "F32", "F16", "BF16")  # types of numbers that are read; deepnmt itself writes F32
 MAPPED_VALUES = 4_000_000  # numbers read from tensor files before they are closed and opened again
 
 
@@ -196,8 +197,8 @@ class Tensors(_Named):
         return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *found])
 
     def _read(self, piece: Piece, start: int, stop: int) -> Tensor:
-        """Elements of a stored tensor. What was read from an open file stays in memory, so all are closed after
-        `MAPPED_VALUES` numbers."""
+        """Elements of a stored tensor, which are numbers. What was read from an open file stays in memory, so all are
+        closed after `MAPPED_VALUES` numbers."""
         if self._mapped >= MAPPED_VALUES:
             self._open.clear()
             self._mapped = 0
@@ -208,12 +209,19 @@ class Tensors(_Named):
             shape = stored.get_shape()
             if math.prod(shape) != piece.stop - piece.start:
                 raise DamagedFolder(self.folder, f"{piece.key} in {piece.file} has shape {shape}")
+            if stored.get_dtype() not in FLOATS:
+                raise DamagedFolder(self.folder, f"{piece.key} in {piece.file} is of type {stored.get_dtype()}, "
+                                        "must be F32")
             self._mapped += stop - start
-            if not shape:
-                return self._open[piece.file].get_tensor(piece.key).view(1)
-            row = math.prod(shape[1:])
-            first = start // row
-            return stored[first : -(-stop // row)].flatten()[start - first * row :][: stop - start]
+            if shape:
+                row = math.prod(shape[1:])
+                first = start // row
+                found = stored[first : -(-stop // row)].flatten()[start - first * row :][: stop - start]
+            else:
+                found = self._open[piece.file].get_tensor(piece.key).view(1)
+        if bool(found.isnan().any()):
+            raise DamagedFolder(self.folder, f"{piece.key} in {piece.file} contains NaN")
+        return found
 
 
 class Renamed(_Named):

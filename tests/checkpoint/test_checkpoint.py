@@ -6,8 +6,10 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -22,7 +24,8 @@ import tiny_run
 import torch
 from kills import kill_before
 from refusals import user_error
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
 
 from deepnmt import folders
 from deepnmt.checkpoint import checkpoint
@@ -411,6 +414,24 @@ def test_a_state_of_wrong_types(run: Path, changes: dict[str, object], words: st
     with user_error(rf"state\.json .*{words}"):
         load_state(folder)
     assert 20 not in read_scores(run / "checkpoints")
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda x: x.index_fill(0, torch.tensor([0]), math.nan), "contains NaN"),
+    (lambda x: x.to(torch.int32), "is of type I32, must be F32"),
+    (lambda x: x.to(torch.complex64), "is of type C64, must be F32"),
+], ids=["NaN", "int32", "complex64"])
+def test_weights_that_are_no_numbers(run: Path, change: Callable[[Tensor], Tensor], words: str) -> None:
+    """They are told with their file; nothing is cast without a word."""
+    folder = run / "checkpoints" / "update-00000020"
+    name = "decoder.layers.0.ffn.fc2.weight"
+    for file, tensor in (("weights.safetensors", name), ("moments.safetensors", f"{name}.exp_avg")):
+        whole = load_file(folder / file)
+        _replace(folder, file, save({**whole, tensor: change(whole[tensor])}))
+    with user_error(f"{folder} is damaged: {re.escape(name)} in weights.safetensors {words}"):
+        load_model(folder)
+    with user_error(f"{folder} is damaged: {re.escape(name)}.exp_avg in moments.safetensors {words}"):
+        moments_in(folder)[f"{name}.exp_avg"]
 
 
 def test_names_of_tensors_do_not_reach_the_terminal_as_they_are(run: Path) -> None:
