@@ -173,7 +173,7 @@ def test_a_stream_takes_no_more_sentences_than_it_answers(run: deepnmt.Run, thre
     first = next(stream)
     assert len(taken) == ahead
     assert [first, *stream] == run.translate(TEXT, method="sample", seed=5) != run.translate(TEXT, method="sample")
-    with user_error("ahead is 0, must be 1 or more"):
+    with user_error("ahead is 0, must be a whole number, 1 or more"):
         run.stream(TEXT, ahead=0)
 
 
@@ -264,5 +264,5 @@ def test_arguments_of_another_kind(run: deepnmt.Run, tmp_path: Path) -> None:
             call()
     with user_error("plugins is a single string, must be a list, such as .'my.py'."):
         deepnmt.load(run.folder, plugins="my.py")
-    with user_error("seed is <object .*, which is no|seed: is"):
+    with user_error("seed: is .<object"):
         run.translate(["a dog"], seed=object())
