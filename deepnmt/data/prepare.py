@@ -37,6 +37,7 @@ from deepnmt.data.prepared import (
     prepared_settings,
     publish,
     tags_of,
+    trained_on,
     variant_stem,
 )
 from deepnmt.data.text import Pair, corpora_of, count_pairs, ending, input_files, read_pairs, write_pairs
@@ -65,7 +66,8 @@ def prepare(recipe: Recipe) -> Path:
     texts = corpora(recipe)
     require_cores("data.workers", recipe.data.workers)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        _check_up_to_date(recipe, texts, PreparedData.open(folder))
+        _check_up_to_date(recipe, texts, data := PreparedData.open(folder))
+        _warn_of_trained(recipe, data.manifest["inputs"])
         return folder
     for name, corpus in texts.items():
         input_files(corpus)
@@ -74,6 +76,7 @@ def prepare(recipe: Recipe) -> Path:
         recover_after_kill(target.parent, glob.escape(target.name))
         with new_folder(target, KIND) as temporary:
             with _unchanged(texts) as inputs:
+                _warn_of_trained(recipe, inputs)
                 contents = _build(recipe, texts, temporary)
             publish(temporary, target, {**contents, "inputs": inputs})
     data = PreparedData.open(folder)
@@ -101,6 +104,12 @@ def _warn_of_exchanged(recipe: Recipe, name: str, text: Corpus) -> None:
             if not corpus.tag and (ending(files[1]), ending(files[0])) == langs and langs[0] != langs[1]:
                 print_status(f"warning: {name} reads {files[0]} as {langs[0]} and {files[1]} as {langs[1]}; if that is "
                              "the wrong way round, exchange the files, or data.src_lang and data.trg_lang")
+
+
+def _warn_of_trained(recipe: Recipe, inputs: dict[str, list[dict[str, Any]]]) -> None:
+    """Warns where a text that is scored is also trained on."""
+    for sentence in trained_on(recipe, inputs):
+        print_status(f"warning: {sentence}")
 
 
 def _show_pairs(what: str, total: int | None = None) -> AbstractContextManager[Progress]:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from deepnmt import folders
 from deepnmt.config import Corpus, Filters, Recipe, Vocab
-from deepnmt.data.text import corpora_of, input_files
+from deepnmt.data.text import corpora_of, input_files, named_files
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
@@ -203,6 +204,8 @@ class _File(BaseModel, strict=True):
 
 class _Input(BaseModel, strict=True):
     bytes: Natural
+    name: str = ""
+    sha256: str = ""
 
 
 class _Split(BaseModel, strict=True):
@@ -447,6 +450,25 @@ def tags_of(recipe: Recipe) -> list[str]:
                                 f"are {', '.join(tags) or 'none'}; give a corpus of data.train this tag, or list it in "
                                 "vocab.tags")
     return tags
+
+
+def trained_on(recipe: Recipe, inputs: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> list[str]:
+    """A sentence on every validation or test text that has a file of the training text and so measures nothing.
+
+    Args:
+        inputs: of prepared data, whose files are compared by their contents; without, the recipe's are by their paths.
+    """
+    if inputs is None:
+        inputs = {name: [{"name": str(file), "sha256": os.path.realpath(file)} for file in named_files(text)]
+                  for name, text in corpora(recipe).items()}
+    trained = {file.get("sha256") for file in inputs.get("train", ())}
+    sentences = []
+    for name, files in inputs.items():
+        found = [file["name"] for file in files if file.get("sha256") in trained and "name" in file]
+        if found and name != "train":
+            sentences.append(f"{name} has {' and '.join(found)} of the training text, so that its scores tell nothing "
+                             "about other text; give sentences that are held out of training")
+    return sentences
 
 
 def corpora(recipe: Recipe) -> dict[str, Corpus]:

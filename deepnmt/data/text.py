@@ -25,13 +25,25 @@ Pair = tuple[str, str]
 LONGEST_LINE = 2**24  # bytes
 ARRIVING = 2**20  # bytes, about 10,000 sentences
 COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
+# What files begin with that are no text: what they are, and the way out. Much of them may be valid UTF-8.
+_COLUMNS = "write its columns as text, one sentence a line"
+BINARY = {
+    b"PAR1\x15": ("a Parquet file", _COLUMNS), b"ARROW1\0\0": ("an Arrow file", _COLUMNS),
+    b"SQLite format 3\0": ("an SQLite database", _COLUMNS), b"\x89HDF\r": ("an HDF5 file", _COLUMNS),
+    b"\x93NUMPY": ("a NumPy array", _COLUMNS), b"%PDF-1": ("a PDF", "copy its sentences into a text, one a line"),
+    b"PK\x03\x04": ("a ZIP archive", "unpack it"), b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
+    b"\x1f\x8b": ("compressed by gzip", "let its name end in .gz"),
+    b"\xfd7zXZ\0": ("compressed by xz", "let its name end in .xz"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "let its name end in .zst"),
+    **{b"BZh%d1AY&SY" % level: ("compressed by bzip2", "let its name end in .bz2") for level in range(1, 10)},
+}
 
 
 def read_lines(source: Path | None) -> Iterator[str]:
     """The lines of a plain or compressed file, or of standard input (None), without line ends.
 
     Raises:
-        UserError: it cannot be read, is damaged, is not UTF-8, or has a line that cannot be a sentence.
+        UserError: it cannot be read, is damaged, is no text or not UTF-8, or has a line that cannot be a sentence.
     """
     name = "standard input" if source is None else str(source)
     suffix = source.suffix if source and source.suffix in COMPRESSED else ""  # by its name, not by its first bytes
@@ -89,6 +101,9 @@ def arriving_lines(descriptor: int, name: str) -> Iterator[list[str]]:
 
 def _sentence(line: bytes, number: int, name: str) -> str:
     """Line `number` of a text as text, without its end. Raises `UserError`."""
+    if number == 1 and (begin := next(filter(line.startswith, BINARY), None)):
+        what, way = BINARY[begin]
+        raise UserError(f"{name} is {what} and no text; {way}")
     if len(line) > LONGEST_LINE:
         raise UserError(f"{name}, line {number}: longer than {LONGEST_LINE >> 20} MiB, so it is no sentence; give a "
                         "text with one sentence a line")
@@ -110,11 +125,15 @@ def corpora_of(text: Corpus) -> dict[str, Corpus]:
     return getattr(text, "corpora", None) or {"": text}
 
 
+def named_files(text: Corpus) -> list[Path]:
+    """The files of a text, in a fixed order, those of word alignments after each corpus, whether they exist or not."""
+    return [Path(name) for corpus in corpora_of(text).values() for name in
+            (*(corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))), *getattr(corpus, "alignments", ()))]
+
+
 def input_files(text: Corpus) -> list[Path]:
-    """The files of a text, in a fixed order, those of word alignments after each corpus. Raises `UserError` if one does
-    not exist or is not a file."""
-    files = [Path(name) for corpus in corpora_of(text).values() for name in
-             (*(corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))), *getattr(corpus, "alignments", ()))]
+    """`named_files`. Raises `UserError` if one does not exist or is not a file."""
+    files = named_files(text)
     made = any(corpus.translated_by for corpus in corpora_of(text).values())
     for file in files:
         if not file.exists():

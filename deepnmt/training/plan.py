@@ -12,7 +12,7 @@ from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.data.mixing import training_stream
-from deepnmt.data.prepared import check_vocabularies, open_prepared
+from deepnmt.data.prepared import check_vocabularies, open_prepared, trained_on
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.device import CARDS, RESERVED, memory
 from deepnmt.errors import UserError
@@ -203,9 +203,10 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
         files = vocabulary_files(Path(recipe.vocab.model)) if recipe.vocab.model else None
         src, trg = (Vocabulary.load(file).size for file in files) if files else (recipe.vocab.size, recipe.vocab.size)
         sizes = (src, trg)
-        epoch, ratio = "not prepared yet", 1.0
+        epoch, ratio, warnings = "not prepared yet", 1.0, trained_on(recipe)
     else:
         data = open_prepared(recipe)
+        warnings = trained_on(recipe, data.manifest["inputs"])
         source, target = data.vocabs()
         sizes = (source.size, target.size)
         if recipe.train.init_from is not None:
@@ -232,6 +233,8 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
         + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in needed.items()) + ")",
         "layout": name + (f", pipeline of {stages} stages on {world} process(es)" if stages else ""),
     }
+    if warnings:
+        rows["warning"] = "; ".join(warnings)
     if begin:
         rows["begins with"] = f"the weights of {begin}"
     most = CARDS[card] * 2**30 - RESERVED if card else memory(torch.device(_device()), rank_from_environment()[3])

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from deepnmt.data import encoding
 from deepnmt.data import prepare as prepare_module
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData, check_settings
+from deepnmt.training.plan import describe
 
 SYLLABLES = ("ba", "ko", "ten", "lis", "mur", "a", "ei", "st")
 
@@ -165,6 +167,28 @@ def test_a_folder_older_than_a_filter_counts_as_prepared_with_its_default(tmp_pa
     tree["data"]["filters"]["drop_identical"] = False
     with user_error("was made with data.filters.drop_identical True, but the recipe has False"):
         check_settings(_recipe(tree), data)
+
+
+def test_a_text_that_is_also_trained_on_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The training text as validation text, and a copy of its sources in a test; before preparation by the paths."""
+    tree = _tree(tmp_path)
+    shutil.copy(tree["data"]["train"]["src"], tmp_path / "copy.src")
+    tree["data"]["valid"] = {"src": str(tmp_path / "." / "train.src"), "trg": tree["data"]["train"]["trg"]}
+    tree["data"]["test"]["one"] = {"src": str(tmp_path / "copy.src"), "trg": tree["data"]["train"]["trg"]}
+    tree["data"]["test"]["other"] = _write(tmp_path, "other", [(_line(n, 4), _line(n, 5)) for n in range(900, 930)])
+    said = "of the training text, so that its scores tell nothing about other text; give sentences that are held out"
+    described = describe(_recipe(tree))
+    assert re.search(rf"# warning .*valid has .*train.src and .*train.trg {said}.*; test.one has .*train.t", described)
+    for _ in range(2):  # the second time the data are up to date
+        prepare(_recipe(tree))
+        told = [line for line in capsys.readouterr().err.splitlines() if said in line]
+        assert [line.partition(" of the training")[0] for line in told] == [
+            "warning: valid has train.src and train.trg", "warning: test.one has copy.src and train.trg"]
+    assert "test.one has copy.src and train.trg" in describe(_recipe(tree))
+    sound = tmp_path / "sound"
+    sound.mkdir()
+    prepare(_recipe(_tree(sound)))
+    assert said not in capsys.readouterr().err and "# warning" not in describe(_recipe(_tree(sound)))
 
 
 def test_other_peoples_folders_are_never_changed(tmp_path: Path) -> None:
