@@ -32,6 +32,9 @@ class Choice:
     Attributes:
         block: of both sides.
         vocab: pieces, both languages together.
+        rate: peak learning rate.
+        encoder_rate: share of it that the encoder's layers take. At the whole rate an encoder with norms collapses,
+            the sooner the deeper it is (docs/results/blocks.md, "The encoder collapses").
         tokens: of a micro-batch and side.
         updates: at least and at most; between them the epochs decide.
     """
@@ -46,6 +49,7 @@ class Choice:
     decoder: int
     dropout: float
     rate: float
+    encoder_rate: float
     tokens: int
     epochs: int
     updates: tuple[int, int]
@@ -53,18 +57,18 @@ class Choice:
 
 TABLE: dict[Hardware, tuple[Choice, ...]] = {
     "cpu": (
-        Choice(10_000, "t_fixup", 2_000, 128, 4, 256, 4, 4, 0.3, 2e-3, 1024, 30, (400, 2_500)),
-        Choice(25_000, "t_fixup", 8_000, 256, 4, 512, 4, 4, 0.2, 1.5e-3, 2048, 27, (2_000, 8_000)),
-        Choice(60_000, "admin", 8_000, 256, 4, 512, 4, 4, 0.2, 1.5e-3, 2048, 27, (2_000, 9_000)),
-        Choice(400_000, "admin", 10_000, 256, 4, 512, 4, 4, 0.1, 1.5e-3, 2048, 10, (4_000, 9_000)),
-        Choice(math.inf, "admin", 16_000, 256, 4, 1024, 6, 3, 0.1, 1e-3, 2048, 2, (9_000, 40_000)),
+        Choice(10_000, "t_fixup", 2_000, 128, 4, 256, 4, 4, 0.3, 2e-3, 1.0, 1024, 30, (400, 2_500)),
+        Choice(25_000, "t_fixup", 8_000, 256, 4, 512, 4, 4, 0.2, 1.5e-3, 1.0, 2048, 27, (2_000, 8_000)),
+        Choice(60_000, "admin", 8_000, 256, 4, 512, 4, 4, 0.2, 1.5e-3, 0.2, 2048, 27, (2_000, 9_000)),
+        Choice(400_000, "admin", 10_000, 256, 4, 512, 4, 4, 0.1, 1.5e-3, 0.2, 2048, 10, (4_000, 9_000)),
+        Choice(math.inf, "admin", 16_000, 256, 4, 1024, 6, 3, 0.1, 1e-3, 0.2, 2048, 2, (9_000, 40_000)),
     ),
     "gpu": (
-        Choice(10_000, "admin", 2_000, 256, 4, 1024, 6, 6, 0.4, 1e-3, 4096, 80, (1_000, 8_000)),
-        Choice(60_000, "admin", 8_000, 256, 4, 1024, 12, 6, 0.3, 1e-3, 8192, 50, (2_000, 12_000)),
-        Choice(400_000, "admin", 10_000, 512, 8, 2048, 18, 6, 0.3, 1e-3, 16384, 30, (4_000, 20_000)),
-        Choice(4_000_000, "admin", 32_000, 512, 8, 2048, 36, 12, 0.1, 7e-4, 16384, 15, (20_000, 100_000)),
-        Choice(math.inf, "admin", 32_000, 512, 8, 2048, 60, 12, 0.1, 7e-4, 16384, 10, (50_000, 200_000)),
+        Choice(10_000, "admin", 2_000, 256, 4, 1024, 6, 6, 0.4, 1e-3, 0.2, 4096, 80, (1_000, 8_000)),
+        Choice(60_000, "admin", 8_000, 256, 4, 1024, 12, 6, 0.3, 1e-3, 0.1, 8192, 50, (2_000, 12_000)),
+        Choice(400_000, "admin", 10_000, 512, 8, 2048, 18, 6, 0.3, 1e-3, 0.1, 16384, 30, (4_000, 20_000)),
+        Choice(4_000_000, "admin", 32_000, 512, 8, 2048, 36, 12, 0.1, 7e-4, 0.1, 16384, 15, (20_000, 100_000)),
+        Choice(math.inf, "admin", 32_000, 512, 8, 2048, 60, 12, 0.1, 7e-4, 0.1, 16384, 10, (50_000, 200_000)),
     ),
 }
 _WHY = {"admin": "Admin trains at any depth without other settings",
@@ -78,9 +82,9 @@ def table(hardware: Hardware) -> str:
     """The table for one kind of machine in Markdown, as docs/guide/new_recipe.md shows it."""
     rows = [f"| {'more' if math.isinf(row.pairs) else f'{row.pairs:,}'} | {row.vocab:,} | "
             f"`{row.block}` {row.encoder}L-{row.decoder}L, d {row.width}, FFN {row.ffn} | "
-            f"{row.dropout}, {row.rate:g} | {row.tokens:,} | {row.epochs} |"
+            f"{row.dropout}, {row.rate:g}, {row.encoder_rate:g} | {row.tokens:,} | {row.epochs} |"
             for row in TABLE[hardware]]
-    return "\n".join(["| pairs, up to | vocabulary | layers | dropout, peak rate | tokens | epochs |",
+    return "\n".join(["| pairs, up to | vocabulary | layers | dropout, peak rate, encoder's share | tokens | epochs |",
                       "|---|---|---|---|---|---|", *rows])
 
 
@@ -320,6 +324,8 @@ def _recipe(
         "",
         "optimizer:",
         f"  lr: {row.rate} # peak; wider and deeper models want less",
+        *([f"  lr_factors: {{encoder: {row.encoder_rate}}} # of it, for the encoder's layers, which collapse at more"]
+          if row.encoder_rate < 1 else []),
         "",
         "schedule:",
         "  name: linear # down to 0 at the last update",
