@@ -38,7 +38,8 @@ class Sentence(NamedTuple):
 def pages() -> list[Path]:
     """The pages for readers."""
     named = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
-    folders = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("ds_configs/*.md")]
+    folders = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("ds_configs/*.md"),
+               *ROOT.glob("studies/**/*.md")]
     return [file for file in (*named, *sorted(folders)) if file.is_file()]
 
 

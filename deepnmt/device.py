@@ -175,7 +175,7 @@ def emulates_bf16(device: torch.device) -> bool:
 
 def trains_faster_in_bf16() -> bool:
     """Whether this machine's CPU trains faster in bf16 than in fp32: with AMX, or one of AMD with avx512_bf16. Intel's
-    avx512_bf16 by itself is slower than fp32 (docs/results/speed.md)."""
+    avx512_bf16 by itself is slower than fp32 (studies/results/speed.md)."""
     return torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and "AuthenticAMD" in _cpu())
 
 

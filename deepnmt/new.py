@@ -34,7 +34,7 @@ class Choice:
         vocab: pieces, both languages together.
         rate: peak learning rate.
         encoder_rate: share of it that the encoder's layers take. At the whole rate an encoder with norms collapses,
-            the sooner the deeper it is (docs/results/blocks.md, "The encoder collapses").
+            the sooner the deeper it is (studies/results/blocks.md, "The encoder collapses").
         tokens: of a micro-batch and side.
         updates: at least and at most; between them the epochs decide.
     """

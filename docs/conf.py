@@ -59,11 +59,12 @@ def _read(app: Sphinx, document: str, content: list[str]) -> None:
         content[0] = notebook_as_markdown(content[0])
 
     def link(match: re.Match[str]) -> str:
-        """MyST takes every link to Markdown for a page of the site, unless it is marked as a file to download."""
+        """MyST takes every link to Markdown for a page of the site, unless it is marked as a file to download, which has
+        no headings to lead to."""
         inside = (file.parent / match[1]).resolve().is_relative_to(app.srcdir)
         return match[0] if inside else f"](path:{match[1]})"
 
-    content[0] = re.sub(r"\]\(((?:\.\./)+[^)#]+\.md)\)", link, content[0])
+    content[0] = re.sub(r"\]\(((?:\.\./)+[^)#]+\.md)(?:#[^)]*)?\)", link, content[0])
 
 
 def setup(app: Sphinx) -> None:

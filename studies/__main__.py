@@ -86,7 +86,7 @@ def verdict_runs(words: list[str]) -> None:
         "toy    writes the toy task as a text into the folder RUNS\n"
         "propose  draws runs of --failed that failed, trains what the doctor rates highest instead, and appends a\n"
         "       line of JSON for each to RUNS\n\n"
-        "Texts are read from the folder that DEEPNMT_CORPORA names; docs/results/verdict.md says how they are made.",
+        "Texts are read from the folder that DEEPNMT_CORPORA names; studies/results/verdict.md says how they are made.",
         "python -m studies verdict-runs run runs/verdict/runs.jsonl --count 80\n"
         "  python -m studies verdict-runs fit runs/verdict/runs.jsonl\n"
         "  python -m studies verdict-runs judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",

@@ -45,7 +45,7 @@ from studies.toy_task import ToyTask
 from studies.verdict_fit import BINS, Example, Judged, choose, crossed, fit, kinds_of, report
 
 # By text: source and target language, and files of training and validation text in the folder `DEEPNMT_CORPORA`. How
-# they are made from what one downloads: docs/results/verdict.md.
+# they are made from what one downloads: studies/results/verdict.md.
 TEXTS = {
     "multi30k": ("de", "en", "multi30k/train.{}.gz", "multi30k/val.{}.gz"),
     "europarl": ("de", "en", "europarl/train.{}", "europarl/valid.{}"),

@@ -16,7 +16,7 @@ from deepnmt.model.published import PUBLISHED
 from deepnmt.model.transformer import Transformer
 
 _FACTORS = (1 / 10, 1 / 3, 3, 10)  # of the learning rate: one that is too small fails, too
-_EARLY = "t_fixup"  # among the blocks that learned soonest at every depth tried, docs/results/blocks.md
+_EARLY = "t_fixup"  # among the blocks that learned soonest at every depth tried, studies/results/blocks.md
 
 
 def fresh_model(

@@ -49,7 +49,7 @@ def attend(
     """softmax(q kᵀ / √d) v: q [B, H, T, d], keys and values [B, H, S, d] to [B, H, T, d].
 
     On a CPU, 16-bit inputs that need a gradient are computed in fp32: the backward pass of PyTorch's 16-bit kernel
-    takes six times as long as that in fp32 at sentence length (docs/results/log.md).
+    takes six times as long as that in fp32 at sentence length (studies/results/log.md).
     """
     if not device.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.requires_grad:
         attended = F.scaled_dot_product_attention(q.float(), keys.float(), values.float(), mask, dropout, causal)

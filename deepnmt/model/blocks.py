@@ -181,7 +181,7 @@ class Block(nn.Module):
 
         1/√2 gives the bound of a fused [3D, D] matrix, as in the toolkit that the Admin and B2T papers used, and it
         reproduces Admin's published profile. With 1 (`separate`) a deep profile is 30 % too high
-        (docs/results/papers.md).
+        (studies/results/papers.md).
         """
         return 2**-0.5 if matrix in ("q", "k", "v") and not separate else 1.0
 

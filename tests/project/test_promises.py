@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "results" / "promises.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "studies" / "results" / "promises.md").read_text(encoding="utf-8")
 
 
 def test_every_row_names_a_test_that_exists() -> None:

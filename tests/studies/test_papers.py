@@ -63,7 +63,7 @@ def test_papers_in_small(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="two minutes of one core; DEEPNMT_LONG=1 runs it")
 def test_papers_as_documented(tmp_path: Path) -> None:
-    """The commands of docs/results/papers.md give the papers' results."""
+    """The commands of studies/results/papers.md give the papers' results."""
     for words in ("corollaries --width 128 --sentences 4 --trials 9", "vanishing", "last_ffn"):
         assert main("reproduce", [*words.split(), "--output", str(tmp_path)]) == 0
     grown, vanished, last = (json.loads((tmp_path / f"{name}.json").read_text())
