@@ -59,8 +59,8 @@ def _read(app: Sphinx, document: str, content: list[str]) -> None:
         content[0] = notebook_as_markdown(content[0])
 
     def link(match: re.Match[str]) -> str:
-        """MyST takes every link to Markdown for a page of the site, unless it is marked as a file to download, which has
-        no headings to lead to."""
+        """MyST takes every link to Markdown for a page of the site, unless it is marked as a file to download, in
+        which no heading can be linked to."""
         inside = (file.parent / match[1]).resolve().is_relative_to(app.srcdir)
         return match[0] if inside else f"](path:{match[1]})"
 

@@ -124,7 +124,7 @@ def test_sums_of_processes_are_combined_and_missing_layers_are_zero(tmp_path: Pa
 
 @pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="half a minute of one core; DEEPNMT_LONG=1 runs it")
 def test_its_cost(tmp_path: Path) -> None:
-    """At most 2 % of the step time with one update in a hundred probed; studies/results/speed.md has the figure (`-s`)."""
+    """At most 2 % of the step time with one update in a hundred probed; see studies/results/speed.md (`-s`)."""
     stack = {"block": "admin", "layers": 18}
     shape = Model.model_validate({"width": 64, "heads": 4, "ffn": 128, "encoder": stack, "decoder": stack})
     task = ToyTask()

@@ -161,7 +161,7 @@ def test_the_copy_of_a_checkpoint(
 
 @pytest.mark.parametrize(("form", "gigabytes"), [("shards", 1.9), ("one_file", 1.9 + 120)])
 def test_the_copy_of_10_billion_parameters(form: str, gigabytes: float, prepared: Path) -> None:
-    """On 64 processes, as the table of studies/results/reliability.md has it: each copies its share, or the first all."""
+    """On 64 processes, the table of studies/results/reliability.md: each copies its share, or the first all."""
     recipe = load_recipe(prepared / "recipe.yaml", [*options("zero1_fp32"), f"train.checkpoint_form={form}"])
     found = memory_estimate(recipe, layout_of(recipe, 64), 10**10, 300, device="cpu")
     assert found["checkpoint copy"] / 1e9 == pytest.approx(gigabytes, abs=0.05)
