@@ -36,9 +36,10 @@ from deepnmt.config.plugins import name_plugins
 from deepnmt.config.sections import OWN
 from deepnmt.data.prepare import prepare as prepare_data
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.models import cast_weights
+from deepnmt.decode.models import cast_weights, load_searcher
 from deepnmt.decode.packed import pack, packed_copy
 from deepnmt.decode.score import Given, Scored, score_lines
+from deepnmt.decode.search import Searcher
 from deepnmt.decode.translate import Hypothesis, translate_shards
 from deepnmt.device import require_cores
 from deepnmt.errors import UserError
@@ -165,10 +166,10 @@ class Run:
         self, sentences: Iterable[str], recipe: Recipe, start: int = 0, prefixes: Iterable[str] | None = None
     ) -> list[list[Hypothesis]]:
         """`start`: sentences translated before these."""
-        model = self._model_for(recipe)
+        model, searcher = self._model_for(recipe)
         with _threads(recipe):
             return list(translate_shards(model, self.vocabs, sentences, recipe.translate, Ranks.alone(self.device),
-                                         prefixes=prefixes, seed=recipe.seed, start=start))
+                                         prefixes=prefixes, seed=recipe.seed, start=start, searcher=searcher))
 
     def score(
         self, sentences: Iterable[str], translations: Iterable[str], *, top: int = 0, **settings: Any
@@ -226,18 +227,15 @@ class Run:
         "look" (source_gain, ...) and "event" (message), each with its `update`. Raises `UserError` if there is none."""
         return read_log(self.folder / "log.jsonl")
 
-    def _model_for(self, recipe: Recipe) -> Transformer:
-        """The model in the number format of a search, with CTranslate2's search where that is asked for."""
+    def _model_for(self, recipe: Recipe) -> tuple[Transformer, Searcher | None]:
+        """The model in the number format of a search, and the search of another program where that is asked for."""
         search = recipe.translate
         if search.backend == "torch":
-            return self._packed() if search.precision == "fp32" else self._half
-        if search.precision not in self._exported:
-            from deepnmt.decode.ctranslate2 import load_exported
-
-            model = copy.copy(self.model)  # which shares its weights
-            model.searcher = load_exported(load_model(self.checkpoint), search, self.device)
-            self._exported[search.precision] = model
-        return self._exported[search.precision]
+            return self._packed() if search.precision == "fp32" else self._half, None
+        key = (search.backend, search.precision)
+        if key not in self._searchers:
+            self._searchers[key] = load_searcher(load_model(self.checkpoint), search, self.device)
+        return self.model, self._searchers[key]
 
     def _packed(self) -> Transformer:
         """A copy of the model for searches, made anew when a weight has changed."""
@@ -251,7 +249,7 @@ class Run:
         return {}
 
     @cached_property
-    def _exported(self) -> dict[str, Transformer]:
+    def _searchers(self) -> dict[tuple[str, str], Searcher]:
         return {}
 
     @cached_property

@@ -22,6 +22,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.progress import print_status
 from deepnmt.training.status import run_status
+from deepnmt.visitors import find
 
 Start = Callable[[list[str]], int]  # runs a command, from the words after `deepnmt` to the exit code
 _MAIN = Path(__file__).with_name("__main__.py")
@@ -54,9 +55,10 @@ def run_steps(
         if not Path(by).is_dir() and (code := run_steps(by, load_recipe(by), (), start, (*asking, file))):
             return code
     for corpus, maker, source, made in jobs:
-        if maker.translate.backend == "ctranslate2" and not (Path(maker.run) / "ctranslate2").is_dir() and (
-                code := start(["export", maker.run, "--to", "ctranslate2"])):
-            return code
+        before = find("steps", "before_search")
+        for words in before(maker) if before else ():
+            if code := start(words):
+                return code
         made.parent.mkdir(parents=True, exist_ok=True)
         write_json(_record(made), _origin(corpus, source))
         if code := start(["translate", maker.run, "--input", source, "--output", str(made), *_search(corpus)]):

@@ -2,8 +2,9 @@
 module of some name, and goes on without those that are gone.
 
 - `commands`: the commands of a visitor, see `deepnmt.commands`.
-- `hooks`: functions that the core calls at some moment if there are any: `watch` and `explain` in training, see
-  `training.trainer.Trainer`.
+- `training`: what is called within training, see `training.trainer.Trainer`: `watch` and `explain`.
+- `steps`: what `deepnmt run` calls: `before_search`, from a recipe to the commands that its search needs before.
+- `searchers`: from a model, settings and a device to a `decode.search.Searcher`, by the names of `translate.backend`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any
 from deepnmt.version import PACKAGE
 
 
-def visitor_modules(name: str) -> list[ModuleType]:
-    """The modules `deepnmt.extras.FOLDER.name` that there are, by the folders' names."""
-    files = sorted(PACKAGE.glob(f"extras/*/{name}.py"))
-    return [import_module(f"deepnmt.extras.{file.parent.name}.{name}") for file in files]
+def visitor_modules(kind: str) -> list[ModuleType]:
+    """The modules `deepnmt.extras.FOLDER.kind` that there are, by the folders' names."""
+    files = sorted(PACKAGE.glob(f"extras/*/{kind}.py"))
+    return [import_module(f"deepnmt.extras.{file.parent.name}.{kind}") for file in files]
 
 
-def find_hook(name: str) -> Any:
-    """The function of this name in a visitor's module `hooks`; None if no visitor has one."""
-    return next((getattr(module, name) for module in visitor_modules("hooks") if hasattr(module, name)), None)
+def find(kind: str, name: str) -> Any:
+    """What a visitor's module `kind` has by this name; None if none has it."""
+    for module in visitor_modules(kind):
+        if hasattr(module, name):
+            return getattr(module, name)
+    return None

@@ -8,7 +8,7 @@ from deepnmt.arguments import expected_model, numbers, parse, profiled, recipe_p
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import processes_of
 from deepnmt.errors import UserError
-from deepnmt.visitors import find_hook
+from deepnmt.visitors import find
 
 
 def profile(words: list[str]) -> None:
@@ -71,7 +71,7 @@ def train(words: list[str]) -> int:
         return 0
     from deepnmt.training.trainer import train
 
-    watch, explain = find_hook("watch"), find_hook("explain")
+    watch, explain = find("training", "watch"), find("training", "explain")
     if recipe.train.probe_every and watch is None:
         raise UserError(f"train.probe_every is {recipe.train.probe_every}, but nothing that probes layers is "
                         "installed; set it to 0, or install all of deepnmt")

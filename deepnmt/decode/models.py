@@ -14,10 +14,12 @@ from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model, require_model
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.packed import pack
+from deepnmt.decode.search import Searcher
 from deepnmt.decode.steppers import CachedStepper, Ensemble, MakeStepper, Mean
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks
+from deepnmt.visitors import find
 
 Folders = str | Path | Sequence[str | Path]  # of checkpoints or runs; several make an ensemble
 
@@ -29,10 +31,12 @@ class Models:
     Attributes:
         members: at least one.
         mean: of an ensemble's probabilities.
+        searcher: the search of `translate.backend`; None: deepnmt's own.
     """
 
     members: list[LoadedModel]
     mean: Mean
+    searcher: Searcher | None = None
 
     @property
     def all(self) -> list[Transformer]:
@@ -57,9 +61,11 @@ def load_models(
     members = [load_for_search(Path(folder), settings, ranks, expected)
                for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
     first = members[0]
-    if members[1:] and settings.backend == "ctranslate2":
-        raise UserError("translate.backend is ctranslate2, which knows no ensembles; give one checkpoint, or set "
-                        "translate.backend=torch")
+    if settings.backend != "torch":
+        if members[1:]:
+            raise UserError(f"translate.backend is {settings.backend}, which knows no ensembles; give one checkpoint, "
+                            "or set translate.backend=torch")
+        return Models(members, settings.ensemble, load_searcher(first, settings, ranks.device))
     for other in members[1:]:
         for side, ours, theirs in zip(("source", "target"), first.vocabs, other.vocabs, strict=True):
             if ours.fingerprint != theirs.fingerprint:
@@ -80,13 +86,20 @@ def load_for_search(
     require_model(loaded.folder, expected)
     if ranks.first:
         warn_if_outdated(loaded.folder)
-    if settings.backend == "ctranslate2":
-        from deepnmt.decode.ctranslate2 import load_exported
-
-        loaded.model.searcher = load_exported(loaded, settings, ranks.device)
-        return loaded
-    pack(cast_weights(loaded.model, settings.precision).to(ranks.device))
+    if settings.backend == "torch":
+        pack(cast_weights(loaded.model, settings.precision).to(ranks.device))
     return loaded
+
+
+def load_searcher(loaded: LoadedModel, settings: config.Translate, device: torch.device | str) -> Searcher:
+    """The search of `translate.backend`, which a visitor brings. Raises `UserError` if none does, or it cannot search
+    with this model."""
+    load = find("searchers", settings.backend)
+    if load is None:
+        raise UserError(f"translate.backend is {settings.backend}, which this installation lacks; set "
+                        "translate.backend=torch, or install all of deepnmt")
+    searcher: Searcher = load(loaded, settings, device)
+    return searcher
 
 
 def cast_weights(model: Transformer, precision: str) -> Transformer:

@@ -12,14 +12,15 @@ at n (`next_tokens.LengthPenalty`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from deepnmt import device as device_
+from deepnmt.config import Translate
 from deepnmt.decode.next_tokens import NO_RULES, LengthPenalty, Rules, best_extensions, log_normalisers
 from deepnmt.decode.steppers import Stepper
 from deepnmt.errors import UserError
@@ -41,6 +42,22 @@ class Candidate:
     score: float
     log_prob: float
     ended: bool
+
+
+class Searcher(Protocol):
+    """Another program's search with a model; see `visitors`, `searchers`."""
+
+    def search(
+        self, sources: Sequence[Sequence[int]], limits: Sequence[int], settings: Translate, barred: Sequence[int]
+    ) -> list[list[Candidate]]:
+        """The best hypotheses of a batch, as `beam_search` returns them.
+
+        Args:
+            sources: token ids with eos.
+            limits: of each sentence, the most tokens of a hypothesis.
+            settings: of the search.
+            barred: tokens that no hypothesis may contain.
+        """
 
 
 class _Place(NamedTuple):

@@ -32,7 +32,14 @@ from deepnmt.decode.align import Links, align, alignment_layer, pharaoh
 from deepnmt.decode.mbr import expected_chrf
 from deepnmt.decode.models import Folders, load_models, max_length
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
-from deepnmt.decode.search import Candidate, beam_search, choose_greedily, decode_independently, make_sampler
+from deepnmt.decode.search import (
+    Candidate,
+    Searcher,
+    beam_search,
+    choose_greedily,
+    decode_independently,
+    make_sampler,
+)
 from deepnmt.decode.sharing import share
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
 from deepnmt.device import free_memory, release
@@ -127,7 +134,8 @@ def translate_files(
             for text in texts:
                 for hypotheses in translate_shards(
                         models.all[0], models.vocabs, text, settings, ranks, prefixes=begins, seed=seed, start=number,
-                        stepper=stepper or models.stepper, aligned=bool(alignments), progress=progress):
+                        stepper=stepper or models.stepper, searcher=models.searcher, aligned=bool(alignments),
+                        progress=progress):
                     number += 1
                     if links is not None:
                         links.write(pharaoh(hypotheses[0].alignment or []) + "\n")
@@ -282,6 +290,7 @@ def translate_shards(
     prefixes: Iterable[str] | None = None,
     seed: int = 1,
     stepper: MakeStepper = CachedStepper,
+    searcher: Searcher | None = None,
     aligned: bool = False,
     progress: Progress = no_progress,
     warn: bool = True,
@@ -293,7 +302,7 @@ def translate_shards(
     def work(items: list[tuple[str, str]], numbers: list[int], progress: Progress) -> list[list[list[object]]]:
         texts, begins = [text for text, _ in items], [begin for _, begin in items]
         translated = translate_lines(model, vocabs, texts, settings, prefixes=begins, seed=seed, numbers=numbers,
-                                     stepper=stepper, aligned=aligned, progress=progress, warn=warn)
+                                     stepper=stepper, searcher=searcher, aligned=aligned, progress=progress, warn=warn)
         return [[list(asdict(h).values()) for h in best] for best in translated]
 
     items = ((line, "") for line in lines) if prefixes is None else zip(lines, prefixes, strict=True)
@@ -311,6 +320,7 @@ def translate_lines(
     seed: int = 1,
     numbers: Iterable[int] | None = None,
     stepper: MakeStepper = CachedStepper,
+    searcher: Searcher | None = None,
     aligned: bool = False,
     progress: Progress = no_progress,
     warn: bool = True,
@@ -326,6 +336,7 @@ def translate_lines(
         seed: of sampling. A line's samples depend on the seed, its number and the model alone.
         numbers: line numbers, for sampling and warnings; by default 1, 2, …
         stepper: the way to compute the next logits.
+        searcher: another program's search, which takes the place of the stepper.
         aligned: whether to tell the word alignments, by `model` alone.
         progress: called after each batch with the number of lines done.
         warn: whether to warn of truncated lines.
@@ -367,8 +378,10 @@ def translate_lines(
                        _sentences_that_fit(model, longest, _most_steps(model, settings, longest), width))
             batch = order[done : done + size]
             try:
-                searched = _search(model, [sources[i] for i in batch], [given[i] for i in batch],
-                                   [ids[i] for i in batch], settings, width, seed, stepper, barred) if batch else None
+                searched = None
+                if batch:
+                    searched = _search(model, [sources[i] for i in batch], [given[i] for i in batch],
+                                       [ids[i] for i in batch], settings, width, seed, stepper, searcher, barred)
             except torch.OutOfMemoryError:
                 searched = None  # outside of here, where the error keeps the tensors of the search
             if searched is None:
@@ -423,7 +436,8 @@ def cut(ids: list[int], limit: int, name: str, used: str, warn: bool) -> list[in
 
 def _search(
     model: Transformer, sources: Sequence[Sequence[int]], given: Sequence[Sequence[int]], numbers: Sequence[int],
-    settings: config.Translate, width: int, seed: int, stepper: MakeStepper, barred: tuple[int, ...],
+    settings: config.Translate, width: int, seed: int, stepper: MakeStepper, searcher: Searcher | None,
+    barred: tuple[int, ...],
 ) -> list[list[Candidate]]:
     """Searches one batch; the best hypotheses come first.
 
@@ -436,11 +450,11 @@ def _search(
     device = model.output_weight.device
     lengths = [len(source) for source in sources]
     most = [_most_steps(model, settings, n, len(begin)) for n, begin in zip(lengths, given, strict=True)]
-    if model.searcher is not None:
+    if searcher is not None:
         if any(given):
-            raise UserError("translate.backend is ctranslate2, with which deepnmt gives no beginnings of translations; "
-                            "set translate.backend=torch")
-        return model.searcher.search(sources, most, settings, barred)
+            raise UserError(f"translate.backend is {settings.backend}, with which deepnmt gives no beginnings of "
+                            "translations; set translate.backend=torch")
+        return searcher.search(sources, most, settings, barred)
     state = stepper(model, padded(sources, device), torch.tensor(lengths, device=device), width, max(most))
     limits = torch.tensor(most, device=device)
     rules = Rules(barred, settings.min_length, settings.no_repeat_ngram, padded(given, device) if any(given) else None)

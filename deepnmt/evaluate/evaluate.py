@@ -136,7 +136,8 @@ def _translate_sets(
         line = f"{test.name}: {{:,}} of {total:,} lines translated"
         with show_progress(line, shown=ranks.first, total=total, desc=test.name, unit=" lines") as progress:
             translated = translate_shards(models.all[0], models.vocabs, test.sources, recipe.translate, ranks,
-                                          seed=recipe.seed, stepper=models.stepper, progress=progress)
+                                          seed=recipe.seed, stepper=models.stepper, searcher=models.searcher,
+                                          progress=progress)
             translations.append([best[0].text for best in translated])
     first, *rest = models.members
     return translations, {

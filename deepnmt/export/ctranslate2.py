@@ -12,8 +12,8 @@ from ctranslate2.specs import common_spec, transformer_spec
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Translate
-from deepnmt.decode.ctranslate2 import FORMATS, CTranslate2
 from deepnmt.export.plain import EPSILON, Pair, Plain, Values, to_plain
+from deepnmt.export.searcher import FORMATS, CTranslate2
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.feedforward import ACTIVATIONS
 

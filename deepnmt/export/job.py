@@ -15,9 +15,9 @@ from deepnmt.checkpoint.checkpoint import LoadedModel, find_checkpoint, load_mod
 from deepnmt.config import Corpus, Recipe, dump_recipe
 from deepnmt.data.prepared import PreparedData, on_this_machine
 from deepnmt.data.text import Pair, read_pairs
-from deepnmt.decode.exported import CARD, FACTS, KIND, weights_of
 from deepnmt.errors import UserError
 from deepnmt.export.card import model_card
+from deepnmt.export.exported import CARD, FACTS, KIND, weights_of
 from deepnmt.export.proof import Engine, Native, Proof, compare
 from deepnmt.progress import print_status
 

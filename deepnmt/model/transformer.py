@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,6 @@ class Transformer(nn.Module):
         super().__init__()
         if model.tied == "all" and src_vocab != trg_vocab:
             raise ValueError(f"model.tied: all needs one vocabulary, but the sizes are {src_vocab} and {trg_vocab}")
-        self.searcher: Any = None  # another program's search with this model (decode/ctranslate2.py); None: our own
         self.project: nn.Module | None = None  # the output projection, if it is packed (decode/packed.py)
         self.label_smoothing, self.r_drop = label_smoothing, r_drop
         self.recompute = 0  # see `run_layers`

@@ -66,7 +66,7 @@ def serve(
 
     def translate(texts: Any, numbers: Any) -> list[list[Hypothesis]]:
         return translate_lines(models.all[0], models.vocabs, texts, recipe.translate, seed=recipe.seed,
-                               numbers=numbers, stepper=models.stepper)
+                               numbers=numbers, stepper=models.stepper, searcher=models.searcher)
 
     facts = {"run": Path(recipe.run).name, "update": first.state.update,
              "languages": [recipe.data.src_lang, recipe.data.trg_lang], "tags": list(first.src_vocab.tags)}

@@ -18,9 +18,9 @@ import torch
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.config import Translate
 from deepnmt.data.text import read_lines
-from deepnmt.decode.ctranslate2 import FORMATS, load_exported
 from deepnmt.decode.models import load_models
 from deepnmt.decode.translate import translate_lines
+from deepnmt.export.searcher import FORMATS, load_exported
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 
