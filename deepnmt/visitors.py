@@ -4,6 +4,8 @@ module of some name, and goes on without those that are gone.
 - `commands`: the commands of a visitor, see `deepnmt.commands`.
 - `training`: what is called within training, see `training.trainer.Trainer`: `watch` and `explain`.
 - `steps`: what `deepnmt run` calls: `before_search`, from a recipe to the commands that its search needs before.
+- `reporters`: `track`, from a recipe that names `train.trackers` and a function that prints a line to a
+  `training.reporters.Reporter`.
 - `searchers`: from a model, settings and a device to a `decode.search.Searcher`, by the names of `translate.backend`.
 """
 

@@ -20,7 +20,7 @@ from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import evaluate_run
 from deepnmt.processes.launch import free_port
 from deepnmt.progress import print_status
-from deepnmt.training.log import clock
+from deepnmt.training.reporters import clock
 
 _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
 

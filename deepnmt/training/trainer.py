@@ -36,10 +36,10 @@ from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
 from deepnmt.training.source_use import SourceUse, collapse_note
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.task import TASKS, Task
-from deepnmt.training.trackers import Tracking
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
 from deepnmt.training.validate import Validation
 from deepnmt.training.verification import AT_ONCE, Verification
+from deepnmt.visitors import find
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
 _TOO_LARGE = ("set parallel.recompute_layers, or let ZeRO share more, and the same command resumes from the newest "
@@ -100,9 +100,7 @@ class Trainer:
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates)
             self.monitor.status("running", update)
-            if recipe.train.trackers:
-                self.monitor.tracking = ranks.raise_everywhere(
-                    lambda: Tracking(recipe, self.monitor.print_line) if ranks.first else None)
+            ranks.raise_everywhere(self._add_trackers)
             held.push(lambda kind, error, trace: self.report_failure(error))
             on = describe(ranks.device, ranks.world, ranks.local_world, layout.precision)
             self.monitor.event(update, "; ".join(on.values()), **on)
@@ -128,6 +126,17 @@ class Trainer:
             if heartbeat.current is not None:
                 heartbeat.current.on_lost = self._report_loss
             self._lock = held.pop_all()
+
+    def _add_trackers(self) -> None:
+        """Has a visitor's trackers called, too. Raises `UserError` if there is none, or it cannot begin."""
+        if not self.recipe.train.trackers:
+            return
+        track = find("reporters", "track")
+        if track is None:
+            raise UserError(f"train.trackers names {', '.join(self.recipe.train.trackers)}, which this installation "
+                            "lacks; remove it, or install all of deepnmt")
+        if self.ranks.first:
+            self.monitor.reporters.append(track(self.recipe, self.monitor.print_line))
 
     def _report_loss(self, sentence: str) -> None:
         self.monitor.status("lost", self.state.update, error=sentence)

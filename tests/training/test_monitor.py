@@ -18,6 +18,7 @@ from deepnmt.files import drop_partial_line, make_parent_folder, make_run_folder
 from deepnmt.plots import save
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.log import Monitor
+from deepnmt.training.reporters import Console
 from deepnmt.training.resume import run_lock
 
 RECORD = {"epoch": 3, "loss": 4.25, "perplexity": 51.0, "learning_rate": 2.5e-4, "gradient_norm": 1.75,
@@ -157,8 +158,8 @@ def test_the_status_is_never_older_than_a_line(tmp_path: Path, monkeypatch: pyte
     def shown(text: str) -> None:
         seen.append((text.split(":")[0].split("/")[0], json.loads((tmp_path / "STATUS.json").read_text())["update"]))
 
-    monkeypatch.setattr("deepnmt.training.log.print_status", shown)
-    monkeypatch.setattr(monitor, "print_line", shown)
+    monkeypatch.setattr("deepnmt.training.reporters.print_status", shown)
+    monkeypatch.setattr(Console, "print", lambda console, line: shown(line))
     monitor.train(3, RECORD, 6)
     monitor.valid(4, {"loss": 4.5, "perplexity": 60.0, "best": True})
     monitor.close()

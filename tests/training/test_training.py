@@ -94,7 +94,7 @@ def test_the_status_is_as_new_as_the_progress_line_and_an_untested_deepspeed_is_
 ) -> None:
     found = []
     monkeypatch.setattr(os, "environ", os.environ.copy())  # later tests must not use this group's port
-    monkeypatch.setattr("deepnmt.training.log.print_status", lambda line: found.append(
+    monkeypatch.setattr("deepnmt.training.reporters.print_status", lambda line: found.append(
         (line.split("/")[0], json.loads((tmp_path / "run" / "STATUS.json").read_text()))))
     monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
     recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path / 'run'}", "train.updates=3",

@@ -11,8 +11,8 @@ import pytest
 from refusals import user_error
 
 import deepnmt
-from deepnmt.training import trackers
-from deepnmt.training.trackers import TRACKERS, Tracking
+from deepnmt.extras.trackers import reporters as trackers
+from deepnmt.extras.trackers.reporters import TRACKERS, Tracking
 
 TINY = {"train.validate_every": 4, "train.save_every": 2, "train.valid_bleu": False, "model.encoder.block": "pre_ln",
         "model.decoder.block": "pre_ln"}
@@ -91,7 +91,7 @@ def test_training_waits_for_no_tracker(prepared: Path, tmp_path: Path, monkeypat
     said: list[str] = []
     tracking = Tracking(recipe, said.append)
     for update in (1, 2, 3):
-        tracking.log(update, {"train/loss": 1.0})
+        tracking.record("train", update, {"loss": 1.0})
     slow: Any = tracking._trackers["wandb"]
     assert slow.taken == []
     monkeypatch.setattr(trackers, "CLOSING", 0.01)

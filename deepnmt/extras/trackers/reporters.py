@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
+from deepnmt.training.reporters import Reporter, figures_of
 
 CLOSING = 60.0  # seconds that a run waits at its end for a tracker that is slow
 
@@ -92,8 +93,9 @@ TRACKERS: dict[str, tuple[type[_Wandb] | type[_MLflow], str]] = {
 }  # with the way out where one cannot begin
 
 
-class Tracking:
-    """The trackers of a run, fed by a thread: training waits for none, and none can end it.
+class Tracking(Reporter):
+    """The trackers of a run, which get what TensorBoard gets. They are fed by a thread: training waits for none, and none
+    can end it.
 
     Args:
         recipe: its `train.trackers` name them.
@@ -126,9 +128,10 @@ class Tracking:
         self._thread = threading.Thread(target=self._feed, name="trackers", daemon=True)
         self._thread.start()
 
-    def log(self, update: int, figures: Figures) -> None:
+    def record(self, kind: str, update: int, record: Mapping[str, Any]) -> None:
         """Passes figures on, and returns at once."""
-        self._figures.put((update, figures))
+        if figures := figures_of(kind, record):
+            self._figures.put((update, figures))
 
     def close(self, status: str) -> None:
         """Ends the trackers' runs; `status` as in STATUS.json. Waits until they have everything, `CLOSING` at most."""
@@ -156,6 +159,9 @@ class Tracking:
             self._failing.add(name)
         else:
             self._failing.discard(name)
+
+
+track = Tracking  # the name by which training asks for it
 
 
 def _identities(run: Path) -> dict[str, str]:
