@@ -94,8 +94,8 @@ TRACKERS: dict[str, tuple[type[_Wandb] | type[_MLflow], str]] = {
 
 
 class Tracking(Reporter):
-    """The trackers of a run, which get what TensorBoard gets. They are fed by a thread: training waits for none, and none
-    can end it.
+    """The trackers of a run, which get what TensorBoard gets. They are fed by a thread: training waits for none, and
+    none can end it.
 
     Args:
         recipe: its `train.trackers` name them.
