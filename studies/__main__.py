@@ -366,7 +366,7 @@ def gpu_report(words: list[str]) -> int:
     add("--toy", action="store_true",
         help="a trial with tiny models and, without --tsv, the demo's corpus; runs on a CPU too")
     args = parser.parse_args(words)
-    from deepnmt.demo.corpus import make_corpus
+    from deepnmt.extras.demo.corpus import make_corpus
     from studies.benchmarks import gpu_report as report
 
     def toy(folder: Path) -> dict[str, int]:

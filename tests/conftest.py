@@ -63,7 +63,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `text/`, `data/` and `recipe.yaml`; tests give other run folders with `run=`."""
     from deepnmt.config import load_recipe
     from deepnmt.data.prepare import prepare
-    from deepnmt.demo.corpus import make_corpus
+    from deepnmt.extras.demo.corpus import make_corpus
 
     folder = tmp_path_factory.mktemp("prepared")
     make_corpus(folder / "text", pairs=600, valid=20, test=20)

@@ -16,7 +16,8 @@ from deepnmt.processes.ranks import Ranks
 Gather = Callable[[bytes], "list[bytes] | None"]
 
 _TESTS = Path(__file__).resolve().parent
-_PATHS = ":".join(map(str, (_TESTS.parent, _TESTS, *(room for room in _TESTS.iterdir() if room.is_dir()))))
+_ROOMS = [room for room in (*_TESTS.iterdir(), *_TESTS.glob("extras/*")) if room.is_dir()]
+_PATHS = ":".join(map(str, (_TESTS.parent, _TESTS, *_ROOMS)))
 _CODE = "import sys; sys.path[:0] = sys.argv[1].split(':'); import importlib; m, f = sys.argv[2].split(':'); " \
         "getattr(importlib.import_module(m), f)(*sys.argv[3:])"
 

@@ -184,5 +184,6 @@ def rank_of(job: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(TESTS), *(str(room) for room in TESTS.iterdir() if room.is_dir())]
+    rooms = (*TESTS.iterdir(), *TESTS.glob("extras/*"))
+    sys.path[:0] = [str(ROOT), str(TESTS), *(str(room) for room in rooms if room.is_dir())]
     sys.exit(serve())

@@ -21,7 +21,7 @@ from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import open_prepared
-from deepnmt.demo.corpus import make_corpus
+from deepnmt.extras.demo.corpus import make_corpus
 from deepnmt.model.init import fill, new_model
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of

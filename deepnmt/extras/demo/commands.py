@@ -21,7 +21,7 @@ def demo(words: list[str]) -> int:
     parser.add_argument("--pairs", type=int, default=110_000, metavar="N",
                         help="training pairs (default 110,000); with fewer than 10,000 the other texts shrink too")
     args, recipe = parse(parser, words)
-    from deepnmt.demo.run import run_demo
+    from deepnmt.extras.demo.run import run_demo
 
     return run_demo(recipe, args.pairs)
 

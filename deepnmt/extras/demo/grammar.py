@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from deepnmt.demo import inflection as forms
-from deepnmt.demo.clauses import Action, Clause, Pair, Phrase, State, attach, noun_phrase, relative_pronoun
-from deepnmt.demo.inflection import ACC, DAT
-from deepnmt.demo.lexicon import ROWS, Verb, adjectives, nouns, verbs, verbs_for
-from deepnmt.demo.phrases import KNOWN, Phrases, back_to, it_for
+from deepnmt.extras.demo import inflection as forms
+from deepnmt.extras.demo.clauses import Action, Clause, Pair, Phrase, State, attach, noun_phrase, relative_pronoun
+from deepnmt.extras.demo.inflection import ACC, DAT
+from deepnmt.extras.demo.lexicon import ROWS, Verb, adjectives, nouns, verbs, verbs_for
+from deepnmt.extras.demo.phrases import KNOWN, Phrases, back_to, it_for
 
 _CASES = {"a": ACC, "d": DAT}
 _ANY_MODE = {"present": 8, "past": 5, "future": 3, "can": 2, "must": 2, "want": 2, "should": 1}

@@ -15,11 +15,11 @@ import tiny_run
 
 from deepnmt import config
 from deepnmt.checkpoint.average import average_run
-from deepnmt.demo import run as demo_run
-from deepnmt.demo.run import is_scored, require_same_settings
 from deepnmt.errors import UserError
+from deepnmt.extras.demo import run as demo_run
+from deepnmt.extras.demo.run import is_scored, require_same_settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_only_the_scores_of_this_average_are_reused(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from deepnmt.demo import inflection as forms
-from deepnmt.demo.inflection import ACC, CONJUGATIONS, DAT, GEN, NOM
-from deepnmt.demo.lexicon import Adjective, Noun, Verb
+from deepnmt.extras.demo import inflection as forms
+from deepnmt.extras.demo.inflection import ACC, CONJUGATIONS, DAT, GEN, NOM
+from deepnmt.extras.demo.lexicon import Adjective, Noun, Verb
 
 Pair = tuple[str, str]
 _CONTRACTIONS = {("in", "dem"): "im", ("in", "das"): "ins", ("an", "dem"): "am", ("an", "das"): "ans",

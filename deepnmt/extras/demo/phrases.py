@@ -8,10 +8,10 @@ from itertools import accumulate
 from random import Random
 from typing import TypeVar
 
-from deepnmt.demo import inflection as forms
-from deepnmt.demo.clauses import Pair, Phrase, attach, noun_phrase
-from deepnmt.demo.inflection import ACC, DAT
-from deepnmt.demo.lexicon import ROWS, Noun, adjectives, nouns
+from deepnmt.extras.demo import inflection as forms
+from deepnmt.extras.demo.clauses import Pair, Phrase, attach, noun_phrase
+from deepnmt.extras.demo.inflection import ACC, DAT
+from deepnmt.extras.demo.lexicon import ROWS, Noun, adjectives, nouns
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from deepnmt.demo.grammar import Grammar
 from deepnmt.errors import UserError
+from deepnmt.extras.demo.grammar import Grammar
 from deepnmt.files import sha256
 
 _STAMP = "corpus.json"

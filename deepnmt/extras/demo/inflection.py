@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from deepnmt.demo.lexicon import ROWS, Adjective, Noun, Verb
+from deepnmt.extras.demo.lexicon import ROWS, Adjective, Noun, Verb
 
 NOM, ACC, DAT, GEN = range(4)
 

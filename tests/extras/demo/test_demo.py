@@ -11,7 +11,7 @@ from refusals import Refused, Tool
 
 from deepnmt.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOY = ("vocab.size=200", "batch.tokens=256", "model.encoder.layers=1", "model.decoder.layers=1", "admin.tokens=256",
        "train.updates=6", "schedule.warmup=2", "train.validate_every=6", "train.save_every=2", "train.log_every=1",
        "train.valid_sentences=2", "translate.beam=1", "translate.max_ratio=1.0", "translate.max_extra=2",

@@ -15,14 +15,15 @@ from deepnmt.checkpoint.checkpoint import list_checkpoints, load_state
 from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
 from deepnmt.data.prepare import prepare
 from deepnmt.decode.translate import translate_files
-from deepnmt.demo.corpus import make_corpus
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import evaluate_run
+from deepnmt.extras.demo.corpus import make_corpus
 from deepnmt.processes.launch import free_port
 from deepnmt.progress import print_status
 from deepnmt.training.reporters import clock
+from deepnmt.version import PACKAGE
 
-_MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
+_MAIN = PACKAGE.resolve() / "__main__.py"
 
 
 def run_demo(recipe: Recipe, pairs: int) -> int:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from deepnmt.demo import lexicon
-from deepnmt.demo.clauses import Action, Pair, Phrase, State, attach, noun_phrase, relative_pronoun
-from deepnmt.demo.corpus import make_corpus
-from deepnmt.demo.grammar import Grammar
-from deepnmt.demo.inflection import (
+from deepnmt.errors import UserError
+from deepnmt.extras.demo import lexicon
+from deepnmt.extras.demo.clauses import Action, Pair, Phrase, State, attach, noun_phrase, relative_pronoun
+from deepnmt.extras.demo.corpus import make_corpus
+from deepnmt.extras.demo.grammar import Grammar
+from deepnmt.extras.demo.inflection import (
     ACC,
     DAT,
     adjective_de,
@@ -30,9 +31,8 @@ from deepnmt.demo.inflection import (
     present_de,
     verb_en,
 )
-from deepnmt.demo.lexicon import Adjective, Noun, Verb
-from deepnmt.demo.phrases import PRONOUNS, back_to, it_for
-from deepnmt.errors import UserError
+from deepnmt.extras.demo.lexicon import Adjective, Noun, Verb
+from deepnmt.extras.demo.phrases import PRONOUNS, back_to, it_for
 
 
 def noun(en: str) -> Noun:
@@ -322,7 +322,7 @@ def test_sentences_are_well_formed() -> None:
 
 
 def test_same_seed_same_text_whatever_the_hash_seed() -> None:
-    code = ("import hashlib, itertools; from deepnmt.demo.grammar import Grammar; "
+    code = ("import hashlib, itertools; from deepnmt.extras.demo.grammar import Grammar; "
             "print(hashlib.sha256(repr(list(itertools.islice(Grammar(5).pairs(), 800))).encode()).hexdigest())")
     digests = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
