@@ -1,0 +1,99 @@
+"""The erasure test: a visitor, a folder of deepnmt/extras, can be deleted without the core noticing.
+
+Each is deleted from a copy of the package, and once all of them. Then every module imports, `deepnmt --help` lacks the
+visitor's commands alone, and tests of the core pass. No file of the core holds a word of a visitor.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXTRAS = ROOT / "deepnmt" / "extras"
+VISITORS = sorted(folder.name for folder in EXTRAS.iterdir() if (folder / "__init__.py").is_file())
+# Quick tests of the core: blocks, learning rates, the search, and recipes.
+CORE = ["tests/model/test_blocks.py", "tests/optim/test_optim.py::test_learning_rate", "tests/decode/test_search.py",
+        "tests/config/test_config.py"]
+
+
+def commands_of(visitor: str) -> set[str]:
+    """The names in the table `COMMANDS` of a visitor's module `commands`, read without importing it."""
+    file = EXTRAS / visitor / "commands.py"
+    if not file.is_file():
+        return set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "COMMANDS":
+            assert isinstance(node.value, ast.Dict)
+            return {ast.literal_eval(key) for key in node.value.keys if key is not None}
+    raise AssertionError(f"{file} has no COMMANDS")
+
+
+def listed(said: str) -> set[str]:
+    """The commands in the text of `deepnmt --help`."""
+    return set(re.findall(r"^  ([a-z-]+) +\S", said.split("Exit codes:")[0], flags=re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def erased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each copy, `without-VISITOR` and `without-all`, and `with-all`."""
+    folder = tmp_path_factory.mktemp("erased")
+    for name, gone in {"with-all": [], "without-all": VISITORS, **{f"without-{v}": [v] for v in VISITORS}}.items():
+        copy = folder / name
+        copy.mkdir()
+        for part in ("deepnmt", "tests", "studies"):
+            shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("recipes", "ds_configs", "setup.cfg", "pyproject.toml"):
+            (copy / part).symlink_to(ROOT / part)
+        for visitor in gone:
+            shutil.rmtree(copy / "deepnmt" / "extras" / visitor)
+            shutil.rmtree(copy / "tests" / "extras" / visitor, ignore_errors=True)
+    environment = {**os.environ, "PYTHONPATH": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, ROOT / "tests" / "erasing.py", folder, *CORE], cwd=folder, env=environment,
+                   timeout=850, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("visitor", [*VISITORS, "all"])
+def test_the_core_does_not_notice(visitor: str, erased: Path) -> None:
+    said = (erased / f"without-{visitor}" / "said.txt").read_text(encoding="utf-8")
+    assert (erased / f"without-{visitor}" / "code.txt").read_text() == "0", said
+    everything = listed((erased / "with-all" / "said.txt").read_text(encoding="utf-8"))
+    gone = set().union(*map(commands_of, VISITORS)) if visitor == "all" else commands_of(visitor)
+    assert gone <= everything and listed(said) == everything - gone
+    assert re.search(r"^\d{3,} passed", said, flags=re.MULTILINE) and "failed" not in said, said
+
+
+# Words of each visitor, and the files of the core that hold one all the same, each for a reason.
+WORDS = {
+    "demo": r"deepnmt demo|grammar\b|make_corpus",
+    "doctor": r"doctor|diagnos",
+    "export": r"ctranslate2|hugging ?face|onnx|deepnmt (export|import|fold)\b",
+    "fetch": r"mtdata|deepnmt get\b|fetch_texts",
+    "serve": r"uvicorn|deepnmt serve|prometheus",
+    "trackers": r"wandb|mlflow|trackers",
+}
+ALLOWED = {
+    "config/sections.py": "settings that recipes and checkpoints of users have keep their names and their checks",
+    "config/recipe.schema.json": "the same settings, for editors",
+    "training/trainer.py": "train.trackers is such a setting; who sets it is told that the visitor is gone",
+    "visitors.py": "says which setting leads to a visitor",
+    "parallel/settings.py": "DeepSpeed imports mlflow if it is there, which takes seconds; that is held off",
+}
+
+
+@pytest.mark.parametrize("visitor", WORDS)
+def test_no_file_of_the_core_holds_a_word_of_a_visitor(visitor: str) -> None:
+    files = [file for file in (ROOT / "deepnmt").rglob("*") if file.suffix in (".py", ".json", ".html")
+             and EXTRAS not in file.parents and (ROOT / "recipes") not in file.resolve().parents]
+    words = re.compile(WORDS[visitor], re.IGNORECASE)
+    holding = [str(file.relative_to(ROOT / "deepnmt")) for file in files if words.search(file.read_text("utf-8"))]
+    assert len(files) > 80 and visitor in VISITORS
+    assert set(holding) <= set(ALLOWED)
