@@ -295,7 +295,7 @@ def test_the_backend_searches_as_deepnmt_does(
 def test_a_damaged_export_is_not_used(run: Path, tmp_path: Path, refused: Refused) -> None:
     """A flipped bit gave other translations without a word in three of six cases; so would a file of another export."""
     target("ctranslate2")
-    from deepnmt.decode.ctranslate2 import load_exported
+    from deepnmt.export.searcher import load_exported
 
     assert main("average", [str(run), "--last", "1", "--output", str(tmp_path / "averaged")]) == 0
     folder, average = tmp_path / "ctranslate2", str(tmp_path / "averaged")
