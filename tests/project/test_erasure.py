@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ROOT / "deepnmt" / "extras"
 VISITORS = sorted(folder.name for folder in EXTRAS.iterdir() if (folder / "__init__.py").is_file())
 # Quick tests of the core: blocks, learning rates, the search, and recipes.
-CORE = ["tests/model/test_blocks.py", "tests/optim/test_optim.py::test_learning_rate", "tests/decode/test_search.py",
-        "tests/config/test_config.py"]
+CORE = ["tests/model/test_blocks.py::test_block_follows_its_formula", "tests/optim/test_optim.py::test_learning_rate",
+        "tests/decode/test_search.py::test_length_penalties_by_hand",
+        "tests/config/test_config.py::test_each_fault_has_its_message"]
 
 
 def commands_of(visitor: str) -> set[str]:
