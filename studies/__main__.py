@@ -45,18 +45,28 @@ def use_threads(count: int) -> None:
 def compare(words: list[str]) -> None:
     """Plot the learning curves of several runs in one picture."""
     parser = plain_parser(
-        "compare", "Plots the losses of several runs and prints them as a table.",
+        "compare",
+        "Plots the losses of several runs and prints them as a table. With --source-use: how they use their source.",
         "python -m studies compare runs/post_ln runs/admin --output runs/blocks.png",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="run folders")
     add_options(parser, ("--output", "FILE", Path, "runs/comparison.png", "the picture"),
                 ("--title", "TITLE", str, "Training loss", "title of the picture"))
     parser.add_argument("--valid", action="store_true",
                         help="plain losses of the validation text, not the label-smoothed ones of training")
+    parser.add_argument("--source-use", action="store_true",
+                        help="validation loss, the source's gain and the encoder's common vector")
     args = parser.parse_args(words)
-    from studies.compare import compare_runs
+    from studies.compare import compare_runs, compare_source_use
 
-    print(compare_runs(args.runs, args.output, args.title, args.valid))
+    named = {}
+    for word in args.runs:
+        name, _, folder = word.rpartition("=")
+        named[name or folder] = Path(folder)
+    if args.source_use:
+        print(compare_source_use(named, args.output, args.title))
+    else:
+        print(compare_runs(list(named.values()), args.output, args.title, args.valid))
 
 
 def admin_profile(words: list[str]) -> None:

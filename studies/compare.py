@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepnmt.errors import UserError
 from deepnmt.files import read_numbered_log, table
-from studies.plots import plot_comparison
+from studies.plots import plot_comparison, plot_source_use
 
 
 def compare_runs(runs: list[Path], picture: Path, title: str, valid: bool = False) -> str:
@@ -35,6 +35,30 @@ def compare_runs(runs: list[Path], picture: Path, title: str, valid: bool = Fals
     chosen = sorted({shared[round(i * (len(shared) - 1) / 5)] for i in range(6)})
     rows = [[name, *(f"{points[update]:.3f}" for update in chosen)] for name, points in curves.items()]
     return f"{table([['update', *map(str, chosen)], *rows])}\n{picture}"
+
+
+def compare_source_use(runs: dict[str, Path], picture: Path, title: str) -> str:
+    """Plots validation loss, the source's gain and the encoder's common vector of runs, by the names they are given;
+    returns the last figures of each.
+
+    Raises:
+        UserError: a folder has no log, or one without these figures.
+    """
+    validations = {}
+    for name, run in runs.items():
+        log = run / "log.jsonl"
+        if not log.is_file():
+            raise UserError(f"{run} has no log.jsonl; give the folder of a run that was started")
+        validations[name] = [record for _, record in read_numbered_log(log)
+                             if record.get("type") in ("valid", "look") and "source_gain" in record]
+        if not validations[name]:
+            raise UserError(f"{log} does not say how the source is used; train the run again with this version")
+    plot_source_use(validations, picture, title)
+    rows = [["run", "update", "gain", "common"]]
+    for name, records in validations.items():
+        last = records[-1]
+        rows.append([name, str(last["update"]), f"{last['source_gain']:.2f}", f"{last['encoder_common']:.2f}"])
+    return f"{table(rows)}\n{picture}"
 
 
 def _losses(run: Path, valid: bool) -> dict[int, float]:

@@ -143,6 +143,26 @@ def plot_comparison(curves: Mapping[str, Mapping[int, float]], path: Path, title
     save(figure, path)
 
 
+def plot_source_use(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> None:
+    """How several runs use their source, in three panels: validation loss, the source's gain, the common vector.
+
+    Args:
+        runs: the validations in each run's log, by the run's name.
+    """
+    keys = {"validation loss,\nnats per target token": "loss", "source's gain, nats": "source_gain",
+            "one vector's share of\nthe encoder's output": "encoder_common"}
+    heights = [0.6 * HEIGHT] * len(keys)
+    figure, column = panels([""] * len(keys), "update", list(keys), title, share=False, heights=heights)
+    for axes, key in zip(column, keys.values(), strict=True):
+        for number, (name, validations) in enumerate(runs.items()):
+            points = [(record["update"], record[key]) for record in validations if key in record]
+            axes.plot(*zip(*points, strict=True), **style(number, len(points)), linewidth=1.3, label=name)
+        axes.set_xlim(left=0)
+    handles, names = column[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=1, **LEGEND)
+    save(figure, path)
+
+
 def plot_cells(
     cells: Mapping[str, Sequence[Sequence[float]]], path: Path, rows: Sequence[str], columns: Sequence[str], bar: float,
     *, title: str, xlabel: str, ylabel: str, scale: str,

@@ -20,6 +20,7 @@ ROWS = [{"micro_batches": count, "idle": [0.5, 0.4], "mean": 0.45, "formula": 0.
 GROWTH = Growth.of([1, 2, 4], [0.1, 0.2, 0.4])
 LOG = [{"type": "train", "update": 5, "loss": 3.5, "learning_rate": 1e-3},
        {"type": "valid", "update": 5, "loss": 3.0, "bleu": 12.5}]
+USE = [{"update": update, "loss": 3.0, "source_gain": 0.1, "encoder_common": 0.9} for update in (1, 2)]
 PATH = Path("picture.png")
 PICTURES = {
     "curve": lambda: plot_learning_curve(LOG, PATH, "demo"),
@@ -29,6 +30,7 @@ PICTURES = {
     "half": lambda: doctor.plot_half({"scale": 1.0, "shares": {"encoder": 0.1}, "shares_fp32": {"encoder": 0.0}}, PATH),
     "study": lambda: studies.plot_study([PANEL, PANEL], PATH, "title"),
     "idle": lambda: studies.plot_idle_time(ROWS, 2, PATH),
+    "source use": lambda: studies.plot_source_use({"run": USE}, PATH, "title"),
     "comparison": lambda: studies.plot_comparison({"a": dict(CURVES["admin"])}, PATH, "title", "loss, nats per token"),
 }
 
