@@ -33,7 +33,7 @@ from deepnmt.checkpoint.average import average_run, warn_if_outdated
 from deepnmt.checkpoint.checkpoint import MANIFEST, Which, load_model
 from deepnmt.config import Recipe, check_recipe, load_recipe, override
 from deepnmt.config.plugins import name_plugins
-from deepnmt.config.sections import OWN
+from deepnmt.config.sections import NAMED
 from deepnmt.data.prepare import prepare as prepare_data
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.models import cast_weights, load_searcher
@@ -283,7 +283,7 @@ def load(
     """
     folder, place = _path(folder, "folder"), None if device is None else _place(device)
     files = [str(_path(file, f"plugins[{n}]")) for n, file in enumerate(_items(plugins, "plugins"))]
-    if faults := name_plugins({"plugins": files}, OWN):
+    if faults := name_plugins({"plugins": files}, NAMED):
         raise UserError("\n".join(faults))
     named = isinstance(checkpoint, str) and checkpoint in ("best", "newest", "averaged")
     loaded = load_model(folder if named or checkpoint is None else _path(checkpoint, "checkpoint"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deepnmt.config import Admin, Model, Recipe, load_recipe, override
+from deepnmt.config.choices import BLOCKS
 from deepnmt.errors import UserError, nearest
 
 
@@ -107,13 +108,19 @@ def expected_model(args: argparse.Namespace, recipe: Recipe, checkpoint: object)
     return None if checkpoint and not named else recipe.model
 
 
-def settable(args: argparse.Namespace, sections: Sequence[str], why: str) -> None:
-    """Raises `UserError` where a setting is given on the command line that is none of these, and in none of these
-    sections (nor `plugins`), since it would change nothing."""
+def settable(args: argparse.Namespace, command: str, why: str, without: Sequence[str] = ()) -> None:
+    """Raises `UserError` where a setting is given on the command line that has no effect in this command, see
+    `config.fields.For`.
+
+    Args:
+        without: settings that have none this time.
+    """
     for words in args.overrides:
-        if not f"{words.partition('=')[0]}.".startswith(tuple(f"{section}." for section in (*sections, "plugins"))):
+        key = words.partition("=")[0]
+        if key in without or not (Recipe.is_marked(key, command) or key.split(".")[0] == "plugins"):
+            known = [name for name in Recipe.marked(command) if name not in without]
             raise UserError(f"{words} has no effect here because {why}; remove it (these have one: "
-                            f"{', '.join(sections)})")
+                            f"{', '.join(known)})")
 
 
 def given(args: argparse.Namespace) -> set[str]:
@@ -143,8 +150,9 @@ def profiled(
         asked: the settings that have no other use in the command.
     """
     encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
-    if "admin" not in (encoder, decoder):
-        why = f"model.encoder.block is {encoder} and model.decoder.block {decoder}, neither of them admin"
+    if not recipe.model.profiled:
+        admin = " or ".join(BLOCKS.where(lambda block: block.profiled))
+        why = f"model.encoder.block is {encoder} and model.decoder.block {decoder}, neither of them {admin}"
     elif recipe.admin.profile is not None:
         why = f"the profile is read from admin.profile ({recipe.admin.profile})"
     else:

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 from deepnmt import arguments
 from deepnmt.arguments import given, parse, positive
 from deepnmt.cli import Command, overview_of, run_command
-from deepnmt.config import Init
+from deepnmt.config.choices import INITS
 from deepnmt.errors import UserError
 
 PROGRAM = "python -m studies"
@@ -189,7 +188,7 @@ def compare_blocks(words: list[str]) -> None:
         "python -m studies compare-blocks recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
         " --processes 2",
     )
-    parser.add_argument("--inits", nargs="+", choices=get_args(Init), default=["auto"], metavar="INIT",
+    parser.add_argument("--inits", nargs="+", choices=list(INITS), default=["auto"], metavar="INIT",
                         help="initialisations: auto xavier xavier_separate depth_scaled published fairseq; a block runs"
                         " once for those that mean the same for it (default auto)")
     add_options(parser, ("--output", "FOLDER", Path, "runs/blocks", "default: %(default)s"),

@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from deepnmt.batch import Batch
-from deepnmt.config import Block, Model, Optimizer, Schedule
+from deepnmt.config import Model, Optimizer, Schedule
 from deepnmt.doctor.measures import Gradients, Growth, displacement, fit_line, gradients, layer_similarity, noise_change
 from deepnmt.doctor.plots import plot_growth, plot_lines, plot_similarity
 from deepnmt.doctor.variants import fresh_model
@@ -259,7 +259,7 @@ def warmup(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _final_losses(
-    small: Small, picture: Path, blocks: Sequence[Block], columns: Mapping[str, tuple[Optimizer, Schedule]],
+    small: Small, picture: Path, blocks: Sequence[str], columns: Mapping[str, tuple[Optimizer, Schedule]],
     xlabel: str, what: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """Losses after 200 updates of the toy task with linear decay, by block, peak rate and column.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepnmt.config import Init, Recipe, Section, check_recipe
+from deepnmt.config import Recipe, Section, check_recipe
 from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import BLOCKS
@@ -33,7 +33,7 @@ class Variant(Stacks):
     rate: float
     seed: int
     source: bool = True
-    init: Init = "auto"
+    init: str = "auto"
 
     @property
     def word(self) -> str:
@@ -87,7 +87,7 @@ class Variant(Stacks):
 
 def list_variants(
     recipe: Recipe, blocks: Sequence[str] | None = None, depths: Sequence[int] = (18, 36),
-    warmups: Sequence[int] | None = None, inits: Sequence[Init] = ("auto",),
+    warmups: Sequence[int] | None = None, inits: Sequence[str] = ("auto",),
 ) -> list[Variant]:
     """The variants of a study, shallow ones first; every depth and warm-up also has a run without sources.
 

@@ -15,21 +15,20 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from deepnmt.config import Model, Recipe, check_recipe
+from deepnmt.config import Fact, Recipe, check_recipe
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
 from deepnmt.doctor.outcome import OUTCOMES, Measured, frequencies, measure_outcome
 from deepnmt.doctor.page import expected_rank
 from deepnmt.doctor.variants import alternatives, fresh_model, initialisation
-from deepnmt.doctor.verdict import SETTINGS, SHIPPED, TRIAL, Trial, VerdictRule, features, run_trial, targets
+from deepnmt.doctor.verdict import SHIPPED, TRIAL, Trial, VerdictRule, features, run_trial, targets
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.blocks import BLOCKS, SIDES
@@ -342,27 +341,27 @@ def fit_runs(file: Path, ship: bool) -> str:
 def seen_in(records: Sequence[Record]) -> dict[str, Any]:
     """What the runs had, for `VerdictRule.unseen`."""
     stacks = [record["recipe"]["model"][side] for record in records for side in SIDES]
-    models = [Model.model_validate(record["recipe"]["model"]) for record in records]  # older ones lack new settings
 
-    def values(*path: str) -> list[Any]:
-        found = set()
-        for record in records:
-            value = record["recipe"]
-            for name in path:
-                value = value[name]
-            found.add(value)
-        return sorted(found)
+    def values(setting: str) -> list[Any]:
+        found = {json.dumps(value): value for value in (_value_in(record["recipe"], setting) for record in records)}
+        return [found[text] for text in sorted(found)]
 
     return {"blocks": sorted({stack["block"] for stack in stacks}),
             "inits": {block: sorted({initialisation(block, stack["init"]) for stack in stacks
                                      if stack["block"] == block}) for block in BLOCKS
                       if any(stack["block"] == block for stack in stacks)},
-            "optimizer.name": values("optimizer", "name"), "schedule.name": values("schedule", "name"),
-            "optimizer.weight_decay": values("optimizer", "weight_decay"),
-            **{name: sorted({attrgetter(name.removeprefix("model."))(model) for model in models})
-               for name in SETTINGS if name.startswith("model.")}, "train.r_drop": [0.0],
-            "width": values("model", "width"),
+            **{setting: values(setting) for setting in Recipe.marked(Fact.SEEN)},
+            "width": sorted(values("model.width")),
             "texts": sorted({record["text"] for record in records}), "precisions": ["fp32"]}
+
+
+def _value_in(tree: Mapping[str, Any], setting: str) -> Any:
+    """A setting of a run's record; those that it lacks had their default."""
+    for name in setting.split("."):
+        if name not in tree:
+            return Recipe.default(setting)
+        tree = tree[name]
+    return tree
 
 
 def key_hash(record: Record) -> str:

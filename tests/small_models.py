@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 from torch import Tensor
 
@@ -14,11 +12,11 @@ from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import Transformer, build_layer
 from deepnmt.tokens import PAD
 
-BLOCKS: list[config.Block] = list(get_args(config.Block))
+BLOCKS: list[str] = list(config.choices.BLOCKS)
 VOCAB = 23
 
 
-def shapes(block: config.Block, layers: tuple[int, int] = (2, 2), dropout: float = 0.0) -> config.Model:
+def shapes(block: str, layers: tuple[int, int] = (2, 2), dropout: float = 0.0) -> config.Model:
     """A model of width 16 with 4 heads, the same block on both sides."""
     return config.Model(
         width=16,
@@ -33,7 +31,7 @@ def shapes(block: config.Block, layers: tuple[int, int] = (2, 2), dropout: float
     )
 
 
-def model_of(block: config.Block, seed: int = 1) -> Transformer:
+def model_of(block: str, seed: int = 1) -> Transformer:
     """A model whose parameters are all random, so that biases, gains and ω take part in the comparison."""
     model = new_model(shapes(block), VOCAB, VOCAB, seed, label_smoothing=0.1).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -32,14 +32,9 @@ from deepnmt.checkpoint.checkpoint import (
     write_checkpoint,
 )
 from deepnmt.checkpoint.retention import last_consecutive
-from deepnmt.config import Model, Recipe, changed_settings, load_recipe
+from deepnmt.config import Fact, Model, Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.folders import original_name
-
-# Settings of the model that only training uses. If any other setting differs, tensors of the same names and shapes mean
-# something else.
-TRAINING_ONLY = ("dropout", "attention_dropout", "activation_dropout", "max_length", "encoder.init", "decoder.init",
-                 "encoder.word_dropout", "decoder.word_dropout", "encoder.layer_drop", "decoder.layer_drop")
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +151,7 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
                 what = "vocabulary" if name in (SRC_VOCAB, TRG_VOCAB) else "file"
                 raise _models_differ(checkpoints[0], folder, f"the {what} {name} differs")
         for change in changed_settings(models[0], other):
-            if change.key not in TRAINING_ONLY:
+            if not Model.is_marked(change.key, Fact.TRAINING_ONLY):
                 raise _models_differ(checkpoints[0], folder,
                                      f"model.{change.key} is {change.new} where {change.old} is expected")
     states = [load_state(folder) for folder in checkpoints]

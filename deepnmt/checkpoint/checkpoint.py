@@ -30,6 +30,7 @@ from deepnmt import folders
 from deepnmt.checkpoint.state_types import StateTypes
 from deepnmt.checkpoint.tensors import INDEX, Renamed, Tensors, kind_of, tensor_file
 from deepnmt.config import Model, Recipe, changed_settings, load_recipe
+from deepnmt.config.choices import TYINGS
 from deepnmt.config.plugins import require_same
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
@@ -389,8 +390,8 @@ def _other_model(model: Model, src_vocab: int, trg_vocab: int, held: Mapping[str
     for side in SIDES:
         if f"{side}.layers.{model.stack(side).layers - 1}.ffn.fc2.weight" not in held:
             return f"the {side} has other than {model.stack(side).layers} layers"
-    if model.tied == "all" and src_vocab != trg_vocab:
-        return f"{SRC_VOCAB} has {src_vocab} pieces and {TRG_VOCAB} {trg_vocab}, but model.tied is all"
+    if TYINGS[model.tied].joint and src_vocab != trg_vocab:
+        return f"{SRC_VOCAB} has {src_vocab} pieces and {TRG_VOCAB} {trg_vocab}, but model.tied is {model.tied}"
     with torch.device("meta"):
         planned = Transformer(model, src_vocab, trg_vocab, 0, after_build=lambda part: None)
     return first_difference(shapes_of(dict(planned.named_parameters())), held)

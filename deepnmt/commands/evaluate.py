@@ -9,9 +9,9 @@ from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import ENSEMBLE, checkpoints_of, processes_of
 from deepnmt.config import load_recipe
+from deepnmt.config.choices import METRICS
+from deepnmt.config.fields import either
 from deepnmt.errors import UserError
-
-METRICS = ("bleu", "chrf", "ter", "chrf++", "flores101", "flores200")  # a copy of evaluate/metrics.py, `METRICS`
 
 
 def evaluate(words: list[str]) -> None:
@@ -38,8 +38,8 @@ def evaluate(words: list[str]) -> None:
     add("--hypotheses", action="append", metavar="SYSTEM=FILE[,FILE...]",
         help="score these translations of the test sets, a file for each set; repeat it to compare systems with the "
         "first one by paired bootstrap")
-    add("--metric", action="append", choices=METRICS, metavar="NAME",
-        help=f"{', '.join(METRICS[:-1])} or {METRICS[-1]}, the last two BLEU over FLORES's pieces, whose vocabulary "
+    add("--metric", action="append", choices=list(METRICS), metavar="NAME",
+        help=f"{either(list(METRICS))}, the last two BLEU over FLORES's pieces, whose vocabulary "
         "SacreBLEU downloads; repeat it for several (default: bleu, chrf and ter)")
     add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
     add("--output", metavar="FILE", help="the JSON file of the scores (default: RUN/scores.json or one beside it)")
@@ -48,11 +48,10 @@ def evaluate(words: list[str]) -> None:
     if args.runs and (named[1:] or named[0] not in ("best", "newest", "averaged")):
         raise UserError(f"--checkpoint {' '.join(args.checkpoint)} names checkpoints of one run, but "
                         f"{1 + len(args.runs)} runs are given; take best, newest or averaged, which every run has")
-    scored = ["run", "data.test", "data.src_lang", "data.trg_lang", "parallel.threads", "parallel.device"]
     if args.hypotheses:
-        settable(args, scored, "ready translations are scored")
+        settable(args, "evaluate --hypotheses", "ready translations are scored")
     else:
-        settable(args, [*scored, "model", "translate", "seed"], "a trained model translates as it is")
+        settable(args, "evaluate", "a trained model translates as it is")
     checkpoints = checkpoints_of(args.checkpoint, recipe)
     from deepnmt.evaluate.evaluate import evaluate_run
 
@@ -62,9 +61,8 @@ def evaluate(words: list[str]) -> None:
         others[checkpoints_of(args.checkpoint, other)[0] if args.checkpoint else run] = other
     with processes_of(recipe) as ranks:
         table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoints=checkpoints,
-                             others=others, metrics=args.metric or METRICS[:3], output=args.output,
-                             expected=expected_model(args, recipe, checkpoints),
-                             ranks=ranks)
+                             others=others, metrics=args.metric or METRICS.where(lambda metric: metric.usual),
+                             output=args.output, expected=expected_model(args, recipe, checkpoints), ranks=ranks)
         if ranks.first:
             print(table)
 
@@ -86,7 +84,7 @@ def report(words: list[str]) -> None:
     add("--scores", default="scores.json", metavar="NAME", help="the file of scores in the run (default scores.json)")
     add("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
     args, recipe = parse(parser, words)
-    settable(args, ["run", "data"], "what was scored is shown as it is")
+    settable(args, "report", "what was scored is shown as it is")
     if len(args.runs) > 1:
         raise UserError(f"report was given {1 + len(args.runs)} runs, but it compares two; give one or two")
     from deepnmt.evaluate.report import write_report

@@ -125,7 +125,7 @@ def average(words: list[str]) -> None:
     parser.add_argument("--output", metavar="FOLDER", help="the folder of the average (default: RUN/averaged)")
     args, recipe = parse(parser, words)
     chosen = any(way is not None for way in (args.last, args.best, args.updates, args.range, args.checkpoints))
-    settable(args, ["run", "model", *([] if chosen else ["average_last"])], "checkpoints are averaged as they are")
+    settable(args, "average", "checkpoints are averaged as they are", without=["average_last"] if chosen else [])
     updates = numbers("--updates", args.updates, ",")
     span = numbers("--range", args.range, ":")
     if span is not None and len(span) != 2:

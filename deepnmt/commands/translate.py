@@ -5,6 +5,8 @@ from __future__ import annotations
 from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import ENSEMBLE, checkpoints_of, processes_of
+from deepnmt.config.choices import FORMATS
+from deepnmt.config.fields import either
 from deepnmt.errors import UserError
 
 
@@ -27,7 +29,7 @@ def translate(words: list[str]) -> None:
     add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
         "(default: standard input)")
     add("--output", default="-", metavar="FILE", help="the file of the translations (default: standard output)")
-    add("--format", default="text", choices=["text", "tsv", "jsonl"],
+    add("--format", default="text", choices=list(FORMATS),
         help="text: the best translation of each line; tsv: line, rank, score and translation; jsonl: an object a "
         "line (default text)")
     add("--prefix", metavar="FILE", help="what each translation begins with, tags included: a line for each line of "
@@ -36,8 +38,7 @@ def translate(words: list[str]) -> None:
         "cross-attention of translate.alignment_layer; jsonl has them too")
     add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
     args, recipe = parse(parser, words)
-    settable(args, ["run", "model", "translate", "seed", "parallel.threads", "parallel.device"],
-             "a trained model translates as it is")
+    settable(args, "translate", "a trained model translates as it is")
     checkpoints = checkpoints_of(args.checkpoint, recipe)
     from deepnmt.decode.translate import translate_files
 
@@ -68,18 +69,17 @@ def score(words: list[str]) -> None:
     add("--translations", metavar="FILE", help="a translation a line; or, where the name ends in .jsonl, what "
         "deepnmt translate --format jsonl wrote, whose pieces are scored as they are")
     add("--output", default="-", metavar="FILE", help="the file of the scores (default: standard output)")
-    add("--format", default="text", choices=["text", "tsv", "jsonl"],
+    add("--format", default="text", choices=list(FORMATS),
         help="text: the log-probabilities of a line's translations; tsv: line, number, log-probability, score and "
         "translation; jsonl: an object a line (default text)")
     add("--pieces", action="store_true", help="with tsv or jsonl: the log-probability of every subword piece")
     add("--top", type=int, default=0, metavar="N", help="beside each piece, the N likeliest there (default 0)")
     add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
     args, recipe = parse(parser, words)
-    settable(args, ["run", "model", "translate", "parallel.threads", "parallel.device"],
-             "a trained model scores as it is")
-    if args.pieces and args.format == "text":
-        raise UserError("--pieces has no effect here because --format text holds a number for each translation; "
-                        "choose --format tsv or jsonl")
+    settable(args, "score", "a trained model scores as it is")
+    if args.pieces and not FORMATS[args.format].many:
+        raise UserError(f"--pieces has no effect here because --format {args.format} holds a number for each "
+                        f"translation; choose --format {either(FORMATS.where(lambda row: row.many))}")
     if args.top < 0 or (args.top and not args.pieces):
         raise UserError(f"--top is {args.top}, must be 0 or more, and needs --pieces")
     checkpoints = checkpoints_of(args.checkpoint, recipe)

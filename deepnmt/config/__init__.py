@@ -1,5 +1,6 @@
 """The recipe: one YAML file with all settings of a run, typed and checked before anything else. Imports no torch."""
 
+from deepnmt.config.fields import Fact, Section
 from deepnmt.config.load import (
     Change,
     changed_settings,
@@ -11,15 +12,11 @@ from deepnmt.config.load import (
     with_settings,
 )
 from deepnmt.config.sections import (
-    HISTORY_BLOCKS,
-    PROFILED_BLOCKS,
     Admin,
     Batch,
-    Block,
     Corpus,
     Data,
     Filters,
-    Init,
     LossScale,
     Model,
     Optimizer,
@@ -27,7 +24,6 @@ from deepnmt.config.sections import (
     Precision,
     Recipe,
     Schedule,
-    Section,
     Stack,
     Train,
     Translate,
@@ -35,16 +31,13 @@ from deepnmt.config.sections import (
 )
 
 __all__ = [
-    "HISTORY_BLOCKS",
-    "PROFILED_BLOCKS",
     "Admin",
     "Batch",
-    "Block",
     "Change",
     "Corpus",
     "Data",
+    "Fact",
     "Filters",
-    "Init",
     "LossScale",
     "Model",
     "Optimizer",

@@ -6,23 +6,23 @@ report of a faulty recipe take no time.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
+from itertools import takewhile
 from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from deepnmt.config.fields import Fault, Section, SettingsError, allowed, section_of, way_to
 from deepnmt.config.plugins import name_plugins
-from deepnmt.config.sections import OWN, Corpus, Recipe, Section
+from deepnmt.config.sections import NAMED, Recipe
 from deepnmt.errors import UserError, nearest
 from deepnmt.shipped import find_shipped, shipped_recipes
 
@@ -73,7 +73,7 @@ def check_recipe(tree: dict[str, Any], origin: str, beside: Path | None = Path()
     """
     tree, faults = expand_variables(tree)
     if beside is not None:
-        faults += name_plugins(tree, OWN, beside)
+        faults += name_plugins(tree, NAMED, beside)
     faults += _split_old_layout(tree)
     faults += find_faults(tree)
     if faults:
@@ -286,116 +286,70 @@ def expand_variables(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
-#
-# Pydantic checks combinations of settings only if each of them is valid. So faulty settings are removed or replaced by
-# placeholders and the rest is checked again, until no new fault appears.
-
-Key = tuple[int | str, ...]
-_VALID_CORPUS = {"src": ["-"], "trg": ["-"]}  # a corpus without any settings is invalid
 
 
 def find_faults(tree: dict[str, Any]) -> list[str]:
-    """The faults of a recipe's settings, one line each."""
-    tree = copy.deepcopy(tree)
-    lines: list[str] = []
-    repaired: set[Key] = set()
+    """The faults of a recipe's settings, one line each.
+
+    Pydantic checks combinations of settings only where each of them is valid. So what is faulty is left out and the
+    rest is checked again, until there is nothing new; what contradicts a setting that was left out is nothing new.
+    Where a setting without a default is missing, combinations of different sections wait until it is there.
+    """
+    found: list[Fault] = []
     while True:
-        try:
-            Recipe.model_validate(tree)
-            return lines
-        except ValidationError as error:
-            faults = error.errors()
-        named: set[Key] = set()
-        for fault in faults:
-            where = ".".join(map(str, fault["loc"]))
-            for sentence, settings in _describe(fault):
-                if not settings & repaired:  # else a placeholder may have caused it
-                    lines.append(f"{where}: {sentence}" if where else sentence)
-                named |= settings
-        if named <= repaired:
-            return lines
-        for setting in named:
-            _repair(tree, setting)
-        repaired |= named
+        faulty = {key for fault in found for key in fault.settings}
+        new = [fault for fault in _faults_of(_without(tree, faulty)) if faulty.isdisjoint(fault.settings)]
+        if not new:
+            return [fault.text for fault in found]
+        found += new
 
 
-def _describe(fault: ErrorDetails) -> Iterator[tuple[str, set[Key]]]:
-    """A sentence for each fault in one of Pydantic's errors, with the settings it names."""
-    path, kind = fault["loc"], fault["type"]
-    if kind == "value_error":
-        for sentence in str(fault["ctx"]["error"]).split("\n"):
-            keys = [(*path, *word.split(".")) for word in re.findall(r"\w+(?:\.\w+)*", sentence)]
-            yield sentence, {key for key in keys if key[-1] in _known_at(key[:-1])} or {path}
-    elif kind == "missing":
-        yield "is missing; this setting has no default", {path}
-    elif kind == "extra_forbidden":
-        known = _known_at(path[:-1])
-        if near := nearest(str(path[-1]), known):
-            yield f"unknown setting; did you mean {'.'.join(map(str, (*path[:-1], near)))}?", {path}
+def _faults_of(tree: dict[str, Any]) -> Iterator[Fault]:
+    """The faults that one check finds, with the dotted keys of their settings."""
+    try:
+        Recipe.model_validate(tree)
+        return
+    except ValidationError as error:
+        errors = error.errors()
+    for fault in errors:
+        where = ".".join(map(str, fault["loc"]))
+        if fault["type"] == "value_error" and isinstance(inner := fault["ctx"]["error"], SettingsError):
+            for settings, text in inner.faults:
+                yield Fault(tuple(f"{where}.{name}" if where else name for name in settings),
+                            f"{where}: {text}" if where else text)
         else:
-            yield f"unknown setting; known: {', '.join(known)}", {path}
-    elif kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", fault["ctx"]["expected"])
-        near = nearest(str(fault["input"]), choices)
-        hint = f"; did you mean {near}?" if near else ""
-        yield f"is {fault['input']!r}, must be one of {', '.join(choices)}{hint}", {path}
-    elif kind == "model_type":
-        yield f"is {fault['input']!r}, must be a group of settings; known: {', '.join(_known_at(path))}", {path}
-    else:
-        message = re.sub(r"^(Input|List|String) should", "must", fault["msg"])
-        yield (f"is {fault['input']!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}",
-               {path})
+            setting = takewhile(lambda part: isinstance(part, str), fault["loc"])  # of a list's item: the list
+            yield Fault((".".join(map(str, setting)),), f"{where}: {_sentence(fault)}" if where else _sentence(fault))
 
 
-def _known_at(path: Key) -> dict[str, FieldInfo]:
-    """The settings of the section at a path; none if there is no section."""
-    section = _section_at(path)
-    return section.model_fields if section else {}
+def _sentence(fault: ErrorDetails) -> str:
+    """One of Pydantic's errors as a sentence."""
+    kind, given, way = fault["type"], fault["input"], [str(part) for part in fault["loc"]]
+    if kind == "missing":
+        return "is missing; this setting has no default"
+    if kind == "extra_forbidden":
+        known = list(_known_at(way[:-1]))
+        near = nearest(way[-1], known)
+        return (f"unknown setting; did you mean {'.'.join([*way[:-1], near])}?" if near
+                else f"unknown setting; known: {', '.join(known)}")
+    if kind == "literal_error":
+        choices = allowed(way_to(Recipe, ".".join(way))[-1])
+        near = nearest(str(given), choices)
+        return f"is {given!r}, must be one of {', '.join(choices)}" + (f"; did you mean {near}?" if near else "")
+    if kind == "model_type":
+        return f"is {given!r}, must be a group of settings; known: {', '.join(_known_at(way))}"
+    message = re.sub(r"^(Input|List|String) should", "must", fault["msg"])
+    return f"is {given!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}"
 
 
-def _section_at(path: Key) -> type[BaseModel] | None:
-    """The section at a path, or None. A mapping of sections has one under every name."""
-    kind: Any = Recipe
-    for name in path:
-        if _is_section(kind):
-            field = kind.model_fields.get(str(name))
-            kind = field.annotation if field else None
-        else:
-            kind = next(filter(_is_section, get_args(kind)), None)
-    return kind if _is_section(kind) else None
+def _known_at(way: list[str]) -> Iterable[str]:
+    """The settings of the section at a path."""
+    fields = way_to(Recipe, ".".join(way))
+    section = section_of(fields[-1]) if fields else Recipe
+    return section.model_fields if section else []
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _is_corpus(kind: Any) -> bool:
-    return _is_section(kind) and issubclass(kind, Corpus)
-
-
-def _repair(tree: dict[str, Any], path: Key) -> None:
-    """Removes the setting at a path from the tree, or replaces it by a placeholder if it is required."""
-    for depth in range(1, len(path)):  # of a corpus or a list the whole, not a part of it
-        if _is_corpus(_section_at(path[:depth])) or isinstance(path[depth], int):
-            path = path[:depth]
-            break
-    *groups, name = path
-    node: Any = tree
-    for group in groups:
-        node = node.get(group) if isinstance(node, dict) else None
-    if not isinstance(node, dict):
-        return  # a section above it has been repaired, or it is not in the tree
-    field = _known_at(tuple(groups)).get(str(name))
-    if _is_corpus(_section_at(path)) or (field is not None and field.is_required()):
-        node[name] = _placeholder(field.annotation if field else Corpus)
-    else:
-        node.pop(name, None)
-
-
-def _placeholder(kind: Any) -> Any:
-    """A valid value for a setting without a default: a large number, a text, or a section of such."""
-    if _is_corpus(kind):
-        return dict(_VALID_CORPUS)
-    if not _is_section(kind):
-        return "-" if kind is str else 10**9
-    return {name: _placeholder(field.annotation) for name, field in kind.model_fields.items() if field.is_required()}
+def _without(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """The tree without some settings."""
+    return {name: _without(value, keys, f"{prefix}{name}.") if isinstance(value, dict) else value
+            for name, value in tree.items() if f"{prefix}{name}" not in keys}

@@ -15,7 +15,7 @@ import ast
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -25,12 +25,10 @@ from typing import Any, TypeVar
 
 import yaml
 
+from deepnmt.config.choices import Choices
 from deepnmt.errors import UserError
 
 KINDS = {"BLOCKS": "block", "SCHEDULES": "schedule", "TASKS": "task"}
-# Where a recipe uses a name, and of which kind.
-SETTINGS = {"model.encoder.block": "BLOCKS", "model.decoder.block": "BLOCKS", "schedule.name": "SCHEDULES",
-            "task": "TASKS"}
 
 Row = TypeVar("Row")
 
@@ -69,18 +67,19 @@ class Table(dict[str, Row]):
 # -- what a recipe names -----------------------------------------------------------------------------------------------
 
 
-def name_plugins(tree: dict[str, Any], own: Mapping[str, Collection[str]], beside: Path | None = None) -> list[str]:
+def name_plugins(tree: dict[str, Any], named: Mapping[str, Choices[Any]], beside: Path | None = None) -> list[str]:
     """Takes the plug-ins of a recipe as named by the user, and writes their hashes into the tree; returns the faults.
 
     Args:
         tree: the settings, in place.
-        own: deepnmt's own names, by kind.
+        named: deepnmt's own names, by the settings in which a recipe may have a plug-in's instead.
         beside: the folder of the recipe, in which files that are not in the current one are looked for.
     """
     wanted = as_mapping(tree.get("plugins", {}))
     if not isinstance(wanted, dict):
         return []  # a fault of its type, which the check of the recipe reports
     found, faults = {}, []
+    own = {choices.plugins: choices for choices in named.values()}
     for source, written in wanted.items():
         if not str(source).endswith(".py"):  # a run's recipe may have an installed package, which is looked for below
             if source not in _installed_sources():
@@ -102,8 +101,8 @@ def name_plugins(tree: dict[str, Any], own: Mapping[str, Collection[str]], besid
         _named.pop(plugin.source, None)
         _named[plugin.source] = plugin
         found[plugin.source] = plugin.sha256
-    for setting, kind in SETTINGS.items():
-        name = _value(tree, setting)
+    for setting, choices in named.items():
+        name, kind = _value(tree, setting), str(choices.plugins)
         ours = (_named[source].names.get(kind, ()) for source in found if source in _named)
         here = {*own[kind], *(other for names in ours for other in names)}
         if isinstance(name, str) and name not in here and (point := _installed(kind).get(name)):

@@ -8,29 +8,34 @@ Comments beside a setting name the table with a row for each of its values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from deepnmt.config.plugins import SETTINGS, are_named, as_mapping, known
+from deepnmt.config.choices import (
+    ACTIVATIONS,
+    BLOCKS,
+    INITS,
+    NORMS,
+    OPTIMIZERS,
+    POSITIONS,
+    SCHEDULES,
+    SEARCHES,
+    TASKS,
+    TYINGS,
+    VOCAB_KINDS,
+    BlockFacts,
+    Use,
+    facts_of,
+)
+from deepnmt.config.fields import Fact, Fault, For, Section, either
+from deepnmt.config.plugins import are_named, as_mapping, known
 from deepnmt.errors import nearest
 
-Block = Literal["post_ln", "pre_ln", "admin", "admin_closed_form", "b2t", "b2t_no_ln", "deepnorm", "rezero",
-                "rezero_post_ln", "fixup", "t_fixup", "looks_linear", "dlcl", "dlcl_post"]  # model/blocks.py, `BLOCKS`
-Curve = Literal["inverse_sqrt", "inverse_sqrt_decay", "constant", "linear", "step", "cosine", "wsd",
-                "plateau"]  # optim/schedules.py, `SCHEDULES`
-OWN: dict[str, tuple[str, ...]] = {"BLOCKS": get_args(Block), "SCHEDULES": get_args(Curve), "TASKS": ("translation",)}
-# Copies of attributes in model/blocks.py, because recipes are checked without importing torch.
-HISTORY_BLOCKS = ("dlcl", "dlcl_post")  # `needs_history`
-PROFILED_BLOCKS = ("admin",)  # `profiled`
-UNGATED_BLOCKS = ("fixup", "looks_linear")  # `feed_forward` is not a plain `FeedForward`
-GATED = ("reglu", "geglu", "swiglu")  # model/feedforward.py, `ACTIVATIONS` with two rows
-# Settings of a stack that belong to a block: the blocks that know them.
-BLOCK_OPTIONS = {"history_window": HISTORY_BLOCKS, "history_softmax": HISTORY_BLOCKS,
-                 "output_change": ("admin_closed_form",)}
-Init = Literal["auto", "xavier", "xavier_separate", "depth_scaled", "published", "fairseq"]
+SEARCHING = ("translate", "score", "evaluate")  # what is done with a trained model
+READY = "evaluate --hypotheses"  # which scores translations without a model
 Precision = Literal["fp32", "bf16", "fp16"]
 # Counts have bounds above which they can only be a mistake. Where less is too much for a machine, that machine says so:
 # `device.require_cores`, and whatever runs out of memory.
@@ -45,29 +50,7 @@ Positive = Annotated[float, Field(gt=0.0)]
 Folder = Annotated[str, Field(min_length=1)]
 Part = Annotated[str, Field(min_length=1)]  # of a model; optim/groups.py, `is_in`
 Files = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), WithJsonSchema(
-    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]})]
-
-
-def _or_plugin(kind: str) -> WithJsonSchema:
-    """One of deepnmt's own names, or one of a plug-in."""
-    return WithJsonSchema({"anyOf": [{"enum": list(OWN[kind])}, {"type": "string"}]})
-
-
-class Section(BaseModel):
-    """A group of settings. Unknown keys and wrong types are faults; values cannot change after the check."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
-                              use_attribute_docstrings=True)
-
-    def faults(self) -> Iterator[str]:
-        """Faults in the combination of settings, a sentence each, with names of settings relative to this section."""
-        return iter(())
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Section:
-        if faults := list(self.faults()):
-            raise ValueError("\n".join(faults))
-        return self
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}), Fact.PATH]
 
 
 class Corpus(Section):
@@ -81,7 +64,7 @@ class Corpus(Section):
     """Files of tab-separated columns, instead of `src` and `trg`."""
     columns: list[Count] = Field(default=[1, 2], min_length=2, max_length=2)
     """The columns of source and target in the `tsv` files, counted from 1."""
-    tag: Annotated[str, Field(pattern=r"^\S+$")] | None = None
+    tag: Annotated[Annotated[str, Field(pattern=r"^\S+$")] | None, Fact.EPOCH] = None
     """A tag in front of every source sentence, such as `<2de>` for a target language or `<BT>` for back-translation.
     It is one piece of the vocabulary, and no translation contains it."""
     mtdata: list[str] = Field(default_factory=list)
@@ -89,29 +72,33 @@ class Corpus(Section):
     `Statmt-europarl_wmt13-7-deu-eng`."""
     sacrebleu: str | None = None
     """The test set that `deepnmt get` fetches into `src` and `trg`, by SacreBLEU's name, such as `wmt14/full`."""
-    translated_by: Folder | None = None
+    translated_by: Annotated[Folder | None, Fact.PATH] = None
     """The model, a run or its recipe, whose translations `deepnmt run` writes into one of the files: into `trg` if it
     translates as this recipe does (distillation), into `src` if the other way round (back-translation)."""
     translate: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     """Settings of that model's `translate` section to change for it, as in `{method: sample}`."""
 
-    def faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[Fault]:
         if self.tsv and (self.src or self.trg):
-            yield "give either 'tsv' or 'src' and 'trg', not both"
+            yield Fault(("tsv", "src", "trg"), "give either 'tsv' or 'src' and 'trg', not both")
         elif not self.tsv and not (self.src and self.trg):
-            yield "give 'src' and 'trg' files, or 'tsv' files"
+            yield Fault(("src", "trg", "tsv"), "give 'src' and 'trg' files, or 'tsv' files")
         elif len(self.src) != len(self.trg):
-            yield f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; give as many of one as of the other"
+            yield Fault(("src", "trg"), f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; give as many "
+                        "of one as of the other")
         if self.mtdata and self.sacrebleu:
-            yield "give either 'mtdata' or 'sacrebleu', not both"
+            yield Fault(("mtdata", "sacrebleu"), "give either 'mtdata' or 'sacrebleu', not both")
         elif self.mtdata or self.sacrebleu:
             files = [*self.src, *self.trg]
             if len(set(files)) != 2 or any(file.endswith((".gz", ".xz", ".zst", ".bz2")) for file in files):
-                yield "'mtdata' and 'sacrebleu' are fetched into two plain files; name one in 'src' and one in 'trg'"
+                yield Fault(("src", "trg"), "'mtdata' and 'sacrebleu' are fetched into two plain files; name one in "
+                            "'src' and one in 'trg'")
         if self.translated_by and (self.tsv or self.mtdata or self.sacrebleu):
-            yield "'translated_by' needs 'src' and 'trg', and nothing else that makes them; remove one of the two"
+            yield Fault(("translated_by",), "'translated_by' needs 'src' and 'trg', and nothing else that makes them; "
+                        "remove one of the two")
         if self.translate and not self.translated_by:
-            yield "'translate' has no effect without 'translated_by', the model that translates; name it, or remove it"
+            yield Fault(("translate", "translated_by"), "'translate' has no effect without 'translated_by', the model "
+                        "that translates; name it, or remove it")
 
 
 class ScoredCorpus(Corpus):
@@ -133,7 +120,7 @@ class AlignedCorpus(Corpus):
 class WeightedCorpus(AlignedCorpus):
     """One of several parallel corpora of a training text."""
 
-    weight: Positive = 1.0
+    weight: Annotated[Positive, Fact.EPOCH] = 1.0
     """How often the corpus is used: 3 is as if it were given three times."""
 
 
@@ -166,16 +153,17 @@ class _Corpora(AlignedCorpus):
             corpora[name] = {**corpora.get(name, {}), **corpus}
         return {**{key: value for key, value in tree.items() if key not in named}, "corpora": corpora}
 
-    def faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[Fault]:
         corpora = getattr(self, "corpora", {})
         if not corpora:
             yield from super().faults()
         elif any((self.src, self.trg, self.tsv, self.alignments, self.tag, self.mtdata, self.sacrebleu,
                   self.translated_by)):
-            yield f"give either the files of one corpus, or corpora by name ({', '.join(corpora)}), not both"
+            yield Fault(("corpora",), "give either the files of one corpus, or corpora by name "
+                        f"({', '.join(corpora)}), not both")
         for name in corpora:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-                yield f"corpora.{name}: a corpus's name has letters, digits, '_', '-' and '.' only"
+                yield Fault(("corpora",), f"corpora.{name}: a corpus's name has letters, digits, '_', '-' and '.' only")
 
 
 class TrainText(_Corpora):
@@ -183,7 +171,7 @@ class TrainText(_Corpora):
 
     corpora: dict[str, WeightedCorpus] = Field(default_factory=dict)
     """Several corpora by name, instead of `src`, `trg` or `tsv`."""
-    temperature: Positive = 1.0
+    temperature: Annotated[Positive, Fact.EPOCH] = 1.0
     """Above 1, small corpora are used more often and large ones less: shares become their power 1/temperature. Only
     with several corpora."""
 
@@ -213,26 +201,26 @@ class Filters(Section):
 class Data(Section):
     """The texts, the folder they are prepared into, and how."""
 
-    folder: Folder
+    folder: Annotated[Folder, Fact.PATH]
     """The folder that `deepnmt prepare` writes and training reads."""
-    src_lang: str
+    src_lang: Annotated[str, For("evaluate", READY)]
     """The source language, such as `de`."""
-    trg_lang: str
+    trg_lang: Annotated[str, For("evaluate", READY)]
     """The target language, such as `en`; it also decides how SacreBLEU tokenises."""
     train: TrainText
     """The training text."""
     valid: ValidText
     """The validation text, for the loss and the BLEU during training."""
-    test: dict[str, ScoredCorpus] = Field(default_factory=dict)
+    test: Annotated[dict[str, ScoredCorpus], For("evaluate", READY)] = Field(default_factory=dict)
     """Test sets by name, for `deepnmt evaluate`."""
-    filters: Filters = Filters()
+    filters: Annotated[Filters, Fact.FIXED, Fact.PREPARED] = Filters()
     """Which training pairs are left out."""
     workers: Cores = 0
     """Processes that segment the text; 0: one per core."""
-    subword_variants: Annotated[int, Field(ge=0, le=1000)] = 0
+    subword_variants: Annotated[int, Field(ge=0, le=1000), Fact.FIXED, Fact.PREPARED, Fact.SEEN] = 0
     """Sampled segmentations of the training text, used in turn by the epochs (BPE-dropout or unigram sampling);
     0: none, every epoch sees the best segmentation."""
-    subword_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    subword_alpha: Annotated[float, Field(ge=0.0, le=1.0), Fact.FIXED, Fact.PREPARED] = 0.1
     """How much sampled segmentations vary: with bpe the probability of skipping a merge; with unigram the exponent
     of a segmentation's probability (smaller: more variation)."""
 
@@ -240,31 +228,31 @@ class Data(Section):
 class Vocab(Section):
     """The SentencePiece vocabularies. Ids: unk 0, bos 1, eos 2, pad 3."""
 
-    model: Folder | None = None
+    model: Annotated[Folder | None, Fact.PATH] = None
     """A vocabulary that there is already, to fine-tune a model: the folder of a run, a checkpoint or prepared data, or
     a SentencePiece file; null: one is trained. `kind` must say what it is; `size`, `byte_fallback`,
     `character_coverage` and `max_sentences` then have no effect."""
-    kind: Literal["bpe", "unigram"] = "bpe"
+    kind: Annotated[str, VOCAB_KINDS, Fact.PREPARED] = "bpe"
     """The SentencePiece model."""
-    size: Annotated[int, Field(ge=8, le=1_000_000)] = 8000
+    size: Annotated[int, Field(ge=8, le=1_000_000), Fact.PREPARED] = 8000
     """Pieces, the four special ones (unk, bos, eos, pad) and tags included."""
-    tags: list[Annotated[str, Field(pattern=r"^\S+$")]] = Field(default_factory=list)
+    tags: Annotated[list[Annotated[str, Field(pattern=r"^\S+$")]], Fact.PREPARED] = Field(default_factory=list)
     """Tags that source sentences begin with in the text itself, a space after them. Those of `tag` need not be
     listed."""
-    shared: bool = True
+    shared: Annotated[bool, Fact.PREPARED] = True
     """One vocabulary for both languages."""
-    byte_fallback: bool = False
+    byte_fallback: Annotated[bool, Fact.PREPARED] = False
     """Encode characters that have no piece as bytes, instead of as unk."""
-    character_coverage: Annotated[float, Field(gt=0.9, le=1.0)] = 1.0
+    character_coverage: Annotated[float, Field(gt=0.9, le=1.0), Fact.PREPARED] = 1.0
     """The share of the text's characters that are in the vocabulary."""
-    max_sentences: Count = 2_000_000
+    max_sentences: Annotated[Count, Fact.PREPARED] = 2_000_000
     """At most this many sentences of the training text are read for training the vocabulary."""
 
 
 class Batch(Section):
     """The micro-batches."""
 
-    tokens: Count = 4096
+    tokens: Annotated[Count, Fact.FIXED] = 4096
     """Size of a micro-batch: its sentences times its longest sentence, on either side, padding included; above
     `data.filters.max_tokens`."""
     accumulation: Annotated[int, Field(ge=1, le=2**16)] = 1
@@ -282,30 +270,30 @@ class Shape(NamedTuple):
 class Stack(Section):
     """A stack of layers, one side of the model."""
 
-    block: Annotated[str, _or_plugin("BLOCKS")] = "admin"
+    block: Annotated[str, BLOCKS] = "admin"
     """The residual block of every layer; a text is the name of one in a plug-in."""
     layers: Annotated[int, Field(ge=1, le=100_000)] = 6
     """Number of layers."""
-    init: Init = "auto"
+    init: Annotated[str, INITS, Fact.TRAINING_ONLY] = "auto"
     """Initial weights of matrices. `xavier` divides Xavier's bound of query, key and value by √2 (not with deepnorm);
     `xavier_separate` does not; `depth_scaled` is `xavier` with every matrix times layers^-1/2. `auto` is
     `depth_scaled` for b2t and b2t_no_ln and `xavier` for the others. `published` is what the code of the block's
     authors does, scalars and biases included. `fairseq` is `xavier` but for what fairseq 0.12.2 leaves to PyTorch: FFN
     matrices and the biases of query, key, value and FFN, uniform in ±1/√columns. post_ln learns faster with it from few
     tokens."""
-    output_change: Literal["log", "constant", "linear"] = "log"
+    output_change: Annotated[Literal["log", "constant", "linear"], Fact.SEEN] = "log"
     """How the output's change grows with depth at first (with admin_closed_form only): with its logarithm, not at all,
     or in proportion."""
-    history_window: Layers = 0
+    history_window: Annotated[Layers, Fact.SEEN] = 0
     """Outputs below a layer that it sums, the last ones (with dlcl and dlcl_post only); 0: all."""
-    history_softmax: bool = False
+    history_softmax: Annotated[bool, Fact.SEEN] = False
     """Whether the weights of these sums go through a softmax (with dlcl and dlcl_post only)."""
-    input_gain: bool = False
+    input_gain: Annotated[bool, Fact.SEEN] = False
     """A trainable vector on the stack's input, 1 at first; a folded model keeps its first ω there."""
-    word_dropout: Rate = 0.0
+    word_dropout: Annotated[Rate, Fact.TRAINING_ONLY, Fact.SEEN] = 0.0
     """Word dropout in training: the probability with which a token's embedding is replaced by zeros; its position
     stays, and so does bos."""
-    layer_drop: Rate = 0.0
+    layer_drop: Annotated[Rate, Fact.TRAINING_ONLY, Fact.SEEN] = 0.0
     """LayerDrop in training: the probability with which a layer is passed by. It regularises, and saves no time."""
     width: Annotated[int, Field(ge=1, le=2**16)] | None = None
     """Width of this side; null: `model.width`. Two widths need `tied: decoder` or `none`."""
@@ -314,20 +302,25 @@ class Stack(Section):
     ffn: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Inner width of this side's feed-forward sub-layers; null: `model.ffn`."""
 
-    def faults(self) -> Iterator[str]:
-        for name in self.options():
-            if self.block not in BLOCK_OPTIONS[name]:
-                yield (f"{name} ({getattr(self, name)}) needs block: {' or '.join(BLOCK_OPTIONS[name])}, but block is "
-                       f"{self.block}; remove {name}")
+    def faults(self) -> Iterator[Fault]:
+        for name, blocks in self.misplaced("block").items():
+            yield Fault((name, "block"), f"{name} ({getattr(self, name)}) needs block: {either(blocks)}, but block "
+                        f"is {self.block}; remove {name}")
 
-    def options(self) -> list[str]:
-        """The names in `BLOCK_OPTIONS` that are set."""
-        return [name for name in BLOCK_OPTIONS if getattr(self, name) != type(self).model_fields[name].default]
+    @property
+    def facts(self) -> BlockFacts:
+        """What is to be known of the block."""
+        return facts_of(self.block)
+
+    @property
+    def as_published(self) -> bool:
+        """Whether the block is built as its authors' code has it, which then differs."""
+        return self.init == "published" and self.facts.published
 
     def changes_for(self, block: str) -> dict[str, object]:
         """The settings that give the stack another block: its name, and no options that it does not know."""
-        unknown = [name for name in self.options() if block not in BLOCK_OPTIONS[name]]
-        return {"block": block, **{name: type(self).model_fields[name].default for name in unknown}}
+        other = self.model_copy(update={"block": block})
+        return {"block": block, **{name: self.default(name) for name in other.misplaced("block")}}
 
 
 class Model(Section):
@@ -339,26 +332,25 @@ class Model(Section):
     """Attention heads; they share the width evenly."""
     ffn: Annotated[int, Field(ge=1, le=2**20)] = 2048
     """Inner width of the feed-forward sub-layer; even with looks_linear."""
-    # model/feedforward.py, `ACTIVATIONS`
-    activation: Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"] = "relu"
+    activation: Annotated[str, ACTIVATIONS, Fact.SEEN] = "relu"
     """Activation of the feed-forward sub-layer. `reglu`, `geglu` and `swiglu` multiply that of the first three by a
     gate, a third matrix of the sub-layer; 2/3 of `ffn` then has as many parameters. Not with fixup and looks_linear."""
-    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # model/blocks.py, `NORMS`
+    norm: Annotated[str, NORMS, Fact.SEEN] = "layer_norm"
     """The norm of the blocks: LayerNorm, or RMSNorm, which neither centres nor has a bias."""
-    positions: Literal["sinusoidal", "fairseq", "rotary"] = "sinusoidal"  # model/positions.py, `POSITIONS`
+    positions: Annotated[str, POSITIONS, Fact.SEEN] = "sinusoidal"
     """`sinusoidal`: sines and cosines are added to the embeddings; `fairseq`: those of fairseq, which imported models
     have. `rotary`: nothing is added, but queries and keys of
     the self-attention are rotated by their positions."""
-    dropout: Rate = 0.1
+    dropout: Annotated[Rate, Fact.TRAINING_ONLY] = 0.1
     """Dropout on the output of every sub-layer and on the embeddings."""
-    attention_dropout: Rate = 0.0
+    attention_dropout: Annotated[Rate, Fact.TRAINING_ONLY, Fact.SEEN] = 0.0
     """Dropout on the attention weights."""
-    activation_dropout: Rate = 0.0
+    activation_dropout: Annotated[Rate, Fact.TRAINING_ONLY, Fact.SEEN] = 0.0
     """Dropout inside the feed-forward sub-layer."""
-    tied: Literal["all", "decoder", "none"] = "all"
+    tied: Annotated[str, TYINGS, Fact.SEEN] = "all"
     """Which embeddings are one table: `all` (source, target and output), `decoder` (target and output) or `none`;
     `all` needs `vocab.shared`."""
-    max_length: Annotated[int, Field(ge=1, le=2**17)] = 512
+    max_length: Annotated[int, Field(ge=1, le=2**17), Fact.TRAINING_ONLY] = 512
     """The longest sentence in tokens, eos included; above `data.filters.max_tokens`."""
     encoder: Stack = Stack()
     """The stack that reads the source."""
@@ -377,42 +369,52 @@ class Model(Section):
     @property
     def ffn_matrices(self) -> int:
         """Matrices of a feed-forward sub-layer."""
-        return 3 if self.activation in GATED else 2
+        return 3 if ACTIVATIONS[self.activation].gated else 2
 
     @property
     def profiled(self) -> bool:
         """Whether a stack's ω are measured before the first update, or read from a profile."""
-        return self.encoder.block in PROFILED_BLOCKS or self.decoder.block in PROFILED_BLOCKS
+        return self.encoder.facts.profiled or self.decoder.facts.profiled
 
-    def faults(self) -> Iterator[str]:
+    @property
+    def tables(self) -> Mapping[Use, str]:
+        """The name of the embedding table for each use."""
+        return TYINGS[self.tied].tables
+
+    def faults(self) -> Iterator[Fault]:
         yield from dict.fromkeys(fault for side in ("encoder", "decoder") for fault in self._faults_of(side))
         widths = [self.shape(side).width for side in ("encoder", "decoder")]
-        if self.tied == "all" and widths[0] != widths[1]:
-            yield (f"tied: all needs one width, but the encoder's is {widths[0]} and the decoder's {widths[1]}; set "
-                   "tied: decoder")
+        if TYINGS[self.tied].joint and widths[0] != widths[1]:
+            yield Fault(("tied", "width", "encoder.width", "decoder.width"), f"tied: {self.tied} needs one width, "
+                        f"but the encoder's is {widths[0]} and the decoder's {widths[1]}; set tied: decoder")
 
-    def _faults_of(self, side: Literal["encoder", "decoder"]) -> Iterator[str]:
+    def _faults_of(self, side: Literal["encoder", "decoder"]) -> Iterator[Fault]:
         """Faults in the sizes of one side."""
         stack, (width, heads, ffn) = self.stack(side), self.shape(side)
         names = {name: f"{side}.{name}" if getattr(stack, name) else name for name in Shape._fields}
         if width % heads:
-            yield f"{names['width']} ({width}) must be a multiple of {names['heads']} ({heads})"
-        elif self.positions == "rotary" and width // heads % 2:
-            yield (f"{names['width']} ({width}) divided by {names['heads']} ({heads}) must be even with positions: "
-                   "rotary, which turns pairs of a head's dimensions")
+            yield Fault((names["width"], names["heads"]),
+                        f"{names['width']} ({width}) must be a multiple of {names['heads']} ({heads})")
+        elif not POSITIONS[self.positions].added and width // heads % 2:
+            yield Fault((names["width"], names["heads"], "positions"), f"{names['width']} ({width}) divided by "
+                        f"{names['heads']} ({heads}) must be even with positions: {self.positions}, which turns "
+                        "pairs of a head's dimensions")
         if width % 2:
-            yield f"{names['width']} ({width}) must be even: positions are half sines, half cosines"
-        if ffn % 2 and stack.block == "looks_linear":
-            yield f"{names['ffn']} ({ffn}) must be even with block: looks_linear: half of it mirrors the other half"
-        if self.activation in GATED and stack.block in UNGATED_BLOCKS:
-            yield (f"activation ({self.activation}) has a gate, for which {side}.block: {stack.block} has no rule; set "
-                   "activation to relu, gelu or silu, or choose another block")
+            yield Fault((names["width"],),
+                        f"{names['width']} ({width}) must be even: positions are half sines, half cosines")
+        if ffn % 2 and stack.facts.halves:
+            yield Fault((names["ffn"], f"{side}.block"), f"{names['ffn']} ({ffn}) must be even with block: "
+                        f"{stack.block}: half of it mirrors the other half")
+        if ACTIVATIONS[self.activation].gated and not stack.facts.gated:
+            plain = either(ACTIVATIONS.where(lambda row: not row.gated))
+            yield Fault(("activation", f"{side}.block"), f"activation ({self.activation}) has a gate, for which "
+                        f"{side}.block: {stack.block} has no rule; set activation to {plain}, or choose another block")
 
 
 class Admin(Section):
     """The profile of `block: admin`, which sets its initial ω."""
 
-    profile: str | None = None
+    profile: Annotated[str | None, Fact.PATH] = None
     """A file of ω to start from, only with `block: admin`; null: the run measures them before its first update."""
     tokens: Annotated[int, Field(ge=1, le=65536)] = 8192
     """Target tokens of the batch on which ω are measured."""
@@ -429,17 +431,16 @@ class Admin(Section):
 class Optimizer(Section):
     """The optimizer; all come from PyTorch."""
 
-    # optim/optimizers.py, `build_optimizer` and `moment_names`
-    name: Literal["adam", "adamw", "radam", "radamw", "sgd", "muon"] = "adam"
+    name: Annotated[str, OPTIMIZERS, Fact.MOMENTS, Fact.SEEN] = "adam"
     """PyTorch's Adam, AdamW, RAdam, RAdam with AdamW's weight decay, SGD, or Muon for the matrices of the layers and
     AdamW for the rest; Muon only without a `ds_config` or with ZeRO 0, since the other stages split matrices."""
-    unrectified: Literal["momentum", "skip"] = "momentum"
+    unrectified: Annotated[Literal["momentum", "skip"], Fact.SEEN] = "momentum"
     """What RAdam does in its first updates (five with the default betas), too few to rectify: `momentum` follows the
     running mean of the gradient, as PyTorch does; `skip` leaves out the step, not the decay, as Transformer-Clinic
     does (with radam and radamw only)."""
     lr: Positive = 5e-4
     """Peak learning rate."""
-    lr_factors: dict[Part, Positive] = Field(default_factory=dict)
+    lr_factors: Annotated[dict[Part, Positive], Fact.SEEN] = Field(default_factory=dict)
     """Factors of the learning rate for parts of the model, as in `{decoder: 0.1, embeddings: 0.01}`. A part is a name
     of parameters or its beginning (`encoder`, `decoder.layers.0`), with `*` for anything (`*.cross_attn`). Where
     several match, the last counts."""
@@ -447,44 +448,35 @@ class Optimizer(Section):
     """Decay of the running means of the gradient and of its square (not with sgd)."""
     eps: Positive = 1e-9
     """Added to the denominator (not with sgd)."""
-    momentum: Rate = 0.0
+    momentum: Annotated[Rate, Fact.MOMENTS, Fact.SEEN] = 0.0
     """Momentum (with sgd and muon only; muon needs one, 0.95 in its paper)."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0), Fact.SEEN] = 0.0
     """Weight decay: adamw, radamw and muon shrink the weights themselves, the others add it to the gradient."""
     decay_norms_and_biases: bool | None = None
     """Whether every parameter is decayed (true) or only matrices (false); required if `weight_decay` is above 0."""
 
-    def faults(self) -> Iterator[str]:
-        if self.name == "muon" and not self.momentum:
-            yield "name: muon needs momentum, such as 0.95"
-        if self.momentum and self.name not in ("sgd", "muon"):
-            yield (f"momentum ({self.momentum:g}) needs name: sgd or muon, but name is {self.name}, whose momentum is "
-                   "the first of betas; remove momentum")
-        if self.unrectified == "skip" and not self.name.startswith("radam"):
-            yield (f"unrectified (skip) needs name: radam or radamw, but name is {self.name}; remove it, or set it to "
-                   "momentum")
-        if self.name == "sgd" and (self.betas, self.eps) != ([0.9, 0.98], 1e-9):
-            yield f"betas ({self.betas}) and eps ({self.eps:g}) have no effect with name: sgd; remove them"
+    def faults(self) -> Iterator[Fault]:
+        for setting, example in OPTIMIZERS[self.name].needs.items():
+            if not getattr(self, setting):
+                yield Fault(("name", setting), f"name: {self.name} needs {setting}, {example}")
+        misplaced = self.misplaced("name")
+        if "momentum" in misplaced:
+            yield Fault(("momentum", "name"), f"momentum ({self.momentum:g}) needs name: "
+                        f"{either(misplaced['momentum'])}, but name is {self.name}, whose momentum is the first of "
+                        "betas; remove momentum")
+        if "unrectified" in misplaced:
+            yield Fault(("unrectified", "name"), f"unrectified ({self.unrectified}) needs name: "
+                        f"{either(misplaced['unrectified'])}, but name is {self.name}; remove it, or set it to "
+                        "momentum")
+        if {"betas", "eps"} & misplaced.keys():
+            yield Fault(("betas", "eps", "name"), f"betas ({self.betas}) and eps ({self.eps:g}) have no effect with "
+                        f"name: {self.name}; remove them")
         if self.weight_decay and self.decay_norms_and_biases is None:
-            yield (f"weight_decay ({self.weight_decay:g}) needs decay_norms_and_biases: true (every parameter) "
-                   "or false (matrices alone)")
+            yield Fault(("weight_decay", "decay_norms_and_biases"), f"weight_decay ({self.weight_decay:g}) needs "
+                        "decay_norms_and_biases: true (every parameter) or false (matrices alone)")
         if self.decay_norms_and_biases is False and not self.weight_decay:
-            yield "decay_norms_and_biases: false has no effect because weight_decay is 0; set it to null"
-
-
-# Settings of the learning rate that belong to schedules: the schedules that know them, and what those that cannot do
-# without it need it for.
-SCHEDULE_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
-    "count_from": (("inverse_sqrt", "inverse_sqrt_decay", "constant", "plateau"), ""),
-    "decay_period": (("inverse_sqrt_decay",), "the updates after which its rate is divided by sqrt(2)"),
-    "final": (("linear", "cosine", "wsd"), ""),
-    "decay": (("wsd",), "the updates in which the rate falls at the end"),
-    "patience": (("plateau",), "the validations in a row without a new best after which the rate drops"),
-    "step_epoch": (("step",), ""),
-    "step_update": (("step",), ""),
-    "step_factor": (("step", "plateau"), ""),
-    "after_step": (("step",), ""),
-}
+            yield Fault(("decay_norms_and_biases", "weight_decay"), "decay_norms_and_biases: false has no effect "
+                        "because weight_decay is 0; set it to null")
 
 
 class Schedule(Section):
@@ -494,8 +486,7 @@ class Schedule(Section):
     until update n without a warm-up, use `name: step`, `warmup: 0`, `step_update: n`, `step_factor: 1.0`.
     """
 
-    # The curves: optim/schedules.py, `SCHEDULES`
-    name: Annotated[str, _or_plugin("SCHEDULES")] = "inverse_sqrt"
+    name: Annotated[str, SCHEDULES, Fact.SEEN] = "inverse_sqrt"
     """The curve after the warm-up. `inverse_sqrt_decay` falls as sqrt(P / (P + k)) after k updates, with P =
     `decay_period`. `linear` and `cosine` (half a cosine) fall to `final` at the run's end. `step` is constant until an
     epoch begins or an update is reached; then the rate is multiplied by `step_factor`. `wsd` (warm-up, stable, decay)
@@ -527,23 +518,30 @@ class Schedule(Section):
     after_step: Literal["constant", "inverse_sqrt"] = "inverse_sqrt"
     """The curve after the drop (with step only)."""
 
-    def faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[Fault]:
         given = [step for step in (self.step_epoch, self.step_update) if step is not None]
         if self.name == "step" and len(given) != 1:
-            yield f"name: step needs either step_epoch or step_update; {len(given)} of them are given"
-        for setting, (names, meaning) in SCHEDULE_OPTIONS.items():
-            value, default = getattr(self, setting), type(self).model_fields[setting].default
-            needs = f"name: {', '.join(names[:-1])}{' or ' * (len(names) > 1)}{names[-1]}"
-            if self.name in names and meaning and value is None:
-                yield f"name: {self.name} needs {setting}, {meaning}"
-            if self.name in OWN["SCHEDULES"] and self.name not in names and value != default:
-                shown = f"{value:g}" if isinstance(value, float) else value
-                yield (f"{setting} ({shown}) needs {needs}, but name is {self.name}; remove {setting}"
-                       + (f", or set it to {default}" if default else ""))
+            yield Fault(("name", "step_epoch", "step_update"),
+                        f"name: step needs either step_epoch or step_update; {len(given)} of them are given")
+        for setting, meaning in self.needs.items():
+            if getattr(self, setting) is None:
+                yield Fault(("name", setting), f"name: {self.name} needs {setting}, {meaning}")
+        for setting, names in self.misplaced("name").items():
+            value, default = getattr(self, setting), self.default(setting)
+            shown = f"{value:g}" if isinstance(value, float) else value
+            way_out = f"remove {setting}, or set it to {default}" if default else f"remove {setting}"
+            yield Fault((setting, "name"),
+                        f"{setting} ({shown}) needs name: {either(names)}, but name is {self.name}; {way_out}")
         if self.start and not self.warmup:
-            yield f"start ({self.start:g}) needs a warm-up, but warmup is 0; remove start"
+            yield Fault(("start", "warmup"), f"start ({self.start:g}) needs a warm-up, but warmup is 0; remove start")
         if self.name == "step" and self.step_update is not None and self.step_update <= self.warmup:
-            yield f"step_update ({self.step_update}) must be above warmup ({self.warmup})"
+            yield Fault(("step_update", "warmup"), f"step_update ({self.step_update}) must be above warmup "
+                        f"({self.warmup})")
+
+    @property
+    def needs(self) -> Mapping[str, str]:
+        """The settings that the curve cannot do without, and what they are."""
+        return SCHEDULES[self.name].needs if self.name in SCHEDULES else {}
 
 
 class Train(Section):
@@ -558,11 +556,11 @@ class Train(Section):
     """An earlier end, in seconds of updates, not counting validations and checkpoints; null: none."""
     label_smoothing: Rate = 0.1
     """Probability mass that is spread over the vocabulary."""
-    r_drop: Annotated[float, Field(ge=0.0)] = 0.0
+    r_drop: Annotated[float, Field(ge=0.0), Fact.SEEN] = 0.0
     """α of R-Drop: every sentence passes the model twice, with other dropout, and α/4 times the divergence of the two
     predictions, in both directions, is added to their mean loss; the paper takes 5. An update takes twice the time and
     activations. 0: none."""
-    guided_alignment: Annotated[float, Field(ge=0.0)] = 0.0
+    guided_alignment: Annotated[float, Field(ge=0.0), Fact.SEEN] = 0.0
     """Weight of guided alignment: this times the cross-entropy of one cross-attention, from the word alignments of
     `data.train.alignments`, is added to the loss; 0.05 is usual. 0: none. Not in a pipeline."""
     guided_layer: Layers = 0
@@ -593,7 +591,7 @@ class Train(Section):
     max_failed_saves: Count = 3
     """Checkpoints in a row that cannot be written after which the run ends, since it would train for nothing. On a full
     disk the oldest that is neither the best nor the newest makes room first, those of `keep_every` last."""
-    best_by: Literal["loss", "bleu"] = "loss"
+    best_by: Annotated[Literal["loss", "bleu"], Fact.FIXED] = "loss"
     """What makes a validation the best: the lowest loss, or the highest BLEU, which needs
     `valid_bleu`."""
     patience: CountOrZero = 0
@@ -604,32 +602,33 @@ class Train(Section):
     """Translate the validation text (greedily) and score it with BLEU."""
     valid_sentences: CountOrZero = 500
     """How many sentences of the validation text, from its beginning, are translated for `valid_bleu`; 0: all."""
-    init_from: Folder | None = None
+    init_from: Annotated[Folder | None, Fact.PATH, Fact.FIXED, Fact.SEEN] = None
     """A trained model to begin with, for fine-tuning: the folder of a run (its average if it has one, else its newest
     checkpoint), or of any checkpoint, average or folded model. Updates, moments and schedule begin anew."""
-    grow: Literal["stack", "interleave"] | None = None
+    grow: Annotated[Literal["stack", "interleave"] | None, Fact.FIXED, Fact.SEEN] = None
     """How the layers of `init_from` fill a deeper stack of pre_ln, admin or deepnorm: `stack` repeats the whole stack,
     `interleave` every layer; null: the depths must be equal."""
-    freeze: list[Part] = Field(default_factory=list)
+    freeze: Annotated[list[Part], Fact.SEEN] = Field(default_factory=list)
     """Parts of the model that are not trained, named as in `optimizer.lr_factors`: `[encoder, embeddings]`."""
-    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    ema: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | None, Fact.MOMENTS, Fact.SEEN] = None
     """Decay of a running average of the weights, such as 0.999; null: none. After every update the average becomes
     ema × average + (1 - ema) × weights. Validations, the best checkpoint, `translate`, `evaluate` and all else that
     loads a checkpoint then use the average; training continues with the weights."""
 
-    def faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[Fault]:
         if self.keep_every % self.save_every:
-            yield (f"keep_every ({self.keep_every}) must be a multiple of save_every ({self.save_every}), such as "
-                   f"{-(-self.keep_every // self.save_every) * self.save_every}; or set it to 0")
+            near = -(-self.keep_every // self.save_every) * self.save_every
+            yield Fault(("keep_every", "save_every"), f"keep_every ({self.keep_every}) must be a multiple of "
+                        f"save_every ({self.save_every}), such as {near}; or set it to 0")
 
 
 class Parallel(Section):
     """Processes, device, DeepSpeed and precision."""
 
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], For(*SEARCHING, READY)] = "auto"
     """Where to compute. `auto`: on the GPUs if there are any, and if they cannot be used the run does not start; else
     on the CPU."""
-    ds_config: str | None = None
+    ds_config: Annotated[str | None, Fact.PATH] = None
     """A DeepSpeed JSON, such as `ds_configs/zero1.json`; null: plain PyTorch on one process, in fp32."""
     precision: Precision = "fp32"
     """The number format of forward and backward pass, fp32 without a `ds_config`; weights and sums of gradients are
@@ -642,7 +641,7 @@ class Parallel(Section):
     compile: bool = False
     """Whether torch.compile fuses what a layer computes in training; not with ZeRO-3, dlcl and dlcl_post. The first
     update then takes a minute or more. On a GPU dropout draws other masks than without it."""
-    threads: Cores = 0
+    threads: Annotated[Cores, For(*SEARCHING, READY, "export")] = 0
     """CPU threads per process; 0: the machine's cores, shared among its processes."""
     same_paths: bool = True
     """Whether paths of files and folders must be the same on all machines, as every other setting; false: only what
@@ -651,31 +650,33 @@ class Parallel(Section):
     """Seconds that the processes of a start wait for the last one; machines may start minutes apart. They tell after a
     minute for whom they wait. Without it, under a hostfile, they would not notice that one has ended already."""
 
-    def faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[Fault]:
         if self.ds_config is None and self.precision != "fp32":
-            yield (f"precision ({self.precision}) needs a ds_config, but ds_config is null, which means plain "
-                   "PyTorch in fp32; set ds_config: ds_configs/zero1.json, or precision: fp32")
+            yield Fault(("precision", "ds_config"), f"precision ({self.precision}) needs a ds_config, but ds_config "
+                        "is null, which means plain PyTorch in fp32; set ds_config: ds_configs/zero1.json, or "
+                        "precision: fp32")
 
 
 class LossScale(Section):
     """The dynamic loss scale of fp16; other precisions have none."""
 
-    initial_power: Annotated[int, Field(ge=0, le=32)] = 13
+    initial_power: Annotated[int, Field(ge=0, le=32), Fact.LOSS_SCALE] = 13
     """The loss scale starts at 2 to this power, and is halved after an overflow."""
     window: Count = 256
     """Updates in a row without an overflow after which the scale doubles."""
     floor: Positive = 0.03125
     """The scale never falls below this; at most 2^`initial_power`."""
 
-    def faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[Fault]:
         if self.floor > 2.0**self.initial_power:
-            yield f"floor ({self.floor:g}) must not be above 2^initial_power ({2.0**self.initial_power:g})"
+            yield Fault(("floor", "initial_power"),
+                        f"floor ({self.floor:g}) must not be above 2^initial_power ({2.0**self.initial_power:g})")
 
 
 class Translate(Section):
     """The search for translations."""
 
-    method: Literal["beam", "greedy", "sample", "mbr"] = "beam"  # decode/translate.py, `_search`
+    method: Annotated[str, SEARCHES] = "beam"
     """How translations are searched for; `mbr` takes of many samples the one with the highest mean chrF against all
     of them (minimum Bayes risk)."""
     beam: Hypotheses = 5
@@ -729,61 +730,60 @@ class Translate(Section):
     into the run folder. CTranslate2's search is greedy, or a beam with `finish: best` and a patience. It is never
     chosen by itself."""
 
-    def faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[Fault]:
         if self.backend == "ctranslate2":
             if self.method not in ("beam", "greedy"):
-                yield (f"backend (ctranslate2) needs method: beam or greedy, but method is {self.method}; set backend: "
-                       "torch")
+                yield Fault(("backend", "method"), "backend (ctranslate2) needs method: beam or greedy, but method is "
+                            f"{self.method}; set backend: torch")
             elif self.method == "beam" and (self.finish != "best" or self.patience is None):
                 patience = "null" if self.patience is None else f"{self.patience:g}"
-                yield (f"backend (ctranslate2) searches with finish: best and a patience, but finish is {self.finish} "
-                       f"and patience {patience}; set finish: best and patience: 1.0")
+                yield Fault(("backend", "finish", "patience"), "backend (ctranslate2) searches with finish: best and a "
+                            f"patience, but finish is {self.finish} and patience {patience}; set finish: best and "
+                            "patience: 1.0")
             if self.length_penalty == "gnmt":
-                yield ("backend (ctranslate2) needs length_penalty: average or none, but length_penalty is gnmt; set "
-                       "another, or backend: torch")
+                yield Fault(("backend", "length_penalty"), "backend (ctranslate2) needs length_penalty: average or "
+                            "none, but length_penalty is gnmt; set another, or backend: torch")
         elif self.precision in ("int16", "int8"):
-            yield f"precision ({self.precision}) needs backend: ctranslate2, but backend is torch; set precision: fp32"
-        if self.method == "beam" and self.nbest > self.beam:
-            yield f"nbest ({self.nbest}) must not be above beam ({self.beam})"
-        if self.method == "mbr" and self.nbest > self.samples:
-            yield f"nbest ({self.nbest}) must not be above samples ({self.samples})"
+            yield Fault(("precision", "backend"), f"precision ({self.precision}) needs backend: ctranslate2, but "
+                        "backend is torch; set precision: fp32")
+        most = SEARCHES[self.method].most
+        if most and self.nbest > getattr(self, most):
+            yield Fault(("nbest", most), f"nbest ({self.nbest}) must not be above {most} ({getattr(self, most)})")
         if self.method == "greedy" and self.nbest > 1:
-            yield f"nbest ({self.nbest}) needs method: beam, sample or mbr, but method is greedy; set nbest: 1"
-        for name in ("temperature", "top_k", "top_p", "epsilon"):
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if value != default and self.method not in ("sample", "mbr"):
-                yield (f"{name} ({value:g}) needs method: sample or mbr, but method is {self.method}; "
-                       f"remove {name}, or set it to {default}")
-        if self.finish == "best" and self.method != "beam":
-            yield (f"finish (best) needs method: beam, but method is {self.method}; remove finish, or set it to any")
-        if self.patience is not None and self.method != "beam":
-            yield (f"patience ({self.patience:g}) needs method: beam, but method is {self.method}; remove "
-                   "patience, or set it to null")
+            others = either([name for name in SEARCHES if name != self.method])
+            yield Fault(("nbest", "method"),
+                        f"nbest ({self.nbest}) needs method: {others}, but method is {self.method}; set nbest: 1")
+        for name, methods in self.misplaced("method").items():
+            value, default = getattr(self, name), self.default(name)
+            shown = f"{value:g}" if isinstance(value, float) else value
+            yield Fault((name, "method"), f"{name} ({shown}) needs method: {either(methods)}, but method is "
+                        f"{self.method}; remove {name}, or set it to {'null' if default is None else default}")
 
 
 class Recipe(Section):
     """A whole run."""
 
-    run: Folder
+    run: Annotated[Folder, Fact.PATH, For(*SEARCHING, READY, "average", "report", "diagnose", "rewrite", "export")]
     """The run folder: checkpoints, logs, pictures, scores."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**31), Fact.FIXED, For("translate", "evaluate", "diagnose")] = 1
     """Fixes initial weights, batches and dropout."""
     plugins: Annotated[dict[str, str], BeforeValidator(as_mapping), WithJsonSchema(
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}},
-                   {"type": "object", "additionalProperties": {"type": "string"}}]})] = Field(default_factory=dict)
+                   {"type": "object", "additionalProperties": {"type": "string"}}]}), Fact.PATH, Fact.FIXED] = Field(
+        default_factory=dict)
     """Python files with blocks, schedules or tasks of your own, from here or from beside the recipe. A run's recipe has
     each with its SHA-256. They run as part of deepnmt; see docs/guide/add_a_block.md."""
-    task: Annotated[str, _or_plugin("TASKS")] = "translation"  # training/task.py, `TASKS`
+    task: Annotated[str, TASKS, Fact.FIXED] = "translation"
     """What is trained; a text is the name of a task in a plug-in."""
-    data: Data
+    data: Annotated[Data, For("report", "diagnose")]
     """Texts, and how they are prepared."""
-    vocab: Vocab = Vocab()
+    vocab: Annotated[Vocab, Fact.FIXED] = Vocab()
     """The vocabularies."""
-    batch: Batch = Batch()
+    batch: Annotated[Batch, For("diagnose")] = Batch()
     """The micro-batches."""
-    model: Model = Model()
+    model: Annotated[Model, Fact.FIXED, For(*SEARCHING, "average")] = Model()
     """The Transformer."""
-    admin: Admin = Admin()
+    admin: Annotated[Admin, Fact.FIXED] = Admin()
     """How Admin's ω are measured."""
     optimizer: Optimizer = Optimizer()
     """The optimizer."""
@@ -791,81 +791,114 @@ class Recipe(Section):
     """The learning rate over updates."""
     train: Train
     """Length of the run; what it logs, validates and saves."""
-    parallel: Parallel = Parallel()
+    parallel: Annotated[Parallel, For("diagnose")] = Parallel()
     """Processes, DeepSpeed and precision."""
-    loss_scale: LossScale = LossScale()
+    loss_scale: Annotated[LossScale, For("diagnose")] = LossScale()
     """The loss scale, which fp16 needs."""
-    translate: Translate = Translate()
+    translate: Annotated[Translate, For(*SEARCHING)] = Translate()
     """The search for translations."""
-    average_last: Count = 5
+    average_last: Annotated[Count, For("average")] = 5
     """How many of the last checkpoints are averaged for the final scores; at most `train.keep_last`."""
 
-    def faults(self) -> Iterator[str]:
-        for setting, kind in SETTINGS.items():
-            name = attrgetter(setting)(self)
-            if name in OWN[kind] or not are_named(self.plugins):
-                continue
-            if name not in (names := [*OWN[kind], *known(kind, list(self.plugins))]):
-                near = nearest(name, names)
-                yield (f"{setting}: is {name!r}, must be one of {', '.join(names)}"
-                       + (f"; did you mean {near}?" if near else ""))
-        if self.model.tied == "all" and not self.vocab.shared:
-            yield ("model.tied: all needs vocab.shared: true (one embedding cannot serve two vocabularies); "
-                   "set model.tied: decoder")
-        if self.data.filters.max_tokens + 1 > self.model.max_length:
-            yield (f"data.filters.max_tokens ({self.data.filters.max_tokens}) must be below "
-                   f"model.max_length ({self.model.max_length}), to leave room for eos")
-        if self.data.filters.max_tokens + 1 > self.batch.tokens:
-            yield (f"batch.tokens ({self.batch.tokens}) must be above data.filters.max_tokens "
-                   f"({self.data.filters.max_tokens}), to hold the longest sentence with its eos")
-        history = [f"model.{side}.block: {stack.block}" for side, stack in
-                   (("encoder", self.model.encoder), ("decoder", self.model.decoder)) if stack.block in HISTORY_BLOCKS]
-        if self.parallel.pipeline_stages and history:
-            yield (f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot be combined with "
-                   f"{' and '.join(history)}: each of its layers needs the outputs of all layers below, but a "
-                   "stage sends on only the last; set parallel.pipeline_stages: 0, or choose another block")
-        if self.train.r_drop and not any((self.model.dropout, self.model.attention_dropout,
-                                          self.model.activation_dropout, self.model.encoder.word_dropout,
-                                          self.model.decoder.word_dropout)):
-            yield (f"train.r_drop ({self.train.r_drop:g}) has no effect because model.dropout and all other dropout is "
-                   "0; set train.r_drop to 0, or a dropout")
-        text = self.data.train
-        if self.train.guided_alignment and not any(one.alignments for one in (text, *text.corpora.values())):
-            yield (f"train.guided_alignment ({self.train.guided_alignment:g}) needs word alignments; name their files "
-                   "in data.train.alignments, or set train.guided_alignment to 0")
-        if self.train.guided_alignment and self.parallel.pipeline_stages:
-            yield (f"parallel.pipeline_stages ({self.parallel.pipeline_stages}) cannot be combined with "
-                   f"train.guided_alignment ({self.train.guided_alignment:g}): the last stage computes the loss, and "
-                   "the guided attention may be on another; set parallel.pipeline_stages: 0")
-        if self.train.guided_layer > self.model.decoder.layers:
-            yield (f"train.guided_layer ({self.train.guided_layer}) must not be above model.decoder.layers "
-                   f"({self.model.decoder.layers})")
-        if self.train.best_by == "bleu" and not self.train.valid_bleu:
-            yield "train.best_by: bleu needs train.valid_bleu: true"
-        if self.schedule.name in ("linear", "cosine") and self.schedule.warmup >= self.train.updates:
-            yield (f"schedule.warmup ({self.schedule.warmup}) must be below train.updates "
-                   f"({self.train.updates}) with schedule.name: {self.schedule.name}")
-        if self.schedule.name == "wsd" and self.schedule.warmup + (self.schedule.decay or 0) > self.train.updates:
-            yield (f"schedule.warmup ({self.schedule.warmup}) and schedule.decay ({self.schedule.decay}) must not "
-                   f"be above train.updates ({self.train.updates}) together")
-        if self.schedule.patience and 0 < self.train.patience <= self.schedule.patience:
-            yield (f"schedule.patience ({self.schedule.patience}) must be below train.patience "
-                   f"({self.train.patience}), or the run ends before its rate drops")
-        if self.schedule.start > self.optimizer.lr:
-            yield (f"schedule.start ({self.schedule.start:g}) must not be above optimizer.lr "
-                   f"({self.optimizer.lr:g}), the rate at the end of the warm-up")
-        for step, end, unit in ((self.schedule.step_epoch, self.train.epochs, "epoch"),
-                                (self.schedule.step_update, self.train.updates, "update")):
-            if step is not None and end is not None and step > end:
-                yield f"schedule.step_{unit} ({step}) must not be above train.{unit}s ({end}), the run's end"
-        if self.train.grow is not None and self.train.init_from is None:
-            yield f"train.grow ({self.train.grow}) needs train.init_from, whose layers it repeats; remove train.grow"
-        if self.admin.profile is not None and self.train.init_from is not None:
-            yield (f"admin.profile ({self.admin.profile}) has no effect with train.init_from "
-                   f"({self.train.init_from}), which has trained ω; remove one of them")
-        if self.admin.profile is not None and not self.model.profiled:
-            yield (f"admin.profile ({self.admin.profile}) needs block: admin, but model.encoder.block is "
-                   f"{self.model.encoder.block} and model.decoder.block is {self.model.decoder.block}; remove it")
+    def faults(self) -> Iterator[Fault]:
+        yield from self._unknown_names()
+        yield from self._faults_of_sizes()
+        yield from self._faults_of_training()
+        yield from self._faults_of_schedule()
+        yield from self._faults_of_beginning()
         if self.data.subword_variants and self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
-            yield ("data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same "
-                   "segmentation several times; set data.subword_alpha to 0.1")
+            yield Fault(("data.subword_variants", "vocab.kind", "data.subword_alpha"),
+                        "data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same "
+                        "segmentation several times; set data.subword_alpha to 0.1")
+
+    def _unknown_names(self) -> Iterator[Fault]:
+        """Names that neither deepnmt has nor a plug-in."""
+        for setting, choices in NAMED.items():
+            name = attrgetter(setting)(self)
+            if name in choices or not are_named(self.plugins):
+                continue
+            if name not in (names := [*choices, *known(str(choices.plugins), list(self.plugins))]):
+                near = nearest(name, names)
+                yield Fault((setting,), f"{setting}: is {name!r}, must be one of {', '.join(names)}"
+                            + (f"; did you mean {near}?" if near else ""))
+
+    def _faults_of_sizes(self) -> Iterator[Fault]:
+        longest = self.data.filters.max_tokens
+        if TYINGS[self.model.tied].joint and not self.vocab.shared:
+            yield Fault(("model.tied", "vocab.shared"), f"model.tied: {self.model.tied} needs vocab.shared: true "
+                        "(one embedding cannot serve two vocabularies); set model.tied: decoder")
+        if longest + 1 > self.model.max_length:
+            yield Fault(("data.filters.max_tokens", "model.max_length"), f"data.filters.max_tokens ({longest}) must "
+                        f"be below model.max_length ({self.model.max_length}), to leave room for eos")
+        if longest + 1 > self.batch.tokens:
+            yield Fault(("batch.tokens", "data.filters.max_tokens"), f"batch.tokens ({self.batch.tokens}) must be "
+                        f"above data.filters.max_tokens ({longest}), to hold the longest sentence with its eos")
+
+    def _faults_of_training(self) -> Iterator[Fault]:
+        model, train, stages = self.model, self.train, self.parallel.pipeline_stages
+        history = [f"model.{side}.block: {stack.block}" for side, stack in
+                   (("encoder", model.encoder), ("decoder", model.decoder)) if stack.facts.needs_history]
+        if stages and history:
+            yield Fault(("parallel.pipeline_stages", "model.encoder.block", "model.decoder.block"),
+                        f"parallel.pipeline_stages ({stages}) cannot be combined with {' and '.join(history)}: each "
+                        "of its layers needs the outputs of all layers below, but a stage sends on only the last; "
+                        "set parallel.pipeline_stages: 0, or choose another block")
+        if train.r_drop and not any((model.dropout, model.attention_dropout, model.activation_dropout,
+                                     model.encoder.word_dropout, model.decoder.word_dropout)):
+            yield Fault(("train.r_drop", "model.dropout"), f"train.r_drop ({train.r_drop:g}) has no effect because "
+                        "model.dropout and all other dropout is 0; set train.r_drop to 0, or a dropout")
+        text = self.data.train
+        if train.guided_alignment and not any(one.alignments for one in (text, *text.corpora.values())):
+            yield Fault(("train.guided_alignment", "data.train.alignments"), "train.guided_alignment "
+                        f"({train.guided_alignment:g}) needs word alignments; name their files in "
+                        "data.train.alignments, or set train.guided_alignment to 0")
+        if train.guided_alignment and stages:
+            yield Fault(("parallel.pipeline_stages", "train.guided_alignment"),
+                        f"parallel.pipeline_stages ({stages}) cannot be combined with train.guided_alignment "
+                        f"({train.guided_alignment:g}): the last stage computes the loss, and the guided attention "
+                        "may be on another; set parallel.pipeline_stages: 0")
+        if train.guided_layer > model.decoder.layers:
+            yield Fault(("train.guided_layer", "model.decoder.layers"), f"train.guided_layer ({train.guided_layer}) "
+                        f"must not be above model.decoder.layers ({model.decoder.layers})")
+        if train.best_by == "bleu" and not train.valid_bleu:
+            yield Fault(("train.best_by", "train.valid_bleu"), "train.best_by: bleu needs train.valid_bleu: true")
+
+    def _faults_of_schedule(self) -> Iterator[Fault]:
+        schedule, train = self.schedule, self.train
+        if schedule.name in SCHEDULES and SCHEDULES[schedule.name].until_end and schedule.warmup >= train.updates:
+            yield Fault(("schedule.warmup", "train.updates", "schedule.name"), f"schedule.warmup ({schedule.warmup}) "
+                        f"must be below train.updates ({train.updates}) with schedule.name: {schedule.name}")
+        if "decay" in schedule.needs and schedule.warmup + (schedule.decay or 0) > train.updates:
+            yield Fault(("schedule.warmup", "schedule.decay", "train.updates"), "schedule.warmup "
+                        f"({schedule.warmup}) and schedule.decay ({schedule.decay}) must not be above train.updates "
+                        f"({train.updates}) together")
+        if schedule.patience and 0 < train.patience <= schedule.patience:
+            yield Fault(("schedule.patience", "train.patience"), f"schedule.patience ({schedule.patience}) must be "
+                        f"below train.patience ({train.patience}), or the run ends before its rate drops")
+        if schedule.start > self.optimizer.lr:
+            yield Fault(("schedule.start", "optimizer.lr"), f"schedule.start ({schedule.start:g}) must not be above "
+                        f"optimizer.lr ({self.optimizer.lr:g}), the rate at the end of the warm-up")
+        for step, end, unit in ((schedule.step_epoch, train.epochs, "epoch"),
+                                (schedule.step_update, train.updates, "update")):
+            if step is not None and end is not None and step > end:
+                yield Fault((f"schedule.step_{unit}", f"train.{unit}s"), f"schedule.step_{unit} ({step}) must not be "
+                            f"above train.{unit}s ({end}), the run's end")
+
+    def _faults_of_beginning(self) -> Iterator[Fault]:
+        """Faults in what the weights begin with."""
+        profile, init_from = self.admin.profile, self.train.init_from
+        if self.train.grow is not None and init_from is None:
+            yield Fault(("train.grow", "train.init_from"), f"train.grow ({self.train.grow}) needs train.init_from, "
+                        "whose layers it repeats; remove train.grow")
+        if profile is not None and init_from is not None:
+            yield Fault(("admin.profile", "train.init_from"), f"admin.profile ({profile}) has no effect with "
+                        f"train.init_from ({init_from}), which has trained ω; remove one of them")
+        if profile is not None and not self.model.profiled:
+            yield Fault(("admin.profile", "model.encoder.block", "model.decoder.block"),
+                        f"admin.profile ({profile}) needs block: "
+                        f"{' or '.join(BLOCKS.where(lambda block: block.profiled))}, but model.encoder.block is "
+                        f"{self.model.encoder.block} and model.decoder.block is {self.model.decoder.block}; remove it")
+
+
+# Where a recipe may have a name from a plug-in.
+NAMED = {key: choices for key, choices in Recipe.named().items() if choices.plugins}

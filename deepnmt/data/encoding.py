@@ -16,7 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,7 @@ class EncodingJob:
     trg_model: bytes
     filters: Filters | None = None
     variants: int = 0
-    kind: Literal["bpe", "unigram"] = "bpe"
+    kind: str = "bpe"
     alpha: float = 0.0
 
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError
 
 from deepnmt import folders
-from deepnmt.config import Corpus, Filters, Recipe, Vocab
+from deepnmt.config import Corpus, Fact, Filters, Recipe, Vocab, flatten
 from deepnmt.data.text import corpora_of, input_files, named_files
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError
@@ -366,7 +366,8 @@ def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:
 def check_settings(recipe: Recipe, data: PreparedData) -> None:
     """Raises `UserError`, naming the first setting that differs, if a folder was prepared with other settings."""
     # a filter newer than the data counts as its default, which leaves nothing out
-    then = _filters_and_vocab(Filters(), Vocab()) | data.manifest["settings"]
+    defaults = _decisive({"data": {"filters": Filters().model_dump()}, "vocab": Vocab().model_dump()})
+    then = defaults | data.manifest["settings"]
     now = prepared_settings(recipe)
     given, held = recipe.vocab.model, [data.manifest["vocab"].get(side, {}).get("sha256") for side in ("src", "trg")]
     if bool(given) != bool(then.get("vocab.model")):
@@ -409,11 +410,13 @@ def changed_texts_error(data: PreparedData, name: str) -> UserError:
 
 def prepared_settings(recipe: Recipe) -> dict[str, Any]:
     """The settings that prepared data depends on, by their dotted keys."""
-    data = recipe.data
-    settings = _filters_and_vocab(data.filters, recipe.vocab)
-    settings["data.subword_variants"] = data.subword_variants
-    if data.subword_variants:
-        settings["data.subword_alpha"] = data.subword_alpha
+    settings = _decisive(recipe.model_dump())
+    if not recipe.data.subword_variants:
+        del settings["data.subword_alpha"]
+    if recipe.vocab.model:  # then the others have no effect, and the path may change
+        for key in [key for key in settings if key.startswith("vocab.") and key not in ("vocab.kind", "vocab.shared")]:
+            del settings[key]
+        settings["vocab.model"] = True
     for name, text in corpora(recipe).items():
         parts = corpora_of(text)
         if tuple(parts) != ("",) or text.tag:
@@ -424,13 +427,9 @@ def prepared_settings(recipe: Recipe) -> dict[str, Any]:
     return settings
 
 
-def _filters_and_vocab(filters: Filters, vocab: Vocab) -> dict[str, Any]:
-    settings = {f"{name}.{key}": value for name, section in (("data.filters", filters), ("vocab", vocab))
-                for key, value in section.model_dump().items() if key != "model"}
-    if vocab.model:  # then the others have no effect, and the path may change
-        settings = {key: value for key, value in settings.items() if not key.startswith("vocab.")}
-        settings |= {"vocab.model": True, "vocab.kind": vocab.kind, "vocab.shared": vocab.shared}
-    return settings
+def _decisive(tree: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe's tree on which prepared data depends."""
+    return {key: value for key, value in flatten(tree).items() if Recipe.is_marked(key, Fact.PREPARED)}
 
 
 def tags_of(recipe: Recipe) -> list[str]:

@@ -13,14 +13,17 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from deepnmt import config
+from deepnmt.config.choices import VOCAB_KINDS
 from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 
+model_file: Any = sentencepiece_model_pb2  # its classes are made when it is imported
 SPACE = "\u2581"  # SentencePiece's character for a space
 
 
@@ -142,9 +145,10 @@ class Vocabulary:
                                      if self._processor.is_control(i) and i not in special}
 
     @property
-    def kind(self) -> Literal["bpe", "unigram"]:
-        """The kind of model. The scores of BPE are ranks, those of a unigram model log probabilities."""
-        return "bpe" if all(piece.score == round(piece.score) for piece in self.pieces().values()) else "unigram"
+    def kind(self) -> str:
+        """The kind of model, by which SentencePiece segments; one that deepnmt does not train counts as unigram."""
+        number = model_file.ModelProto.FromString(self.bytes).trainer_spec.model_type
+        return next((name for name, row in VOCAB_KINDS.items() if row.model_type == number), "unigram")
 
     @classmethod
     def load(cls, file: Path) -> Vocabulary:

@@ -14,11 +14,11 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from deepnmt import config
+from deepnmt.config.choices import FORMATS, SEARCHES
+from deepnmt.config.fields import either
 from deepnmt.data.text import arriving_lines, read_lines
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.align import Links, align, alignment_layer, pharaoh
@@ -50,8 +52,6 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.tokens import BOS, EOS, PAD, UNK
-
-OutputFormat = Literal["text", "tsv", "jsonl"]
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def translate_files(
     *,
     prefixes: str | None = None,
     alignments: str | None = None,
-    output_format: OutputFormat = "text",
+    output_format: str = "text",
     seed: int = 1,
     ranks: Ranks | None = None,
     stepper: MakeStepper | None = None,
@@ -98,7 +98,7 @@ def translate_files(
         settings: of the search.
         prefixes: a file with the beginning of each translation, empty lines where nothing is given.
         alignments: a file to write, with the word alignment of each line's best translation.
-        output_format: see `format_hypotheses`.
+        output_format: of `FORMATS`.
         seed: of sampling.
         ranks: several processes, see `translate_shards`; by default this one, on the CPU. Rank 0 writes and reports
             progress.
@@ -110,9 +110,10 @@ def translate_files(
             the prefixes are not as many as the lines; the model is not the one `expected`.
     """
     ranks = ranks or Ranks.alone()
-    if output_format == "text" and settings.nbest > 1:
-        raise UserError(f"translate.nbest is {settings.nbest}, but the format text holds one translation a line; "
-                        "choose the format tsv or jsonl, or set translate.nbest=1")
+    if settings.nbest > 1 and not FORMATS[output_format].many:
+        others = either(FORMATS.where(lambda row: row.many))
+        raise UserError(f"translate.nbest is {settings.nbest}, but the format {output_format} holds one translation a "
+                        f"line; choose the format {others}, or set translate.nbest=1")
     lines_out = check_files([source, *([prefixes] if prefixes else [])], target, ranks)
     if alignments == target:
         raise UserError(f"alignments and translations would go into the same file, {target}; give a file for each")
@@ -139,7 +140,7 @@ def translate_files(
                     number += 1
                     if links is not None:
                         links.write(pharaoh(hypotheses[0].alignment or []) + "\n")
-                    yield format_hypotheses(number, hypotheses, output_format)
+                    yield FORMATTERS[output_format](number, hypotheses)
 
         return write_lines(lines_out, ranks, formatted(), at_once=arriving)
 
@@ -259,17 +260,24 @@ def open_output(target: Path | None) -> Iterator[TextIO]:
         raise UserError(f"output {target} cannot be written: no space is left; give a file on another disk") from None
 
 
-def format_hypotheses(number: int, hypotheses: Sequence[Hypothesis], output_format: OutputFormat) -> str:
-    """The output for line `number` (from 1), line end included; `hypotheses` best first.
+def _as_text(number: int, hypotheses: Sequence[Hypothesis]) -> str:
+    """The best translation alone."""
+    return hypotheses[0].text + "\n"
 
-    text: the best translation alone. tsv: a line "line, rank, score, text" for each hypothesis, rank from 1. jsonl: one
-    object.
-    """
-    if output_format == "text":
-        return hypotheses[0].text + "\n"
-    if output_format == "tsv":
-        return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
+
+def _as_tsv(number: int, hypotheses: Sequence[Hypothesis]) -> str:
+    """A line "line, rank, score, text" for each hypothesis, rank from 1."""
+    return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
+
+
+def _as_jsonl(number: int, hypotheses: Sequence[Hypothesis]) -> str:
+    """One object."""
     return json.dumps({"line": number, "hypotheses": [as_record(h) for h in hypotheses]}, ensure_ascii=False) + "\n"
+
+
+# The output for a line of input, line end included, from its number (from 1) and its hypotheses, best first.
+FORMATTERS: dict[str, Callable[[int, Sequence[Hypothesis]], str]] = {
+    "text": _as_text, "tsv": _as_tsv, "jsonl": _as_jsonl}
 
 
 def as_record(hypothesis: Hypothesis) -> dict[str, Any]:
@@ -362,7 +370,7 @@ def translate_lines(
                      if begin else [])
     # Hypotheses searched at once for a sentence. A batch counts the tokens of each, and padding, so its memory does not
     # grow with the beam.
-    wide = {"beam": "beam", "greedy": "nbest", "sample": "nbest", "mbr": "samples"}[settings.method]
+    wide = SEARCHES[settings.method].width
     width: int = getattr(settings, wide)
     barred = (*(() if settings.unknown else (UNK,)), *trg_vocab.tags.values())
     order = sorted((i for i, source in enumerate(sources) if source), key=lambda i: (-len(sources[i]), i))

@@ -66,8 +66,6 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
 from deepnmt.training.profile import profile_for
 
-# Sections taken from the given recipe at a checkpoint too; all others come from the checkpoint's own recipe.
-AT_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")
 MAX_LOST = 0.5  # of a layer's gradients; fp16 is predicted to fail above it; chosen by hand, not fitted
 LOSS_SCALE = 128.0  # of the fp16 measurement, where the layout is not fp16
 _DEPTHS = (1, 2, 4, 8, 16, 32, 64)  # of the models built for growth against depth
@@ -188,7 +186,7 @@ def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.d
 
 def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Path | None) -> Subject:
     """The fresh model of a recipe, or that of a checkpoint or run, whose own recipe then replaces all but the
-    `AT_CHECKPOINT` sections.
+    sections that `diagnose` may be given for it.
 
     Raises:
         UserError: the checkpoint is missing, or the sizes of its vocabularies differ from the data's.
@@ -211,8 +209,9 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
         stream = training_stream(own, data)
         passes = state.epoch + state.micro_batch / stream.epoch_size(state.epoch)
     reached = state.loss_scale if recipe.loss_scale == own.loss_scale else None
-    return Subject(own.model_copy(update={name: getattr(recipe, name) for name in AT_CHECKPOINT}), data, model, batch,
-                   vocabs, loaded.folder, passes=passes, scale=float(reached["scale"]) if reached else None)
+    given = {name: getattr(recipe, name) for name in Recipe.marked("diagnose")}
+    return Subject(own.model_copy(update=given), data, model, batch, vocabs, loaded.folder, passes=passes,
+                   scale=float(reached["scale"]) if reached else None)
 
 
 def _fresh(

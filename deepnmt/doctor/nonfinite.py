@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
+from deepnmt.config.choices import BLOCKS
 from deepnmt.doctor.probes import hooks
-from deepnmt.model.blocks import BLOCKS, PostLN
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
@@ -165,9 +165,9 @@ def _advice(report: RankReport, recipe: Recipe) -> list[str]:
             f"(now {recipe.schedule.warmup}) or train.clip (now {recipe.train.clip:g}; 0: no clipping)")
     if report.kind == "fp16" and report.tensor is not None and report.fp32 is None:
         return [where, f"Try parallel.precision=bf16 or fp32, or {rate}."]
-    deep = ", ".join(sorted(name for name, block in BLOCKS.items() if block.made_for_depth))
-    post = PostLN in (BLOCKS[recipe.model.encoder.block], BLOCKS[recipe.model.decoder.block])
-    other = f", or, in a new run, a block made for depth ({deep})" if post else ""
+    deep = ", ".join(sorted(BLOCKS.where(lambda block: block.made_for_depth)))
+    unstable = recipe.model.encoder.facts.unstable_deep or recipe.model.decoder.facts.unstable_deep
+    other = f", or, in a new run, a block made for depth ({deep})" if unstable else ""
     return [where, f"Try {rate}{other}. If the first updates failed already, check the data."]
 
 

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from deepnmt.batch import Batch
-from deepnmt.config import Admin, Init, Model, Recipe, with_settings
+from deepnmt.config import Admin, Model, Recipe, choices, with_settings
+from deepnmt.config.choices import facts_of
 from deepnmt.model.admin import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.init import new_model
-from deepnmt.model.published import PUBLISHED
 from deepnmt.model.transformer import Transformer
 
 _FACTORS = (1 / 10, 1 / 3, 3, 10)  # of the learning rate: one that is too small fails, too
-_EARLY = "t_fixup"  # among the blocks that learned soonest at every depth tried, studies/results/blocks.md
 
 
 def fresh_model(
@@ -38,10 +37,10 @@ def fresh_model(
     return built.to(batches[0].device if batches else torch.device("cpu"))
 
 
-def initialisation(block: str, init: Init) -> str:
+def initialisation(block: str, init: str) -> str:
     """The initial weights that `init` means for a block: `xavier`, `xavier_separate`, `depth_scaled`, `published` or
     `fairseq`."""
-    if init == "auto" or (init == "published" and block not in PUBLISHED):
+    if init == "auto" or (init == "published" and not facts_of(block).published):
         return "depth_scaled" if BLOCKS[block].depth_scaled else "xavier"
     return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused_qkv else init
 
@@ -60,8 +59,8 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
         tried.append({f"model.{side}.init": "depth_scaled" for side in SIDES} | remeasured)
     tried += [{f"model.{side}.{name}": value for side in SIDES
                for name, value in recipe.model.stack(side).changes_for(block).items()} | remeasured
-              for block, kind in BLOCKS.items()
-              if (kind.made_for_depth or block == _EARLY) and any(stack.block != block for stack in stacks)]
+              for block in choices.BLOCKS.where(lambda block: block.made_for_depth or block.learns_early)
+              if any(stack.block != block for stack in stacks)]
     return {" ".join(f"{name}={_format(value)}" for name, value in settings.items()): with_settings(recipe, settings)
             for settings in tried}
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from deepnmt.batch import Batch
-from deepnmt.config import Precision, Recipe
+from deepnmt.config import Fact, Precision, Recipe
 from deepnmt.data.batching import Stream, collate
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData
@@ -64,10 +64,6 @@ FEATURES: dict[str, str] = {
 }
 # Those that are logarithms; shown without the log.
 LOGARITHMS = {"trial_norm", "uneven", "trial_gain", "rate", "budget", "updates", "length", "width", "layers", "batch"}
-# Settings of which the rule's facts list the values that its runs had.
-SETTINGS = ("optimizer.name", "schedule.name", "optimizer.weight_decay", "model.attention_dropout",
-             "model.activation_dropout", "model.activation", "model.norm", "model.positions",
-             "model.encoder.layer_drop", "model.decoder.layer_drop", "train.r_drop")
 
 
 def describe(name: str) -> str:
@@ -82,6 +78,11 @@ def _values_of(name: str, values: Mapping[str, float]) -> str:
 def format_value(name: str, value: float) -> str:
     """A feature's value, for a reader."""
     return f"{10**value:.2g}" if name in LOGARITHMS else f"{value:.2f}"
+
+
+def _shown(value: object) -> str:
+    """A setting's value, as in a recipe."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict, bool, type(None))) else str(value)
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------
@@ -303,9 +304,10 @@ class VerdictRule:
                     stack.block, [init]):
                 unseen.append(f"the {side}'s initialisation is {init}; runs with {stack.block} had "
                               f"{' or '.join(seen['inits'][stack.block])}")
-        for setting in SETTINGS:
-            if (value := attrgetter(setting)(recipe)) not in seen.get(setting, [value]):
-                unseen.append(f"{setting} is {value}; the runs had {' or '.join(map(str, seen[setting]))}")
+        for setting in Recipe.marked(Fact.SEEN):
+            value = attrgetter(setting)(recipe)
+            if setting in seen and value not in seen[setting]:
+                unseen.append(f"{setting} is {_shown(value)}; the runs had {' or '.join(map(_shown, seen[setting]))}")
         encoder, decoder = (recipe.model.shape(side) for side in ("encoder", "decoder"))
         if encoder != decoder and seen:
             unseen.append("encoder and decoder differ in width, heads or ffn; those of the runs did not")

@@ -15,15 +15,14 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 from sacrebleu.utils import SACREBLEU_DIR
 
+from deepnmt.config.choices import METRICS
 from deepnmt.errors import UserError
 from deepnmt.files import table
 from deepnmt.progress import Progress, no_progress
 
-# The metrics, by the name in our JSON: the name in tables, and the scorer for a target language. To add one: a row in
-# each. The last two are BLEU over the pieces of the FLORES-101 and FLORES-200 vocabularies (Goyal et al. 2022, The
-# FLORES-101 Evaluation Benchmark), for languages without spaces and for comparisons between languages.
-METRICS = {"bleu": "BLEU", "chrf": "chrF2", "ter": "TER", "chrf++": "chrF2++", "flores101": "spBLEU (FLORES-101)",
-           "flores200": "spBLEU (FLORES-200)"}
+# The scorer of each of `METRICS` for a target language. The last two are BLEU over the pieces of the FLORES-101 and
+# FLORES-200 vocabularies (Goyal et al. 2022, The FLORES-101 Evaluation Benchmark), for languages without spaces and for
+# comparisons between languages.
 SCORERS: dict[str, Callable[[str], Metric]] = {
     "bleu": lambda lang: sacrebleu.BLEU(trg_lang=lang),
     "chrf": lambda lang: sacrebleu.CHRF(),
@@ -32,8 +31,7 @@ SCORERS: dict[str, Callable[[str], Metric]] = {
     "flores101": lambda lang: sacrebleu.BLEU(tokenize="flores101"),
     "flores200": lambda lang: sacrebleu.BLEU(tokenize="flores200"),
 }
-USUAL = ("bleu", "chrf", "ter")
-LOWER_IS_BETTER = ("ter",)
+USUAL = METRICS.where(lambda metric: metric.usual)
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,9 @@ class Report:
         """For each metric a row a system, a column a test set, their average and the signature; then comparisons."""
         blocks = []
         for metric in self.metrics:
-            name = METRICS[metric]
+            name = METRICS[metric].line
             sets = list(next(iter(self.scores.values())))
-            rows = [[name + (" (lower is better)" if metric in LOWER_IS_BETTER else ""), *sets, "average"]]
+            rows = [[name + (" (lower is better)" if METRICS[metric].lower_is_better else ""), *sets, "average"]]
             for system, by_set in self.scores.items():
                 values = [*(scores.values[metric] for scores in by_set.values()), self.average(system, metric)]
                 rows.append([system, *(f"{value:.2f}" for value in values)])
@@ -137,7 +135,7 @@ class Report:
         if self.comparisons:
             lines = ["paired bootstrap, * where p < 0.05"]
             for c in self.comparisons:
-                lines.append(f"{c.test_set}: {METRICS[c.metric]} of {c.system} is {c.difference:+.2f} against "
+                lines.append(f"{c.test_set}: {METRICS[c.metric].line} of {c.system} is {c.difference:+.2f} against "
                              f"{c.baseline}, p = {c.p_value:.4f}{'*' if c.p_value < 0.05 else ''}")
             blocks.append("\n".join(lines))
         return "\n\n".join(blocks)
@@ -211,13 +209,13 @@ def compare(
 
     The systems must have as many lines as the test set (see `score_lines`).
     """
-    named = {METRICS[metric]: scorer for metric, scorer in make_scorers(lang, metrics).items()}
+    named = {METRICS[metric].line: scorer for metric, scorer in make_scorers(lang, metrics).items()}
     signatures, scored = PairedTest(list(systems.items()), named, test.references, test_type="bs")()
     results: dict[str, list[Any]] = dict(scored)
     baseline, *others = systems
     comparisons = []
     for metric in metrics:
-        name = METRICS[metric]
+        name = METRICS[metric].line
         first, *rest = results[name]
         for system, result in zip(others, rest, strict=True):
             difference = float(result.score - first.score)

@@ -16,10 +16,11 @@ from typing import Any
 import sacrebleu
 
 from deepnmt.config import Recipe
+from deepnmt.config.choices import METRICS
 from deepnmt.data.text import count_pairs, read_lines, read_pairs
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import system_names, text_name, texts_folder
-from deepnmt.evaluate.metrics import METRICS, EvaluationSet, compare, score_lines
+from deepnmt.evaluate.metrics import EvaluationSet, compare, score_lines
 from deepnmt.files import atomic_write, read_log
 from deepnmt.pages import html_table, page, plotted
 from deepnmt.plots import GREY, panels, plot_learning_curve, save, style
@@ -142,12 +143,12 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
     parts = []
     metrics = [metric for metric in METRICS if all(metric in run.scores["sets"][names[0]] for run in runs)]
     for metric in metrics:
-        rows = [[METRICS[metric] + " (lower is better)" * (metric == "ter"), *names]]
+        rows = [[METRICS[metric].line + " (lower is better)" * METRICS[metric].lower_is_better, *names]]
         rows += [[label, *(f"{run.scores['sets'][name][metric]:.2f}" for name in names)]
                  for run, label in zip(runs, labels, strict=True)]
         signatures = dict.fromkeys(run.scores["sets"][name][f"{metric}_signature"] for run in runs for name in names)
         parts.append(html_table(rows))
-        parts += [f"<p><small>{METRICS[metric]}|{escape(signature)}</small></p>" for signature in signatures]
+        parts += [f"<p><small>{METRICS[metric].line}|{escape(signature)}</small></p>" for signature in signatures]
     if runs[1:]:
         rows = [["", "difference", "p"]]
         steps = [(name, metric) for name in names for metric in metrics]
@@ -157,7 +158,7 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
                 systems = {label: run.translations[name] for run, label in zip(runs, labels, strict=True)}
                 test = runs[0].sets[name]
                 c, = compare(systems, test, test.lang or "", [metric])
-                rows.append([f"{name}, {METRICS[metric]}", f"{c.difference:+.2f}", f"{c.p_value:.4f}"])
+                rows.append([f"{name}, {METRICS[metric].line}", f"{c.difference:+.2f}", f"{c.p_value:.4f}"])
                 progress(done)
         parts.append(f"<h3>{escape(labels[1])} against {escape(labels[0])}</h3><p>Paired bootstrap resampling: p is "
                      "the probability of a difference as large between equal systems.</p>")

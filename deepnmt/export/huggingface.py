@@ -46,7 +46,7 @@ def write_huggingface(loaded: LoadedModel, folder: Path, precision: str = "fp32"
     model_type, name = _CLASSES[kinds.pop()]
     weights = _weights(plain)
     plain.require_all_used("transformers")
-    tied = settings.tied == "all" and not any(plain.has_gain(side) for side in SIDES)
+    tied = len(set(settings.tables.values())) == 1 and not any(plain.has_gain(side) for side in SIDES)
     if tied:
         weights["model.shared.weight"] = weights.pop("model.encoder.embed_tokens.weight")
         del weights["model.decoder.embed_tokens.weight"], weights["lm_head.weight"]

@@ -88,10 +88,9 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
     src_lang, trg_lang = langs or foreign.languages
     text = {"src": [f"train.{src_lang}"], "trg": [f"train.{trg_lang}"]}
     valid = {"src": [f"valid.{src_lang}"], "trg": [f"valid.{trg_lang}"]}
-    proto = sentencepiece_model.ModelProto.FromString(foreign.vocabs[0])
-    kind = "bpe" if proto.trainer_spec.model_type == proto.trainer_spec.BPE else "unigram"
+    vocab = {"shared": False, "model": str(run), "kind": Vocabulary(foreign.vocabs[0]).kind}
     recipe = check_recipe({
-        "run": str(run), "model": foreign.model, "vocab": {"shared": False, "model": str(run), "kind": kind},
+        "run": str(run), "model": foreign.model, "vocab": vocab,
         "data": {"folder": f"data/{run.name}", "src_lang": src_lang, "trg_lang": trg_lang, "train": text,
                  "valid": valid, "filters": {"max_tokens": min(250, foreign.model["max_length"] - 1)}},
         "train": {"updates": 1},
@@ -144,13 +143,13 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
                     found[f"{ours}.ffn.{matrix}.{part}"] = take(f"{their}.{matrix}.{part}")
                 for number, norm in enumerate([*norms, "final_layer_norm"]):
                     found[f"{ours}.rule.norms.{number}.{part}"] = take(f"{their}.{norm}.{part}")
-        if recipe.model.stack(side).block == "pre_ln":
+        if recipe.model.stack(side).facts.exported_as == "pre_ln":
             for part in ("weight", "bias"):
                 found[f"{side}.norm.{part}"] = take(f"{side}.layer_norm.{part}")
     if theirs:
         raise UserError(f"the model has a weight {sorted(theirs)[0]}, for which deepnmt's has no place; deepnmt "
                         "imports plain Post-LN and Pre-LN Transformers with sinusoids")
-    last = "decoder.norm" if recipe.model.decoder.block == "pre_ln" else (
+    last = "decoder.norm" if recipe.model.decoder.facts.exported_as == "pre_ln" else (
         f"decoder.layers.{recipe.model.decoder.layers - 1}.rule.norms.2")
     table, bias = (values.double() for values in foreign.output)
     if bool(bias.any()):

@@ -19,6 +19,7 @@ from deepnmt.errors import UserError
 from deepnmt.export.card import model_card
 from deepnmt.export.exported import CARD, FACTS, KIND, weights_of
 from deepnmt.export.proof import Engine, Native, Proof, compare
+from deepnmt.export.targets import EXPORTERS
 from deepnmt.progress import print_status
 
 
@@ -28,20 +29,18 @@ class Target:
 
     Attributes:
         write, engine: from the model, the folder and a number format.
-        precisions: the number formats that it writes; the first is the one that is proven.
         vocabularies: the names of the SentencePiece models, which the job writes; none if `write` does.
     """
 
     write: Callable[[LoadedModel, Path, str], None]
     engine: Callable[[LoadedModel, Path, str], Engine]
-    precisions: tuple[str, ...] = ("fp32",)
     vocabularies: tuple[str, ...] = ("src.spm", "trg.spm")
 
 
 def _ctranslate2() -> Target:
     from deepnmt.export.ctranslate2 import Engine, write_ctranslate2
 
-    return Target(write_ctranslate2, Engine, ("fp32", "bf16", "int16", "int8"))
+    return Target(write_ctranslate2, Engine)
 
 
 def _huggingface() -> Target:
@@ -81,8 +80,8 @@ def export_run(
             no text to compare on, or the exported model is not the same. Nothing is kept then.
     """
     target = TARGETS[to]()
-    if precision not in target.precisions:
-        raise UserError(f"--precision is {precision}, but --to {to} writes {', '.join(target.precisions)}")
+    if precision not in (known := EXPORTERS[to].precisions):
+        raise UserError(f"--precision is {precision}, but --to {to} writes {', '.join(known)}")
     folder = Path(output) if output is not None else Path(recipe.run) / to
     place = Path(os.path.realpath(folder))
     if folder.exists() and not (folder / FACTS).is_file() and not (folder.is_dir() and not any(folder.iterdir())):

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Model
+from deepnmt.config.choices import BLOCKS
 from deepnmt.errors import UserError
-from deepnmt.export.post_ln import REWRITABLE, fold_weights
+from deepnmt.export.post_ln import fold_weights
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
-from deepnmt.model.embedding import TABLES
 from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.model.positions import POSITIONS
 from deepnmt.tokens import PAD
@@ -35,8 +35,6 @@ from deepnmt.tokens import PAD
 Values = npt.NDArray[np.float64]
 Pair = tuple[Values, Values]  # weight and bias
 
-NORM_FREE = ("rezero", "fixup", "t_fixup")  # x ← x + F_i(x), up to scalars that go into F_i
-CARRIED = ("post_ln", "pre_ln", *REWRITABLE, *NORM_FREE)
 EPSILON = 1e-5  # of every LayerNorm
 SMALL = 2.0**-40
 
@@ -51,12 +49,14 @@ def to_plain(loaded: LoadedModel, program: str, takes: Sequence[str] = ()) -> Pl
             raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
                             "use the model as it is, or without rotary positions export it with --to onnx")
     for side in SIDES:
-        if (block := model.stack(side).block) not in CARRIED:
-            raise UserError(f"model.{side}.block is {block}, which {program} cannot compute: its layers join a "
+        stack = model.stack(side)
+        if not (stack.facts.exported_as or stack.facts.rewritable):
+            carried = BLOCKS.where(lambda block: block.exported_as or block.rewritable)
+            raise UserError(f"model.{side}.block is {stack.block}, which {program} cannot compute: its layers join a "
                             "sub-layer to more than the sub-layer's own input; export it with --to onnx, which carries "
-                            f"every block (to {program} go {', '.join(CARRIED)})")
+                            f"every block (to {program} go {', '.join(carried)})")
     weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
-    if any(model.stack(side).block in REWRITABLE for side in SIDES):
+    if any(model.stack(side).facts.rewritable for side in SIDES):
         weights, model = fold_weights(weights, model)
     return Plain(weights, model)
 
@@ -71,10 +71,10 @@ class Plain:
     used: set[str] = field(default_factory=set)  # names that were asked for
 
     def norm_free(self, side: Side) -> bool:
-        return self.model.stack(side).block in NORM_FREE
+        return self.model.stack(side).facts.norm_free
 
     def kind(self, side: Side) -> Literal["post_ln", "pre_ln"]:
-        return "post_ln" if self.model.stack(side).block == "post_ln" else "pre_ln"
+        return self.model.stack(side).facts.exported_as or "pre_ln"
 
     def heads(self, side: Side) -> int:
         return self.model.shape(side).heads + self.norm_free(side)
@@ -182,7 +182,7 @@ class Plain:
         return self._get(name) if name in self.weights else np.ones(self.model.shape(side).width)
 
     def _table(self, use: Literal["src", "trg", "out"]) -> Values:
-        return self._get(f"embeddings.{TABLES[self.model.tied][use]}.weight")
+        return self._get(f"embeddings.{self.model.tables[use]}.weight")
 
     def _scalar(self, name: str, default: float) -> float:
         return float(self._get(name)[0]) if name in self.weights else default

@@ -20,7 +20,7 @@ The fold is computed in float64 and rounded to fp32 once. `D` width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,11 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.errors import UserError
-from deepnmt.model.blocks import BLOCKS, FOLDED, SIDES, LayerPosition, Side
+from deepnmt.model.blocks import FOLDED, SIDES, LayerPosition, Side
 from deepnmt.model.init import fill
 from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
-
-FOLDABLE = [name for name, block in BLOCKS.items() if block.foldable]
-REWRITABLE = [*FOLDABLE, "rezero_post_ln", "looks_linear"]
 
 # The matrices [.., D] that read the input of each sub-layer, in the order of the sub-layers.
 _READERS: dict[Side, tuple[str, ...]] = {
@@ -95,16 +92,14 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
     Raises:
         UserError: no stack can be folded, or an ω has a zero.
     """
-    sides = [side for side in SIDES if model.stack(side).block in REWRITABLE]
+    sides = [side for side in SIDES if model.stack(side).facts.rewritable]
     if not sides:
         raise UserError(f"model.encoder.block is {model.encoder.block} and model.decoder.block {model.decoder.block}, "
-                        f"but only {', '.join(REWRITABLE)} fold into post_ln; use the model as it is")
+                        f"but only {', '.join(REWRITES)} fold into post_ln; use the model as it is")
     folded = dict(weights)
     post_ln = model
     for side in sides:
-        rewrite = {"rezero_post_ln": _scale_branches, "looks_linear": _mirror_ffn}.get(model.stack(side).block,
-                                                                                       _fold_stack)
-        folded = rewrite(folded, model, side)
+        folded = REWRITES[model.stack(side).block](folded, model, side)
         gain = f"{side}.input.gain" in folded
         changes = {**model.stack(side).changes_for(FOLDED), "input_gain": gain}
         post_ln = with_settings(post_ln, {f"{side}.{name}": value for name, value in changes.items()})
@@ -155,10 +150,20 @@ def _scale_branches(weights: Mapping[str, Tensor], model: Model, side: Side) -> 
 def _mirror_ffn(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict[str, Tensor]:
     """looks_linear: the FFN's (f(h), f(-h)) is f of one matrix that also holds the negative rows. With `init:
     published` it is so already."""
-    double = block_of(model.stack(side)).feed_forward.copies == 2
+    double = model.stack(side).facts.halves
     mirrored = [f"{side}.layers.{layer}.ffn.fc1.{part}" for layer in range(model.stack(side).layers)
                 for part in ("weight", "bias")] if double else []
     return {**weights, **{name: torch.cat([weights[name], -weights[name]]) for name in mirrored}}
+
+
+# How a stack of each `rewritable` block becomes one of `FOLDED`.
+REWRITES: dict[str, Callable[[Mapping[str, Tensor], Model, Side], dict[str, Tensor]]] = {
+    "admin": _fold_stack,
+    "admin_closed_form": _fold_stack,
+    "deepnorm": _fold_stack,
+    "rezero_post_ln": _scale_branches,
+    "looks_linear": _mirror_ffn,
+}
 
 
 def save_folded(source: Path, target: Path) -> Folded:
@@ -189,8 +194,8 @@ def save_folded(source: Path, target: Path) -> Folded:
     extra: dict[str, Any] = {**loaded.state.extra, "folded": str(loaded.folder)}
     state = replace(loaded.state, loss_scale=None, extra=extra)
     write_checkpoint(target, Contents(weights, None, state, dump_recipe(recipe), loaded.files))
-    stacks = [f"{side} ({loaded.recipe.model.stack(side).block})" for side in SIDES
-              if loaded.recipe.model.stack(side).block in REWRITABLE]
+    old = {side: loaded.recipe.model.stack(side) for side in SIDES}
+    stacks = [f"{side} ({stack.block})" for side, stack in old.items() if stack.facts.rewritable]
     return Folded(target, stacks, difference, largest)
 
 

@@ -13,9 +13,9 @@ from deepnmt.errors import UserError
 from deepnmt.optim.groups import parameter_groups
 
 # Tensors of each weight's shape that every layout writes to checkpoints and reads from them. To add one: add its name
-# here and in `moment_names`, the setting that switches it on to `MOMENT_SETTINGS`, its value before the first update to
-# `initial_moment`, and update it in a `register_step_post_hook` of the optimizer that `build_optimizer` returns, which
-# keeps it in `state[p]` (absent until the hook puts it there), as `_keep_average` does.
+# here and in `moment_names`, mark the setting that switches it on with `Fact.MOMENTS`, add its value before the first
+# update to `initial_moment`, and update it in a `register_step_post_hook` of the optimizer that `build_optimizer`
+# returns, which keeps it in `state[p]` (absent until the hook puts it there), as `_keep_average` does.
 Moment = Literal["exp_avg", "exp_avg_sq", "momentum_buffer", "ema"]
 
 
@@ -146,10 +146,6 @@ def moment_names(recipe: config.Recipe) -> tuple[Moment, ...]:
     if recipe.optimizer.name == "sgd":
         return ("momentum_buffer", *average) if recipe.optimizer.momentum else average
     return ("exp_avg", "exp_avg_sq", *average)
-
-
-# The settings that decide which moments there are; they cannot change when a run is resumed.
-MOMENT_SETTINGS = ("optimizer.name", "optimizer.momentum", "train.ema")
 
 
 def initial_moment(moment: Moment, weight: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import secrets
 import socket
 import time
@@ -14,21 +13,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deepnmt.config import Recipe, flatten
+from deepnmt.config import Fact, Recipe, flatten
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.processes.ranks import Ranks
 from deepnmt.processes.rendezvous import agree
 
-_PATHS = re.compile(r"run|data\.folder|data\..*\.(src|trg|tsv)|admin\.profile|vocab\.model|"
-                    r"train\.init_from|parallel\.ds_config")
 _SHOW_LATE = 5.0  # seconds after which a network file system surely shows a new file
 
 
 def agree_on_recipe(recipe: Recipe, ranks: Ranks) -> None:
     """Raises `UserError` on every process, naming settings and machines, if their recipes differ. Collective."""
     settings = {key: str(value) for key, value in flatten(recipe.model_dump()).items()
-                if recipe.parallel.same_paths or not _PATHS.fullmatch(key)}
+                if recipe.parallel.same_paths or not Recipe.is_marked(key, Fact.PATH)}
+    if not recipe.parallel.same_paths:
+        settings["the SHA-256 of plugins"] = ", ".join(sorted(recipe.plugins.values()))
     agree(ranks, "the recipes", settings, "start all machines with the same recipe and overrides; if only paths of "
           "files and folders differ, set parallel.same_paths=false on all")
 

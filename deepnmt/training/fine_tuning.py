@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from deepnmt.checkpoint.average import TRAINING_ONLY, warn_if_outdated
+from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import (
     RECIPE,
     SRC_VOCAB,
@@ -21,7 +21,7 @@ from deepnmt.checkpoint.checkpoint import (
     verify_model,
 )
 from deepnmt.checkpoint.tensors import Renamed
-from deepnmt.config import Model, Recipe, changed_settings, load_recipe
+from deepnmt.config import Fact, Model, Recipe, changed_settings, choices, load_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError, nearest
 from deepnmt.files import sha256
@@ -80,7 +80,7 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
     difference = first_difference(expected, found)
     for key, was, now in changed_settings(old, recipe.model):
         side, _, name = key.rpartition(".")
-        if (key in TRAINING_ONLY and not (name == "init" and "published" in (was, now))) or (
+        if (Model.is_marked(key, Fact.TRAINING_ONLY) and not (name == "init" and "published" in (was, now))) or (
                 name == "layers" and side in grown):
             continue
         first = next(parameter for parameter in expected if parameter.startswith(side))
@@ -109,7 +109,7 @@ def _grown(recipe: Recipe, old: Model, folder: Path) -> dict[str, tuple[int, int
         if recipe.train.grow is None or now <= was:
             continue
         if not BLOCKS[block].growable:
-            offered = ", ".join(name for name, kind in BLOCKS.items() if kind.growable)
+            offered = ", ".join(choices.BLOCKS.where(lambda row: row.growable))
             raise UserError(f"train.grow ({recipe.train.grow}) is offered for {offered}, but model.{side}.block is "
                             f"{block}; set model.{side}.layers={was}, as in {folder}")
         grown[side] = was, now

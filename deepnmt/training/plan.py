@@ -17,7 +17,7 @@ from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.device import CARDS, RESERVED, memory
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import SIDES, LayerPosition, Side
-from deepnmt.model.embedding import TABLES, Use, table_width
+from deepnmt.model.embedding import Use, table_width
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
@@ -64,7 +64,7 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
         alike = sums(side, 1) + more * (sums(side, 2) - sums(side, 1))  # of them in `one` and `second`
         layers += more * second + sums(side, 1 + more) - alike
     sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
-    tables = {name: (sizes[use] - 8) * table_width(model, use) for use, name in TABLES[model.tied].items()}
+    tables = {name: (sizes[use] - 8) * table_width(model, use) for use, name in model.tables.items()}
     return one + layers + sum(tables.values())
 
 

@@ -14,7 +14,7 @@ from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, reporting
 from deepnmt.model.admin import AdminProfile, measure
-from deepnmt.model.blocks import BLOCKS, SIDES
+from deepnmt.model.blocks import SIDES
 from deepnmt.processes.agreement import agree_on_contents, agree_on_recipe
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
@@ -72,7 +72,7 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
         return AdminProfile.load(recipe.admin.profile, recipe.model)
     if ranks.first:
         stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in SIDES
-                              if BLOCKS[recipe.model.stack(side).block].profiled)
+                              if recipe.model.stack(side).facts.profiled)
         print_status(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens")
     source, target = data.vocabs()
     return measure_profile(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,

@@ -23,23 +23,17 @@ from deepnmt.checkpoint.checkpoint import (
     recover_checkpoints,
     verify_files,
 )
-from deepnmt.config import Change, Recipe, changed_settings, load_recipe
+from deepnmt.config import Change, Fact, Recipe, changed_settings, load_recipe
 from deepnmt.config.plugins import same_plugins
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256
 from deepnmt.folders import MANIFEST
-from deepnmt.optim.optimizers import MOMENT_SETTINGS, moment_names
+from deepnmt.optim.optimizers import moment_names
 from deepnmt.parallel.settings import data_ranks
 from deepnmt.processes.agreement import agree_on_folder
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.training.state import TrainState
-
-# Settings, or groups of them, that cannot change on resuming: a new value would make it another run, or have no effect.
-_FIXED = ("seed", "plugins", "task", "model", "vocab", "data.subword_variants", "data.subword_alpha", "data.filters",
-          "batch.tokens", "admin", "train.best_by", "train.init_from", "train.grow")
-
-_MIXTURE = (".weight", ".temperature", ".tag")  # of data.train: they decide which sentences an epoch has
 
 LOCK_WAIT = 120.0  # seconds to wait for processes that are stopping and still save
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file system without locks
@@ -187,13 +181,17 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str],
     if same_plugins(begun.plugins, recipe.plugins):  # whose files may have moved
         begun = begun.model_copy(update={"plugins": recipe.plugins})
     changes = changed_settings(begun, recipe)
-    fixed = list(_FIXED)
+    fixed = [Fact.FIXED]
     if moment_names(begun) != moment_names(recipe):
-        fixed += MOMENT_SETTINGS
-    if state.loss_scale is not None:  # the initial one would have no effect
-        fixed.append("loss_scale.initial_power")
-    rejected = [change for change in changes if change.key.startswith(tuple(fixed))
-                or (change.key.startswith("data.train.") and change.key.endswith(_MIXTURE))]
+        fixed.append(Fact.MOMENTS)
+    if state.loss_scale is not None:
+        fixed.append(Fact.LOSS_SCALE)
+
+    def is_fixed(key: str) -> bool:
+        of_an_epoch = key.startswith("data.train.") and Recipe.is_marked(key, Fact.EPOCH)
+        return of_an_epoch or any(Recipe.is_marked(key, fact) for fact in fixed)
+
+    rejected = [change for change in changes if is_fixed(change.key)]
     if rejected:
         raise UserError(f"{recipe.run} holds a run begun with other settings:\n  " + "\n  ".join(map(str, rejected))
                         + "\nrestore them, or train into another folder with run=FOLDER")

@@ -309,15 +309,21 @@ def test_each_fault_has_its_message(settings: dict[str, Any], sentences: list[st
 
 
 def test_all_faults_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong values, a missing setting, an unset variable, and settings that contradict each other."""
+    """Wrong values, a missing setting, an unset variable, settings of a section that contradict each other; those of
+    different sections once nothing is missing."""
     monkeypatch.delenv("DEEPNMT_TEST_NONE", raising=False)
     tree = changed(run=None, modle=1, model__encoder__layers=0, model__width=66, model__heads=4, vocab__shared=False,
                    data__folder="${DEEPNMT_TEST_NONE}/x", data__train={"src": "a"}, batch__tokens=20,
                    data__filters__max_tokens=600, data__test__news={"tsv": [1]}, train={"best_by": "bleu"},
                    train__valid_bleu=False)
     assert sorted(line.split()[0] for line in faults_of(tree)) == sorted([
-        "run:", "modle:", "model.encoder.layers:", "model:", "model.tied:", "data.folder:", "data.train:",
-        "batch.tokens", "data.filters.max_tokens", "data.test.news.tsv.0:", "train.updates:", "train.best_by:"])
+        "run:", "modle:", "model.encoder.layers:", "model:", "data.folder:", "data.train:",
+        "data.test.news.tsv.0:", "train.updates:"])
+    tree |= {"run": "x", "data": changed(data__filters__max_tokens=600)["data"],
+             "train": {"updates": 5, "best_by": "bleu", "valid_bleu": False}}
+    assert sorted(line.split()[0] for line in faults_of(tree)) == sorted([
+        "modle:", "model.encoder.layers:", "model:", "model.tied:", "batch.tokens", "data.filters.max_tokens",
+        "train.best_by:"])
 
 
 def test_a_default_that_replaces_a_faulty_value_causes_no_further_fault() -> None:

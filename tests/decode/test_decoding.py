@@ -52,7 +52,7 @@ class Numbers:
         return [], text
 
 
-def sharp(block: config.Block = "post_ln") -> Transformer:
+def sharp(block: str = "post_ln") -> Transformer:
     """A model that clearly prefers some tokens, as a trained one does, so that no choice depends on the last bit."""
     model = model_of(block)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def assert_same(ours: list[list[Hypothesis]], theirs: list[list[Hypothesis]]) ->
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("method", METHODS)
-def test_cache_changes_nothing(method: str, block: config.Block) -> None:
+def test_cache_changes_nothing(method: str, block: str) -> None:
     model, settings = sharp(block), METHODS[method]
     assert_same(translated(model, LINES, settings), translated(model, LINES, settings, RecomputingStepper))
 

@@ -7,15 +7,13 @@ import torch
 from small_models import BLOCKS, VOCAB, batch, model_of
 from torch import Tensor
 
-from deepnmt import config
-
 B, K, T = 3, 2, 6
 
 
 class Decoding:
     """Three sentences, each with two different hypotheses."""
 
-    def __init__(self, block: config.Block = "admin") -> None:
+    def __init__(self, block: str = "admin") -> None:
         self.model = model_of(block)
         src, self.lengths, _, _ = batch([7, 3, 5], [T] * B)
         self.tokens = torch.randint(4, VOCAB, (B * K, T), generator=torch.Generator().manual_seed(2))
@@ -35,14 +33,14 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("block", BLOCKS)
-def test_steps_equal_the_whole(block: config.Block) -> None:
+def test_steps_equal_the_whole(block: str) -> None:
     d = Decoding(block)
     assert_close(d.steps(d.tokens, *range(T)), d.whole(d.tokens))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_first_step_for_all_hypotheses_at_once(block: config.Block) -> None:
+def test_a_first_step_for_all_hypotheses_at_once(block: str) -> None:
     """The first tokens of a sentence's hypotheses are passed once; the following ones differ."""
     d = Decoding(block)
     d.tokens[:, 0] = d.tokens[::K, 0].repeat_interleave(K)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().star
 
 
 @pytest.mark.parametrize("block", ["admin", "fixup"])
-def test_a_packed_model_translates_as_before(block: config.Block) -> None:
+def test_a_packed_model_translates_as_before(block: str) -> None:
     """Fixup's linear maps subtract a number first, so they stay as they are."""
     model = model_of(block)
     other = packed_copy(model)

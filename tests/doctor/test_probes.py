@@ -7,7 +7,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepnmt.batch import Batch
-from deepnmt.config import Block, load_recipe
+from deepnmt.config import load_recipe
+from deepnmt.config.choices import BLOCKS
 from deepnmt.data.prepared import PreparedData
 from deepnmt.doctor import measures
 from deepnmt.doctor.diagnose import Subject, fp16_fault, working_scale
@@ -39,7 +40,6 @@ from deepnmt.doctor.probes import mean_loss, sublayers, watching
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 
-BLOCKS = get_args(Block)
 every_block = pytest.mark.parametrize("block", BLOCKS)
 
 

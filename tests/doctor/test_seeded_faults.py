@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from torch import nn
 import deepnmt.doctor.diagnose
 import deepnmt.doctor.verdict
 from deepnmt.batch import Batch
-from deepnmt.config import Block, load_recipe
+from deepnmt.config import load_recipe
+from deepnmt.config.choices import BLOCKS
 from deepnmt.data.prepared import open_prepared
 from deepnmt.doctor.diagnose import Clock, Subject, examine, first_batch, judge, subject_of
 from deepnmt.doctor.faults import wrong_sizes, wrong_training, wrong_wiring
@@ -45,7 +45,7 @@ def found_in(model: Transformer, batch: Batch) -> list[str]:
                                                                    for side in SIDES})
 
 
-@pytest.mark.parametrize("block", get_args(Block))
+@pytest.mark.parametrize("block", list(BLOCKS))
 def test_a_sound_model_has_no_fault(block: str, prepared: Path) -> None:
     subject = subject_for(prepared, *block_settings(block))
     assert found_in(subject.model, subject.batch) == []

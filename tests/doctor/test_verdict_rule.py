@@ -85,6 +85,21 @@ def test_what_no_run_had_of_a_recipe(prepared: Path) -> None:
         f"model.width is {recipe.model.width}; the runs had up to 8", "the precision is bf16; the runs had fp32"]
 
 
+@pytest.mark.parametrize("setting", [
+    "train.guided_alignment=0.05", "train.ema=0.9", "train.freeze=[encoder]", "train.grow=stack", "train.init_from=run",
+    "optimizer.lr_factors={decoder: 0.1}", "model.encoder.word_dropout=0.1", "model.decoder.input_gain=true",
+    "data.subword_variants=2"])
+def test_the_shipped_rule_knows_which_settings_no_run_had(setting: str) -> None:
+    base = ["model.encoder.layers=2", "model.decoder.layers=2", "model.width=64", "data.train.alignments=links"]
+    recipe = load_recipe("recipes/demo/admin_18l-18l.yaml", base)
+    known = VerdictRule.load().unseen(recipe)
+    more = [setting, "train.init_from=run"] if setting == "train.grow=stack" else [setting]
+    new = [line for line in VerdictRule.load().unseen(load_recipe("recipes/demo/admin_18l-18l.yaml", [*base, *more]))
+           if line not in known]
+    key = setting.partition("=")[0]
+    assert any(line.startswith(f"{key} is ") and "; the runs had " in line for line in new), new
+
+
 HEAD = '{"format": "deepnmt-verdict", "version": 5, "spans": {}, "gain": {}, '
 LINE = '{"constant": 1, "weights": {"budget": 1}, "centre": {}, "scale": {}, "spread": 1}'
 

@@ -16,10 +16,9 @@ from refusals import user_error
 
 from deepnmt import config
 from deepnmt.cli import main
-from deepnmt.commands.evaluate import METRICS as METRICS_OF_HELP
 from deepnmt.decode.translate import translate_files
 from deepnmt.evaluate.evaluate import evaluate_run, texts_folder
-from deepnmt.evaluate.metrics import METRICS, SCORERS, USUAL, EvaluationSet, compare, make_scorers, score_lines
+from deepnmt.evaluate.metrics import EvaluationSet, compare, make_scorers, score_lines
 from deepnmt.evaluate.report import _group, _marked, _span, write_report
 
 SOURCES = [*tiny_run.SENTENCES, "a dog sings", "the <red> house", "two old cats see the small tree & run"] * 3
@@ -86,10 +85,6 @@ def test_metrics_are_those_of_the_sacrebleu_command(
         assert scores.signatures[metric] == found["signature"]
         assert scores.values[metric] == pytest.approx(found["score"], abs=1e-5)
     assert "|tok:flores200|" in scores.signatures["flores200"] and "|nw:2|" in scores.signatures["chrf++"]
-
-
-def test_the_command_knows_every_metric() -> None:
-    assert tuple(METRICS) == tuple(SCORERS) == METRICS_OF_HELP and METRICS_OF_HELP[:3] == USUAL
 
 
 def test_a_tokenizer_that_cannot_be_had_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from deepnmt.cli import main
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.export import job
 from deepnmt.export.card import SCRIPTS
-from deepnmt.export.plain import NORM_FREE, Plain, to_plain
+from deepnmt.export.plain import Plain, to_plain
 from deepnmt.export.proof import Native
 from studies.__main__ import main as main_of_studies
 
@@ -53,7 +53,7 @@ def loaded_of(model: config.Model, tmp_path: Path) -> LoadedModel:
     module = as_trained(model)
     with torch.no_grad():  # without norms, weights as large would give logits in the thousands
         for name, parameter in module.named_parameters():
-            if {model.encoder.block, model.decoder.block} & set(NORM_FREE) and "norms" not in name:
+            if (model.encoder.facts.norm_free or model.decoder.facts.norm_free) and "norms" not in name:
                 parameter.mul_(0.5)
     recipe = tiny_run.recipe_of(tmp_path / "run", model=model.model_dump())
     return LoadedModel(module, VOCAB, VOCAB, recipe, tiny_run.state_of(10), tmp_path)

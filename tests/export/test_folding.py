@@ -21,13 +21,13 @@ from deepnmt.checkpoint.checkpoint import (
     verify,
 )
 from deepnmt.cli import main
-from deepnmt.export.post_ln import FOLDABLE, _compute_in_float64, fold_weights, save_folded
-from deepnmt.model.blocks import BLOCKS
+from deepnmt.config.choices import BLOCKS
+from deepnmt.export.post_ln import _compute_in_float64, fold_weights, save_folded
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
 VOCAB = 40  # tiny_run's
-KNOWN = [block for block in FOLDABLE if block in BLOCKS]
+KNOWN = list(BLOCKS.where(lambda block: block.foldable))
 
 
 def shapes(encoder: str, decoder: str, tied: str = "all", **settings: Any) -> config.Model:

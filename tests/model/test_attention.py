@@ -8,7 +8,6 @@ from small_models import BLOCKS, VOCAB, batch, model_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepnmt import config
 from deepnmt.model.attention import CrossAttention, SelfAttention, attend, key_mask
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.positions import sinusoids
@@ -110,7 +109,7 @@ def embedded(model: Transformer, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("block", ["post_ln", "pre_ln"])
-def test_whole_model_is_pytorchs(block: config.Block) -> None:
+def test_whole_model_is_pytorchs(block: str) -> None:
     """Logits against a model assembled from PyTorch's layers (in train mode, which keeps them off their fast path)."""
     model = model_of(block)
     src, lengths, trg_in, _ = batch([7, 3, 5], [6, 2, 4])
@@ -134,7 +133,7 @@ def test_whole_model_is_pytorchs(block: config.Block) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("block", BLOCKS)
-def test_padding_changes_no_result(block: config.Block) -> None:
+def test_padding_changes_no_result(block: str) -> None:
     model = model_of(block)
     src, lengths, trg_in, trg_out = batch([4, 9, 2], [3, 5, 8])
     memory = model.encode(src, lengths)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from deepnmt import config
-from deepnmt.config import HISTORY_BLOCKS, PROFILED_BLOCKS
 from deepnmt.model.blocks import (
     BLOCKS,
     AdminClosedForm,
@@ -123,7 +121,7 @@ def test_the_tables_of_the_page_have_a_row_for_each_block() -> None:
     all_tables = [[[cell.strip(" `*") for cell in line.split("|")[1:-1]] for line in lines] for rule, lines in
                   groupby(page.splitlines(), lambda line: line.startswith("| `")) if rule]
     tables = [table for table in all_tables if len(table) == len(BLOCKS)]
-    assert len(tables) == 4 and all([row[0] for row in table] == list(get_args(config.Block)) for table in tables)
+    assert len(tables) == 4 and all([row[0] for row in table] == list(config.choices.BLOCKS) for table in tables)
     limits = tables[-1]  # block, pipeline, folds, ...
     assert [row[1] == "no" for row in limits] == [block.needs_history for block in BLOCKS.values()]
     assert [row[2] == "yes" for row in limits] == [block.foldable for block in BLOCKS.values()]
@@ -137,7 +135,7 @@ def test_block_follows_its_formula(block: str, side: Side) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("block", HISTORY_BLOCKS)
+@pytest.mark.parametrize("block", config.choices.BLOCKS.where(lambda block: block.needs_history))
 def test_a_layer_passes_its_history_on(block: str, side: Side) -> None:
     """dlcl norms the last output; a stream with a tensor too many is an error."""
     rule, y = block_of(block, side), stream_of(block)
@@ -147,11 +145,6 @@ def test_a_layer_passes_its_history_on(block: str, side: Side) -> None:
     torch.testing.assert_close(kept[1], expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="longer"):
         rule((*y, y[0]), branches_of(side))
-
-
-def test_the_config_lists_the_blocks_with_history_and_with_a_profile() -> None:
-    assert [block for block in BLOCKS if BLOCKS[block].needs_history] == list(HISTORY_BLOCKS)
-    assert [block for block in BLOCKS if BLOCKS[block].profiled] == list(PROFILED_BLOCKS)
 
 
 @pytest.mark.parametrize("block", ["admin", "deepnorm", "rezero_post_ln"])

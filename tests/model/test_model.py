@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -20,13 +19,13 @@ from deepnmt.model.positions import sinusoids
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
-NAMES: list[config.Block] = list(get_args(config.Block))
+NAMES: list[str] = list(config.choices.BLOCKS)
 SIDES: list[Side] = ["encoder", "decoder"]
 D, V = 16, 21
 
 
 def shapes(
-    block: config.Block = "admin", *, tied: str = "all", dropout: float = 0.0, layers: int = 2, init: str = "auto"
+    block: str = "admin", *, tied: str = "all", dropout: float = 0.0, layers: int = 2, init: str = "auto"
 ) -> config.Model:
     stack = {"block": block, "layers": layers, "init": init}
     rates = {"dropout": dropout, "attention_dropout": dropout, "activation_dropout": dropout}
@@ -48,7 +47,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("block", NAMES)
 @pytest.mark.parametrize("side", SIDES)
-def test_a_layer_built_alone_equals_the_models(side: Side, block: config.Block) -> None:
+def test_a_layer_built_alone_equals_the_models(side: Side, block: str) -> None:
     torch.manual_seed(0)
     model = new_model(shapes(block), V, V, seed=5)
     torch.manual_seed(99)
@@ -92,7 +91,7 @@ def xavier_bound(rows: int, columns: int) -> float:
     return math.sqrt(6 / (rows + columns))
 
 
-def gain_of(block: config.Block, side: Side, matrix: str) -> float:
+def gain_of(block: str, side: Side, matrix: str) -> float:
     """The factor on the Xavier bound that the paper of the block names, for 2 + 2 layers and the default init."""
     fused, query = (2**-0.5 if matrix in ("q", "k", "v") else 1.0), matrix in ("q", "k")
     if block == "deepnorm":
@@ -117,7 +116,7 @@ def matrices(state: dict[str, Tensor]) -> dict[tuple[str, str], Tensor]:
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", NAMES)
-def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Side) -> None:
+def test_matrices_are_xavier_times_the_blocks_gain(block: str, side: Side) -> None:
     """Each weight is a fixed uniform number times the bound, so the ratio to Post-LN's is exactly the gain."""
     state = layer_of(shapes(block), side, 1, 1).state_dict()
     ours, plain = matrices(state), matrices(layer_of(shapes("post_ln"), side, 1, 1).state_dict())
@@ -136,7 +135,7 @@ def test_matrices_are_xavier_times_the_blocks_gain(block: config.Block, side: Si
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", NAMES)
-def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> None:
+def test_every_block_can_be_depth_scaled(block: str, side: Side) -> None:
     """Each matrix of a stack of 4 layers is halved, with every block; nothing else changes."""
     scaled, plain = (layer_of(shapes(block, init=init, layers=4), side, 1, 1).state_dict()
                      for init in ("depth_scaled", "xavier"))
@@ -146,7 +145,7 @@ def test_every_block_can_be_depth_scaled(block: config.Block, side: Side) -> Non
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", NAMES)
-def test_xavier_separate_does_not_divide_query_key_and_value_by_sqrt_2(block: config.Block, side: Side) -> None:
+def test_xavier_separate_does_not_divide_query_key_and_value_by_sqrt_2(block: str, side: Side) -> None:
     """Matrices with a gain of 1/√2 become √2 times as large, nothing else changes; deepnorm has no such gain."""
     whole, plain = (layer_of(shapes(block, init=init), side, 1, 1).state_dict()
                     for init in ("xavier_separate", "xavier"))
@@ -161,7 +160,7 @@ def test_xavier_separate_does_not_divide_query_key_and_value_by_sqrt_2(block: co
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("block", NAMES)
-def test_fairseqs_draw_is_that_of_pytorchs_linear_in_the_ffn(block: config.Block, side: Side) -> None:
+def test_fairseqs_draw_is_that_of_pytorchs_linear_in_the_ffn(block: str, side: Side) -> None:
     """FFN matrices and the biases of q, k, v, fc1, fc2; the bounds are ±1/√columns, times the block's factors."""
     ours, plain = (layer_of(shapes(block, init=init), side, 1, 1).state_dict() for init in ("fairseq", "xavier"))
     for name, value in plain.items():
@@ -177,7 +176,7 @@ def test_fairseqs_draw_is_that_of_pytorchs_linear_in_the_ffn(block: config.Block
 
 
 @pytest.mark.parametrize("block", NAMES)
-def test_init_auto_is_depth_scaled_for_b2t_only(block: config.Block) -> None:
+def test_init_auto_is_depth_scaled_for_b2t_only(block: str) -> None:
     auto, chosen = (layer_of(shapes(block, init=init, layers=4), "decoder", 1, 1).state_dict() for init in
                     ("auto", "depth_scaled" if block in ("b2t", "b2t_no_ln") else "xavier"))
     assert all(torch.equal(auto[name], value) for name, value in chosen.items())
@@ -195,9 +194,9 @@ SOURCE, TARGET = 18**-0.25, 27**-0.25  # (9·2)^-1/4 and (9·3)^-1/4
     ("pre_ln", "t_fixup", "decoder", {"src": 1.0, "trg": TARGET}),
 ])
 def test_t_fixup_scales_the_tables_that_its_stacks_read(
-    encoder: config.Block, decoder: config.Block, tied: str, factors: dict[str, float]
+    encoder: str, decoder: str, tied: str, factors: dict[str, float]
 ) -> None:
-    def tables(first: config.Block, second: config.Block) -> dict[str, Tensor]:
+    def tables(first: str, second: str) -> dict[str, Tensor]:
         stacks = {"encoder": config.Stack(block=first, layers=2), "decoder": config.Stack(block=second, layers=3)}
         model = shapes(tied=tied).model_copy(update=stacks)
         for side in SIDES:  # the initialiser alone gives the same
@@ -241,7 +240,7 @@ def test_tying_all_needs_one_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("block", NAMES)
-def test_each_parameter_is_in_the_state_once(block: config.Block) -> None:
+def test_each_parameter_is_in_the_state_once(block: str) -> None:
     model = new_model(shapes(block), V, V, 1)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
     names = set(model.state_dict())
@@ -389,7 +388,7 @@ def test_hash_is_stable() -> None:
 
 @pytest.mark.parametrize("block", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_finite(dtype: torch.dtype, block: config.Block) -> None:
+def test_gradients_are_finite(dtype: torch.dtype, block: str) -> None:
     model = new_model(shapes(block, dropout=0.1), V, V, 1, label_smoothing=0.1).to(dtype).train()
     with torch.no_grad():
         for parameter in model.parameters():  # gates and matrices that are 0 at first stop gradients

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from deepnmt import config
 from deepnmt.model.attention import SelfAttention
-from deepnmt.model.blocks import BLOCKS, NORMS, RMSNorm
+from deepnmt.model.blocks import NORMS, RMSNorm
 from deepnmt.model.feedforward import ACTIVATIONS, FeedForward
 from deepnmt.model.init import Initialiser, fill, new_model
 from deepnmt.model.positions import POSITIONS, rotated
@@ -42,15 +42,6 @@ def model_of(settings: config.Model) -> Transformer:
 
 
 # ---- norms
-
-
-def test_every_setting_has_its_row() -> None:
-    for setting, table in (("norm", NORMS), ("activation", ACTIVATIONS), ("positions", POSITIONS)):
-        annotation = config.Model.model_fields[setting].annotation
-        assert annotation is not None and set(annotation.__args__) == table.keys()
-    assert {name for name, kind in ACTIVATIONS.items() if kind.rows == 2} == set(config.sections.GATED)
-    assert {name for name, block in BLOCKS.items() if block.feed_forward is not FeedForward} == set(
-        config.sections.UNGATED_BLOCKS)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
@@ -94,7 +85,7 @@ def test_feed_forward_by_its_formula(activation: str) -> None:
         nn.init.normal_(parameter)
     h = x @ ffn.fc1.weight[:24].T + ffn.fc1.bias[:24]
     inner = FORMULAS[activation](h)
-    if activation in config.sections.GATED:
+    if activation in config.choices.ACTIVATIONS.where(lambda row: row.gated):
         inner = inner * (x @ ffn.fc1.weight[24:].T + ffn.fc1.bias[24:])
     torch.testing.assert_close(ffn(x), inner @ ffn.fc2.weight.T + ffn.fc2.bias, rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from deepnmt.batch import Batch
-from deepnmt.config import Block, Model
+from deepnmt.config import Model
+from deepnmt.config.choices import BLOCKS
 from deepnmt.doctor.probes import mean_loss
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.model.attention import attend
@@ -104,7 +105,7 @@ def test_every_block_in_fp16_as_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "reference" / "blocks.md").read_text(encoding="utf-8")
     columns = r"^\| `(\w+)` .*\| ([\d.]+) \| ([\d.]+) %"
     rows = {block: (float(largest), float(zeros)) for block, largest, zeros in re.findall(columns, text, re.MULTILINE)}
-    for block in get_args(Block):
+    for block in BLOCKS:
         stack = {"block": block, "layers": 18}
         shape = Model.model_validate({"width": 128, "heads": 2, "ffn": 512, "dropout": 0.1, "encoder": stack,
                                       "decoder": stack})

@@ -14,14 +14,13 @@ from tiny_engines import ROOT, batch_of, export_state, fairseq_rule
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, Schedule, check_recipe, with_settings
-from deepnmt.config.sections import OWN
 from deepnmt.data.batching import START, Position, Update
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
 from deepnmt.optim.gradients import clip_gradients, gradient_norm
 from deepnmt.optim.optimizers import build_optimizer, moment_names
 from deepnmt.optim.scaler import LossScaler
-from deepnmt.optim.schedules import SCHEDULES, learning_rate, warmup_note
+from deepnmt.optim.schedules import learning_rate, warmup_note
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
@@ -29,10 +28,6 @@ from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates
 
 Name = Literal["adam", "adamw", "radam", "radamw", "sgd"]
-
-
-def test_every_schedule_of_a_recipe_has_its_function() -> None:
-    assert set(OWN["SCHEDULES"]) == SCHEDULES.keys()
 
 
 @pytest.mark.parametrize(("schedule", "rates"), [

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from tiny_engines import batch_of, recipe_with
 
 from deepnmt.batch import Batch
 from deepnmt.cli import main
-from deepnmt.config import Block, Corpus, Recipe, load_recipe
+from deepnmt.config import Corpus, Recipe, load_recipe
+from deepnmt.config.choices import BLOCKS
 from deepnmt.model.admin import measure
 from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
@@ -137,7 +138,7 @@ def update_once(recipe: Recipe, vocab: int, batch: Batch) -> None:
 
 # These five blocks at every depth, the others only at the first; each case takes seconds.
 FIVE = ("post_ln", "pre_ln", "admin", "b2t", "deepnorm")
-DEEP = [(block, *depth) for block in get_args(Block) for depth in (DEPTHS if block in FIVE else DEPTHS[:1])]
+DEEP = [(block, *depth) for block in BLOCKS for depth in (DEPTHS if block in FIVE else DEPTHS[:1])]
 
 
 @pytest.mark.parametrize(("block", "encoder", "decoder"), DEEP)
@@ -148,7 +149,7 @@ def test_deep_shapes_take_an_update(block: str, encoder: int, decoder: int) -> N
 @pytest.mark.skipif(os.environ.get("DEEPNMT_DEEP") != "1", reason="minutes and up to 16 GB; DEEPNMT_DEEP=1 runs it")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("encoder", "decoder"), DEPTHS)
-@pytest.mark.parametrize("block", get_args(Block))
+@pytest.mark.parametrize("block", list(BLOCKS))
 def test_deep_shapes_take_an_update_at_full_width(block: str, encoder: int, decoder: int) -> None:
     one_update(block, encoder, decoder, width=512)
 

@@ -121,14 +121,23 @@ def test_another_deepspeed_json_under_the_same_path(train: Callable[..., str], t
 
 
 def test_paths_may_differ_if_the_recipe_says_so(train: Callable[..., str], prepared: Path, tmp_path: Path) -> None:
-    """The second machine has a copy of the data, and sees the run folder elsewhere; it resumes there too."""
+    """The second machine has a copy of the data, and sees the run folder elsewhere; it resumes there too. Plug-ins must
+    be the same code."""
     shutil.copytree(prepared / "data", tmp_path / "1" / "copy")
     (tmp_path / "1" / "mounted").symlink_to(tmp_path / "0")
-    other = ("parallel.same_paths=false", "only:run=mounted/run", "only:data.folder=copy")
+    (tmp_path / "0" / "my.py").write_text("BLOCKS = {'mine': None}\n")
+    shutil.copy(tmp_path / "0" / "my.py", tmp_path / "1" / "copy" / "my.py")
+    other = ("parallel.same_paths=false", "only:run=mounted/run", "only:data.folder=copy",
+             "data.train.alignments=links", "only:data.train.alignments=copy/links",
+             "data.train.translated_by=teacher", "only:data.train.translated_by=copy/teacher",
+             "plugins=my.py", "only:plugins=copy/my.py")
     train("train.updates=6", *other, code=0)
     train("train.updates=9", *other, code=0)
-    train("train.updates=9", "only:run=../0/run", "run=../0/run", code=0)
+    shutil.copy(tmp_path / "0" / "my.py", tmp_path / "1" / "my.py")
+    train("train.updates=9", "only:run=../0/run", "run=../0/run", "plugins=my.py", code=0)
     assert len(losses(tmp_path / "0" / "run")) == 9
+    (tmp_path / "1" / "copy" / "my.py").write_text("BLOCKS = {'other': None}\n")
+    assert "the SHA-256 of plugins is " in train("train.updates=9", *other)
 
 
 def test_a_run_folder_that_is_not_shared_is_refused_at_the_first_start(

@@ -8,6 +8,7 @@ from deepnmt.arguments import parse, plain_parser, positive, recipe_parser, sett
 from deepnmt.commands import EXAMINE, Command
 from deepnmt.commands.options import CHECKPOINT, checkpoint_of, processes_of
 from deepnmt.errors import UserError
+from deepnmt.export.targets import EXPORTERS
 
 
 def export(words: list[str]) -> None:
@@ -28,11 +29,11 @@ def export(words: list[str]) -> None:
         "deepnmt export runs/my --to huggingface --checkpoint best --licence cc-by-4.0",
     )
     add = parser.add_argument
-    add("--to", required=True, choices=["ctranslate2", "huggingface", "onnx", "post_ln"],
+    add("--to", required=True, choices=list(EXPORTERS),
         help="the program, or the form")
     add("--checkpoint", metavar="WHICH", help=CHECKPOINT)
     add("--output", metavar="FOLDER", help="the folder to write (default: RUN/ctranslate2 and so on; RUN/folded)")
-    add("--precision", default="fp32", choices=["fp32", "bf16", "int16", "int8"],
+    add("--precision", default="fp32", choices=list(EXPORTERS["ctranslate2"].precisions),
         help="number format of the weights (default fp32; the others for ctranslate2); the comparison is made in "
         "fp32, and what the other costs is printed")
     add("--text", metavar="SRC,REF", help="two text files to compare on (default: the recipe's validation text)")
@@ -41,13 +42,13 @@ def export(words: list[str]) -> None:
     add("--licence", default="unknown", metavar="NAME",
         help="the model's licence, for its page, by its name on Hugging Face such as cc-by-4.0 (default unknown)")
     args, recipe = parse(parser, words)
-    settable(args, ["run", "parallel.threads"], "a trained model is exported as it is")
+    settable(args, "export", "a trained model is exported as it is")
     positive(args, "lines")
     checkpoint = checkpoint_of(args.checkpoint, recipe)
-    if args.to == "post_ln":
+    if EXPORTERS[args.to].checkpoint:
         for name in ("precision", "text", "lines", "licence"):
             if getattr(args, name) != parser.get_default(name):
-                raise UserError(f"--{name} has no effect with --to post_ln, which compares logits in float64 and "
+                raise UserError(f"--{name} has no effect with --to {args.to}, which compares logits in float64 and "
                                 "writes a checkpoint; remove it")
         from deepnmt.export.post_ln import fold_run
 
@@ -94,7 +95,7 @@ def fold(words: list[str]) -> None:
     parser.add_argument("--checkpoint", metavar="WHICH", help=CHECKPOINT)
     parser.add_argument("--output", metavar="FOLDER", help="the folder of the folded model (default: RUN/folded)")
     args, recipe = parse(parser, words)
-    settable(args, ["run"], "a trained model is folded as it is")
+    settable(args, "rewrite", "a trained model is folded as it is")
     from deepnmt.export.post_ln import fold_run
 
     print(fold_run(recipe, checkpoint_of(args.checkpoint, recipe), args.output))

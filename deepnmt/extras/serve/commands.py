@@ -33,8 +33,7 @@ def serve(words: list[str]) -> None:
     add("--drain", type=int, default=30, metavar="N",
         help="seconds in which requests are still answered after a signal (default %(default)s)")
     args, recipe = parse(parser, words)
-    settable(args, ["run", "model", "translate", "seed", "parallel.threads", "parallel.device"],
-             "a trained model translates as it is")
+    settable(args, "translate", "a trained model translates as it is")
     positive(args, "batch", "queue", "sentences", "bytes", "drain")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}, must be from 0 to 65535")

@@ -1,0 +1,174 @@
+"""What a setting says of itself, beside its type: `ema: Annotated[float | None, Fact.MOMENTS, Fact.SEEN] = None`.
+
+Whoever asks which settings may change on resuming, which ones are paths, or what a command may be given asks the
+recipe, `Recipe.marked(Fact.FIXED)` or `Recipe.is_marked("train.ema", Fact.MOMENTS)`, and keeps no list. What a section
+says holds for all settings in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+
+from deepnmt.config.choices import Choices
+
+
+class Fact(Enum):
+    """What may be said of a setting."""
+
+    PATH = "names a file or folder, whose path may differ between machines (`parallel.same_paths`)"
+    FIXED = "cannot change when a run is resumed: it would be another run, or the change would have no effect"
+    MOMENTS = "decides what the optimizer keeps; cannot change on resuming if that would change"
+    LOSS_SCALE = "begins the loss scale; cannot change when a run that has one is resumed"
+    EPOCH = "of the training text: decides which sentences an epoch has; cannot change on resuming"
+    TRAINING_ONLY = "only training uses it, so that checkpoints which differ in it hold the same model"
+    PREPARED = "prepared data depends on it"
+    SEEN = "changes what is learned; the doctor's rule lists the values that its runs had"
+
+
+@dataclass(frozen=True)
+class For:
+    """The commands on a trained model that may be given the setting; the others refuse it, since it would change
+    nothing."""
+
+    commands: tuple[str, ...]
+
+    def __init__(self, *commands: str) -> None:
+        object.__setattr__(self, "commands", commands)
+
+
+def either(names: Sequence[str]) -> str:
+    """a; a or b; a, b or c."""
+    return f"{', '.join(names[:-1])} or {names[-1]}" if names[1:] else names[0]
+
+
+class Fault(NamedTuple):
+    """What is wrong with settings, which are named relative to the section that says so."""
+
+    settings: tuple[str, ...]
+    text: str
+
+
+class SettingsError(ValueError):
+    """The faults of a section."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__("\n".join(fault.text for fault in faults))
+        self.faults = faults
+
+
+class Section(BaseModel):
+    """A group of settings. Unknown keys and wrong types are faults; values cannot change after the check."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False,
+                              use_attribute_docstrings=True)
+
+    def faults(self) -> Iterator[Fault]:
+        """SettingsError in the combination of settings."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Section:
+        if faults := list(self.faults()):
+            raise SettingsError(faults)
+        return self
+
+    @classmethod
+    def default(cls, key: str) -> Any:
+        """The value of a setting that is left out, by its dotted key."""
+        return way_to(cls, key)[-1].get_default(call_default_factory=True)
+
+    def misplaced(self, by: str) -> dict[str, tuple[str, ...]]:
+        """The settings that have no effect with what the setting `by` chooses, but are set; and the names with which
+        they would have one. A plug-in may use any."""
+        choices, chosen = choices_of(type(self).model_fields[by]), getattr(self, by)
+        found: dict[str, tuple[str, ...]] = {}
+        if choices is None or chosen not in choices:
+            return found
+        for setting in type(self).model_fields:
+            names = choices.with_option(setting)
+            if names and chosen not in names and getattr(self, setting) != self.default(setting):
+                found[setting] = names
+        return found
+
+    @classmethod
+    def marked(cls, fact: Fact | str) -> list[str]:
+        """The settings and sections that say so of themselves, by their dotted keys, in the recipe's order; `fact` may
+        be a command (see `For`). A mapping of sections has the name NAME."""
+        keys: list[str] = []
+        for key, field in _fields(cls, ""):
+            inside_another = keys and key.startswith(f"{keys[-1]}.")
+            if _says(field, fact) and not inside_another:
+                keys.append(key)
+        return keys
+
+    @classmethod
+    def is_marked(cls, key: str, fact: Fact | str) -> bool:
+        """Whether a setting says so, or a section that it is in."""
+        return any(_says(field, fact) for field in way_to(cls, key))
+
+    @classmethod
+    def named(cls) -> dict[str, Choices[Any]]:
+        """The settings that have a name, by their dotted keys, and the names."""
+        return {key: choices for key, field in _fields(cls, "") if (choices := choices_of(field)) is not None}
+
+
+def choices_of(field: FieldInfo) -> Choices[Any] | None:
+    """The names that a setting may have; None if it has no name."""
+    return next((said for said in field.metadata if isinstance(said, Choices)), None)
+
+
+def allowed(field: FieldInfo) -> list[str]:
+    """The values of a setting that has only a few: its names, or those of a `Literal`."""
+    choices = choices_of(field)
+    return _literals(field.annotation) if choices is None else list(choices)
+
+
+def _literals(kind: Any) -> list[str]:
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    return [value for part in get_args(kind) for value in _literals(part)]
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that a setting is, or is a mapping to."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _says(field: FieldInfo, fact: Fact | str) -> bool:
+    if isinstance(fact, Fact):
+        return fact in field.metadata
+    return any(isinstance(said, For) and fact in said.commands for said in field.metadata)
+
+
+def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting and section within a section, by its dotted key; a section comes before what is in it."""
+    for name, field in section.model_fields.items():
+        key, inside = f"{prefix}{name}", section_of(field)
+        yield key, field
+        if inside is not None:
+            yield from _fields(inside, f"{key}." if inside is field.annotation else f"{key}.NAME.")
+
+
+def way_to(section: type[Section], key: str) -> list[FieldInfo]:
+    """The sections that a setting is in, and the setting; none if there is no such setting."""
+    name, _, rest = key.partition(".")
+    field = section.model_fields.get(name)
+    if field is None:
+        return []
+    inside = section_of(field)
+    if inside is None or not rest:
+        return [field]
+    if inside is not field.annotation:  # a mapping, whose names may have dots
+        while rest:
+            rest = rest.partition(".")[2]
+            if way := way_to(inside, rest):
+                return [field, *way]
+        return [field]
+    return [field, *way_to(inside, rest)]
