@@ -22,6 +22,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from deepnmt.cli import COMMANDS, main  # noqa: E402
+from deepnmt.config.choices import BLOCKS  # noqa: E402
 from deepnmt.config.sections import Recipe, Section  # noqa: E402
 from deepnmt.shipped import SCHEMA  # noqa: E402
 from studies import __main__ as studies  # noqa: E402
@@ -199,9 +200,20 @@ def recipe_schema() -> str:
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
+def blocks_page() -> str:
+    """The page on blocks, its table of formulas written anew."""
+    page = (REFERENCE / "blocks.md").read_text(encoding="utf-8")
+    head = "| block | formula | paper |\n|---|---|---|\n"
+    before, _, rest = page.partition(head)
+    _, _, after = rest.partition("\n\n")
+    rows = [f"| `{name}` | {row.line} | {row.paper} |" for name, row in BLOCKS.items()]
+    return f"{before}{head}{chr(10).join(rows)}\n\n{after}"
+
+
 def generated() -> dict[Path, str]:
-    """Every file that this one writes."""
-    return {REFERENCE / "recipe.md": recipe_page(), REFERENCE / "commands.md": commands_page(), SCHEMA: recipe_schema()}
+    """Every file that this one writes, or a table in it."""
+    return {REFERENCE / "recipe.md": recipe_page(), REFERENCE / "commands.md": commands_page(),
+            REFERENCE / "blocks.md": blocks_page(), SCHEMA: recipe_schema()}
 
 
 if __name__ == "__main__":

@@ -258,19 +258,21 @@ VOCAB_KINDS = Choices({
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts(Choice):
-    """`moments`: what it keeps of each parameter. `whole_matrices`: it cannot work on a part of one."""
+    """`moments`: what it keeps of each parameter, a `momentum_buffer` only with a momentum. `counts`: it counts its
+    steps. `whole_matrices`: it cannot work on a part of one."""
 
-    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    moments: tuple[Literal["exp_avg", "exp_avg_sq", "momentum_buffer"], ...] = ("exp_avg", "exp_avg_sq")
+    counts: bool = True
     whole_matrices: bool = False
 
 
-# optim.py, `OPTIMIZERS`
+# optim/optimizers.py, `OPTIMIZERS`
 OPTIMIZERS = Choices({
     "adam": OptimizerFacts(line="Adam", paper="Kingma and Ba 2015", options=("betas", "eps")),
     "adamw": OptimizerFacts(line="AdamW", paper="Loshchilov and Hutter 2019", options=("betas", "eps")),
     "radam": OptimizerFacts(line="RAdam", paper="Liu et al. 2020", options=("betas", "eps", "unrectified")),
     "radamw": OptimizerFacts(line="RAdam with AdamW's weight decay", options=("betas", "eps", "unrectified")),
-    "sgd": OptimizerFacts(line="SGD", options=("momentum",), moments=("momentum_buffer",)),
+    "sgd": OptimizerFacts(line="SGD", options=("momentum",), moments=("momentum_buffer",), counts=False),
     "muon": OptimizerFacts(line="Muon for the matrices of the layers, AdamW for the rest", paper="Jordan et al. 2024",
                       options=("betas", "eps"), needs={"momentum": "such as 0.95"}, whole_matrices=True),
 })
@@ -284,7 +286,7 @@ class ScheduleFacts(Choice):
     until_end: bool = False
 
 
-# optim.py, `SCHEDULES`
+# optim/schedules.py, `SCHEDULES`
 SCHEDULES = Choices({
     "inverse_sqrt": ScheduleFacts(line="falls as 1/sqrt(update)", paper="Vaswani et al. 2017", options=("count_from",)),
     "inverse_sqrt_decay": ScheduleFacts(
@@ -338,7 +340,7 @@ class FormatFacts(Choice):
     many: bool = True
 
 
-# decode/translate.py and decode/score.py, `FORMATS` in each
+# decode/formats.py, `WRITERS`
 FORMATS = Choices({
     "text": FormatFacts(line="one translation a line", many=False),
     "tsv": FormatFacts(line="columns: line, rank, score, text"),

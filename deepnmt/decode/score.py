@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepnmt import config
 from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.formats import WRITERS
 from deepnmt.decode.models import Folders, load_models, max_length
 from deepnmt.decode.next_tokens import LengthPenalty, log_normalisers
 from deepnmt.decode.sharing import share
@@ -125,7 +126,7 @@ def score_files(
         translations: the translations of the source's lines, or the JSON lines that `translate_files` wrote of them;
             without, each line of the source is a sentence and its translations, separated by tabs.
         settings: batch size, precision, length penalty and ensemble are used.
-        output_format: of `FORMATTERS`.
+        output_format: of `FORMATS`.
         pieces: whether to tell the log-probability of every piece.
         top: how many of the likeliest pieces to tell beside each, if `pieces`.
 
@@ -147,7 +148,7 @@ def score_files(
         for number, line in enumerate(share(items, lambda item: len(item[0]), work, ranks, progress), start=1):
             scored = [Scored(**{**each, "pieces": [Piece(**piece) for piece in each["pieces"]]}) for each in line]
             totals.add(scored)
-            yield FORMATTERS[output_format](number, scored)
+            yield WRITERS[output_format].scores(number, scored)
 
     with counted("{:,} lines scored", ranks) as progress:
         write_lines(lines_out, ranks, formatted(progress))
@@ -290,33 +291,3 @@ def _score(
                       [list(zip(*best)) for best in zip(tokens[start:end], values[start:end])]))
         start = end
     return found
-
-
-def _as_text(number: int, line: Sequence[Scored]) -> str:
-    """The log-probabilities of its translations, separated by tabs."""
-    return "\t".join(f"{scored.log_prob:.6f}" for scored in line) + "\n"
-
-
-def _as_tsv(number: int, line: Sequence[Scored]) -> str:
-    """A line "line, number, log-probability, score, text" for each translation, numbers from 1; or with pieces a line
-    "line, number, position, piece, log-probability" for each of its pieces, then the likeliest there, each with its
-    log-probability."""
-    rows: list[list[object]] = []
-    for rank, scored in enumerate(line, start=1):
-        if not scored.pieces:
-            rows.append([number, rank, f"{scored.log_prob:.6f}", f"{scored.score:.6f}", scored.text])
-        for position, piece in enumerate(scored.pieces, start=1):
-            top = [cell for each, value in piece.top for cell in (each, f"{value:.6f}")]
-            rows.append([number, rank, position, piece.piece, f"{piece.log_prob:.6f}", *top])
-    return "".join("\t".join(map(str, row)) + "\n" for row in rows)
-
-
-def _as_jsonl(number: int, line: Sequence[Scored]) -> str:
-    """One object."""
-    found = [{name: value for name, value in asdict(scored).items() if name != "pieces" or value} for scored in line]
-    return json.dumps({"line": number, "translations": found}, ensure_ascii=False) + "\n"
-
-
-# The output for a line of input, line end included, from its number (from 1) and its translations.
-FORMATTERS: dict[str, Callable[[int, Sequence[Scored]], str]] = {
-    "text": _as_text, "tsv": _as_tsv, "jsonl": _as_jsonl}

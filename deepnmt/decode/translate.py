@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import logging
 import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from deepnmt.config.fields import either
 from deepnmt.data.text import arriving_lines, read_lines
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.align import Links, align, alignment_layer, pharaoh
+from deepnmt.decode.formats import WRITERS
 from deepnmt.decode.mbr import expected_chrf
 from deepnmt.decode.models import Folders, load_models, max_length
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
@@ -140,7 +140,7 @@ def translate_files(
                     number += 1
                     if links is not None:
                         links.write(pharaoh(hypotheses[0].alignment or []) + "\n")
-                    yield FORMATTERS[output_format](number, hypotheses)
+                    yield WRITERS[output_format].hypotheses(number, hypotheses)
 
         return write_lines(lines_out, ranks, formatted(), at_once=arriving)
 
@@ -259,30 +259,6 @@ def open_output(target: Path | None) -> Iterator[TextIO]:
             raise
         raise UserError(f"output {target} cannot be written: no space is left; give a file on another disk") from None
 
-
-def _as_text(number: int, hypotheses: Sequence[Hypothesis]) -> str:
-    """The best translation alone."""
-    return hypotheses[0].text + "\n"
-
-
-def _as_tsv(number: int, hypotheses: Sequence[Hypothesis]) -> str:
-    """A line "line, rank, score, text" for each hypothesis, rank from 1."""
-    return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
-
-
-def _as_jsonl(number: int, hypotheses: Sequence[Hypothesis]) -> str:
-    """One object."""
-    return json.dumps({"line": number, "hypotheses": [as_record(h) for h in hypotheses]}, ensure_ascii=False) + "\n"
-
-
-# The output for a line of input, line end included, from its number (from 1) and its hypotheses, best first.
-FORMATTERS: dict[str, Callable[[int, Sequence[Hypothesis]], str]] = {
-    "text": _as_text, "tsv": _as_tsv, "jsonl": _as_jsonl}
-
-
-def as_record(hypothesis: Hypothesis) -> dict[str, Any]:
-    """A hypothesis as JSON has it, without what was not asked for."""
-    return {name: value for name, value in asdict(hypothesis).items() if value is not None}
 
 
 # -- any number of lines, on any number of processes -------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from deepnmt import config
+from deepnmt.config.choices import OPTIMIZERS
 
 
 class GroupKey(NamedTuple):
@@ -39,7 +40,7 @@ def group_key(name: str, shape: Sequence[int], recipe: config.Recipe) -> GroupKe
         return GroupKey(0.0, 0.0)
     factors = [factor for part, factor in settings.lr_factors.items() if is_in(part, name)]
     decayed = settings.decay_norms_and_biases is not False or len(shape) > 1
-    muon = settings.name == "muon" and len(shape) == 2 and ".layers." in name
+    muon = OPTIMIZERS[settings.name].whole_matrices and len(shape) == 2 and ".layers." in name
     return GroupKey(settings.weight_decay if decayed else 0.0, factors[-1] if factors else 1.0, muon)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from deepnmt import config
+from deepnmt.config import choices
 from deepnmt.errors import UserError
 from deepnmt.optim.groups import parameter_groups
+
+Groups = list[dict[str, Any]]  # see `parameter_groups`
 
 # Tensors of each weight's shape that every layout writes to checkpoints and reads from them. To add one: add its name
 # here and in `moment_names`, mark the setting that switches it on with `Fact.MOMENTS`, add its value before the first
@@ -31,26 +35,34 @@ def build_optimizer(
         parameters: by their canonical names.
         fused: update in one kernel, which saves several passes over weights and moments. RAdam has no such kernel.
     """
-    optimizer = _optimizer(parameter_groups(parameters, recipe), recipe.optimizer, fused)
+    settings = recipe.optimizer
+    optimizer = OPTIMIZERS[settings.name](parameter_groups(parameters, recipe), settings, fused)
     if recipe.train.ema is not None:
         _keep_average(optimizer, recipe.train.ema)
     return optimizer
 
 
-def _optimizer(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> torch.optim.Optimizer:
-    if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused or None)
-    if settings.name == "muon":
-        return MuonAndAdam(groups, settings, fused)
+def _sgd(groups: Groups, settings: config.Optimizer, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused or None)
+
+
+def _adam(groups: Groups, settings: config.Optimizer, fused: bool) -> torch.optim.Optimizer:
     beta1, beta2 = settings.betas
-    if settings.name in ("radam", "radamw"):
-        radam = torch.optim.RAdam(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps,
-                                  decoupled_weight_decay=settings.name == "radamw")
-        if settings.unrectified == "skip":
-            _skip_unrectified(radam)
-        return radam
-    kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
-    return kind(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
+    return torch.optim.Adam(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
+
+
+def _adamw(groups: Groups, settings: config.Optimizer, fused: bool) -> torch.optim.Optimizer:
+    beta1, beta2 = settings.betas
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
+
+
+def _radam(groups: Groups, settings: config.Optimizer, fused: bool, decoupled: bool = False) -> torch.optim.Optimizer:
+    beta1, beta2 = settings.betas
+    radam = torch.optim.RAdam(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps,
+                              decoupled_weight_decay=decoupled)
+    if settings.unrectified == "skip":
+        _skip_unrectified(radam)
+    return radam
 
 
 class MuonAndAdam(torch.optim.Optimizer):
@@ -60,7 +72,7 @@ class MuonAndAdam(torch.optim.Optimizer):
     It keeps what Adam keeps: of a matrix `exp_avg` is Muon's momentum, and `exp_avg_sq` stays 0.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> None:
+    def __init__(self, groups: Groups, settings: config.Optimizer, fused: bool) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise UserError(f"optimizer.name is muon, which PyTorch has from 2.9 on, but {torch.__version__} is here; "
                             "install a newer one, or set another optimizer")
@@ -86,6 +98,16 @@ class MuonAndAdam(torch.optim.Optimizer):
             self.parts[0].state[p] = {"momentum_buffer": state["exp_avg"]}
         for part in self.parts:
             part.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Groups, config.Optimizer, bool], torch.optim.Optimizer]] = {
+    "adam": _adam,
+    "adamw": _adamw,
+    "radam": _radam,
+    "radamw": partial(_radam, decoupled=True),
+    "sgd": _sgd,
+    "muon": MuonAndAdam,
+}
 
 
 def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -143,9 +165,10 @@ def rectifiable(beta2: float, step: int) -> bool:
 def moment_names(recipe: config.Recipe) -> tuple[Moment, ...]:
     """The tensors that the optimizer keeps for each parameter, by their names in PyTorch and in checkpoints."""
     average: tuple[Moment, ...] = () if recipe.train.ema is None else ("ema",)
-    if recipe.optimizer.name == "sgd":
-        return ("momentum_buffer", *average) if recipe.optimizer.momentum else average
-    return ("exp_avg", "exp_avg_sq", *average)
+    kept = choices.OPTIMIZERS[recipe.optimizer.name].moments
+    if not recipe.optimizer.momentum:
+        kept = tuple(name for name in kept if name != "momentum_buffer")
+    return (*kept, *average)
 
 
 def initial_moment(moment: Moment, weight: torch.Tensor) -> torch.Tensor:

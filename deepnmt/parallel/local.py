@@ -10,6 +10,7 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
+from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.gradients import clip_gradients, gradient_norm
@@ -32,7 +33,7 @@ class LocalEngine:
             for parameter in group["params"]:
                 parameter.requires_grad_(group["factor"] > 0)  # no backward pass for what is frozen
         self.moments = moment_names(recipe)
-        self.counts = recipe.optimizer.name != "sgd"  # whether the optimizer counts its steps
+        self.counts = OPTIMIZERS[recipe.optimizer.name].counts  # whether the optimizer counts its steps
         self._applied = 0
 
     def train_step(

@@ -21,6 +21,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from deepnmt.config import Precision, Recipe
+from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.errors import UserError, nearest
 from deepnmt.model.blocks import BLOCKS
 from deepnmt.parallel.pipeline.partition import check_stages
@@ -172,10 +173,10 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
         raise UserError(f"parallel.compile is true, but {path} has ZeRO stage 3, which gathers the weights of every "
                         "part of a layer while that is computed; set parallel.ds_config=ds_configs/zero1.json, or "
                         "parallel.compile=false")
-    if recipe.optimizer.name == "muon" and stage:
+    if OPTIMIZERS[recipe.optimizer.name].whole_matrices and stage:
         raise UserError(
-            f"optimizer.name is muon, which needs whole matrices, but {path} has ZeRO stage {stage}, which splits "
-            "them; set parallel.ds_config=ds_configs/zero0.json, or another optimizer"
+            f"optimizer.name is {recipe.optimizer.name}, which needs whole matrices, but {path} has ZeRO stage "
+            f"{stage}, which splits them; set parallel.ds_config=ds_configs/zero0.json, or another optimizer"
         )
     if stages and stage > 1:
         raise UserError(

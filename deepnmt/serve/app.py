@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.translate import as_record
+from deepnmt.decode.formats import as_record
 from deepnmt.errors import UserError, nearest
 from deepnmt.serve.batches import Batches, QueueFullError
 from deepnmt.serve.metrics import Metrics

@@ -10,12 +10,12 @@ from deepnmt.config import Fact, Recipe, choices, load_recipe
 from deepnmt.config.choices import Choices
 from deepnmt.config.fields import way_to
 from deepnmt.data import subwords
-from deepnmt.decode import score, translate
+from deepnmt.decode import formats
 from deepnmt.errors import UserError
 from deepnmt.evaluate import metrics
 from deepnmt.export import job, post_ln, targets
 from deepnmt.model import blocks, feedforward, positions, published
-from deepnmt.optim import schedules
+from deepnmt.optim import optimizers, schedules
 from deepnmt.training import task, trainer
 
 
@@ -26,13 +26,13 @@ from deepnmt.training import task, trainer
     (choices.ACTIVATIONS, feedforward.ACTIVATIONS),
     (choices.POSITIONS, positions.POSITIONS),
     (choices.VOCAB_KINDS, subwords.SAMPLERS),
+    (choices.OPTIMIZERS, optimizers.OPTIMIZERS),
     (choices.SCHEDULES, schedules.SCHEDULES),
     (choices.TASKS, task.TASKS),
     (choices.METRICS, metrics.SCORERS),
     (targets.EXPORTERS.where(lambda target: not target.checkpoint), job.TARGETS),
     (choices.BLOCKS.where(lambda block: block.rewritable), post_ln.REWRITES),
-    (choices.FORMATS, translate.FORMATTERS),
-    (choices.FORMATS, score.FORMATTERS),
+    (choices.FORMATS, formats.WRITERS),
 ])
 def test_each_name_has_its_implementation(names: Collection[str], implemented: Collection[str]) -> None:
     assert set(names) == set(implemented)

@@ -14,7 +14,8 @@ import pytest
 from refusals import user_error
 
 from deepnmt.data.text import read_lines
-from deepnmt.decode.translate import FORMATTERS, Hypothesis, one_line, open_output
+from deepnmt.decode.formats import WRITERS
+from deepnmt.decode.translate import Hypothesis, one_line, open_output
 from deepnmt.progress import show_progress
 
 TEXT = "\ufeffein Haus\r\n\n  zwei\u2028Häuser \u0085\rx\nletzte"
@@ -54,9 +55,9 @@ def test_missing_input_is_named(tmp_path: Path) -> None:
 
 
 def test_records() -> None:
-    assert FORMATTERS["text"](7, BEST) == "ein Haus\n"
-    assert FORMATTERS["tsv"](7, BEST) == '7\t1\t-0.250000\tein Haus\n7\t2\t-1.500000\t"das"\n'
-    line = FORMATTERS["jsonl"](7, BEST)
+    assert WRITERS["text"].hypotheses(7, BEST) == "ein Haus\n"
+    assert WRITERS["tsv"].hypotheses(7, BEST) == '7\t1\t-0.250000\tein Haus\n7\t2\t-1.500000\t"das"\n'
+    line = WRITERS["jsonl"].hypotheses(7, BEST)
     assert line.endswith("\n")
     assert json.loads(line) == {"line": 7, "hypotheses": [
         {"text": "ein Haus", "score": -0.25, "log_prob": -0.75, "tokens": 2, "ended": True,

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from deepnmt.cli import main
+from deepnmt.config.choices import BLOCKS
 from deepnmt.errors import UserError
 from studies import __main__ as studies
 
@@ -33,11 +34,18 @@ def script(path: str) -> ModuleType:
 PAGES: list[Path] = script(".ci/prose.py").pages()
 
 
-@pytest.mark.parametrize("file", ["recipe.md", "commands.md", "recipe.schema.json"])
+@pytest.mark.parametrize("file", ["recipe.md", "commands.md", "blocks.md", "recipe.schema.json"])
 def test_a_generated_page_is_up_to_date(file: str) -> None:
     path, text = next(page for page in script("docs/generate.py").generated().items() if page[0].name == file)
     # the wrapping of a usage line depends on the version of Python
     assert path.read_text(encoding="utf-8").split() == text.split(), "run python docs/generate.py and commit the result"
+
+
+def test_pages_count_the_blocks() -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES if page.name != "CHANGELOG.md"}
+    counts = {(page.name, int(count)) for page, text in texts.items()
+              for count in re.findall(r"\b(?:the|all|has) (\d+) (?:residual )?blocks", text)}
+    assert len(counts) >= 4 and {count for _, count in counts} == {len(BLOCKS)}, counts
 
 
 # -- links -------------------------------------------------------------------------------------------------------------

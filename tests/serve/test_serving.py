@@ -21,7 +21,7 @@ from warm import Warm, waiting
 
 import deepnmt
 from deepnmt.cli import main
-from deepnmt.decode.translate import as_record
+from deepnmt.decode.formats import as_record
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; pip install 'deepnmt[serve]'")
 

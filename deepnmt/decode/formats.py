@@ -1,0 +1,71 @@
+"""How translations and scores are written, by `--format`: the output for a line of input, line end included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from deepnmt.decode.score import Scored
+    from deepnmt.decode.translate import Hypothesis
+
+
+class Writers(NamedTuple):
+    """From the number of a line (from 1), and its hypotheses, best first, or its scored translations."""
+
+    hypotheses: Callable[[int, Sequence[Hypothesis]], str]
+    scores: Callable[[int, Sequence[Scored]], str]
+
+
+def as_record(hypothesis: Hypothesis) -> dict[str, Any]:
+    """A hypothesis as JSON has it, without what was not asked for."""
+    return {name: value for name, value in asdict(hypothesis).items() if value is not None}
+
+
+def _text(number: int, hypotheses: Sequence[Hypothesis]) -> str:
+    """The best translation alone."""
+    return hypotheses[0].text + "\n"
+
+
+def _text_scores(number: int, line: Sequence[Scored]) -> str:
+    """The log-probabilities of its translations, separated by tabs."""
+    return "\t".join(f"{scored.log_prob:.6f}" for scored in line) + "\n"
+
+
+def _tsv(number: int, hypotheses: Sequence[Hypothesis]) -> str:
+    """A line "line, rank, score, text" for each hypothesis, rank from 1."""
+    return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
+
+
+def _tsv_scores(number: int, line: Sequence[Scored]) -> str:
+    """A line "line, number, log-probability, score, text" for each translation, numbers from 1; or with pieces a line
+    "line, number, position, piece, log-probability" for each of its pieces, then the likeliest there, each with its
+    log-probability."""
+    rows: list[list[object]] = []
+    for rank, scored in enumerate(line, start=1):
+        if not scored.pieces:
+            rows.append([number, rank, f"{scored.log_prob:.6f}", f"{scored.score:.6f}", scored.text])
+        for position, piece in enumerate(scored.pieces, start=1):
+            top = [cell for each, value in piece.top for cell in (each, f"{value:.6f}")]
+            rows.append([number, rank, position, piece.piece, f"{piece.log_prob:.6f}", *top])
+    return "".join("\t".join(map(str, row)) + "\n" for row in rows)
+
+
+def _jsonl(number: int, hypotheses: Sequence[Hypothesis]) -> str:
+    """One object."""
+    return json.dumps({"line": number, "hypotheses": [as_record(h) for h in hypotheses]}, ensure_ascii=False) + "\n"
+
+
+def _jsonl_scores(number: int, line: Sequence[Scored]) -> str:
+    """One object."""
+    found = [{name: value for name, value in asdict(scored).items() if name != "pieces" or value} for scored in line]
+    return json.dumps({"line": number, "translations": found}, ensure_ascii=False) + "\n"
+
+
+WRITERS: dict[str, Writers] = {
+    "text": Writers(_text, _text_scores),
+    "tsv": Writers(_tsv, _tsv_scores),
+    "jsonl": Writers(_jsonl, _jsonl_scores),
+}
