@@ -38,7 +38,7 @@ from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Branch, Side, Stream, last_output, profiled_sublayers
 from deepnmt.model.blocks import Admin as AdminBlock
-from deepnmt.model.embedding import TABLES, InputLayer
+from deepnmt.model.embedding import InputLayer
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import build_layer, build_top
@@ -202,7 +202,7 @@ def _enter(
     """Each micro-batch at the bottom of a stack; the embedding table is freed on return."""
     table = skip_init(nn.Embedding, vocab, model.shape(side).width)
     entry = InputLayer(model, side, weights.seed).train()
-    fill(table, weights, f"embeddings.{TABLES[model.tied]['src' if side == 'encoder' else 'trg']}")
+    fill(table, weights, f"embeddings.{model.tables['src' if side == 'encoder' else 'trg']}")
     fill(entry, weights, f"{side}.input")
     flows = []
     for batch, memory in zip(batches, memories, strict=True):

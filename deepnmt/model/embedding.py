@@ -6,24 +6,15 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from deepnmt import config
+from deepnmt.config.choices import Use
 from deepnmt.model.blocks import Side
 from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.positions import POSITIONS
-
-Use = Literal["src", "trg", "out"]
-
-# The table for each use, by the value of `model.tied`.
-TABLES: dict[str, dict[Use, str]] = {
-    "all": {"src": "shared", "trg": "shared", "out": "shared"},
-    "decoder": {"src": "src", "trg": "trg", "out": "trg"},
-    "none": {"src": "src", "trg": "trg", "out": "out"},
-}
 
 
 def table_width(model: config.Model, use: Use) -> int:

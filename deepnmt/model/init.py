@@ -39,9 +39,10 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt import config
+from deepnmt.config.choices import Use
 from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, profiled_sublayers
 from deepnmt.model.dropout import stable_hash
-from deepnmt.model.embedding import TABLES, Use, table_width
+from deepnmt.model.embedding import table_width
 from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
@@ -140,7 +141,7 @@ class Initialiser:
     def _table(self, name: str) -> Tensor:
         """The embedding table [V, D] of this name: normal with standard deviation gain·D^-1/2, the row of pad 0."""
         model = self.model
-        uses = [use for use, table in TABLES[model.tied].items() if table == name]
+        uses = [use for use, table in model.tables.items() if table == name]
         # the source side's gain counts, unless that is 1
         gains = [block_of(model.stack(side)).embedding_gain(LayerPosition.of(model, side, 0))
                  for use, side in (("src", SIDES[0]), ("trg", SIDES[1])) if use in uses]

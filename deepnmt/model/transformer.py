@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from deepnmt import config
 from deepnmt.batch import Batch
+from deepnmt.config.choices import TYINGS, Use
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import LayerPosition, Side, Stream
 from deepnmt.model.cache import Cache
-from deepnmt.model.embedding import TABLES, InputLayer, Use, table_width
+from deepnmt.model.embedding import InputLayer, table_width
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss, r_drop_loss
 from deepnmt.model.published import block_of
@@ -94,7 +95,7 @@ class Transformer(nn.Module):
 
     Args:
         model: shapes, dropouts and blocks.
-        src_vocab, trg_vocab: vocabulary sizes; equal if `model.tied` is "all".
+        src_vocab, trg_vocab: vocabulary sizes; equal if `model.tied` has one table for both.
         seed: with the `dropout_key` of each call it fixes the dropout masks.
         label_smoothing: probability mass taken from the target token and spread evenly over the whole vocabulary.
         after_build: called with every part (table, input layer, layer, top of a stack) as soon as it is built, so that
@@ -107,13 +108,14 @@ class Transformer(nn.Module):
         after_build: Callable[[nn.Module], None] = fill_with_nan, r_drop: float = 0.0,
     ) -> None:
         super().__init__()
-        if model.tied == "all" and src_vocab != trg_vocab:
-            raise ValueError(f"model.tied: all needs one vocabulary, but the sizes are {src_vocab} and {trg_vocab}")
+        if TYINGS[model.tied].joint and src_vocab != trg_vocab:
+            raise ValueError(f"model.tied: {model.tied} needs one vocabulary, but the sizes are {src_vocab} and "
+                             f"{trg_vocab}")
         self.project: nn.Module | None = None  # the output projection, if it is packed (decode/packed.py)
         self.label_smoothing, self.r_drop = label_smoothing, r_drop
         self.recompute = 0  # see `run_layers`
         self.shape = model.shape("decoder")
-        self.tables = TABLES[model.tied]
+        self.tables = model.tables
         sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
         self.embeddings = nn.ModuleDict()
         for use, name in self.tables.items():

@@ -11,13 +11,14 @@ import torch
 from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
+from deepnmt.config.choices import Use
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import check_vocabularies, open_prepared, trained_on
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.device import CARDS, RESERVED, memory
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import SIDES, LayerPosition, Side
-from deepnmt.model.embedding import Use, table_width
+from deepnmt.model.embedding import table_width
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepnmt import config
 from deepnmt.model.blocks import BLOCKS, DeepNorm, LayerPosition, Side
 from deepnmt.model.dropout import Dropout, stable_hash
-from deepnmt.model.embedding import TABLES, InputLayer
+from deepnmt.model.embedding import InputLayer
 from deepnmt.model.init import Initialiser, fill, new_model
 from deepnmt.model.positions import sinusoids
 from deepnmt.model.transformer import Transformer
@@ -201,7 +201,7 @@ def test_t_fixup_scales_the_tables_that_its_stacks_read(
         model = shapes(tied=tied).model_copy(update=stacks)
         for side in SIDES:  # the initialiser alone gives the same
             use = "src" if side == "encoder" else "trg"
-            alone = Initialiser(model, V, V, 1)(f"embeddings.{TABLES[tied][use]}.weight")
+            alone = Initialiser(model, V, V, 1)(f"embeddings.{config.choices.TYINGS[tied].tables[use]}.weight")
             assert torch.equal(alone, new_model(model, V, V, 1).table(use).weight)
         return dict(new_model(model, V, V, 1).embeddings.state_dict())
 

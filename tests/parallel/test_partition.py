@@ -8,9 +8,8 @@ import pytest
 from tiny_engines import recipe_of
 
 from deepnmt.config import Model, with_settings
-from deepnmt.config.choices import BLOCKS
+from deepnmt.config.choices import BLOCKS, TYINGS
 from deepnmt.errors import UserError
-from deepnmt.model.embedding import TABLES
 from deepnmt.parallel.pipeline.partition import Partition, Unit, cost_units, partition, unit_names
 from deepnmt.parallel.pipeline.stage import Stage
 from deepnmt.parallel.settings import layout_of
@@ -61,7 +60,7 @@ BOUNDS = [(0, 9), (0, 4, 9), (0, 6, 9), (0, 1, 5, 8, 9)]
 
 
 @pytest.mark.parametrize(("block", "tied", "cuts"), [
-    *((block, "all", [(0, 1, 5, 8, 9)]) for block in NAMES), *(("pre_ln", tied, BOUNDS) for tied in TABLES)
+    *((block, "all", [(0, 1, 5, 8, 9)]) for block in NAMES), *(("pre_ln", tied, BOUNDS) for tied in TYINGS)
 ])
 def test_parameters_are_those_of_the_stages(block: str, tied: str, cuts: list[tuple[int, ...]]) -> None:
     """A table that two units of a stage share counts once; a block's own parameters and a stack's final norm are

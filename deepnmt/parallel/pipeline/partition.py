@@ -16,10 +16,11 @@ from itertools import pairwise
 from torch import nn
 
 from deepnmt.config import Model
+from deepnmt.config.choices import Use
 from deepnmt.errors import UserError
 from deepnmt.files import table
 from deepnmt.model.blocks import Side
-from deepnmt.model.embedding import TABLES, InputLayer, Use, table_width
+from deepnmt.model.embedding import InputLayer, table_width
 from deepnmt.model.transformer import build_layer, build_top
 
 # Among partitions whose slowest stage is within this factor of the best, one with a boundary between encoder and
@@ -139,7 +140,7 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
             units.append(Unit(name, parameters, layers[layer[0]]))
         else:
             use, vocab, cost = ends[name]
-            units.append(Unit(name, parameters, cost, (TABLES[model.tied][use], vocab * table_width(model, use))))
+            units.append(Unit(name, parameters, cost, (model.tables[use], vocab * table_width(model, use))))
     return tuple(units)
 
 

@@ -19,9 +19,10 @@ from torch.nn.utils import skip_init
 
 from deepnmt.batch import Batch
 from deepnmt.config import Model
+from deepnmt.config.choices import Use
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import SIDES, Side
-from deepnmt.model.embedding import TABLES, InputLayer, Use, table_width
+from deepnmt.model.embedding import InputLayer, table_width
 from deepnmt.model.layers import Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss, r_drop_loss
 from deepnmt.model.transformer import build_layer, build_top, run_layers, twice
@@ -35,7 +36,7 @@ def tables_used(model: Model, start: int, stop: int) -> list[tuple[str, Use]]:
     held: dict[str, Use] = {}
     for unit in unit_names(model)[start:stop]:
         if unit in uses:
-            held.setdefault(TABLES[model.tied][uses[unit]], uses[unit])
+            held.setdefault(model.tables[uses[unit]], uses[unit])
     return list(held.items())
 
 
@@ -75,7 +76,7 @@ class Stage(nn.Module):
         self.held = names[start:stop]
         self.recompute = recompute
         self.label_smoothing, self.r_drop = label_smoothing, r_drop
-        self.tables = TABLES[model.tied]
+        self.tables = model.tables
         self.widths = {side: model.shape(side).width for side in SIDES}
         self.begins_with = self.held[0]
         self.followed_by = names[stop] if stop < len(names) else None
