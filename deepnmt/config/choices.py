@@ -90,7 +90,7 @@ class BlockFacts(Choice):
         made_for_depth: it is recommended then.
         learns_early: it is among those that learned soonest at every depth tried (docs/results/blocks.md).
         depth_scaled: `init: auto` multiplies every matrix by L^-1/2.
-        fused_qkv: `init: xavier_separate` changes its matrices.
+        fused_qkv: `init: xavier_separate` changes its matrices; DeepNorm's gain of query and key is 1 anyway.
         published: `init: published` has other weights or parameters than `auto` (`model/published.py`).
         gated: there is a rule for its FFN with a gate.
         halves: its FFN's inner width must be even, since one half mirrors the other.
@@ -130,7 +130,7 @@ BLOCKS = Choices({
         foldable=True, rewritable=True, published=True),
     "b2t": BlockFacts(
         line="as `post_ln` for i < K; last: x ← LN_K(x_in + h + F_K(h))", paper="Takase et al. 2023, eq. 5",
-        made_for_depth=True, depth_scaled=True, published=True),
+        made_for_depth=True, depth_scaled=True, published=True),  # depth-scaled in the published code, not the paper
     "b2t_no_ln": BlockFacts(
         line="h ← h + F_i(h) for i < K; last: x ← αx + β(h + F_K(h))", paper="Takase et al. 2023, appendix D",
         depth_scaled=True, published=True),

@@ -165,7 +165,8 @@ def way_to(section: type[Section], key: str) -> list[FieldInfo]:
     inside = section_of(field)
     if inside is None or not rest:
         return [field]
-    if inside is not field.annotation:  # a mapping, whose names may have dots
+    is_mapping = inside is not field.annotation
+    if is_mapping:  # whose names may have dots
         while rest:
             rest = rest.partition(".")[2]
             if way := way_to(inside, rest):

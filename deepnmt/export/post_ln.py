@@ -41,7 +41,6 @@ from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import FOLDED, SIDES, LayerPosition, Side
 from deepnmt.model.init import fill
-from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -113,7 +112,8 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
     norm = ""  # the norm before the sub-layer; the first has none
     for layer in range(model.stack(side).layers):
         for number, reader in enumerate(_READERS[side]):
-            fixed = block_of(model.stack(side)).fixed_omega(LayerPosition.of(model, side, layer))
+            position = LayerPosition.of(model, side, layer)
+            fixed = position.block.fixed_omega(position)
             if fixed is None:
                 omega = weights[f"{layers}{layer}.rule.omegas.{number}"].double()
             else:

@@ -36,7 +36,7 @@ from deepnmt.device import default_generator
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Branch, Side, Stream, last_output, profiled_sublayers
+from deepnmt.model.blocks import SIDES, SUBLAYERS, Branch, Side, Stream, last_output, profiled_sublayers
 from deepnmt.model.blocks import Admin as AdminBlock
 from deepnmt.model.embedding import InputLayer
 from deepnmt.model.init import Initialiser, fill
@@ -174,7 +174,7 @@ def measure(
     weights = Initialiser(model, src_vocab, trg_vocab, seed)
     flows = _enter(model, "encoder", src_vocab, weights, batches, [()] * len(batches), settings)
     encoder, decoder = _run_stack(model, "encoder", weights, flows, ranks, settings, show), []
-    if BLOCKS[model.decoder.block].profiled:
+    if model.decoder.facts.profiled:
         top = build_top(model, "encoder")
         fill(top, weights, "encoder.norm")
         memories = [(top.to(batch.device)(flow.x),) for batch, flow in zip(batches, flows, strict=True)]
@@ -221,7 +221,7 @@ def _run_stack(
     model: Model, side: Side, weights: Initialiser, flows: list[_Flow], ranks: Ranks, settings: Admin, show: bool
 ) -> list[float]:
     """Advances the flows through a stack, one layer at a time. Returns its ω; none if its block is not profiled."""
-    count, profiled = model.stack(side).layers, BLOCKS[model.stack(side).block].profiled
+    count, profiled = model.stack(side).layers, model.stack(side).facts.profiled
     device = flows[0].counted.device if flows else ranks.device
     variances = [1.0]  # of the stack's input and of each sub-layer's output
     if profiled and settings.input_variance == "measured":

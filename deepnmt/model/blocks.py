@@ -13,7 +13,7 @@ Every branch output passes through `adds[i]`, so a forward hook on `encoder.laye
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -107,7 +107,7 @@ class RMSNorm(Norm, nn.RMSNorm):
         return lambda c: c * gain
 
 
-# A new norm of this width. To add a kind: a subclass of `Norm`, a row here, and the name in `config.Model`.
+# A new norm of this width.
 NORMS: dict[str, Callable[[int], Norm]] = {"layer_norm": LayerNorm, "rms_norm": partial(RMSNorm, eps=1e-5)}
 
 
@@ -134,6 +134,13 @@ class LayerPosition:
         return NORMS[self.norm_kind](self.width)
 
     @property
+    def block(self) -> type[Block]:
+        """The class of the layer's block; with `init: published` as its authors' code has it."""
+        from deepnmt.model.published import PUBLISHED  # which builds on this file
+
+        return (PUBLISHED if self.settings.as_published else BLOCKS)[self.settings.block]
+
+    @property
     def branches(self) -> int:
         """Sub-layers of the layer: 2 in the encoder, 3 in the decoder."""
         return len(SUBLAYERS[self.side])
@@ -154,21 +161,21 @@ class Block(nn.Module):
 
     A block is called with the layer's input [..., D] and its sub-layers, and returns the layer's output [..., D]; one
     that `needs_history` takes and returns a `Stream`. Most blocks define only `join`, for one sub-layer. The rest of
-    deepnmt looks at these attributes, never at a block's name, and gets the class from `published.block_of`.
+    deepnmt looks at these attributes, never at a block's name, and gets the class from `LayerPosition.block`.
     """
 
     layer_norms: ClassVar[bool] = True  # whether the sub-layers have LayerNorms
     final_norm: ClassVar[bool] = False  # whether the stack ends with a further LayerNorm
-    needs_history: ClassVar[bool] = False  # whether a layer needs the outputs of all layers below, see `Stream`
-    depth_scaled: ClassVar[bool] = False  # whether `init: auto` multiplies every matrix by L^-1/2
-    profiled: ClassVar[bool] = False  # whether its ω are measured before the first update (`admin.py`)
-    growable: ClassVar[bool] = False  # whether copies of its layers can begin a deeper stack
-    foldable: ClassVar[bool] = False  # whether it is LN_i(ω_i ⊙ x + F_i(x)), ω a parameter or DeepNorm's α
-    made_for_depth: ClassVar[bool] = False  # whether it is recommended if another block diverges
     initial_values: ClassVar[dict[str, float]] = {}  # of the block's own parameters, see `initial_value`
-    fused_qkv: ClassVar[bool] = True  # whether `init: xavier_separate` changes any `matrix_gain`
     linear: ClassVar[type[nn.Linear]] = nn.Linear  # linear maps of the attentions
     feed_forward: ClassVar[type[FeedForward]] = FeedForward
+
+    # What config/choices.py says of deepnmt's blocks, see `BlockFacts`, and a plug-in's class of itself.
+    needs_history: ClassVar[bool] = False
+    depth_scaled: ClassVar[bool] = False
+    profiled: ClassVar[bool] = False
+    growable: ClassVar[bool] = False
+    fused_qkv: ClassVar[bool] = True
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__()
@@ -283,8 +290,6 @@ class PreLN(Block):
     """x ← x + F_i(LN_i(x)), a LayerNorm on top of the stack. Xiong et al. 2020, On Layer Normalization, table 1."""
 
     final_norm = True
-    growable = True
-    made_for_depth = True
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
         return self.plus(x, f, self.norms[i](x))
@@ -298,10 +303,6 @@ class Admin(Block):
     place, or with all ω at 1 as in the paper (`admin.method`). Without a profile all ω are 1.
     """
 
-    profiled = True
-    growable = True
-    foldable = True
-    made_for_depth = True
     initial_values: ClassVar[dict[str, float]] = {"omegas": 1.0}
 
     def __init__(self, position: LayerPosition) -> None:
@@ -319,10 +320,6 @@ class AdminClosedForm(Admin):
     how it grows with n: `log`, the O(log n) of Admin, with ω = sqrt((n+1)/ln(n+1) - 1); `constant` with ω = sqrt(n);
     `linear` with ω = 1, which is Post-LN's.
     """
-
-    profiled = False
-    growable = False
-    made_for_depth = False
 
     @classmethod
     def initial_value(cls, position: LayerPosition, name: str) -> float | list[float]:
@@ -342,9 +339,6 @@ class B2T(Block):
     x_in is the layer's input, h the input of the last sub-layer (the FFN).
     """
 
-    depth_scaled = True  # the published code, not the paper
-    made_for_depth = True
-
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         *others, last = self.added(branches)
         h = x
@@ -361,7 +355,6 @@ class B2TNoLN(Block):
     """
 
     layer_norms = False
-    depth_scaled = True  # the published code, not the paper
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
@@ -384,11 +377,6 @@ class DeepNorm(Block):
 
     Encoder α = 0.81 (N⁴M)^(1/16), β = 0.87 (N⁴M)^(-1/16); decoder α = (3M)^(1/4), β = (12M)^(-1/4).
     """
-
-    growable = True
-    foldable = True
-    made_for_depth = True
-    fused_qkv = False  # the paper's gain of query and key is 1 anyway
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
@@ -576,7 +564,6 @@ class DLCL(Block):
     w of its y, with W_{l,k} = 1/w at first; with `history_softmax` row l of W goes through a softmax.
     """
 
-    needs_history = True
     pre_norm: ClassVar[bool] = True
 
     def __init__(self, position: LayerPosition) -> None:
@@ -646,12 +633,22 @@ BLOCKS: Table[type[Block]] = Table("BLOCKS", {
     "dlcl_post": DLCLPost,
 }, _fault)
 
+
+def say_facts(blocks: Mapping[str, type[Block]]) -> None:
+    """Gives classes the facts of their rows in config/choices.py, which a plug-in's subclass then has, too."""
+    for name, block in blocks.items():
+        for fact in ("needs_history", "depth_scaled", "profiled", "growable", "fused_qkv"):
+            setattr(block, fact, getattr(config.choices.BLOCKS[name], fact))
+
+
+say_facts(BLOCKS)
+
 FOLDED = "post_ln"  # the block that a foldable one can be rewritten as
 
 
 def profiled_sublayers(model: config.Model, side: Side) -> list[str]:
     """The canonical names of a stack's sub-layers, in order; none if its block is not profiled."""
-    if not BLOCKS[model.stack(side).block].profiled:
+    if not model.stack(side).facts.profiled:
         return []
     layers = range(model.stack(side).layers)
     return [name for index in layers for name in LayerPosition.of(model, side, index).sublayers]

@@ -44,7 +44,6 @@ from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, profiled_sublayer
 from deepnmt.model.dropout import stable_hash
 from deepnmt.model.embedding import table_width
 from deepnmt.model.feedforward import ACTIVATIONS
-from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -97,7 +96,7 @@ class Initialiser:
             return self._table(kind)
         model, side = self.model, SIDES[first == "decoder"]
         stack = model.stack(side)
-        block = block_of(stack)
+        block = LayerPosition.of(model, side, 0).block
         if kind == "input":
             return torch.ones(())
         if kind == "norm":
@@ -143,9 +142,10 @@ class Initialiser:
         model = self.model
         uses = [use for use, table in model.tables.items() if table == name]
         # the source side's gain counts, unless that is 1
-        gains = [block_of(model.stack(side)).embedding_gain(LayerPosition.of(model, side, 0))
+        first = {side: LayerPosition.of(model, side, 0) for side in SIDES}
+        gains = [first[side].block.embedding_gain(first[side])
                  for use, side in (("src", SIDES[0]), ("trg", SIDES[1])) if use in uses]
-        gains += [block_of(model.decoder).output_gain()] if uses == ["out"] else []
+        gains += [first["decoder"].block.output_gain()] if uses == ["out"] else []
         gain = next((gain for gain in gains if gain != 1.0), 1.0)
         width = table_width(model, uses[0])
         table = torch.empty(self.vocabs[uses[0]], width)

@@ -14,7 +14,6 @@ from deepnmt.model.attention import CrossAttention, SelfAttention
 from deepnmt.model.blocks import LayerPosition, Stream, Sublayer, last_output
 from deepnmt.model.dropout import Dropout, seed_dropout, stable_hash
 from deepnmt.model.positions import POSITIONS
-from deepnmt.model.published import block_of
 
 
 class Layer(nn.Module):
@@ -32,7 +31,7 @@ class Layer(nn.Module):
         self.seed = seed
         self.random = max(model.dropout, model.attention_dropout, model.activation_dropout) > 0
         self.layer_drop = position.settings.layer_drop
-        block, shape = block_of(position.settings), model.shape(position.side)
+        block, shape = position.block, model.shape(position.side)
         self.self_attn = SelfAttention(
             shape.width, shape.heads, model.attention_dropout, block.linear, POSITIONS[model.positions].rotate)
         self.ffn = block.feed_forward(shape.width, shape.ffn, model.activation, model.activation_dropout)

@@ -13,10 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deepnmt import config
 from deepnmt.model.blocks import (
     B2T,
-    BLOCKS,
     DLCL,
     AdminClosedForm,
     B2TNoLN,
@@ -30,6 +28,7 @@ from deepnmt.model.blocks import (
     PostLN,
     ReZero,
     TFixup,
+    say_facts,
 )
 from deepnmt.model.feedforward import ShiftedFeedForward
 
@@ -102,8 +101,6 @@ class PublishedLooksLinear(PostLN):
 
 class PublishedAdminClosedForm(Block):
     """ω is a constant of the stack, not trained: the package's default."""
-
-    foldable = True
 
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
@@ -224,8 +221,4 @@ PUBLISHED: dict[str, type[Block]] = {
     "dlcl_post": PublishedDLCLPost,
 }
 
-
-def block_of(stack: config.Stack) -> type[Block]:
-    """The class of a stack's block: that of blocks.py, or with `init: published` the one here."""
-    block = BLOCKS[stack.block]
-    return PUBLISHED.get(stack.block, block) if stack.init == "published" else block
+say_facts(PUBLISHED)

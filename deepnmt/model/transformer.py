@@ -26,7 +26,6 @@ from deepnmt.model.cache import Cache
 from deepnmt.model.embedding import InputLayer, table_width
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums, label_smoothed_loss, r_drop_loss
-from deepnmt.model.published import block_of
 from deepnmt.model.unfilled import unfilled
 from deepnmt.tokens import PAD
 
@@ -38,8 +37,8 @@ def build_layer(model: config.Model, side: Side, index: int, seed: int) -> Layer
 
 def build_top(model: config.Model, side: Side) -> nn.Module:
     """The top of a stack by itself: from the last layer's output to the stack's output [B, T, D]."""
-    stack = model.stack(side)
-    return block_of(stack).top(LayerPosition.of(model, side, stack.layers))
+    position = LayerPosition.of(model, side, model.stack(side).layers)
+    return position.block.top(position)
 
 
 def fill_with_nan(part: nn.Module) -> None:

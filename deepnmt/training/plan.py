@@ -20,7 +20,6 @@ from deepnmt.errors import UserError
 from deepnmt.model.blocks import SIDES, LayerPosition, Side
 from deepnmt.model.embedding import table_width
 from deepnmt.model.loss import loss_bytes
-from deepnmt.model.published import block_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.optimizers import moment_names
 from deepnmt.optim.schedules import warmup_note
@@ -51,7 +50,8 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
     Only in a DLCL stack a layer has more weights than the layer below: one for each output that it sums.
     """
     def sums(side: Side, layers: int) -> int:
-        return sum(block_of(model.stack(side)).history(LayerPosition.of(model, side, i)) for i in range(layers + 1))
+        positions = [LayerPosition.of(model, side, index) for index in range(layers + 1)]
+        return sum(position.block.history(position) for position in positions)
 
     def built(encoder: int, decoder: int) -> int:
         shallow = with_settings(model, {"encoder.layers": encoder, "decoder.layers": decoder})

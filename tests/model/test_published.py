@@ -21,7 +21,7 @@ from deepnmt.config import Model
 from deepnmt.model.blocks import BLOCKS as CLASSES
 from deepnmt.model.blocks import SIDES, AdminClosedForm, LayerPosition, Side, last_output
 from deepnmt.model.init import Initialiser, fill, new_model
-from deepnmt.model.published import PUBLISHED, block_of
+from deepnmt.model.published import PUBLISHED
 from deepnmt.model.transformer import Stack, Transformer, build_layer
 
 D, H, WIDTH, FFN, LAYERS = 16, 4, 512, 2048, 18
@@ -125,8 +125,8 @@ def test_the_page_has_every_matrix_and_bias() -> None:
 
 def test_blocks_without_a_variant_start_as_with_auto() -> None:
     for block in BLOCKS:
-        assert (block_of(shape(block).encoder) is CLASSES[block]) == (block not in PUBLISHED)
-        assert block_of(shape(block, init="auto").encoder) is CLASSES[block]
+        assert (LayerPosition.of(shape(block), "encoder", 0).block is CLASSES[block]) == (block not in PUBLISHED)
+        assert LayerPosition.of(shape(block, init="auto"), "encoder", 0).block is CLASSES[block]
 
 
 def test_tables_are_drawn_alike_either_way() -> None:
@@ -154,7 +154,7 @@ def test_an_output_table_of_its_own_starts_at_zero_with_fixup_alone() -> None:
 def test_a_variant_follows_its_block_s_formula(block: str, side: Side) -> None:
     torch.manual_seed(3)
     position = LayerPosition(side, 1, 6, 4, D, config.Stack(block=block, init="published"))
-    rule = block_of(position.settings)(position)
+    rule = position.block(position)
     fill(rule, lambda name: torch.tensor(rule.initial_value(position, name)))
     with torch.no_grad():
         for parameter in rule.parameters():
