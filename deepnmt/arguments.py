@@ -149,10 +149,9 @@ def profiled(
     Args:
         asked: the settings that have no other use in the command.
     """
-    encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
     if not recipe.model.profiled:
         admin = " or ".join(BLOCKS.where(lambda block: block.profiled))
-        why = f"model.encoder.block is {encoder} and model.decoder.block {decoder}, neither of them {admin}"
+        why = f"{recipe.model.blocks}, neither of them {admin}"
     elif recipe.admin.profile is not None:
         why = f"the profile is read from admin.profile ({recipe.admin.profile})"
     else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from deepnmt.config import Corpus, Vocab, load_recipe
+from deepnmt.config.choices import BLOCKS
 from deepnmt.data.split import split_corpus
 from deepnmt.data.subwords import SAMPLERS
 from deepnmt.data.text import Pair, read_pairs
@@ -71,8 +72,6 @@ TABLE: dict[Hardware, tuple[Choice, ...]] = {
         Choice(math.inf, "admin", 32_000, 512, 8, 2048, 60, 12, 0.1, 7e-4, 0.1, 16384, 10, (50_000, 200_000)),
     ),
 }
-_WHY = {"admin": "Admin trains at any depth without other settings",
-        "t_fixup": "T-Fixup learns soonest from little text, see docs/guide/which_block.md"}
 _VARIANTS_FROM = 8  # epochs from which sampled segmentations help
 _ALPHA = 0.04  # of BPE-dropout
 _PADDING = 1.06  # a micro-batch's size over the tokens of its sentences' longer sides
@@ -317,7 +316,7 @@ def _recipe(
         f"  dropout: {row.dropout} # the smaller the text, the more",
         "  tied: all # one table for source, target and output, since the vocabulary is shared",
         f"  max_length: {256 if longest > 120 else 128} # above filters.max_tokens",
-        f"  encoder: {{block: {row.block}, layers: {row.encoder}}} # {_WHY[row.block]}",
+        f"  encoder: {{block: {row.block}, layers: {row.encoder}}} # {BLOCKS[row.block].advice}",
         f"  decoder: {{block: {row.block}, layers: {row.decoder}}}" + (
             " # shallower: decoding costs a decoder layer for every token" if row.decoder < row.encoder else
             " # as deep: a text of this size leaves time for it"),

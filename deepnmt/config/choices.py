@@ -91,6 +91,7 @@ class BlockFacts(Choice):
         learns_early: it is among those that learned soonest at every depth tried (docs/results/blocks.md).
         depth_scaled: `init: auto` multiplies every matrix by L^-1/2.
         fused_qkv: `init: xavier_separate` changes its matrices; DeepNorm's gain of query and key is 1 anyway.
+        advice: why a new recipe would take it.
         published: `init: published` has other weights or parameters than `auto` (`model/published.py`).
         gated: there is a rule for its FFN with a gate.
         halves: its FFN's inner width must be even, since one half mirrors the other.
@@ -106,6 +107,7 @@ class BlockFacts(Choice):
     unstable_deep: bool = False
     made_for_depth: bool = False
     learns_early: bool = False
+    advice: str = ""
     depth_scaled: bool = False
     fused_qkv: bool = True
     published: bool = False
@@ -124,7 +126,8 @@ BLOCKS = Choices({
         exported_as="pre_ln", growable=True, made_for_depth=True),
     "admin": BlockFacts(
         line="x ← LN_i(ω_i ⊙ x + F_i(x)), ω_i a trainable vector", paper="Liu et al. 2020",
-        profiled=True, growable=True, foldable=True, rewritable=True, made_for_depth=True),
+        profiled=True, growable=True, foldable=True, rewritable=True, made_for_depth=True,
+        advice="Admin trains at any depth without other settings"),
     "admin_closed_form": BlockFacts(
         line="as `admin`", paper="Liu, the package admin-torch", options=("output_change",),
         foldable=True, rewritable=True, published=True),
@@ -147,7 +150,8 @@ BLOCKS = Choices({
         norm_free=True, exported_as="pre_ln", published=True, gated=False),
     "t_fixup": BlockFacts(
         line="x ← x + F_i(x)", paper="Huang et al. 2020",
-        norm_free=True, exported_as="pre_ln", learns_early=True, published=True),
+        norm_free=True, exported_as="pre_ln", learns_early=True, published=True,
+        advice="T-Fixup learns soonest from little text, see docs/guide/which_block.md"),
     "looks_linear": BlockFacts(
         line="as `post_ln`; FFN: fc2([f(h), f(−h)]), h = fc1(x) of width I/2", paper="Balduzzi et al. 2017",
         rewritable=True, published=True, gated=False, halves=True),

@@ -372,6 +372,11 @@ class Model(Section):
         return 3 if ACTIVATIONS[self.activation].gated else 2
 
     @property
+    def blocks(self) -> str:
+        """Both blocks, for a sentence on what they cannot do."""
+        return f"model.encoder.block is {self.encoder.block} and model.decoder.block {self.decoder.block}"
+
+    @property
     def profiled(self) -> bool:
         """Whether a stack's ω are measured before the first update, or read from a profile."""
         return self.encoder.facts.profiled or self.decoder.facts.profiled

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from deepnmt.config import Model, Recipe
 from deepnmt.doctor.probes import hooks, norms_of
-from deepnmt.model.blocks import BLOCKS, SIDES, SUBLAYERS, Stream, last_output
+from deepnmt.model.blocks import SIDES, SUBLAYERS, LayerPosition, Stream, last_output
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.updates import UpdateHook
@@ -42,9 +42,10 @@ class TrainingProbe:
         self.every = every
         self.parts: dict[str, list[str]] = {}  # for every layer of the whole model, the full names of its sub-layers
         self.keys: list[str] = []  # of all sums of the whole model, in one order for all processes
-        for side, stack in zip(SIDES, (model.encoder, model.decoder), strict=True):
-            kinds = ["elements", "squares", "branch", *(["norm"] if BLOCKS[stack.block].layer_norms else [])]
-            for name in (f"{side}.layers.{index}" for index in range(stack.layers)):
+        for side in SIDES:
+            block = LayerPosition.of(model, side, 0).block
+            kinds = ["elements", "squares", "branch", *(["norm"] if block.layer_norms else [])]
+            for name in (f"{side}.layers.{index}" for index in range(model.stack(side).layers)):
                 self.parts[name] = [f"{name}.{part}" for part in SUBLAYERS[side]]
                 self.keys += [f"{name} {kind}" for kind in (*_OUTPUT, "gradient")]
                 self.keys += [f"{part} {kind}" for part in self.parts[name] for kind in kinds]

@@ -40,8 +40,8 @@ def write_huggingface(loaded: LoadedModel, folder: Path, precision: str = "fp32"
     widths = {plain.width(side) for side in SIDES}
     separate = loaded.src_vocab.bytes != loaded.trg_vocab.bytes
     if len(kinds) + len(widths) > 2 or (separate and "pre_ln" in kinds):
-        what = (f"model.encoder.block is {settings.encoder.block} and model.decoder.block {settings.decoder.block}"
-                if len(kinds) + len(widths) > 2 else "model.encoder.block is a Pre-LN and the vocabularies are two")
+        two = "model.encoder.block is a Pre-LN and the vocabularies are two"
+        what = settings.blocks if len(kinds) + len(widths) > 2 else two
         raise UserError(f"{what}, for which transformers has no class; export the model with --to ctranslate2 or onnx")
     model_type, name = _CLASSES[kinds.pop()]
     weights = _weights(plain)

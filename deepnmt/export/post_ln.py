@@ -93,8 +93,7 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
     """
     sides = [side for side in SIDES if model.stack(side).facts.rewritable]
     if not sides:
-        raise UserError(f"model.encoder.block is {model.encoder.block} and model.decoder.block {model.decoder.block}, "
-                        f"but only {', '.join(REWRITES)} fold into post_ln; use the model as it is")
+        raise UserError(f"{model.blocks}, but only {', '.join(REWRITES)} fold into post_ln; use the model as it is")
     folded = dict(weights)
     post_ln = model
     for side in sides:

@@ -9,6 +9,8 @@ import numpy as np
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
+from deepnmt.config.choices import BLOCKS
+from deepnmt.config.fields import either
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
@@ -31,9 +33,9 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
             run folder cannot be written to.
     """
     if not recipe.model.profiled:
-        encoder, decoder = recipe.model.encoder.block, recipe.model.decoder.block
-        raise UserError(f"model.encoder.block is {encoder} and model.decoder.block {decoder}, but only admin is "
-                        "profiled; set one of them to admin, or train without a profile")
+        names = either(BLOCKS.where(lambda block: block.profiled))
+        raise UserError(f"{recipe.model.blocks}, but only {names} is profiled; set one of them to {names}, or train "
+                        "without a profile")
     if recipe.admin.profile is not None:
         raise UserError(f"admin.profile is {recipe.admin.profile}, which training reads instead of measuring; set "
                         "admin.profile=null to measure, or train with the file as it is")
