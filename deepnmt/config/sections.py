@@ -2,7 +2,8 @@
 
 To add a setting, add it here with a description and a default that changes nothing, because older recipes, data and
 runs are read with that default. Also add a line to recipes/demo/admin_18l-18l.yaml, which explains every setting.
-Comments beside a setting name the table with a row for each of its values.
+Beside its type a setting says what else is to be known of it, see `Fact` and `For` in fields.py. Names that a setting
+may have are rows of choices.py.
 """
 
 from __future__ import annotations
