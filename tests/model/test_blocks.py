@@ -123,8 +123,8 @@ def test_the_tables_of_the_page_have_a_row_for_each_block() -> None:
     tables = [table for table in all_tables if len(table) == len(BLOCKS)]
     assert len(tables) == 4 and all([row[0] for row in table] == list(config.choices.BLOCKS) for table in tables)
     limits = tables[-1]  # block, pipeline, folds, ...
-    assert [row[1] == "no" for row in limits] == [block.needs_history for block in BLOCKS.values()]
-    assert [row[2] == "yes" for row in limits] == [block.foldable for block in BLOCKS.values()]
+    assert [row[1] == "no" for row in limits] == [row.needs_history for row in config.choices.BLOCKS.values()]
+    assert [row[2] == "yes" for row in limits] == [row.rewritable for row in config.choices.BLOCKS.values()]
 
 
 @pytest.mark.parametrize("side", SIDES)
