@@ -88,7 +88,7 @@ class BlockFacts(Choice):
         exported_as: what it is for other programs; a `norm_free` one a wider `pre_ln`.
         unstable_deep: in deep stacks it diverges easily, so that another block is recommended.
         made_for_depth: it is recommended then.
-        learns_early: it is among those that learned soonest at every depth tried (docs/results/blocks.md).
+        learns_early: it is among those that learned soonest at every depth tried (studies/results/blocks.md).
         depth_scaled: `init: auto` multiplies every matrix by L^-1/2.
         fused_qkv: `init: xavier_separate` changes its matrices; DeepNorm's gain of query and key is 1 anyway.
         advice: why a new recipe would take it.
