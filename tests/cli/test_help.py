@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
         "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "saves": "studies.benchmarks.saves.measure_saves",
         "verdict-runs": "studies.verdict_text.run_all", "demo": "deepnmt.extras.demo.run.make_corpus",
-        "get": "deepnmt.data.fetch.fetch_texts", "run": "deepnmt.steps.run_steps"}
+        "get": "deepnmt.extras.fetch.fetch.fetch_texts", "run": "deepnmt.steps.run_steps"}
 # Messages that an example may end with if there is no text, data or checkpoint.
 WANTED = ("no training has begun there", "there is nothing to compare", "there is no text file",
           "there is no input file", "there is no file", "there is no prepared data in",
@@ -113,7 +113,7 @@ def test_every_example_is_accepted(
 
 # Examples that `test_every_example_runs_from_the_wheel` leaves out, by how they begin, and why.
 NOT_RUN = {
-    "deepnmt get": "needs a network; tests/data/test_fetch.py has a server of its own",
+    "deepnmt get": "needs a network; tests/extras/fetch/test_fetch.py has a server of its own",
     "deepnmt demo": "takes minutes; tests/project/test_wheel.py runs a smaller one",
     "deepnmt serve": "stays; tests/serve and tests/project/test_tutorial.py",
     "deepnmt import": "needs a model of OPUS-MT; tests/export/test_imports.py makes one",

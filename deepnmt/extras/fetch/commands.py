@@ -20,7 +20,7 @@ def get(words: list[str]) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="say what there is to fetch, and fetch nothing")
     args, recipe = parse(parser, words)
-    from deepnmt.data.fetch import fetch_texts
+    from deepnmt.extras.fetch.fetch import fetch_texts
 
     print(fetch_texts(recipe, only_say=args.dry_run))
 

@@ -23,10 +23,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from deepnmt.config import Corpus, Recipe
-from deepnmt.data.downloads import LARGEST, download, require_text, size_of, unpack
 from deepnmt.data.prepared import corpora
 from deepnmt.data.text import COMPRESSED, corpora_of, read_lines, write_pairs
 from deepnmt.errors import UserError, nearest
+from deepnmt.extras.fetch.downloads import LARGEST, download, require_text, size_of, unpack
 from deepnmt.files import sha256, table, write_json
 from deepnmt.progress import print_status, show_progress
 

@@ -287,7 +287,7 @@ WHOLE = tar_of(DE_FILE, EN_FILE)
 def test_what_is_no_corpus(place: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch, path: str, sent: bytes,
                            said: str) -> None:
     """It is refused, and nothing of it is kept."""
-    from deepnmt.data import downloads
+    from deepnmt.extras.fetch import downloads
 
     if "larger" in said:
         monkeypatch.setattr(downloads, "LARGEST", 5000)
