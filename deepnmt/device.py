@@ -6,11 +6,9 @@ also run a GPU's branches on a CPU.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,23 +37,10 @@ CARDS = {  # usable memory by name, in GiB
 
 _PER_CORE = 16  # threads or processes of one core above which a number is a mistake
 
-_triton = False  # whether Triton can compile kernels, as `_prepare` finds
-
 
 def on_gpu(tensor: Tensor) -> bool:
     """Whether this tensor is computed as on a GPU: no check of its values, which would make the host wait."""
     return tensor.is_cuda
-
-
-def has_kernels(tensor: Tensor) -> bool:
-    """Whether `model/fused.py` computes with this tensor: on a GPU with Triton, or for a test that makes a CPU one."""
-    return on_gpu(tensor) and (
-        not tensor.is_cuda or (_triton and torch.cuda.get_device_capability(tensor.device) >= (8, 0)))
-
-
-def attends_packed(tensor: Tensor) -> bool:
-    """Whether queries, keys and values of this tensor's device can have one gradient: on a GPU of NVIDIA."""
-    return tensor.is_cuda and torch.version.hip is None
 
 
 # -- before the first tensor -------------------------------------------------------------------------------------------
@@ -116,12 +101,7 @@ def _prepare() -> None:
     - cuDNN's attention makes a plan for each new shape, in 0.05 to 1 s, and an epoch has some 10,000 of them.
     - cuBLAS may add up parts of a 16-bit product in 16 bits; all sums are to be in fp32.
     - Shapes that change all the time fragment memory that cannot grow in place.
-
-    Triton needs a C compiler for what starts its kernels.
     """
-    global _triton
-    _triton = (importlib.util.find_spec("triton") is not None
-               and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))))
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

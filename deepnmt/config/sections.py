@@ -647,6 +647,9 @@ class Parallel(Section):
     compile: bool = False
     """Whether torch.compile fuses what a layer computes in training; not with ZeRO-3, dlcl and dlcl_post. The first
     update then takes a minute or more. On a GPU dropout draws other masks than without it."""
+    overrides: list[str] = Field(default_factory=list)
+    """Sets of operations that take the place of PyTorch's own in training and its validations: `triton`, for a GPU
+    from Ampere on, where dropout then draws other masks. It has not run on a GPU yet. A CPU ignores it."""
     threads: Annotated[Cores, For(*SEARCHING, READY, "export")] = 0
     """CPU threads per process; 0: the machine's cores, shared among its processes."""
     same_paths: bool = True

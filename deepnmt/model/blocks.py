@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +24,11 @@ from torch.nn import functional as F
 
 from deepnmt import config
 from deepnmt.config.plugins import Table
-from deepnmt.model import fused
-from deepnmt.model.dropout import Dropout
 from deepnmt.model.feedforward import ConcatenatedFeedForward, FeedForward, ShiftedFeedForward, ShiftedLinear
 
 Side = Literal["encoder", "decoder"]
 Branch = Callable[[Tensor], Tensor]
 Matrix = Literal["q", "k", "v", "out", "fc1", "fc2"]
-
-
-class Sublayer(NamedTuple):
-    """F_i: `run`, then dropout. A GPU drops where it adds."""
-
-    run: Branch
-    dropout: Dropout
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.dropout(self.run(x))
-
 
 SIDES: tuple[Side, Side] = ("encoder", "decoder")
 SUBLAYERS: dict[Side, tuple[str, ...]] = {
@@ -246,28 +233,8 @@ class Block(nn.Module):
         return x
 
     def added(self, branches: Sequence[Branch]) -> list[Branch]:
-        """The sub-layers, each with its add behind it, which changes nothing; without, if nobody looks at the add."""
-        def at(add: nn.Module, branch: Branch) -> Branch:
-            unseen = isinstance(branch, Sublayer) and not (add._forward_hooks or add._forward_pre_hooks)
-            return branch if unseen else partial(_added, add, branch)
-
-        return [at(add, branch) for add, branch in zip(self.adds, branches, strict=True)]
-
-    def plus(self, x: Tensor, f: Branch, given: Tensor) -> Tensor:
-        """x + f(given), on a GPU as one operation."""
-        if isinstance(f, Sublayer) and f.dropout.rate and fused.usable(x):
-            return fused.drop(f.run(given), f.dropout.rate, x)
-        return x + f(given)
-
-    def normed(self, i: int, x: Tensor, f: Branch, omega: Tensor | float | None = None, other: Tensor | None = None
-               ) -> Tensor:
-        """LN_i(other + ω ⊙ x + f(x)): the end of a sub-layer of every Post-LN block, on a GPU as one operation."""
-        norm = self.norms[i]
-        if isinstance(norm, (LayerNorm, RMSNorm)) and fused.usable(x, norm):
-            run, p = (f.run, f.dropout.rate) if isinstance(f, Sublayer) else (f, 0.0)
-            return fused.add_norm(run(x), p, x, norm, 1.0 if omega is None else omega, other)
-        residual = x if omega is None else omega * x
-        return norm((residual if other is None else other + residual) + f(x))
+        """The sub-layers, the output of each through its add."""
+        return [partial(_added, add, branch) for add, branch in zip(self.adds, branches, strict=True)]
 
     @classmethod
     def top(cls, position: LayerPosition) -> nn.Module:
@@ -283,7 +250,7 @@ class PostLN(Block):
     """x ← LN_i(x + F_i(x)). Vaswani et al. 2017, Attention Is All You Need, section 3.1."""
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.normed(i, x, f)
+        return self.norms[i](x + f(x))
 
 
 class PreLN(Block):
@@ -292,7 +259,7 @@ class PreLN(Block):
     final_norm = True
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.plus(x, f, self.norms[i](x))
+        return x + f(self.norms[i](x))
 
 
 class Admin(Block):
@@ -310,7 +277,7 @@ class Admin(Block):
         self.omegas = nn.ParameterList(nn.Parameter(torch.empty(position.width)) for _ in range(position.branches))
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.normed(i, x, f, self.omegas[i])
+        return self.norms[i](self.omegas[i] * x + f(x))
 
 
 class AdminClosedForm(Admin):
@@ -342,9 +309,9 @@ class B2T(Block):
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         *others, last = self.added(branches)
         h = x
-        for i, branch in enumerate(others):
-            h = self.normed(i, h, branch)
-        return self.normed(len(others), h, last, other=x)
+        for norm, f in zip(self.norms, others):
+            h = norm(h + f(h))
+        return self.norms[-1](x + h + last(h))
 
 
 class B2TNoLN(Block):
@@ -367,8 +334,8 @@ class B2TNoLN(Block):
 
     def forward(self, x: Tensor, branches: Sequence[Branch]) -> Tensor:
         h = x
-        for branch in self.added(branches):
-            h = self.plus(h, branch, h)
+        for f in self.added(branches):
+            h = h + f(h)
         return self.alpha * x + self.beta * h
 
 
@@ -400,7 +367,7 @@ class DeepNorm(Block):
         return cls.constants(position)[0]
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.normed(i, x, f, self.alpha)
+        return self.norms[i](self.alpha * x + f(x))
 
 
 class ReZero(Block):
@@ -430,7 +397,7 @@ class ReZeroPostLN(Block):
         self.a = nn.Parameter(torch.empty(1))
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.normed(i, x, lambda h: self.a * f(h))
+        return self.norms[i](x + self.a * f(x))
 
 
 class Fixup(Block):
@@ -483,7 +450,7 @@ class TFixup(Block):
         return (9 * position.depth) ** -0.25
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.plus(x, f, x)
+        return x + f(x)
 
 
 class LooksLinear(PostLN):
@@ -594,7 +561,7 @@ class DLCL(Block):
         return (*kept, super().forward(x, branches))[-self.window :]  # the window of the layer above; 0: all
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.plus(x, f, self.norms[i](x))
+        return x + f(self.norms[i](x))
 
 
 class DLCLPost(DLCL):
@@ -606,7 +573,7 @@ class DLCLPost(DLCL):
     pre_norm = False
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
-        return self.normed(i, x, f)
+        return self.norms[i](x + f(x))
 
 
 def _fault(block: Any) -> str | None:

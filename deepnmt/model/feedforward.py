@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepnmt.model import fused
 from deepnmt.model.dropout import Dropout
 from deepnmt.model.unfilled import unfilled
 
@@ -75,9 +74,6 @@ class FeedForward(nn.Module):
         return self.activation(h)
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = type(self) is FeedForward and self.activation is F.relu and type(self.fc1) is nn.Linear
-        if plain and fused.usable(x, self.fc1):
-            return self.fc2(self.dropout(fused.linear_relu(x, self.fc1)))
         return self.fc2(self.dropout(self.activate(self.fc1(x))))
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from deepnmt.model.attention import CrossAttention, split_heads
+from deepnmt.model.attention import CrossAttention
 from deepnmt.model.loss import LossSums
+from deepnmt.model.ops import split_heads
 from deepnmt.model.transformer import Transformer
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepnmt import config
 from deepnmt.model.attention import CrossAttention, SelfAttention
-from deepnmt.model.blocks import LayerPosition, Stream, Sublayer, last_output
+from deepnmt.model.blocks import LayerPosition, Stream, last_output
 from deepnmt.model.dropout import Dropout, seed_dropout, stable_hash
 from deepnmt.model.positions import POSITIONS
 
@@ -72,8 +72,8 @@ class EncoderLayer(Layer):
         return self.rule(
             x,
             (
-                Sublayer(lambda h: self.self_attn(h, mask, causal=False), self.dropout),
-                Sublayer(lambda h: self.ffn(h), self.dropout),
+                lambda h: self.dropout(self.self_attn(h, mask, causal=False)),
+                lambda h: self.dropout(self.ffn(h)),
             ),
         )
 
@@ -98,9 +98,9 @@ class DecoderLayer(Layer):
         return self.rule(
             x,
             (
-                Sublayer(lambda h: self.self_attn(h, None, causal=True), self.dropout),
-                Sublayer(lambda h: self.cross_attn(h, keys, values, mask), self.dropout),
-                Sublayer(lambda h: self.ffn(h), self.dropout),
+                lambda h: self.dropout(self.self_attn(h, None, causal=True)),
+                lambda h: self.dropout(self.cross_attn(h, keys, values, mask)),
+                lambda h: self.dropout(self.ffn(h)),
             ),
         )
 

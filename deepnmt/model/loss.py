@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from deepnmt import device as device_
-from deepnmt.model import fused
 
 # Logits of one chunk: few enough for the cache of a CPU, enough to use a whole GPU.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
@@ -55,8 +54,25 @@ def label_smoothed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothi
         rows = (targets != pad).nonzero().squeeze(1)
         if len(rows) < len(targets):
             hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-    differentiable = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return LossSums(*_ProjectedCrossEntropy.apply(hidden, weight, targets, kept, smoothing, differentiable))
+    return LossSums(*linear_cross_entropy(hidden, weight, targets, kept, smoothing))
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor | None, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """The sums of `label_smoothed_loss` for hidden [R, D] and targets [R]. `kept` [R, 1] is 1 at rows that count and 0
+    at others; None: all count."""
+    return _ProjectedCrossEntropy.apply(hidden, weight, targets, kept, smoothing, needs_gradient(hidden, weight))
+
+
+def needs_gradient(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether a backward pass may follow."""
+    return torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+
+
+def chunk_rows(hidden: Tensor, vocab: int) -> int:
+    """How many rows are projected at a time."""
+    return max(1, _CHUNK_LOGITS["cuda" if device_.on_gpu(hidden) else "cpu"] // vocab)
 
 
 def r_drop_loss(
@@ -94,7 +110,7 @@ def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> i
 class _ProjectedCrossEntropy(torch.autograd.Function):
     """(hidden [R, D], weight [V, D], targets [R]) to the sums (loss, nll); gradients are computed in the forward.
 
-    `kept` [R, 1] is 1 at rows that count and 0 at others; None: all count.
+    `kept`: see `linear_cross_entropy`.
     """
 
     @staticmethod
@@ -102,12 +118,6 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor | None, smoothing: float,
         differentiable: bool,
     ) -> tuple[Tensor, Tensor]:
-        if kept is not None and device_.has_kernels(hidden):
-            loss, nll, *grads = _in_one_pass(hidden, weight, targets, kept, smoothing, differentiable)
-            ctx.save_for_backward(*grads)
-            ctx.weight_dtype = weight.dtype
-            ctx.mark_non_differentiable(nll)
-            return loss, nll
         rows = len(hidden)
         if not device_.on_gpu(hidden) and hidden.dtype != torch.float32:
             extra = -rows % _ROW_MULTIPLE
@@ -116,7 +126,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         loss, nll = hidden.new_zeros(2, dtype=torch.float32).unbind()
         hidden_grad = torch.empty_like(hidden) if differentiable else None
         weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32) if differentiable else None
-        size = min(len(hidden), max(1, _CHUNK_LOGITS["cuda" if device_.on_gpu(hidden) else "cpu"] // len(weight)))
+        size = min(len(hidden), chunk_rows(hidden, len(weight)))
         size = size // _ROW_MULTIPLE * _ROW_MULTIPLE or size
         # allocated once: new memory for every chunk took longer to allocate than to fill
         logits = hidden.new_empty(size, len(weight))
@@ -147,7 +157,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
                     if table is not logits:
                         product.copy_(scores)
                 torch.mm(product, weight, out=hidden_grad[start : start + size])
-                _add_product(weight_grad, product.t(), h, table)
+                add_product(weight_grad, product.t(), h, table)
         if hidden_grad is not None and weight_grad is not None:
             if kept is None:
                 hidden_grad -= smoothing * weight_mean
@@ -166,35 +176,6 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None, None
-
-
-def _in_one_pass(
-    hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor, smoothing: float, differentiable: bool
-) -> list[Tensor]:
-    """`_ProjectedCrossEntropy` with one operation for what is between the matrix products: loss and nll, and then the
-    gradients if `differentiable`."""
-    counts, weight_mean = kept[:, 0], weight.float().mean(0)
-    summed = torch.mul(hidden, kept).sum(0)
-    sums = hidden.new_empty(len(hidden), 2, dtype=torch.float32)
-    hidden_grad = torch.empty_like(hidden) if differentiable else hidden
-    weight_grad = weight.new_zeros(weight.shape if differentiable else 0, dtype=torch.float32)
-    size = max(1, _CHUNK_LOGITS["cuda"] // len(weight))
-    # rows begin at multiples of 128 bytes, for the kernel and the matrix products
-    logits = hidden.new_empty(min(size, len(hidden)), -(-len(weight) // 64) * 64)[:, : len(weight)]
-    for start in range(0, len(hidden), size):
-        part = slice(start, start + size)
-        product = torch.mm(hidden[part], weight.t(), out=logits[: len(hidden[part])])
-        sums[part] = fused.cross_entropy_(product, targets[part], counts[part], smoothing, differentiable)
-        if differentiable:
-            torch.mm(product, weight, out=hidden_grad[part])
-            _add_product(weight_grad, product.t(), hidden[part], product)
-    loss, nll = sums.sum(0).unbind()
-    loss = loss - smoothing * torch.dot(summed, weight_mean)  # the mean of a row's logits
-    if not differentiable:
-        return [loss, nll]
-    hidden_grad.sub_(kept * (smoothing * weight_mean))
-    weight_grad -= smoothing / len(weight) * summed
-    return [loss, nll, hidden_grad, weight_grad]
 
 
 class _Divergence(torch.autograd.Function):
@@ -219,7 +200,7 @@ class _Divergence(torch.autograd.Function):
                 total += divergence.sum()
                 of_logits = of_logits.to(h.dtype)
                 torch.mm(of_logits, weight, out=grad[chunk])
-                _add_product(weight_grad, of_logits.t(), h[chunk], ratio)
+                add_product(weight_grad, of_logits.t(), h[chunk], ratio)
         ctx.save_for_backward(*grads, weight_grad)
         ctx.weight_dtype = weight.dtype
         return total
@@ -231,7 +212,7 @@ class _Divergence(torch.autograd.Function):
         return first * total_grad, second * total_grad, (weight * total_grad).to(ctx.weight_dtype), None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, scratch: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, scratch: Tensor) -> None:
     """total += a @ b, where total is in fp32. `scratch`: an fp32 tensor of any size, which is overwritten."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deepnmt.config import Recipe
+from deepnmt.model import overrides
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.init import Initialiser
 from deepnmt.model.transformer import fill_with_nan
@@ -37,6 +38,7 @@ def start_engine(
     if layout.stages:
         from deepnmt.parallel.pipeline.engine import PipelineEngine  # importing DeepSpeed takes seconds
 
+        _override(recipe, ranks)
         engine: Engine = PipelineEngine(recipe, vocabs, partition_of(recipe, *vocabs, ratio), layout, ranks)
         _compile(engine, recipe, ranks)
     else:
@@ -48,6 +50,7 @@ def start_engine(
 
 def build_engine(build: Build, recipe: Recipe, layout: Layout, ranks: Ranks) -> Engine:
     """The engine of a layout without a pipeline, around a whole model whose weights are still to be set. Collective."""
+    _override(recipe, ranks)
     if layout.config is not None:
         from deepnmt.parallel.zero import ZeroEngine
 
@@ -58,6 +61,12 @@ def build_engine(build: Build, recipe: Recipe, layout: Layout, ranks: Ranks) -> 
         engine = LocalEngine(module, recipe, ranks.device)
     _compile(engine, recipe, ranks)
     return engine
+
+
+def _override(recipe: Recipe, ranks: Ranks) -> None:
+    overrides.restore()
+    if recipe.parallel.overrides:
+        ranks.raise_everywhere(lambda: overrides.use(recipe.parallel.overrides, ranks.device))
 
 
 def _compile(engine: Engine, recipe: Recipe, ranks: Ranks) -> None:

@@ -24,6 +24,7 @@ from deepnmt.config import Precision, Recipe
 from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.errors import UserError, nearest
 from deepnmt.model.blocks import BLOCKS
+from deepnmt.model.overrides import known_sets
 from deepnmt.parallel.pipeline.partition import check_stages
 from deepnmt.shipped import find_shipped
 
@@ -89,10 +90,11 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
     nominal: 1 a micro-batch.
 
     Raises:
-        UserError: several processes without DeepSpeed, an impossible pipeline, an unreadable JSON, or one that lacks a
-            required key or contradicts the recipe (all such faults at once).
+        UserError: operations that there are not, several processes without DeepSpeed, an impossible pipeline, an
+            unreadable JSON, or one that lacks a required key or contradicts the recipe (all such faults at once).
     """
     path, stages, precision = recipe.parallel.ds_config, recipe.parallel.pipeline_stages, recipe.parallel.precision
+    known_sets(recipe.parallel.overrides)
     for stack in (recipe.model.encoder, recipe.model.decoder):
         if recipe.parallel.compile and BLOCKS[stack.block].needs_history:
             raise UserError(f"parallel.compile is true, but each layer of {stack.block} has another number of inputs, "

@@ -9,9 +9,10 @@ import torch
 from small_models import VOCAB, batch, shapes
 from torch import Tensor
 
-from deepnmt.model.attention import key_mask, split_heads
+from deepnmt.model.attention import key_mask
 from deepnmt.model.guided import alignment_loss, attention_scores, guided, guided_index
 from deepnmt.model.init import Initialiser, fill
+from deepnmt.model.ops import split_heads
 from deepnmt.model.transformer import Transformer, fill_with_nan
 
 LINKS = {0: {0: [1], 2: [0, 3], 3: [3]}, 2: {1: [2], 4: [0, 1, 2]}}  # sentence: target: sources

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,7 +109,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "unset at the end")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     monkeypatch.setattr(device, "_DEVICES", tmp_path)
-    monkeypatch.setattr(device, "_triton", False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)
     products, cudnn = torch.backends.cuda.matmul, torch.backends.cuda.cudnn_sdp_enabled()
@@ -197,12 +195,6 @@ def test_a_gpu_is_prepared(machine: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert told == ["expandable_segments:True"]
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
     assert device.choose() == "cuda" and len(told) == 1, "the user's own settings stay"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setenv("CC", sys.executable)
-    assert device.choose() == "cuda" and device._triton
-    monkeypatch.delenv("CC")
-    monkeypatch.setenv("PATH", str(machine))
-    assert device.choose() == "cuda" and not device._triton, "Triton's kernels are started by compiled code"
 
 
 def test_a_model_on_the_cpu_leaves_the_gpu_to_the_next(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

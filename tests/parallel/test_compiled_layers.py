@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from deepnmt.processes.ranks import Ranks
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 CPU = torch.device("cpu")
-GOLDEN: dict[str, int] = json.loads((Path(__file__).parent / "golden.json").read_text(encoding="utf-8"))["compiled"]
+GOLDEN = {"graphs": 4, "breaks": 0}  # they may only fall
 SHAPES = [([9, 3, 4], [7, 2, 5]), ([5, 9], [8, 6]), ([11, 4, 6, 2], [3, 7, 6, 5]), ([8, 8], [8, 8]), ([13, 2], [4, 9])]
 
 

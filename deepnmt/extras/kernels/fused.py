@@ -1,6 +1,5 @@
 """Chains of element-wise operations as one operation on a GPU: what is read and written once need not wait for memory
-twice. Each operation is a Triton kernel there (`kernels.py`), and has the same in PyTorch beside it, for tensors on a
-CPU. Training on a CPU uses neither.
+twice. Each operation is a Triton kernel (`kernels.py`).
 
     torch.ops.deepnmt.drop            dropout, and the sum with the residual
     torch.ops.deepnmt.add_norm        dropout of a branch, its sum with the residual, and the norm
@@ -17,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from deepnmt import device
+from deepnmt.model.ops import dropped_of
 
 _PARTS = 512  # rows of sums over columns, before they are summed themselves
 
-_library = torch.library.Library("deepnmt", "DEF")
+_library = torch.library.Library("deepnmt", "FRAGMENT")
 for _schema in (
     "drop(Tensor x, Tensor? residual, float p, Tensor? key) -> (Tensor, Tensor)",
     "add_norm(Tensor branch, Tensor x, Tensor? other, Tensor? omega, float alpha, Tensor weight, Tensor? bias, "
@@ -39,19 +38,6 @@ for _schema in (
     draws = _schema.startswith(("drop(", "add_norm("))
     _library.define(_schema, tags=(torch.Tag.nondeterministic_seeded,) if draws else ())
 _ops = torch.ops.deepnmt
-
-
-def usable(x: Tensor, *modules: nn.Module) -> bool:
-    """Whether what these modules compute from x may be computed by an operation of this file in their place: on a GPU,
-    and nobody is to be told what goes through a module (probes, or DeepSpeed, which gathers its weights)."""
-    return device.has_kernels(x) and x.dtype != torch.float64 and not any(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        for module in modules)
-
-
-def dropped_of(p: float) -> int:
-    """How many of the 2^16 values of 16 random bits drop an element, for a dropout of p."""
-    return min(round(p * 2**16), 2**16 - 1)
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
@@ -75,7 +61,7 @@ def _drop_gradients(ctx: Any, grad: Tensor, _key: None) -> tuple[Tensor | None, 
 
 
 def _drop_gpu(x: Tensor, residual: Tensor | None, p: float, key: Tensor | None) -> tuple[Tensor, Tensor]:
-    from deepnmt.model import kernels
+    from deepnmt.extras.kernels import kernels  # needs Triton
 
     drawn, out = _draw(x, p) if key is None else key, torch.empty_like(x)
     kernels.launch_drop(x, residual, _numbers(drawn, p), out)
@@ -84,12 +70,6 @@ def _drop_gpu(x: Tensor, residual: Tensor | None, p: float, key: Tensor | None) 
 
 def _drop_shapes(x: Tensor, residual: Tensor | None, p: float, key: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty(0 if key is not None else 2, dtype=torch.int64, device="cpu")
-
-
-def _drop_cpu(x: Tensor, residual: Tensor | None, p: float, key: Tensor | None) -> tuple[Tensor, Tensor]:
-    drawn = _draw(x, p) if key is None else key
-    out = x * kept(x, drawn, p)
-    return out if residual is None else residual + out, drawn if key is None else key.new_empty(0)
 
 
 # -- dropout, residual, norm -------------------------------------------------------------------------------------------
@@ -159,39 +139,18 @@ def _add_norm_gpu(
     branch: Tensor, x: Tensor, other: Tensor | None, omega: Tensor | None, alpha: float, weight: Tensor,
     bias: Tensor | None, eps: float, p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from deepnmt.model import kernels
+    from deepnmt.extras.kernels import kernels  # needs Triton
 
     key, total, out = _draw(x, p), torch.empty_like(x), torch.empty_like(x)
     kernels.launch_add_norm(branch, x, other, omega, alpha, weight, bias, eps, _numbers(key, p), total, out)
     return total, out, key
 
 
-def _add_norm_cpu(
-    branch: Tensor, x: Tensor, other: Tensor | None, omega: Tensor | None, alpha: float, weight: Tensor,
-    bias: Tensor | None, eps: float, p: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    key = _draw(x, p)
-    total = (x.float() if x.dtype.itemsize == 2 else x) * (alpha if omega is None else omega)
-    if other is not None:
-        total = total + other
-    total = (total + branch * kept(branch, key, p)).to(x.dtype)
-    return total, (_normed(total, eps, bias is not None)[0] * weight + (0.0 if bias is None else bias)).to(x.dtype), key
-
-
-def _normed(total: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
-    """A sum [..., D] normed, without weight and bias, and the factor [..., 1] by which."""
-    h = total.float() if total.dtype.itemsize == 2 else total
-    if centred:
-        h = h - h.mean(-1, keepdim=True)
-    factor = (h.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return h * factor, factor
-
-
 def _add_norm_backward_gpu(
     grad: Tensor, total: Tensor, x: Tensor | None, omega: Tensor | None, alpha: float, weight: Tensor, centred: bool,
     eps: float, p: float, key: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from deepnmt.model import kernels
+    from deepnmt.extras.kernels import kernels  # needs Triton
 
     of_x, of_branch, parts = _add_norm_backward_shapes(
         grad, total, x, omega, alpha, weight, centred, eps, p, key)
@@ -206,51 +165,6 @@ def _add_norm_backward_shapes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_branch = torch.empty_like(total) if _apart(omega, alpha, p) else total.new_empty(0)
     return torch.empty_like(total), of_branch, total.new_empty(_norm_parts(total, centred, omega), dtype=torch.float32)
-
-
-def _add_norm_backward_cpu(
-    grad: Tensor, total: Tensor, x: Tensor | None, omega: Tensor | None, alpha: float, weight: Tensor, centred: bool,
-    eps: float, p: float, key: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    h, factor = _normed(total, eps, centred)
-    g = grad * weight.to(h.dtype)
-    change = g - h * (g * h).mean(-1, keepdim=True)
-    if centred:
-        change = change - g.mean(-1, keepdim=True)
-    change = change * factor
-    sums = [grad * h, *[grad.to(h.dtype)] * centred, *([] if omega is None or x is None else [change * x])]
-    parts = torch.stack([each.flatten(0, -2).sum(0) for each in sums])[None]
-    of_branch = (change * kept(change, key, p)).to(total.dtype) if _apart(omega, alpha, p) else total.new_empty(0)
-    return (change * (alpha if omega is None else omega)).to(total.dtype), of_branch, parts
-
-
-def kept(x: Tensor, key: Tensor, p: float) -> Tensor:
-    """The dropout mask of x [..., D], 0 or the scale of what is kept, by the numbers that the kernels draw.
-
-    128 random bits serve eight elements of a row, 16 bits each. `cpu_mask` has the same probability and scale.
-    """
-    seed, counter, dropped, scale = _numbers(key, p)
-    if not dropped:
-        return torch.ones((), dtype=x.dtype)
-    width, low = x.size(-1), 2**32 - 1
-    block = max(16, 2 ** (width - 1).bit_length())  # of a kernel: a power of 2
-    eights = torch.arange(x.numel() // width * (block // 8)) & low
-    a, b, c, d = philox([eights, *(torch.full_like(eights, number) for number in (counter & low, 0, 2**31))], seed)
-    bits = torch.stack([part for word in (a, c, b, d) for part in (word & 0xFFFF, word >> 16)], -1)
-    return (bits.view(-1, block)[:, :width].reshape(x.shape) >= dropped).to(x.dtype) * scale
-
-
-def philox(counter: list[Tensor], key: int) -> list[Tensor]:
-    """Four words of random bits for a counter of four words and a key of two. Philox4x32 with ten rounds: Salmon et al.
-    2011, Parallel Random Numbers: As Easy as 1, 2, 3."""
-    low = 2**32 - 1
-    a, b, c, d = counter
-    first, second = key & low, key >> 32 & low
-    for _ in range(10):
-        upper, lower = c * 0xCD9E8D57, a * 0xD2511F53
-        a, b, c, d = ((upper >> 32) & low) ^ b ^ first, upper & low, ((lower >> 32) & low) ^ d ^ second, lower & low
-        first, second = (first + 0x9E3779B9) & low, (second + 0xBB67AE85) & low
-    return [a, b, c, d]
 
 
 # -- linear map and ReLU -----------------------------------------------------------------------------------------------
@@ -286,21 +200,15 @@ def _relu_backward_shapes(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _relu_backward_gpu(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    from deepnmt.model import kernels
+    from deepnmt.extras.kernels import kernels  # needs Triton
 
     of_sum, parts = _relu_backward_shapes(grad, out)
     kernels.launch_relu_backward(grad, out, of_sum, parts)
     return of_sum, parts
 
 
-def _relu_backward_cpu(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    of_sum = grad * (out > 0)
-    rows = of_sum.flatten(0, -2)
-    return of_sum, (rows.float() if rows.dtype.itemsize == 2 else rows).sum(0, keepdim=True)
-
-
 def _column_sums_gpu(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    from deepnmt.model import kernels
+    from deepnmt.extras.kernels import kernels  # needs Triton
 
     sums = _column_sums_shapes(parts, dtype)
     kernels.launch_column_sums(parts, sums)
@@ -309,10 +217,6 @@ def _column_sums_gpu(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _column_sums_shapes(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return parts.new_empty(parts.shape[1:], dtype=dtype)
-
-
-def _column_sums_cpu(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    return parts.sum(0).to(dtype)
 
 
 # -- attention in decoding ---------------------------------------------------------------------------------------------
@@ -333,7 +237,7 @@ def attend_step(packed: Tensor, past: Tensor, visible: Tensor | None, heads: int
 
 
 def _attend_step_gpu(packed: Tensor, past: Tensor, visible: Tensor | None, heads: int, start: int, stop: int) -> Tensor:
-    from deepnmt.model import kernels
+    from deepnmt.extras.kernels import kernels  # needs Triton
 
     out = _attend_step_shapes(packed, past, visible, heads, start, stop)
     kernels.launch_attend_step(packed, past, visible, heads, start, stop, out)
@@ -343,14 +247,6 @@ def _attend_step_gpu(packed: Tensor, past: Tensor, visible: Tensor | None, heads
 def _attend_step_shapes(packed: Tensor, past: Tensor, visible: Tensor | None, heads: int, start: int, stop: int
                         ) -> Tensor:
     return packed.new_empty(*packed.shape[:2], packed.size(2) // 3)
-
-
-def _attend_step_cpu(packed: Tensor, past: Tensor, visible: Tensor | None, heads: int, start: int, stop: int) -> Tensor:
-    parts = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, K, d]
-    past[..., start:stop, :] = parts[1:]
-    keys, values = past[..., :stop, :]
-    attended = F.scaled_dot_product_attention(parts[0], keys, values, visible)
-    return attended.transpose(1, 2).flatten(2)
 
 
 # -- cross-entropy -----------------------------------------------------------------------------------------------------
@@ -368,7 +264,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, counts: Tensor, smoothing: f
 
 
 def _cross_entropy_gpu(logits: Tensor, targets: Tensor, counts: Tensor, smoothing: float, gradient: bool) -> Tensor:
-    from deepnmt.model import kernels
+    from deepnmt.extras.kernels import kernels  # needs Triton
 
     sums = _cross_entropy_shapes(logits, targets, counts, smoothing, gradient)
     kernels.launch_cross_entropy_(logits, targets, counts, smoothing, gradient, sums)
@@ -379,32 +275,21 @@ def _cross_entropy_shapes(logits: Tensor, targets: Tensor, counts: Tensor, smoot
     return logits.new_empty(len(logits), 2, dtype=torch.float32)
 
 
-def _cross_entropy_cpu(logits: Tensor, targets: Tensor, counts: Tensor, smoothing: float, gradient: bool) -> Tensor:
-    z = logits.float() if logits.dtype.itemsize == 2 else logits.clone()
-    lse, of_target = z.logsumexp(1), z.gather(1, targets[:, None])[:, 0]
-    if gradient:
-        chances = (z - lse[:, None]).exp()
-        chances.scatter_add_(1, targets[:, None], chances.new_full((len(z), 1), smoothing - 1))
-        logits.copy_(chances * counts[:, None])
-    return torch.stack([(lse - (1 - smoothing) * of_target) * counts, (lse - of_target) * counts], 1)
-
-
 def _add_norm_shapes(branch: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x), torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-for _name, _gpu, _cpu, _shapes in (
-    ("drop", _drop_gpu, _drop_cpu, _drop_shapes),
-    ("add_norm", _add_norm_gpu, _add_norm_cpu, _add_norm_shapes),
-    ("add_norm_backward", _add_norm_backward_gpu, _add_norm_backward_cpu, _add_norm_backward_shapes),
-    ("addmm_relu", _addmm_relu, _addmm_relu, _addmm_relu_shapes),
-    ("relu_backward", _relu_backward_gpu, _relu_backward_cpu, _relu_backward_shapes),
-    ("column_sums", _column_sums_gpu, _column_sums_cpu, _column_sums_shapes),
-    ("attend_step", _attend_step_gpu, _attend_step_cpu, _attend_step_shapes),
-    ("cross_entropy_", _cross_entropy_gpu, _cross_entropy_cpu, _cross_entropy_shapes),
+for _name, _compute, _shapes in (
+    ("drop", _drop_gpu, _drop_shapes),
+    ("add_norm", _add_norm_gpu, _add_norm_shapes),
+    ("add_norm_backward", _add_norm_backward_gpu, _add_norm_backward_shapes),
+    ("addmm_relu", _addmm_relu, _addmm_relu_shapes),
+    ("relu_backward", _relu_backward_gpu, _relu_backward_shapes),
+    ("column_sums", _column_sums_gpu, _column_sums_shapes),
+    ("attend_step", _attend_step_gpu, _attend_step_shapes),
+    ("cross_entropy_", _cross_entropy_gpu, _cross_entropy_shapes),
 ):
-    _library.impl(_name, _gpu, "CUDA")
-    _library.impl(_name, _cpu, "CPU")
+    _library.impl(_name, _compute, "CUDA")
     torch.library.register_fake(f"deepnmt::{_name}", _shapes, lib=_library)
 
 for _name, _gradients, _keep in (

@@ -1,12 +1,15 @@
 """The operations that a GPU computes in one go, by their twins in PyTorch: against plain autograd, and in every block
-against the plain modules. tests/dry_gpu holds the Triton kernels to the twins."""
+against the plain operations. test_kernels.py holds the Triton kernels to the twins."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import twins
+from refusals import user_error
 from small_models import BLOCKS, VOCAB, batch, model_of, shapes
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,13 +18,22 @@ from deepnmt import device
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import beam_search
 from deepnmt.decode.steppers import CachedStepper
-from deepnmt.model import fused
+from deepnmt.extras.kernels import fused, replacements
+from deepnmt.model import overrides
 from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import LayerNorm, RMSNorm
 from deepnmt.model.init import new_model
 
 P = 0.25
 KEY = torch.tensor([2**62 + 3, 8])
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """The plain operations, after each test."""
+    yield
+    overrides.restore()
 
 
 def random(*shape: int, number: int) -> Tensor:
@@ -40,7 +52,7 @@ def test_the_sum_and_norm_are_those_of_autograd(kind: str, p: float, monkeypatch
     other = random(2, 5, 12, number=5) if kind == "other" else None
     omega: Any = {"omega": random(12, number=6), "alpha": 1.7}.get(kind, 1.0)
     given = [t for t in (branch, x, other, omega, *norm.parameters()) if isinstance(t, Tensor)]
-    plain = norm((0.0 if other is None else other) + omega * x + branch * fused.kept(branch, KEY, p))
+    plain = norm((0.0 if other is None else other) + omega * x + branch * twins.kept(branch, KEY, p))
     one = fused.add_norm(branch, p, x, norm, omega, other)
     assert torch.allclose(one, plain, rtol=1e-12, atol=1e-12)
     weights = random(2, 5, 12, number=7).detach()
@@ -61,15 +73,15 @@ def test_masks_are_philoxs_numbers() -> None:
     """Philox 4x32 with ten rounds of counter (0, 0, 0, 0) and key 0, and of all ones: the known answers of Random123,
     the library of the paper. Of the mask: its share, its scale, and that rows and keys differ."""
     zeros = ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
-    assert [f"{int(word):08x}" for word in fused.philox([torch.tensor([0])] * 4, 0)] == zeros
+    assert [f"{int(word):08x}" for word in twins.philox([torch.tensor([0])] * 4, 0)] == zeros
     ones = ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]
-    assert [f"{int(word):08x}" for word in fused.philox([torch.tensor([2**32 - 1])] * 4, -1)] == ones
-    mask = fused.kept(torch.empty(4000, 50), KEY, P)
+    assert [f"{int(word):08x}" for word in twins.philox([torch.tensor([2**32 - 1])] * 4, -1)] == ones
+    mask = twins.kept(torch.empty(4000, 50), KEY, P)
     assert mask.unique().tolist() == pytest.approx([0.0, 4 / 3])
     assert float(mask.mean()) == pytest.approx(1.0, abs=0.01)
     assert mask.unique(dim=0).shape == mask.shape
-    assert not torch.equal(mask, fused.kept(mask, KEY + torch.tensor([0, 4]), P))
-    assert not torch.equal(mask, fused.kept(mask, KEY + torch.tensor([2**32, 0]), P))
+    assert not torch.equal(mask, twins.kept(mask, KEY + torch.tensor([0, 4]), P))
+    assert not torch.equal(mask, twins.kept(mask, KEY + torch.tensor([2**32, 0]), P))
 
 
 def computed(block: str, dropout: float, watched: bool = False) -> Tensor:
@@ -96,6 +108,7 @@ def test_every_block_computes_the_same_in_one_go(block: str, monkeypatch: pytest
     for name in ("add_norm", "drop", "linear_relu", "cross_entropy_"):
         counted(name)
     monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    overrides.use(["triton"], CPU)
     one = computed(block, 0.0)
     assert float((one - plain).norm() / plain.norm()) < 1e-5
     calls.clear()
@@ -130,6 +143,7 @@ def test_a_search_in_one_go_finds_the_same(block: Any, monkeypatch: pytest.Monke
     plain = search()
     assert calls == [0]
     monkeypatch.setattr(device, "on_gpu", lambda tensor: True)
+    overrides.use(["triton"], CPU)
     for ours, theirs in zip(search(), plain, strict=True):
         assert [c.tokens for c in ours] == [c.tokens for c in theirs]
         assert [c.score for c in ours] == pytest.approx([c.score for c in theirs], abs=1e-5)
@@ -166,10 +180,32 @@ def test_packed_attention_gives_its_gradients_in_one_tensor(monkeypatch: pytest.
     mask[1, ..., 5:] = -torch.inf
     given = [x, *layer.parameters()]
     plain = torch.autograd.grad((layer(x, mask, causal=False) * weights).sum(), given)
-    monkeypatch.setattr(device, "attends_packed", lambda tensor: True)
+    monkeypatch.setattr(replacements, "attends_packed", lambda tensor: True)
+    overrides.use(["triton"], CPU)
     for packed in (True, False):
         layouts.append(packed)
         found = torch.autograd.grad((layer(x, mask, causal=False) * weights).sum(), given)
         assert not layouts
         for ours, theirs in zip(found, plain, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_plain_operations_come_back() -> None:
+    """Another run of this process may list no kernels; what a recipe lists and is not there has a sentence."""
+    before = [getattr(owner, name) for owner, name, _ in replacements.REPLACEMENTS]
+    overrides.use(["triton"], CPU)
+    assert all(getattr(owner, name) is not plain
+               for (owner, name, _), plain in zip(replacements.REPLACEMENTS, before, strict=True))
+    overrides.use([], CPU)
+    assert [getattr(owner, name) for owner, name, _ in replacements.REPLACEMENTS] == before
+
+
+def test_kernels_need_triton_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    replacements.check(CPU)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with user_error("parallel.overrides lists triton.*no C compiler; install gcc"):
+        replacements.check(torch.device("cuda"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with user_error("parallel.overrides lists triton.*no Triton; pip install triton"):
+        replacements.check(torch.device("cuda"))

@@ -21,7 +21,7 @@ def kernel_row(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     pytest.importorskip("triton", reason="Triton interprets and compiles the kernels; pip install triton")
 
     def run(name: str) -> dict[str, Any]:
-        env = {**os.environ, "PYTHONPATH": str(ROOM.parents[1]), "TRITON_CACHE_DIR": str(tmp_path),
+        env = {**os.environ, "PYTHONPATH": str(ROOM.parents[2]), "TRITON_CACHE_DIR": str(tmp_path),
                "TRITON_INTERPRET": str(int(name == "interpreted"))}
         done = subprocess.run([sys.executable, ROOM / "kernel_rows.py", name, tmp_path], env=env, capture_output=True,
                               text=True, timeout=300, check=False)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import triton
+import twins
 from torch import Tensor
 
-from deepnmt.model import fused, kernels
+from deepnmt.extras.kernels import fused, kernels
 
 ROWS, WIDTH, VOCAB = 5, 40, 300
 ARCHITECTURES = (80, 90)
@@ -41,7 +42,7 @@ def interpreted() -> dict[str, float]:
     found: dict[str, float] = {}
 
     def compare(name: str, *given: Any, kind: str = "") -> Any:
-        ours, theirs = getattr(fused, f"_{name}_gpu"), getattr(fused, f"_{name}_cpu")
+        ours, theirs = getattr(fused, f"_{name}_gpu"), getattr(twins, name)
         ours, theirs = ours(*given), theirs(*map(wide, given))
         for number, (a, b) in enumerate(zip(*(out if isinstance(out, tuple) else (out,) for out in (ours, theirs)),
                                             strict=True)):
@@ -74,7 +75,7 @@ def interpreted() -> dict[str, float]:
         visible = None if of == 1 else lineage[:, None, :given, :stop]
         exact = past.double()
         ours = fused._attend_step_gpu(packed, past, visible, heads, start, stop)
-        theirs = fused._attend_step_cpu(packed.double(), exact, wide(visible), heads, start, stop)
+        theirs = twins.attend_step(packed.double(), exact, wide(visible), heads, start, stop)
         found[f"attend_step {kind}"], found[f"attend_step past {kind}"] = error(ours, theirs), error(past, exact)
     counts, targets = torch.ones(ROWS), torch.randint(VOCAB, (ROWS,), generator=draw)
     counts[1] = 0.0
@@ -83,7 +84,7 @@ def interpreted() -> dict[str, float]:
         logits.copy_(4 * random(ROWS, VOCAB, dtype=dtype))
         exact = logits.double()
         ours = fused._cross_entropy_gpu(logits, targets, counts, 0.1, True)
-        theirs = fused._cross_entropy_cpu(exact, targets, counts.double(), 0.1, True)
+        theirs = twins.cross_entropy_(exact, targets, counts.double(), 0.1, True)
         found[f"cross_entropy_ {dtype}"] = error(ours, theirs)
         found[f"cross_entropy_ gradient {dtype}"] = error(logits, exact)
     return found

@@ -27,6 +27,8 @@ from deepnmt.decode.steppers import CachedStepper
 from deepnmt.device import upload
 from deepnmt.doctor import measures
 from deepnmt.doctor.nonfinite import first_non_finite
+from deepnmt.extras.kernels import replacements
+from deepnmt.model import overrides
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.transformer import Transformer, build_layer
@@ -212,22 +214,30 @@ def engine_shapes(engine: Any) -> dict[str, tuple[int, ...]]:
 DEEP = {"encoder": 60, "decoder": 12}
 
 
-def counts() -> dict[str, Any]:
+def counts(*settings: str) -> dict[str, Any]:
     """Launches, bytes and memory of an update of 60L-12L with 28,672 tokens a side, as on eight GPUs; and of decoding
     with 12 and with 100 layers."""
     configs = [("zero1", "bf16"), *([("zero1", "fp16"), ("zero0", "bf16")] if LONG else [])]
-    found: dict[str, Any] = {f"{zero} {precision}": update_of(zero, precision) for zero, precision in configs}
+    found: dict[str, Any] = {f"{zero} {precision}": update_of(zero, precision, *settings)
+                             for zero, precision in configs}
     found["layers"] = {side: layer_of(side) for side in SIDES}
     found["decoding"] = decoding("60l-12l", 100, 256, 10, "model.encoder.layers=2")  # which a step does not see
     found["deepest"] = decoding("100l-100l", 30)
     return found
 
 
-def update_of(zero: str, precision: str) -> dict[str, Any]:
+def counts_with_kernels() -> dict[str, Any]:
+    """The same with `parallel.overrides: [triton]`, of which only shapes are traced."""
+    replacements.check = lambda device: None
+    overrides.use(["triton"], CUDA)
+    return counts("parallel.overrides=[triton]")
+
+
+def update_of(zero: str, precision: str, *more: str) -> dict[str, Any]:
     """Figures of an update, and the memory that `--dry-run` says. All but the last are sums over layers, so they follow
     from models of two and three layers; DEEPNMT_LONG traces the whole depth."""
     settings = (f"parallel.ds_config={ROOT}/ds_configs/{zero}.json", f"parallel.precision={precision}",
-                "train.clip=0.1")
+                "train.clip=0.1", *more)
     if LONG:
         found = traced_update(DEEP, *settings)
     else:

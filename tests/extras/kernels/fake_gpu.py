@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 nn.utils.skip_init = torch.nn.utils.init.skip_init = lambda kind, *args, **named: kind(*args, **named)
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CARD = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * 2**30, uuid="fake",
                        multi_processor_count=132)
 
@@ -294,7 +294,6 @@ def begin() -> None:
     from deepnmt.processes.ranks import Ranks
 
     assert device.choose() == "cuda"
-    device._triton = True  # what its kernels launch is traced without it
     nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     F.scaled_dot_product_attention = _attention
     FakeTensor.tolist = _tolist  # type: ignore[method-assign]
@@ -305,4 +304,5 @@ def begin() -> None:
 
     coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None  # the numbers of others are not there
     Ranks.gather_bytes = lambda ranks, data: [data] * ranks.world  # type: ignore[method-assign]
+    Ranks.raise_everywhere = lambda ranks, call: call()  # type: ignore[method-assign, assignment]
     Ranks.broadcast_bytes = lambda ranks, data: data or b""  # type: ignore[method-assign]
