@@ -283,7 +283,7 @@ def load(
     """
     folder, place = _path(folder, "folder"), None if device is None else _place(device)
     files = [str(_path(file, f"plugins[{n}]")) for n, file in enumerate(_items(plugins, "plugins"))]
-    if faults := name_plugins({"plugins": files}, NAMED):
+    if faults := name_plugins({"plugins": files}, NAMED, True):
         raise UserError("\n".join(faults))
     named = isinstance(checkpoint, str) and checkpoint in ("best", "newest", "averaged")
     loaded = load_model(folder if named or checkpoint is None else _path(checkpoint, "checkpoint"),
@@ -414,8 +414,7 @@ def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
     _json(tree, "the recipe")  # or it contains itself
     for name, value in changes.items():
         override(tree, _override(name, value))
-    own = not isinstance(recipe, Recipe) or any(name.split(".")[0] == "plugins" for name in changes)
-    return check_recipe(tree, "the recipe", Path() if own else None)
+    return check_recipe(tree, "the recipe", not isinstance(recipe, Recipe) or "plugins" in changes)
 
 
 def _override(name: str, value: Any) -> str:

@@ -40,12 +40,11 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         UserError: with all faults, one a line.
     """
     file = find_shipped(path)
-    of_a_run = file.is_dir() or _is_of_a_run(file)
-    if file.is_dir():
+    if folder := file.is_dir():
         if not (file / "recipe.yaml").is_file():
             raise UserError(f"{file} holds no recipe.yaml; give a recipe, or the folder of a run that was started")
         file = file / "recipe.yaml"
-    tree, own = read_tree(file), not of_a_run
+    tree = read_tree(file)
     for assignment in overrides or []:
         override(tree, assignment)
     named = {assignment.partition("=")[0] for assignment in overrides or []}
@@ -54,26 +53,18 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         layout = parallel["ds_config"]
         if layout is None or _OLD_LAYOUT.fullmatch(str(layout)):  # either implies the precision
             parallel.pop("precision", None)
-    own |= any(name.split(".")[0] == "plugins" for name in named)
-    return check_recipe(tree, str(file), file.parent if own else None)
+    return check_recipe(tree, str(file), "plugins" in named or (not folder and file))
 
 
-def _is_of_a_run(file: Path) -> bool:
-    """Whether this recipe belongs to a run, a checkpoint or a published model, which may come from anywhere."""
-    beside = ("manifest.json", "checkpoints", "log.jsonl", "*/manifest.json")  # the last: averaged/, folded/ and so on
-    return file.name == "recipe.yaml" and any(any(file.parent.glob(name)) for name in beside)
-
-
-def check_recipe(tree: dict[str, Any], origin: str, beside: Path | None = Path()) -> Recipe:
+def check_recipe(tree: dict[str, Any], origin: str, plugins_by: Path | bool = True) -> Recipe:
     """Checks a tree of settings. Raises `UserError` with all faults, one a line.
 
     Args:
         origin: names it in the error.
-        beside: a folder in which its plug-ins may be; None: the user did not write it, so that it names no plug-ins.
+        plugins_by: where its plug-ins are named; see `name_plugins`.
     """
     tree, faults = expand_variables(tree)
-    if beside is not None:
-        faults += name_plugins(tree, NAMED, beside)
+    faults += name_plugins(tree, NAMED, plugins_by)
     faults += _split_old_layout(tree)
     faults += find_faults(tree)
     if faults:

@@ -1,115 +1,113 @@
-"""Blocks, schedules and tasks from outside: Python files that a recipe names, and installed packages.
+"""Plug-ins: Python files with blocks, schedules or tasks of your own.
 
-A plug-in is code, and it runs only if the user names it: in a recipe of their own, or on the command line. What a
-checkpoint or a run folder names is compared, never run. So recipes are checked without running anything: the names that
-a file defines are read from its syntax tree, `BLOCKS = {"sandwich": Sandwich}`, and those of a package from its entry
-points, group `deepnmt.blocks`. The file runs when a name of it is first looked up in a `Table`.
+A plug-in is code. `name_plugins` has the one rule for when it runs: the user named the file on this command line (in
+Python: in the settings), or in a recipe that does not lie with a run, a model or an export, which may come from
+anywhere. What those name is compared by its SHA-256, which a run's recipe holds, and never run.
 
-A recipe holds each plug-in with the SHA-256 of its file, so that a run is not continued, nor a model loaded, with
-another one.
+A plug-in runs when it is named, and the rows of its tables, such as `BLOCKS = {"sandwich": Sandwich}`, are found in
+deepnmt's own tables of that kind from then on.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
-
-import yaml
 
 from deepnmt.config.choices import Choices
 from deepnmt.errors import UserError
 
 KINDS = {"BLOCKS": "block", "SCHEDULES": "schedule", "TASKS": "task"}
+MARKS = frozenset({"manifest.json", "deepnmt.json", "log.jsonl", "checkpoints"})  # of models, exports and runs
+MOST_FOLDERS = 20_000  # that are looked through for them
 
 Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A file that the user named; `names`: by kind, what it defines."""
+    """A file that has run, and its tables by kind."""
 
-    source: str
+    file: str
     sha256: str
-    code: bytes
-    names: Mapping[str, tuple[str, ...]]
+    tables: Mapping[str, Mapping[str, Any]]
 
 
-_named: dict[str, Plugin] = {}  # by source: those that the user named in this process, the latest last
-_modules: dict[str, ModuleType] = {}  # by SHA-256: those that have run
+_plugins: dict[str, Plugin] = {}  # by SHA-256: those that the user named in this process, the latest last
 
 
 class Table(dict[str, Row]):
-    """The rows of a kind, by name: deepnmt's own, and those of plug-ins when they are asked for."""
+    """The rows of a kind, by name: deepnmt's own, and those of plug-ins."""
 
     def __init__(self, kind: str, rows: Mapping[str, Row], fault: Callable[[Any], str | None]) -> None:
         super().__init__(rows)
         self.kind, self.fault = kind, fault  # `fault`: what a row must be, if it is not
 
     def __missing__(self, name: str) -> Row:
-        row = _find(self.kind, name)
-        if fault := self.fault(row):
-            raise UserError(f"the plug-in's {KINDS[self.kind]} {name} {fault}")
-        return row
+        for plugin in reversed(_plugins.values()):
+            if name in plugin.tables[self.kind]:
+                row: Row = plugin.tables[self.kind][name]
+                if fault := self.fault(row):
+                    raise UserError(f"the {KINDS[self.kind]} {name} of {plugin.file} {fault}")
+                return row
+        raise UserError(f"there is no {KINDS[self.kind]} {name} in deepnmt or in a plug-in that you named; if it is in "
+                        "a file, name that: plugins=[FILE.py]")
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or str(name) in known(self.kind, list(_named))
+        return super().__contains__(name) or any(name in plugin.tables[self.kind] for plugin in _plugins.values())
 
 
 # -- what a recipe names -----------------------------------------------------------------------------------------------
 
 
-def name_plugins(tree: dict[str, Any], named: Mapping[str, Choices[Any]], beside: Path | None = None) -> list[str]:
-    """Takes the plug-ins of a recipe as named by the user, and writes their hashes into the tree; returns the faults.
+def name_plugins(tree: dict[str, Any], named: Mapping[str, Choices[Any]], by: Path | bool) -> list[str]:
+    """Runs the plug-ins that the user named, and writes their hashes into the tree; returns the faults.
 
     Args:
         tree: the settings, in place.
         named: deepnmt's own names, by the settings in which a recipe may have a plug-in's instead.
-        beside: the folder of the recipe, in which files that are not in the current one are looked for.
+        by: where they are named. True: on the command line or in Python; False: in what belongs to a run or a model;
+            a recipe: there, so that they run unless it lies with a run or a model. A file may then be beside it.
     """
     wanted = as_mapping(tree.get("plugins", {}))
-    if not isinstance(wanted, dict):
-        return []  # a fault of its type, which the check of the recipe reports
+    if not by or not wanted or not isinstance(wanted, dict):
+        return []  # a wrong type is a fault that the check of the recipe reports
+    beside = [by.parent] if isinstance(by, Path) else []
+    if isinstance(by, Path) and (why := lies_with_a_model(by.resolve().parent, tree.get("run"))):
+        return [f"plugins: {file} is code, and runs only if you name it on the command line, because {by} lies with "
+                f"{why}: add {_way(_found(str(file), beside) or file)}, or move the recipe"
+                for file, sha256 in wanted.items() if not sha256]  # with a hash it is what a run remembers
+    own = {str(choices.plugins): choices for choices in named.values()}
     found, faults = {}, []
-    own = {choices.plugins: choices for choices in named.values()}
-    for source, written in wanted.items():
-        if not str(source).endswith(".py"):  # a run's recipe may have an installed package, which is looked for below
-            if source not in _installed_sources():
-                faults.append(f"plugins: {source} is neither a Python file nor a plug-in of an installed package; give "
-                              "a file whose name ends in .py, as in plugins: [my_block.py]")
-            continue
+    for name, sha256 in wanted.items():
         try:
-            plugin = _read(str(source), beside)
-            for kind, names in plugin.names.items():
-                if taken := [name for name in names if name in own[kind]]:
-                    raise UserError(f"{source} defines the {KINDS[kind]} {taken[0]}, which deepnmt has already; "
-                                    "give it another name")
-            if written not in (plugin.sha256, "", None):
-                raise UserError(f"{source} has the SHA-256 {plugin.sha256}, but {written} was asked for; restore that "
-                                "file, or write plugins: [FILE.py] to take the file as it is")
+            plugin = _run(str(name), beside, sha256, own)
+            found[plugin.file] = plugin.sha256
         except UserError as error:
-            faults.append(f"plugins: {error}{_of_run(tree, str(source))}")
-            continue
-        _named.pop(plugin.source, None)
-        _named[plugin.source] = plugin
-        found[plugin.source] = plugin.sha256
-    for setting, choices in named.items():
-        name, kind = _value(tree, setting), str(choices.plugins)
-        ours = (_named[source].names.get(kind, ()) for source in found if source in _named)
-        here = {*own[kind], *(other for names in ours for other in names)}
-        if isinstance(name, str) and name not in here and (point := _installed(kind).get(name)):
-            found[point.value] = _hash_of(point)
-    if found or "plugins" in tree:
-        tree["plugins"] = found
+            faults.append(f"plugins: {error}")
+    tree["plugins"] = found
     return faults
+
+
+def lies_with_a_model(folder: Path, run: object = None) -> str | None:
+    """A clause on the run, model or export in which a folder lies, or which lies in it at any depth; None if there is
+    none. `run`, where the recipe's own run will be, counts from the start, or it would be refused at its resumption."""
+    if isinstance(run, str) and Path(run).resolve().is_relative_to(folder):
+        return f"its run {run}"
+    for place in (folder, *folder.parents):
+        if mark := next((mark for mark in sorted(MARKS) if (place / mark).exists()), None):
+            return f"{place / mark}"
+    for number, (below, folders, files) in enumerate(os.walk(folder)):
+        if mark := next(iter(MARKS.intersection([*folders, *files])), None):
+            return f"{Path(below) / mark}"
+        if number == MOST_FOLDERS:
+            return f"more than {MOST_FOLDERS:,} folders, which may hold a model"
+    return None
 
 
 def as_mapping(value: Any) -> Any:
@@ -118,35 +116,28 @@ def as_mapping(value: Any) -> Any:
     return dict.fromkeys(files, "") if isinstance(files, list) and all(isinstance(f, str) for f in files) else value
 
 
-def known(kind: str, sources: list[str]) -> list[str]:
-    """The names of this kind in these plug-ins, and in installed packages."""
-    return [name for source in sources if source in _named for name in _named[source].names.get(kind, ())] + [
-        *_installed(kind)]
+def known(kind: str, sources: Mapping[str, str]) -> list[str]:
+    """The names of this kind in these plug-ins, as far as they have run."""
+    return [name for sha256 in sources.values() if sha256 in _plugins for name in _plugins[sha256].tables[kind]]
 
 
-def are_named(sources: Mapping[str, str]) -> bool:
-    """Whether the user named all of these files."""
-    return all(source in _named or not source.endswith(".py") for source in sources)
+def have_run(sources: Mapping[str, str]) -> bool:
+    """Whether the user named all of these plug-ins."""
+    return all(sha256 in _plugins for sha256 in sources.values())
 
 
 def require_same(sources: Mapping[str, str], where: Path) -> None:
     """Raises `UserError` unless the user named each of the plug-ins with which the checkpoint `where` was trained, and
     none has changed since."""
-    for source, sha256 in sources.items():
-        if not source.endswith(".py"):
-            points = [point for kind in KINDS for point in _installed(kind).values() if point.value == source]
-            now = _hash_of(points[0]) if points else None
-            way = f"install the package of {source} as it was"
-        else:
-            now = next((plugin.sha256 for plugin in _named.values() if plugin.sha256 == sha256), None) or next(
-                (plugin.sha256 for plugin in _named.values() if Path(plugin.source).name == Path(source).name), None)
-            way = f"restore that file, and name it: plugins=[{source}]"
-        trained = f"{where} was trained with the plug-in {source} of SHA-256 {sha256}"
-        if now is None:
-            raise UserError(f"{trained}; deepnmt runs the code of a plug-in only if you name it: "
-                            f"{'add plugins=[' + source + ']' if source.endswith('.py') else way}")
-        if now != sha256:
-            raise UserError(f"{trained}, but it is now {now}; {way}")
+    for file, sha256 in sources.items():
+        if sha256 in _plugins:
+            continue
+        trained = f"{where} was trained with the plug-in {file} of SHA-256 {sha256}"
+        for plugin in _plugins.values():
+            if Path(plugin.file).name == Path(file).name:
+                raise UserError(f"{trained}, but it is now {plugin.sha256}; restore that file, and name it: "
+                                f"{_way(file)}")
+        raise UserError(f"{trained}; deepnmt runs the code of a plug-in only if you name it: add {_way(file)}")
 
 
 def same_plugins(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
@@ -154,86 +145,55 @@ def same_plugins(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     return sorted(one.values()) == sorted(other.values())
 
 
-# -- files and packages ------------------------------------------------------------------------------------------------
+def _way(file: object) -> str:
+    return f"plugins=[{file}]"
 
 
-def _read(source: str, beside: Path | None) -> Plugin:
-    """A plug-in's code and the names that it defines. Raises `UserError`."""
-    file = next((file for file in (Path(source), (beside or Path()) / source) if file.is_file()), None)
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _found(name: str, beside: list[Path]) -> Path | None:
+    return next((file for folder in (Path(), *beside) if (file := folder / name).is_file()), None)
+
+
+def _run(name: str, beside: list[Path], sha256: object, own: Mapping[str, Choices[Any]]) -> Plugin:
+    """Runs a file, unless its code has run already, and makes it the latest. Raises `UserError`."""
+    if not name.endswith(".py"):
+        raise UserError(f"{name} is no Python file; give a file whose name ends in .py, as in plugins: [my_block.py]")
+    file = _found(name, beside)
     if file is None:
-        raise UserError(f"there is no file {source}, neither here nor beside the recipe; give the path of a plug-in")
+        raise UserError(f"there is no file {name}{', neither here nor beside the recipe' * bool(beside)}; give the "
+                        "path of a plug-in")
     try:
         code = file.read_bytes()
-        body = ast.parse(code, str(file)).body
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{file} is not Python that can be read: {error}") from None
-    names: dict[str, tuple[str, ...]] = {}
-    for line in body:
-        targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
-        value = getattr(line, "value", None)
-        for target in targets:
-            if isinstance(target, ast.Name) and target.id in KINDS and isinstance(value, ast.Dict):
-                names[target.id] = tuple(str(key.value) for key in value.keys if isinstance(key, ast.Constant))
-    if not any(names.values()):
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    now = hashlib.sha256(code).hexdigest()
+    if sha256 not in (now, "", None):
+        raise UserError(f"{file} has the SHA-256 {now}, but {sha256} was asked for; restore that file, or write "
+                        "plugins: [FILE.py] to take the file as it is")
+    for other in [other for other in _plugins.values() if other.file == str(file) and other.sha256 != now]:
+        del _plugins[other.sha256]  # the same file, as it was
+    before = _plugins.pop(now, None)
+    _plugins[now] = Plugin(str(file), now, before.tables if before else _tables(file, code, own))
+    return _plugins[now]
+
+
+def _tables(file: Path, code: bytes, own: Mapping[str, Choices[Any]]) -> dict[str, dict[str, Any]]:
+    """What a plug-in defines, by kind. Raises `UserError` if it fails, defines nothing, or a name of deepnmt's."""
+    module = ModuleType(f"deepnmt_plugin_{file.stem}")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # where dataclasses look for it
+    try:
+        exec(compile(code, file, "exec"), module.__dict__)  # the bytes that were hashed
+    except (Exception, SystemExit) as error:
+        raise UserError(f"the plug-in {file} cannot be run: {type(error).__name__}: {error}") from error
+    tables = {kind: getattr(module, kind, {}) for kind in KINDS}
+    if not all(isinstance(table, dict) for table in tables.values()) or not any(tables.values()):
         raise UserError(f"{file} defines no block, schedule or task; write a table of them at its end, such as "
                         'BLOCKS = {"sandwich": Sandwich}')
-    return Plugin(str(file), hashlib.sha256(code).hexdigest(), code, names)
-
-
-def _of_run(tree: Mapping[str, Any], source: str) -> str:
-    """With which hash of the plug-in the recipe's run was trained, if there is such a run."""
-    try:
-        begun = yaml.safe_load((Path(str(tree.get("run"))) / "recipe.yaml").read_text(encoding="utf-8"))["plugins"]
-        sha256 = next(sha256 for name, sha256 in begun.items() if Path(name).name == Path(source).name)
-    except (OSError, LookupError, TypeError, AttributeError, StopIteration, ValueError, yaml.YAMLError):
-        return ""
-    return f" ({tree['run']} was trained with the one of SHA-256 {sha256})"
-
-
-def _value(tree: Mapping[str, Any], setting: str) -> Any:
-    value: Any = tree
-    for name in setting.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-@cache
-def _installed(kind: str) -> dict[str, EntryPoint]:
-    """The entry points of installed packages, by name."""
-    return {point.name: point for point in entry_points(group=f"deepnmt.{kind.lower()}")}
-
-
-def _installed_sources() -> set[str]:
-    """What recipes call the plug-ins of installed packages."""
-    return {point.value for kind in KINDS for point in _installed(kind).values()}
-
-
-def _hash_of(point: EntryPoint) -> str:
-    """The SHA-256 of the file of an installed module."""
-    spec = importlib.util.find_spec(point.module)
-    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest() if spec and spec.origin else ""
-
-
-def _find(kind: str, name: str) -> Any:
-    """The row of this name in a plug-in that the user named, or in an installed package; runs it if it has not run."""
-    for plugin in reversed(_named.values()):
-        if name in plugin.names.get(kind, ()):
-            return getattr(_run(plugin), kind)[name]
-    if point := _installed(kind).get(name):
-        return point.load()
-    raise UserError(f"there is no {KINDS[kind]} {name} in deepnmt, in a plug-in that you named or in an installed "
-                    "package; if it is in a file, name that: plugins=[FILE.py]")
-
-
-def _run(plugin: Plugin) -> ModuleType:
-    """The module of a plug-in, run once. Raises `UserError` if it fails."""
-    if plugin.sha256 not in _modules:
-        module = ModuleType(f"deepnmt_plugin_{Path(plugin.source).stem}")
-        module.__file__ = plugin.source
-        sys.modules[module.__name__] = module  # where dataclasses look for it
-        try:
-            exec(compile(plugin.code, plugin.source, "exec"), module.__dict__)
-        except Exception as error:
-            raise UserError(f"the plug-in {plugin.source} cannot be run: {type(error).__name__}: {error}") from error
-        _modules[plugin.sha256] = module
-    return _modules[plugin.sha256]
+    for kind, table in tables.items():
+        if taken := next((name for name in table if name in own[kind]), None):
+            raise UserError(f"{file} defines the {KINDS[kind]} {taken}, which deepnmt has already; give it another "
+                            "name")
+    return tables

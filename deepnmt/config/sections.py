@@ -32,7 +32,7 @@ from deepnmt.config.choices import (
     facts_of,
 )
 from deepnmt.config.fields import Fact, Fault, For, Section, either
-from deepnmt.config.plugins import are_named, as_mapping, known
+from deepnmt.config.plugins import as_mapping, have_run, known
 from deepnmt.errors import nearest
 
 SEARCHING = ("translate", "score", "evaluate")  # what is done with a trained model
@@ -781,7 +781,8 @@ class Recipe(Section):
                    {"type": "object", "additionalProperties": {"type": "string"}}]}), Fact.PATH, Fact.FIXED] = Field(
         default_factory=dict)
     """Python files with blocks, schedules or tasks of your own, from here or from beside the recipe. A run's recipe has
-    each with its SHA-256. They run as part of deepnmt; see docs/guide/add_a_block.md."""
+    each with its SHA-256. They run as part of deepnmt, but in a recipe that lies with a run or a model only if they are
+    named on the command line, too; see docs/guide/add_a_block.md."""
     task: Annotated[str, TASKS, Fact.FIXED] = "translation"
     """What is trained; a text is the name of a task in a plug-in."""
     data: Annotated[Data, For("report", "diagnose")]
@@ -824,9 +825,9 @@ class Recipe(Section):
         """Names that neither deepnmt has nor a plug-in."""
         for setting, choices in NAMED.items():
             name = attrgetter(setting)(self)
-            if name in choices or not are_named(self.plugins):
+            if name in choices or not have_run(self.plugins):
                 continue
-            if name not in (names := [*choices, *known(str(choices.plugins), list(self.plugins))]):
+            if name not in (names := [*choices, *known(str(choices.plugins), self.plugins)]):
                 near = nearest(name, names)
                 yield Fault((setting,), f"{setting}: is {name!r}, must be one of {', '.join(names)}"
                             + (f"; did you mean {near}?" if near else ""))

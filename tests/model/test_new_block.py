@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from deepnmt import api
 from deepnmt.checkpoint.checkpoint import list_checkpoints
 from deepnmt.cli import main
 from deepnmt.config import check_recipe, load_recipe, plugins
-from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.model.blocks import BLOCKS, Block
 from deepnmt.optim.schedules import learning_rate
@@ -41,8 +39,7 @@ def code_of_the_page() -> str:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process: no plug-in was named, none has run."""
-    monkeypatch.setattr(plugins, "_named", {})
-    monkeypatch.setattr(plugins, "_modules", {})
+    monkeypatch.setattr(plugins, "_plugins", {})
 
 
 def test_the_page_keeps_its_promise() -> None:
@@ -103,7 +100,7 @@ def test_a_run_from_training_to_translation(
     words = [f"run={run}", "model.encoder.block=sandwich", "model.decoder.block=sandwich", "train.save_every=4",
              "train.validate_every=8", "train.valid_bleu=false", "parallel.threads=1"]
     monkeypatch.chdir(tmp_path)
-    assert main("prepare", [str(recipe), *words]) == 0 and not said.exists()  # nothing needs the block yet
+    assert main("prepare", [str(recipe), *words]) == 0
     assert main("train", [str(recipe), *words, "train.updates=4"]) == 0 and said.exists()
     assert main("train", [str(recipe), *words, "train.updates=8"]) == 0  # resumed
     assert load_recipe(run).plugins == {str(plugin): sha256} and len(list_checkpoints(run / "checkpoints")) == 2
@@ -116,8 +113,7 @@ def test_a_run_from_training_to_translation(
     assert any(record.get("update") == 8 for record in read_log(run / "log.jsonl"))
 
     # what a run or a checkpoint names is not run
-    plugins._named.clear()
-    plugins._modules.clear()
+    plugins._plugins.clear()
     said.unlink()
     by_name = f"was trained with the plug-in {plugin} of SHA-256 {sha256}"
     assert f"{by_name}; deepnmt runs the code of a plug-in only if you name it: add plugins=[{plugin}]" in refused(
@@ -128,6 +124,7 @@ def test_a_run_from_training_to_translation(
     shutil.copy(run / "recipe.yaml", published)
     for model in (published, published / "recipe.yaml"):
         assert by_name in refused("translate", model, *translate[1:])
+        assert "only if you name it" in refused("translate", model, *translate[1:], 'plugins.x=""')
         assert "plug-in" in refused("evaluate", model) and "plug-in" in refused("serve", model)
     with user_error("deepnmt runs the code of a plug-in only if you name it"):
         api.load(run)
@@ -140,8 +137,58 @@ def test_a_run_from_training_to_translation(
         "train", recipe, *words, "train.updates=12")
     assert f"{by_name}, but it is now {now}; restore that file" in refused("translate", *translate, named)
     plugin.unlink()
-    assert (f"plugins: there is no file my_block.py, neither here nor beside the recipe; give the path of a plug-in "
-            f"({run} was trained with the one of SHA-256 {sha256})") in refused("train", recipe, *words)
+    assert "plugins: there is no file my_block.py, neither here nor beside the recipe; give the path of a plug-in" in (
+        refused("train", recipe, *words))
+
+
+@pytest.mark.parametrize(("recipe", "mark"), [
+    ("pub/recipe.yaml", "pub/models/best/manifest.json"), ("pub/other.yaml", "pub/a/b/c/d/manifest.json"),
+    ("pub/model.yaml", "pub/manifest.json"), ("pub/a/b/x.yaml", "pub/deepnmt.json"), ("pub/x.yaml", "pub/r/log.jsonl"),
+    ("pub/x.yaml", "pub/r/checkpoints/none"),
+])
+def test_a_recipe_beside_a_model_runs_no_code(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch,
+                                              refused: Refused, recipe: str, mark: str) -> None:
+    """However deep the model lies, and whatever the recipe is called; with the hash of the code or without."""
+    monkeypatch.chdir(tmp_path)
+    for file in (Path(recipe), Path(mark)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    said, evil = tmp_path / "has_run", Path(recipe).with_name("evil.py")
+    evil.write_text(f"open({str(said)!r}, 'w').close()\n{code_of_the_page()}", encoding="utf-8")
+    text = (prepared / "recipe.yaml").read_text(encoding="utf-8")
+    train = ("train", recipe, "--dry-run", "model.encoder.block=sandwich", f"run={tmp_path}/run")
+    for named in ("[evil.py]", f"{{evil.py: {hashlib.sha256(evil.read_bytes()).hexdigest()}}}"):
+        Path(recipe).write_text(f"{text}\nplugins: {named}\n", encoding="utf-8")
+        message = refused(*train)
+        if "{" not in named:
+            assert f"and runs only if you name it on the command line, because {recipe} lies with " in message
+            assert f"{mark.removesuffix('/none')}: add plugins=[{evil}], or move the recipe" in message
+        assert "plugins=" in message and "plugins" in refused(*train, 'plugins.x=""')
+        refused("translate", recipe, "--input", recipe)
+        with user_error("plugins"):
+            api.read_recipe(recipe, {"plugins.x": "", "model.encoder.block": "sandwich"}).plugins and api.train(recipe)
+    assert not said.exists()
+    assert "there is no file evil.py; give the path" in refused(*train, "plugins=[evil.py]")  # not the one beside it
+    assert main(train[0], [*train[1:], f"plugins=[{evil}]"]) == 0 and said.exists()
+
+
+def test_a_recipe_beside_its_own_run_names_its_code_from_the_start(
+    tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    """Else it would train, and be refused when it resumes."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_block.py").write_text(code_of_the_page(), encoding="utf-8")
+    text = (prepared / "recipe.yaml").read_text(encoding="utf-8")
+    Path("my.yaml").write_text(f"{text}\nplugins: [my_block.py]\n", encoding="utf-8")
+    words = ["--dry-run", "model.encoder.block=sandwich"]
+    assert "because my.yaml lies with its run runs/my: add plugins=[my_block.py]" in refused(
+        "train", "my.yaml", *words, "run=runs/my")
+    assert main("train", ["my.yaml", *words, "run=runs/my", "plugins=[my_block.py]"]) == 0
+    assert main("train", ["my.yaml", *words, f"run={tmp_path.parent}/elsewhere"]) == 0
+    for number in range(2):
+        Path(str(number)).mkdir()
+    monkeypatch.setattr(plugins, "MOST_FOLDERS", 1)
+    assert "lies with more than 1 folders" in refused("train", "my.yaml", *words, f"run={tmp_path.parent}/elsewhere")
 
 
 # ---- faults
@@ -150,7 +197,10 @@ def test_a_run_from_training_to_translation(
 @pytest.mark.parametrize(("code", "fault"), [
     ("x = 1\n", 'defines no block, schedule or task; write a table of them at its end, such as BLOCKS = {"sandwich": '),
     ("BLOCKS = {}\n", "defines no block, schedule or task"),
-    ("def (\n", "is not Python that can be read: invalid syntax"),
+    ("BLOCKS = 3\n", "defines no block, schedule or task"),
+    ("def (\n", "cannot be run: SyntaxError: invalid syntax"),
+    ("raise OSError('x')\n", "my.py cannot be run: OSError: x"),
+    ("raise SystemExit(3)\n", "my.py cannot be run: SystemExit: 3"),
     ("BLOCKS = {'pre_ln': 1}\n", "defines the block pre_ln, which deepnmt has already; give it another name"),
 ])
 def test_files_that_are_no_plugins(code: str, fault: str, tmp_path: Path) -> None:
@@ -161,10 +211,9 @@ def test_files_that_are_no_plugins(code: str, fault: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("code", "fault"), [
-    ("BLOCKS = {'mine': 1}\n", "the plug-in's block mine is 1, must be a subclass of deepnmt.model.blocks.Block"),
-    ("raise OSError('x')\nBLOCKS = {'mine': 1}\n", r"the plug-in .*my.py cannot be run: OSError: x"),
+    ("BLOCKS = {'mine': 1}\n", "the block mine of .*my.py is 1, must be a subclass of deepnmt.model.blocks.Block"),
     ("from deepnmt.model.blocks import Admin\nclass Mine(Admin): ...\nBLOCKS = {'mine': Mine}\n",
-     "block mine has profiled = True, which only admin may; set profiled = False in its class"),
+     "block mine of .*my.py has profiled = True, which only admin may; set profiled = False in its class"),
 ])
 def test_code_that_makes_no_block(code: str, fault: str, tmp_path: Path) -> None:
     file = tmp_path / "my.py"
@@ -183,14 +232,13 @@ def test_names_of_no_plugin_and_hashes_that_differ(tmp_path: Path) -> None:
         recipe_with(plugins={file: "abc"})
     with user_error("plugins: is 3, must be a valid mapping"):
         recipe_with(plugins=3)
-    for named in (["my"], {"sandwiches:Sandwich": ""}):  # the first without its .py, the other of no package here
-        with user_error("plugins: .* is neither a Python file nor a plug-in of an installed package; give a file whose "
-                        "name ends in .py"):
+    for named in (["my"], {"sandwiches:Sandwich": ""}):  # the second as runs had plug-ins of installed packages
+        with user_error("plugins: .* is no Python file; give a file whose name ends in .py"):
             recipe_with(plugins=named)
     tree = recipe_with(plugins=file, model={"decoder": {"block": "sandwich"}}).model_dump()
-    plugins._named.clear()
-    known = check_recipe(tree, "of a checkpoint", None)  # it is read, but its code is not run
-    with user_error("there is no block sandwich in deepnmt, in a plug-in that you named or in an installed package"):
+    plugins._plugins.clear()
+    known = check_recipe(tree, "of a checkpoint", False)  # it is read, but its code is not run
+    with user_error("there is no block sandwich in deepnmt or in a plug-in that you named"):
         BLOCKS[known.model.decoder.block]
 
 
@@ -208,18 +256,12 @@ def test_schedules_and_tasks_from_outside(tmp_path: Path) -> None:
     assert TASKS[recipe.task] is TASKS["translation"]
 
 
-def test_a_block_of_an_installed_package_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_may_import_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is the way to blocks of packages."""
     (tmp_path / "sandwiches.py").write_text(code_of_the_page(), encoding="utf-8")
-    about = tmp_path / "x-1.dist-info"  # what pip leaves of a package
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1\n", encoding="utf-8")
-    (about / "entry_points.txt").write_text("[deepnmt.blocks]\nsandwich = sandwiches:Sandwich\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(plugins, "_installed", cache(plugins._installed.__wrapped__))  # as in a new process
-    recipe = recipe_with(model={"encoder": {"block": "sandwich"}})
-    sha256 = hashlib.sha256(code_of_the_page().encode()).hexdigest()
-    assert recipe_with(**recipe.model_dump()).plugins == recipe.plugins  # as a run's recipe has it
-    assert recipe.plugins == {"sandwiches:Sandwich": sha256} and issubclass(BLOCKS["sandwich"], Block)
+    file = tmp_path / "mine.py"
+    file.write_text("from sandwiches import BLOCKS\n", encoding="utf-8")
+    recipe = recipe_with(plugins=[str(file)], model={"encoder": {"block": "sandwich"}})
+    assert issubclass(BLOCKS[recipe.model.encoder.block], Block)
     plugins.require_same(recipe.plugins, tmp_path)
-    with pytest.raises(UserError, match=r"but it is now .*; install the package of sandwiches:Sandwich as it was"):
-        plugins.require_same({"sandwiches:Sandwich": "abc"}, tmp_path)
