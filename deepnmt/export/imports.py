@@ -7,24 +7,27 @@ h = γ z + β has Σ z = 0, so Σ h / γ = Σ β / γ for every token, and b / (
 logit. Where that sum is small, a multiple s γ is first added to β, and s times the product of γ and the row taken from
 its bias.
 
-No pickle is executed: `torch.load` reads weights only.
+No pickle is executed: `torch.load` reads weights only. Settings and ids are checked by their types, and weights by
+their shapes, before a model is built: these folders come from elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field, StringConstraints, TypeAdapter, ValidationError
 from safetensors.torch import load_file
 from sentencepiece import sentencepiece_model_pb2
 from torch import Tensor
 
-from deepnmt.checkpoint.checkpoint import Contents, TrainingState, write_checkpoint
+from deepnmt.checkpoint.checkpoint import Contents, TrainingState, first_difference, shapes_of, write_checkpoint
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
@@ -38,6 +41,58 @@ from deepnmt.model.transformer import Transformer
 sentencepiece_model: Any = sentencepiece_model_pb2  # its classes are made when it is imported
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
+
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+Lang = Annotated[str, StringConstraints(pattern=r"^[\w.-]*$", max_length=50)]
+
+
+class Marian(BaseModel):
+    """What is read of a Marian model's config.json."""
+
+    d_model: Count
+    encoder_layers: Count
+    decoder_layers: Count
+    encoder_attention_heads: Count
+    decoder_attention_heads: Count
+    encoder_ffn_dim: Count
+    decoder_ffn_dim: Count
+    max_position_embeddings: Count
+    decoder_start_token_id: Id
+    activation_function: str = "relu"
+    dropout: float = 0.1
+    scale_embedding: bool = False
+    normalize_before: bool = False
+    normalize_embedding: bool = False
+
+
+class Tokenizer(BaseModel):
+    """What is read of a Marian model's tokenizer_config.json."""
+
+    source_lang: Lang | None = None
+    target_lang: Lang | None = None
+
+
+class Fairseq(BaseModel):
+    """What is read of a fairseq checkpoint's arguments."""
+
+    encoder_layers: Count
+    decoder_layers: Count
+    encoder_attention_heads: Count
+    decoder_attention_heads: Count
+    encoder_ffn_embed_dim: Count
+    decoder_ffn_embed_dim: Count
+    encoder_embed_dim: Count
+    decoder_embed_dim: Count
+    encoder_normalize_before: bool | None = False
+    decoder_normalize_before: bool | None = False
+    max_source_positions: Count | None = None
+    max_target_positions: Count | None = None
+    activation_fn: str | None = None
+    dropout: float | None = None
+    source_lang: Lang | None = None
+    target_lang: Lang | None = None
 
 
 @dataclass(frozen=True)
@@ -97,13 +152,14 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
     }, f"the model in {folder}")
     weights = _renamed(foreign, recipe)
     sizes = (Vocabulary(foreign.vocabs[0]).size, Vocabulary(foreign.vocabs[1]).size)
+    with torch.device("meta"):  # of the right shapes before it takes memory
+        planned = Transformer(recipe.model, *sizes, recipe.seed, after_build=lambda part: None)
+    if difference := first_difference(shapes_of(dict(planned.named_parameters())), shapes_of(weights)):
+        raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
+    if bad := next((name for name, tensor in weights.items() if not bool(tensor.isfinite().all())), None):
+        raise UserError(f"{folder} has weights that are no numbers, in {bad}; give a model that has not diverged")
     model = Transformer(recipe.model, *sizes, recipe.seed)
-    try:
-        fill(model, weights.__getitem__)
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{folder} does not hold the model that it describes: {error}; give the whole folder") from None
-    if left := weights.keys() - {name for name, _ in model.named_parameters()}:
-        raise UserError(f"{folder} has {sorted(left)[0]}, for which deepnmt's model has no place")
+    fill(model, weights.__getitem__)
     state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
     files = dict(zip(("src.spm", "trg.spm"), foreign.vocabs, strict=True))
     write_checkpoint(run / "averaged", Contents(weights, None, state, dump_recipe(recipe), files))
@@ -124,12 +180,15 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
         return theirs.pop(name).float()
 
     for side, use, rows in zip(SIDES, ("src", "trg"), foreign.rows, strict=True):
-        found[f"embeddings.{use}.weight"] = take(f"{side}.embed_tokens.weight")[rows]
+        found[f"embeddings.{use}.weight"] = _rows(take(f"{side}.embed_tokens.weight"), rows, f"{side}'s table")
         for index in range(recipe.model.stack(side).layers):
             ours, their = f"{side}.layers.{index}", f"{side}.layers.{index}"
             for part in ("weight", "bias"):
                 def projected(attention: str, letters: str, their: str = their, part: str = part) -> Tensor:
-                    return torch.cat([take(f"{their}.{attention}.{letter}_proj.{part}") for letter in letters])
+                    tensors = [take(f"{their}.{attention}.{letter}_proj.{part}") for letter in letters]
+                    if not tensors[0].dim() or any(tensor.shape != tensors[0].shape for tensor in tensors):
+                        raise UserError(f"the model's {their}.{attention} has projections of different shapes")
+                    return torch.cat(tensors)
 
                 found[f"{ours}.self_attn.qkv.{part}"] = projected("self_attn", "qkv")
                 found[f"{ours}.self_attn.out.{part}"] = take(f"{their}.self_attn.out_proj.{part}")
@@ -152,8 +211,11 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
     last = "decoder.norm" if recipe.model.decoder.facts.exported_as == "pre_ln" else (
         f"decoder.layers.{recipe.model.decoder.layers - 1}.rule.norms.2")
     table, bias = (values.double() for values in foreign.output)
+    gain, shift = found[f"{last}.weight"].double(), found[f"{last}.bias"].double()
+    if not table.shape[1:] == gain.shape == shift.shape:
+        raise UserError(f"the model's output table has rows of {list(table.shape[1:])} and its last norm "
+                        f"{list(gain.shape)} and {list(shift.shape)}, which must be equal")
     if bool(bias.any()):
-        gain, shift = found[f"{last}.weight"].double(), found[f"{last}.bias"].double()
         if not bool((gain.abs() > 1e-6).all()):
             raise UserError("the model has an output bias, and a gain of its last norm is 0, so that the bias has no "
                             "place in deepnmt's model")
@@ -166,11 +228,21 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def _vocabulary(model: bytes, names: Sequence[str]) -> bytes:
-    """A SentencePiece model that segments as `model` does, with these pieces behind the special ones."""
-    old = sentencepiece_model.ModelProto.FromString(model)
-    known = {piece.piece: piece for piece in old.pieces}
+def _rows(table: Tensor, rows: Sequence[int], name: str) -> Tensor:
+    """Rows of a table. Raises `UserError` where it has no such rows."""
+    if table.dim() != 2 or max(rows) >= len(table):
+        raise UserError(f"the {name} is of shape {list(table.shape)}, but the vocabulary has the id {max(rows):,}; "
+                        "give the model's own vocabulary")
+    return table[list(rows)]
+
+
+def _vocabulary(file: Path, names: Sequence[str]) -> bytes:
+    """A SentencePiece model that segments as that in `file` does, with these pieces behind the special ones."""
+    old = _read(file, lambda: sentencepiece_model.ModelProto.FromString(file.read_bytes()))
     kinds = sentencepiece_model.ModelProto.SentencePiece
+    known = {piece.piece: piece for piece in old.pieces if piece.type in (kinds.NORMAL, kinds.BYTE, kinds.USER_DEFINED)}
+    if known.keys().isdisjoint(names):
+        raise UserError(f"{file} segments text into none of the model's pieces; give the model's own")
     new = sentencepiece_model.ModelProto()
     new.CopyFrom(old)
     del new.pieces[:]
@@ -178,7 +250,7 @@ def _vocabulary(model: bytes, names: Sequence[str]) -> bytes:
         new.pieces.add(piece=name, score=0.0, type=kinds.CONTROL if number else kinds.UNKNOWN)
     for name in names:
         piece = known.get(name)
-        if piece is not None and piece.type in (kinds.NORMAL, kinds.BYTE, kinds.USER_DEFINED):
+        if piece is not None:
             new.pieces.add(piece=name, score=piece.score, type=piece.type)
         else:
             new.pieces.add(piece=name, score=0.0, type=kinds.UNUSED)
@@ -186,95 +258,115 @@ def _vocabulary(model: bytes, names: Sequence[str]) -> bytes:
     spec.unk_id, spec.bos_id, spec.eos_id, spec.pad_id = range(4)
     spec.unk_piece, spec.bos_piece, spec.eos_piece, spec.pad_piece = SPECIAL
     spec.vocab_size = len(new.pieces)
-    return new.SerializeToString()
+    made: bytes = _read(file, new.SerializeToString)
+    _read(file, lambda: Vocabulary(made))
+    return made
 
 
 def _marian(folder: Path) -> Foreign:
-    config = _json(folder / "config.json")
-    if config.get("model_type") != "marian":
-        raise UserError(f"{folder}/config.json is of a {config.get('model_type')} model; deepnmt imports marian "
+    tree = _json(folder / "config.json", dict[str, Any])
+    if tree.get("model_type") != "marian":
+        raise UserError(f"{folder}/config.json is of a {tree.get('model_type')} model; deepnmt imports marian "
                         "models, and fairseq checkpoints")
-    if config.get("normalize_before") or config.get("normalize_embedding") or not config.get("scale_embedding"):
+    config = _checked(Marian, tree, folder / "config.json")
+    if config.normalize_before or config.normalize_embedding or not config.scale_embedding:
         raise UserError(f"{folder}/config.json has normalize_before, normalize_embedding or no scale_embedding; "
                         "deepnmt imports Marian models as OPUS-MT trains them")
-    weights = (load_file(folder / "model.safetensors") if (folder / "model.safetensors").is_file()
-               else _load(folder / "pytorch_model.bin"))
-    bias = weights.pop("final_logits_bias", torch.zeros(1))
+    weights = (_weights(folder / "model.safetensors", load_file) if (folder / "model.safetensors").is_file()
+               else _weights(folder / "pytorch_model.bin", _load))
+    bias = weights.pop("final_logits_bias", torch.zeros(1)).flatten()
     weights = {name.removeprefix("model."): tensor for name, tensor in weights.items() if "embed_positions" not in name}
     shared = weights.pop("shared.weight", None)
     if shared is not None:
         for side in SIDES:
             weights.setdefault(f"{side}.embed_tokens.weight", shared)
-    output = weights.pop("lm_head.weight", weights["decoder.embed_tokens.weight"])
+    output = _output(weights, "lm_head.weight")
+    if bias.numel() not in (1, len(output)):
+        raise UserError(f"{folder} has final_logits_bias of {bias.numel():,} numbers, must be {len(output):,}")
     separate = (folder / "target_vocab.json").is_file()
-    tables = [_json(folder / "vocab.json"), _json(folder / ("target_vocab.json" if separate else "vocab.json"))]
-    start, rows, vocabs = config["decoder_start_token_id"], [], []
-    for ids, name in zip(tables, ("source.spm", "target.spm"), strict=True):
+    source, target = (folder / "vocab.json", folder / ("target_vocab.json" if separate else "vocab.json"))
+    rows, vocabs = [], []
+    for file, model in ((source, "source.spm"), (target, "target.spm")):
+        ids = _json(file, dict[str, Id])
+        if missing := [name for name in ("<unk>", "</s>", "<pad>") if name not in ids]:
+            raise UserError(f"{file} has no {missing[0]}; give the vocabulary of a Marian model")
+        # a source begins with no token of its own, and the target's may have an id that the source's table lacks
+        first = config.decoder_start_token_id if model == "target.spm" else ids["<pad>"]
         names = [piece for piece in sorted(ids, key=lambda piece: ids[piece]) if piece not in SPECIAL]
-        rows.append([ids["<unk>"], start, ids["</s>"], ids["<pad>"], *(ids[piece] for piece in names)])
-        vocabs.append(_vocabulary(_bytes(folder / name), names))
-    bias = bias.flatten().expand(len(output)) if bias.numel() == 1 else bias.flatten()
-    bias = bias.clone()
-    bias[tables[1]["<pad>"]] = 0  # barred anyway
-    tokenizer = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+        rows.append([ids["<unk>"], first, ids["</s>"], ids["<pad>"], *(ids[piece] for piece in names)])
+        vocabs.append(_vocabulary(folder / model, names))
+    bias = bias.expand(len(output)).clone()
+    out = _rows(output, rows[1], "output table")
+    bias[rows[1][3]] = 0  # of padding, which is barred anyway
+    tokenizer = Tokenizer()
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = _json(folder / "tokenizer_config.json", Tokenizer)
     stacks: dict[str, Any] = {
-        side: {"block": "post_ln", "layers": config[f"{side}_layers"], "heads": config[f"{side}_attention_heads"],
-               "ffn": config[f"{side}_ffn_dim"]} for side in SIDES}
-    model = {"width": config["d_model"], "heads": config["encoder_attention_heads"],
-             "activation": _activation(config.get("activation_function", "relu")),
-             "dropout": config.get("dropout", 0.1), "tied": "none",
-             "max_length": config["max_position_embeddings"], **stacks}
-    return Foreign(weights, model, (vocabs[0], vocabs[1]), (rows[0], rows[1]), (output[rows[1]], bias[rows[1]]),
-                   (tokenizer.get("source_lang") or "src", tokenizer.get("target_lang") or "trg"))
+        "encoder": {"block": "post_ln", "layers": config.encoder_layers, "heads": config.encoder_attention_heads,
+                    "ffn": config.encoder_ffn_dim},
+        "decoder": {"block": "post_ln", "layers": config.decoder_layers, "heads": config.decoder_attention_heads,
+                    "ffn": config.decoder_ffn_dim}}
+    shapes = {"width": config.d_model, "heads": config.encoder_attention_heads,
+              "activation": _activation(config.activation_function), "dropout": config.dropout, "tied": "none",
+              "max_length": config.max_position_embeddings, **stacks}
+    return Foreign(weights, shapes, (vocabs[0], vocabs[1]), (rows[0], rows[1]), (out, bias[rows[1]]),
+                   (tokenizer.source_lang or "src", tokenizer.target_lang or "trg"))
 
 
 def _fairseq(folder: Path) -> Foreign:
     best = folder / "checkpoint_best.pt"
     file = best if best.is_file() else sorted(folder.glob("*.pt"))[-1]
-    checkpoint = _load(file)
-    settings = checkpoint.get("args") or (checkpoint.get("cfg") or {}).get("model")
-    settings = vars(settings) if isinstance(settings, argparse.Namespace) else settings
-    if not isinstance(settings, dict) or "model" not in checkpoint:
+    checkpoint = _read(file, lambda: _load(file))
+    tree = None
+    if isinstance(checkpoint, dict):
+        tree = checkpoint.get("args") or (_mapping(checkpoint.get("cfg")) or {}).get("model")
+    tree = _mapping(tree)
+    if not tree or "model" not in checkpoint:
         raise UserError(f"{file} is no fairseq checkpoint: it lacks the model or its arguments")
-    for name, wanted in (("encoder_learned_pos", False), ("decoder_learned_pos", False),
-                         ("no_token_positional_embeddings", False), ("no_scale_embedding", False),
-                         ("layernorm_embedding", False), ("adaptive_softmax_cutoff", None)):
-        if (settings.get(name) or None) != (wanted or None):
-            raise UserError(f"{file} was trained with {name}={settings[name]}; deepnmt imports plain Post-LN and "
-                            "Pre-LN Transformers with sinusoids")
-    weights = {name: tensor for name, tensor in checkpoint["model"].items()
+    for name in ("encoder_learned_pos", "decoder_learned_pos", "no_token_positional_embeddings", "no_scale_embedding",
+                 "layernorm_embedding", "adaptive_softmax_cutoff"):
+        if tree.get(name):
+            raise UserError(f"{file} was trained with {name}={tree[name]}; deepnmt imports plain Post-LN and Pre-LN "
+                            "Transformers with sinusoids")
+    settings = _checked(Fairseq, tree, file)
+    weights = {name: tensor for name, tensor in _weights(file, lambda _: checkpoint["model"]).items()
                if not name.endswith((".version", "_float_tensor"))}
     for name in [name for name in weights if name.endswith(("in_proj_weight", "in_proj_bias"))]:  # before 0.8
+        if not weights[name].dim() or len(weights[name]) % 3:
+            raise UserError(f"{file} has {name} of shape {list(weights[name].shape)}, which is not three matrices")
         for letter, part in zip("qkv", weights.pop(name).chunk(3), strict=True):
             weights[name.replace("in_proj_", f"{letter}_proj.")] = part
-    output = weights.pop("decoder.output_projection.weight", weights["decoder.embed_tokens.weight"])
-    langs = [settings.get("source_lang") or "src", settings.get("target_lang") or "trg"]
+    output = _output(weights, "decoder.output_projection.weight")
+    langs = [settings.source_lang or "src", settings.target_lang or "trg"]
     model = next((found for name in ("sentencepiece.bpe.model", "spm.model", "sentencepiece.model")
                   if (found := folder / name).is_file()), None)
     if model is None:
         raise UserError(f"{folder} has no sentencepiece.bpe.model; copy the SentencePiece model of the text there "
                         "(deepnmt cannot import models of other subwords, such as subword-nmt's)")
     vocabs, rows = [], []
-    for lang, count in zip(langs, (len(weights["encoder.embed_tokens.weight"]), len(output)), strict=True):
+    for lang, count in zip(langs, (len(_embedding(weights, "encoder")), len(output)), strict=True):
         dictionary = folder / (f"dict.{lang}.txt" if (folder / f"dict.{lang}.txt").is_file() else "dict.txt")
-        names = [line.rpartition(" ")[0] for line in _bytes(dictionary).decode("utf-8").split("\n") if line.strip()]
+        text = _read(dictionary, partial(str, _read(dictionary, dictionary.read_bytes), "utf-8"))
+        names = [line.rpartition(" ")[0] for line in text.split("\n") if line.strip()]
         if len(names) + 4 > count:
             raise UserError(f"{dictionary} has {len(names)} symbols, but the model {count - 4}; give the model's own")
         names += [f"<unused{number}>" for number in range(count - 4 - len(names))]
-        vocabs.append(_vocabulary(_bytes(model), names))
+        vocabs.append(_vocabulary(model, names))
         rows.append([3, 2, 2, 1, *range(4, count)])  # theirs: <s> 0, <pad> 1, </s> 2, <unk> 3; they begin with </s>
     out_rows = [3, 0, *rows[1][2:]]
     stacks: dict[str, Any] = {
-        side: {"block": "pre_ln" if settings.get(f"{side}_normalize_before") else "post_ln",
-               "layers": int(settings[f"{side}_layers"]), "heads": int(settings[f"{side}_attention_heads"]),
-               "ffn": int(settings[f"{side}_ffn_embed_dim"]), "width": int(settings[f"{side}_embed_dim"])}
-        for side in SIDES}
-    longest = min(int(settings.get("max_source_positions") or 1024), int(settings.get("max_target_positions") or 1024))
-    shapes = {"width": stacks["encoder"]["width"], "heads": stacks["encoder"]["heads"], "positions": "fairseq",
-              "activation": _activation(settings.get("activation_fn") or "relu"),
-              "dropout": float(settings.get("dropout") or 0.0), "tied": "none", "max_length": longest, **stacks}
+        "encoder": {"block": "pre_ln" if settings.encoder_normalize_before else "post_ln",
+                    "layers": settings.encoder_layers, "heads": settings.encoder_attention_heads,
+                    "ffn": settings.encoder_ffn_embed_dim, "width": settings.encoder_embed_dim},
+        "decoder": {"block": "pre_ln" if settings.decoder_normalize_before else "post_ln",
+                    "layers": settings.decoder_layers, "heads": settings.decoder_attention_heads,
+                    "ffn": settings.decoder_ffn_embed_dim, "width": settings.decoder_embed_dim}}
+    shapes = {"width": settings.encoder_embed_dim, "heads": settings.encoder_attention_heads, "positions": "fairseq",
+              "activation": _activation(settings.activation_fn or "relu"), "dropout": settings.dropout or 0.0,
+              "tied": "none", "max_length": min(settings.max_source_positions or 1024,
+                                                settings.max_target_positions or 1024), **stacks}
     return Foreign(weights, shapes, (vocabs[0], vocabs[1]), (rows[0], rows[1]),
-                   (output[out_rows], torch.zeros(len(out_rows))), (langs[0], langs[1]))
+                   (_rows(output, out_rows, "output table"), torch.zeros(len(out_rows))), (langs[0], langs[1]))
 
 
 def _activation(name: str) -> str:
@@ -283,27 +375,86 @@ def _activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
+# -- files of any content ----------------------------------------------------------------------------------------------
+
+
+def _embedding(weights: dict[str, Tensor], side: str) -> Tensor:
+    """A side's table of input embeddings. Raises `UserError` if there is none."""
+    table = weights.get(f"{side}.embed_tokens.weight")
+    if table is None or table.dim() != 2:
+        raise UserError(f"the model has no matrix {side}.embed_tokens.weight; give a whole Marian or fairseq model")
+    return table
+
+
+def _output(weights: dict[str, Tensor], name: str) -> Tensor:
+    """The output table, which is taken out of the weights, or the decoder's embeddings where there is none."""
+    table = weights.pop(name, None)
+    if table is None:
+        return _embedding(weights, "decoder")
+    if table.dim() != 2:
+        raise UserError(f"the model's {name} is of shape {list(table.shape)}, must be a matrix")
+    return table
+
+
+def _weights(file: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
+    """The tensors of a file by name. Raises `UserError` if it holds anything else."""
+    weights = _read(file, lambda: load(file))
+    if not isinstance(weights, dict) or not weights or not all(
+            isinstance(name, str) and _is_weight(tensor) for name, tensor in weights.items()):
+        raise UserError(f"{file} does not hold a model's weights: tensors of floating-point numbers by their names; "
+                        "give the whole folder of the model")
+    return weights
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether this is a dense tensor of floating-point numbers, each of which takes memory already."""
+    return (isinstance(value, Tensor) and value.layout == torch.strided and value.is_floating_point()
+            and value.numel() * value.element_size() <= value.untyped_storage().nbytes())
+
+
 def _load(file: Path) -> Any:
     """A file of `torch.save`, of which nothing is executed."""
-    return _read(file, lambda: _load_weights(file))
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # whose text tells how to execute it all the same
+        raise UserError("it is damaged, or its pickle holds more than weights, and code in it would run; save the "
+                        "model's weights as safetensors") from None
 
 
-def _load_weights(file: Path) -> Any:
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        return torch.load(file, map_location="cpu", weights_only=True)
+def _mapping(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, argparse.Namespace):
+        return vars(value)
+    return value if isinstance(value, dict) else None
 
 
-def _json(file: Path) -> dict[str, Any]:
-    return _read(file, lambda: json.loads(file.read_bytes()))
+def _checked(kind: Any, tree: Any, file: Path) -> Any:
+    """A tree as a type of pydantic's. Raises `UserError` with what does not fit."""
+    try:
+        return TypeAdapter(kind).validate_python(tree)
+    except ValidationError as error:
+        return _refuse(file, error)
 
 
-def _bytes(file: Path) -> bytes:
-    return _read(file, file.read_bytes)
+def _json(file: Path, kind: Any) -> Any:
+    """A JSON file as a type of pydantic's. Raises `UserError` with what does not fit."""
+    content = _read(file, file.read_bytes)
+    try:
+        return TypeAdapter(kind).validate_json(content)
+    except ValidationError as error:
+        return _refuse(file, error)
+
+
+def _refuse(file: Path, error: ValidationError) -> Any:
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    raise UserError(f"{file} is not of a model that deepnmt reads: {where + ': ' if where else ''}{first['msg']}; give "
+                    "the whole folder of the model") from None
 
 
 def _read(file: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except Exception as error:  # of many libraries
-        reason = str(error).split("\n")[0]
+        reason = str(error).split("\n")[0][:300]
         raise UserError(f"{file} cannot be read ({reason}); give the whole folder of the model") from None
