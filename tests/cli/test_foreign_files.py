@@ -1,8 +1,9 @@
 """Files from elsewhere, changed at random: read, or refused in one sentence, in bounded time and memory.
 
-A seeded loop over recipes, DeepSpeed JSONs, Admin profiles, logs, prepared data and every file of a checkpoint. Half of
-the changed folders are sealed again, with hashes that fit: a hash protects from damage, not from a person. 2,400
-changes; `DEEPNMT_MUTATIONS=24000` makes more, `DEEPNMT_SEED` others.
+A seeded loop over recipes, DeepSpeed JSONs, Admin profiles, logs, prepared data, every file of a checkpoint, models of
+Marian and fairseq, exported models and the records of `deepnmt get`. Half of the changed folders are sealed again, with
+hashes that fit: a hash protects from damage, not from a person. 2,400 changes; `DEEPNMT_MUTATIONS=24000` makes more,
+`DEEPNMT_SEED` others. Arguments of the Python API are odd values in the same way.
 """
 
 from __future__ import annotations
@@ -26,16 +27,24 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
+from foreign_models import fairseq_folder, opus_folder
 from refusals import contents
 
+import deepnmt
+from deepnmt.api import Run
 from deepnmt.checkpoint.average import average_weights
 from deepnmt.checkpoint.checkpoint import load_model, load_state, newest_checkpoint, read_scores, verify
-from deepnmt.config import load, load_recipe, with_settings
+from deepnmt.config import Corpus, Translate, load, load_recipe, with_settings
 from deepnmt.data.batching import Stream, collate
+from deepnmt.data.fetch import _is_there, _read_record, _Text
 from deepnmt.data.prepared import PreparedData, publish
+from deepnmt.decode.ctranslate2 import load_exported
 from deepnmt.errors import UserError
+from deepnmt.export.imports import import_run
+from deepnmt.export.job import export_run
 from deepnmt.files import read_log
 from deepnmt.model.admin import AdminProfile
+from deepnmt.model.blocks import SIDES
 from deepnmt.parallel.settings import layout_of
 from deepnmt.training.log import Monitor
 from deepnmt.training.resume import changes_since
@@ -144,6 +153,17 @@ def original(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(prepared / "recipe.yaml", folder / "recipe.yaml")
     (folder / "zero.json").write_text((Path(__file__).parents[2] / "ds_configs" / "zero1.json").read_text())
     AdminProfile([1.0, 1.5], [1.0, 1.2, 1.4], {"data": "f"}).save(folder / "profile.json")
+    opus_folder(folder / "opus")
+    fairseq_folder(folder / "fairseq", pre=False)
+    (folder / "text.source.json").write_text(json.dumps({
+        "origin": {"mtdata": ["Mine-more-1-eng-deu"]}, "lines": 3, "sha256": ["a" * 64, "b" * 64],
+        "downloads": {"http://a/more.tsv": {"bytes": 9, "sha256": "c" * 64}}}))
+    recipe = tiny_run.recipe_of(folder / "other", model={name: {"layers": 1, "block": "pre_ln"} for name in SIDES})
+    tiny_run.write(recipe, 10)
+    texts = [folder / "other" / name for name in ("text.en", "text.de")]
+    for text in texts:
+        text.write_text("the small dog sees a red house\n")
+    export_run(recipe, "ctranslate2", text=",".join(map(str, texts)))
     return folder
 
 
@@ -198,6 +218,33 @@ def read_checkpoint(folder: Path) -> None:
         raise refusals[0]
 
 
+def read_import(folder: Path) -> None:
+    try:
+        import_run(folder, folder.with_name("imported"))
+    finally:
+        shutil.rmtree(folder.with_name("imported"), ignore_errors=True)
+
+
+def read_opus(folder: Path) -> None:
+    read_import(folder / "opus")
+
+
+def read_fairseq(folder: Path) -> None:
+    read_import(folder / "fairseq")
+
+
+def read_export(folder: Path) -> None:
+    """As `translate.backend=ctranslate2` does."""
+    load_exported(load_model(folder / "other"), Translate(), "cpu")
+
+
+def read_record(folder: Path) -> None:
+    corpus = Corpus(src=["text"], trg=["text.de"], mtdata=["Mine-more-1-eng-deu"])
+    text = _Text("data.train", corpus, (folder / "text", folder / "text.de"))
+    _read_record(text)
+    _is_there(text)
+
+
 def seal_checkpoint(folder: Path) -> None:
     """Hashes that fit."""
     checkpoint = folder / "run" / "checkpoints" / "update-00000020"
@@ -234,6 +281,11 @@ KINDS: list[tuple[list[str], Callable[..., bytes], Callable[[Path], None], Calla
     ([f"{CHECKPOINT}/state.json", f"{CHECKPOINT}/recipe.yaml"], change, read_checkpoint, seal_checkpoint, 4),
     ([f"{CHECKPOINT}/*.safetensors"], header, read_checkpoint, seal_checkpoint, 3),
     ([f"{CHECKPOINT}/*"], change, read_checkpoint, seal_checkpoint, 2),
+    (["opus/*"], change, read_opus, None, 3),
+    (["opus/*.safetensors"], header, read_opus, None, 1),
+    (["fairseq/*"], change, read_fairseq, None, 2),
+    (["other/ctranslate2/*.json"], change, read_export, None, 2),
+    (["text.source.json"], change, read_record, None, 2),
 ]
 
 
@@ -299,7 +351,7 @@ def test_no_change_gives_a_traceback(
         if turn % 50 == 0:
             capsys.readouterr()
     with capsys.disabled():
-        if MUTATIONS > 2400:
+        if "DEEPNMT_MUTATIONS" in os.environ:
             print("\n" + "\n".join(f"{name}: {refused} of {tried} refused" for name, (tried, refused) in
                                    sorted(counts.items())))
     assert sum(tried for tried, _ in counts.values()) == MUTATIONS
@@ -310,6 +362,50 @@ def test_no_change_gives_a_traceback(
     for folder in (work, original):
         shutil.rmtree(folder / "run" / "tensorboard")
     assert contents(work) == contents(original)
+
+
+def odd_calls(run: Run) -> dict[str, Callable[[Any], Any]]:
+    """What the Python API takes, each with one argument left open."""
+    return {
+        "load": lambda odd: deepnmt.load(odd), "checkpoint": lambda odd: deepnmt.load(run.folder, checkpoint=odd),
+        "device": lambda odd: deepnmt.load(run.folder, device=odd),
+        "plugins": lambda odd: deepnmt.load(run.folder, plugins=odd),
+        "sentences": run.translate, "sentence": lambda odd: run.translate(["a dog", odd]),
+        "prefixes": lambda odd: run.translate(["a dog"], prefixes=odd),
+        "prefix": lambda odd: run.translate(["a dog"], prefixes=[odd]),
+        "seed": lambda odd: run.translate(["a dog"], seed=odd), "beam": lambda odd: run.translate(["a dog"], beam=odd),
+        "method": lambda odd: run.translate(["a dog"], method=odd),
+        "scored": lambda odd: run.score(odd, odd), "score": lambda odd: run.score(["a dog"], [odd]),
+        "top": lambda odd: run.score(["a dog"], ["a cat"], top=odd),
+        "ahead": lambda odd: list(run.stream(["a dog"], ahead=odd)),
+        "tests": lambda odd: run.evaluate(odd), "train": lambda odd: deepnmt.train(odd),
+        "prepare": lambda odd: deepnmt.prepare(odd), "read_recipe": lambda odd: deepnmt.read_recipe(odd),
+        "changes": lambda odd: deepnmt.read_recipe(run.recipe, odd),
+        "change": lambda odd: deepnmt.read_recipe(run.recipe, {"train.updates": odd, "data.train": odd}),
+        "average": lambda odd: deepnmt.average(odd), "last": lambda odd: deepnmt.average(run, last=odd),
+        "updates": lambda odd: deepnmt.average(run, updates=odd),
+    }
+
+
+@pytest.mark.usefixtures("no_hang")
+def test_no_argument_gives_a_traceback(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each argument of the Python API as eight odd values: taken, or refused in a sentence."""
+    shutil.copytree(original, tmp_path / "in")
+    monkeypatch.chdir(tmp_path / "in")
+    run = deepnmt.load("other")
+    odd = [*[value for value in ODD if value not in ("/dev/zero", 10**8)], b"bytes", "\ud800", ["a"], [None],
+           ["\ud800"], {"a": 1}, 3.5, object()]
+    draw = random.Random(SEED)
+    for name, call in odd_calls(run).items():
+        for value in draw.sample(odd, 8):
+            signal.alarm(SECONDS)
+            try:
+                call(value)
+            except UserError as refusal:
+                assert "\x1b" not in str(refusal)
+            except BaseException as error:
+                raise AssertionError(f"{name}={str(value)[:80]!r}") from error
+            signal.alarm(0)
 
 
 def refusal_of(read: Callable[[Path], None], folder: Path) -> str | None:
