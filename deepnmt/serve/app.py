@@ -1,14 +1,24 @@
-"""The pages of a translation server, as an ASGI application."""
+"""The pages of a translation server, as a Starlette application."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.formats import as_record
@@ -16,12 +26,11 @@ from deepnmt.errors import UserError, nearest
 from deepnmt.serve.batches import Batches, QueueFullError
 from deepnmt.serve.metrics import Metrics
 
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-
 READ_ON = 64  # times the largest body are read, and forgotten, so that a client with too large a one reads why
 PAGE = Path(__file__).with_name("page.html").read_bytes()
-JSON, TEXT, HTML = "application/json", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
+JSON, TEXT = "application/json", "text/plain; version=0.0.4; charset=utf-8"
+GONE = 499  # for the metrics, as nginx counts a client that did not wait
+HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 # The page loads nothing, talks to this server alone, and is shown in no frame of another one.
 POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
           "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
@@ -37,16 +46,28 @@ class Limits:
     read_seconds: float
 
 
-class RefusedError(Exception):
+class RefusedError(HTTPException):
     """A request that is answered with an error: a status and a sentence."""
 
     def __init__(self, status: int, message: str, **headers: str) -> None:
-        super().__init__(message)
-        self.status, self.headers = status, headers
+        super().__init__(status, message, headers)
 
 
-class DisconnectedError(Exception):
-    """The client has gone."""
+class OnlyHosts:
+    """Refuses requests to another host than these. A page of another site whose name has been pointed at this machine
+    sends that name, and would read the answers."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self.app, self.hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = re.sub(r":\d*$", "", Headers(scope=scope).get("host", "")).lower()
+        if host in self.hosts:
+            await self.app(scope, receive, send)
+            return
+        refusal = (f"this server answers to {', '.join(sorted(self.hosts))}, not to {host[:200]!r}; if that is its "
+                   f"name, start it with --allow-host {host[:200]}")
+        await JSONResponse({"error": refusal}, 421, {**HEADERS, "connection": "close"})(scope, receive, send)
 
 
 class App:
@@ -64,85 +85,84 @@ class App:
     ) -> None:
         self.batches, self.vocab, self.limits, self.metrics, self.facts = batches, vocab, limits, metrics, facts
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answers a request."""
-        path, method, begin = scope["path"], scope["method"], time.monotonic()
-        status, kind, headers = 200, JSON, {}
-        try:
-            allowed = {"/": "GET", "/health": "GET", "/metrics": "GET", "/translate": "POST"}.get(path)
-            if allowed is None:
-                raise RefusedError(404, f"there is no {path}; POST to /translate, or GET /, /health or /metrics")
-            if method != allowed and (method, allowed) != ("HEAD", "GET"):
-                raise RefusedError(405, f"{path} is for {allowed}, not for {method}", allow=allowed)
-            if path == "/":
-                kind, body, headers = HTML, PAGE, {"content-security-policy": POLICY}
-            elif path == "/health":
-                body = _json({"status": "ok", **self.facts, "waiting_sentences": self.batches.waiting})
-            elif path == "/metrics":
-                kind, body = TEXT, self.metrics.text(self.batches.waiting).encode()
-            else:
-                body = _json(await self._translate(dict(scope["headers"]), receive))
-        except RefusedError as refused:
-            # the rest of a body that was not read would be taken for the next request
-            status, body, headers = refused.status, _json({"error": str(refused)}), refused.headers
-        except UserError as error:
-            status, body = 500, _json({"error": str(error)})
-        except DisconnectedError:
-            status, body = 499, b""  # for the metrics, as nginx counts it
-        if path == "/translate":
-            self.metrics.count_response(status, time.monotonic() - begin)
-        if status != 499:
-            headers = {"content-type": kind, "content-length": str(len(body)), "cache-control": "no-store",
-                       "x-content-type-options": "nosniff", **headers}
-            await send({"type": "http.response.start", "status": status,
-                        "headers": [(name.encode(), value.encode()) for name, value in headers.items()]})
-            await send({"type": "http.response.body", "body": b"" if method == "HEAD" else body})
+    def application(self, hosts: Collection[str]) -> Starlette:
+        """The application; `hosts`: those it answers to, none for any."""
+        application = Starlette(
+            routes=[Route("/", self._page), Route("/health", self._health), Route("/metrics", self._metrics),
+                    Route("/translate", self._translate, methods=["POST"])],
+            middleware=[Middleware(OnlyHosts, hosts=hosts)] if hosts else [],
+            exception_handlers={HTTPException: _refuse, UserError: _refuse})
+        application.router.redirect_slashes = False
+        return application
 
-    async def _translate(self, headers: dict[bytes, bytes], receive: Receive) -> dict[str, Any]:
+    async def _page(self, request: Request) -> Response:
+        return Response(PAGE, headers={**HEADERS, "content-security-policy": POLICY}, media_type="text/html")
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", **self.facts, "waiting_sentences": self.batches.waiting}, headers=HEADERS)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), headers={**HEADERS, "content-type": TEXT})
+
+    async def _translate(self, request: Request) -> Response:
+        begin, status = time.monotonic(), 500
+        try:
+            answer = await self._translation(request)
+            status = 200
+            return JSONResponse(answer, headers=HEADERS)
+        except HTTPException as refused:
+            status = refused.status_code
+            raise
+        except ClientDisconnect:
+            status = GONE
+            return Response(status_code=GONE)
+        finally:
+            self.metrics.count_response(status, time.monotonic() - begin)
+
+    async def _translation(self, request: Request) -> dict[str, Any]:
         """Translates the sentences of a request."""
-        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != JSON.encode():  # a browser asks this server before it sends that from another site's page
-            raise RefusedError(415, f"the content type is {kind.decode('latin-1')!r}, must be {JSON}",
-                               connection="close")
-        texts, details = self._sentences(await self._body(headers, receive))
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != JSON:  # a browser asks this server before it sends that from another site's page
+            # the rest of a body that is not read would be taken for the next request
+            raise RefusedError(415, f"the content type is {kind!r}, must be {JSON}", connection="close")
+        texts, details = self._sentences(await self._body(request))
         await asyncio.to_thread(self._check_lengths, texts)
         try:
-            answers = await _unless_gone(self.batches.translate(texts), receive)
+            answers = await _unless_gone(self.batches.translate(texts), request.receive)
         except QueueFullError:
             raise RefusedError(503, f"{self.batches.waiting} sentences are waiting, as many as may; try again later",
-                          **{"retry-after": "1"}) from None
-        self.metrics.sentences += len(answers)
-        self.metrics.tokens += sum(best[0].tokens for best in answers)
+                               **{"retry-after": "1"}) from None
+        self.metrics.count_translations(len(answers), sum(best[0].tokens for best in answers))
         answer: dict[str, Any] = {"translations": [best[0].text for best in answers]}
         if details:
             answer["hypotheses"] = [[as_record(hypothesis) for hypothesis in best] for best in answers]
         return answer
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+    async def _body(self, request: Request) -> bytes:
         """The body of a request, if it is neither too large nor too slow."""
-        large = RefusedError(413, f"the request's body has more than {self.limits.body:,} bytes; send several requests",
-                        connection="close")
-        body, size = bytearray(), 0
-        declared = headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared[:20]) > READ_ON * self.limits.body:
-            raise large
-        end = time.monotonic() + self.limits.read_seconds
-        more = True
-        while more and size <= READ_ON * self.limits.body:
-            try:
-                message = await asyncio.wait_for(receive(), end - time.monotonic())
-            except asyncio.TimeoutError:
-                raise RefusedError(408, f"the request's body took more than {self.limits.read_seconds:g} seconds",
-                              connection="close") from None
-            if message["type"] == "http.disconnect":
-                raise DisconnectedError
-            size += len(message.get("body", b""))
-            if size <= self.limits.body:
-                body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if size > self.limits.body:
-            raise large
-        return bytes(body)
+        too_large = RefusedError(413, f"the request's body has more than {self.limits.body:,} bytes; send several "
+                                 "requests", connection="close")
+        declared = request.headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared[:20]) > READ_ON * self.limits.body:
+            raise too_large
+
+        async def read() -> bytes:
+            body, size = bytearray(), 0
+            async for block in request.stream():
+                size += len(block)
+                if size <= self.limits.body:
+                    body += block
+                elif size > READ_ON * self.limits.body:
+                    break
+            if size > self.limits.body:
+                raise too_large
+            return bytes(body)
+
+        try:
+            return await asyncio.wait_for(read(), self.limits.read_seconds)
+        except asyncio.TimeoutError:
+            raise RefusedError(408, f"the request's body took more than {self.limits.read_seconds:g} seconds",
+                               connection="close") from None
 
     def _sentences(self, body: bytes) -> tuple[list[str], bool]:
         """The sentences of a body, and whether all hypotheses are wanted."""
@@ -189,12 +209,21 @@ async def _unless_gone(work: Awaitable[Any], receive: Receive) -> Any:
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise DisconnectedError
+            raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()
         gone.cancel()
 
 
-def _json(tree: Any) -> bytes:
-    return json.dumps(tree, ensure_ascii=False).encode()
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answers with a sentence; those of a wrong path and method are Starlette's without one."""
+    path, status, message = request.url.path, 500, str(error)
+    headers: Mapping[str, str] = {}
+    if isinstance(error, HTTPException):
+        status, message, headers = error.status_code, error.detail, error.headers or {}
+    if status == 404:
+        message = f"there is no {path}; POST to /translate, or GET /, /health or /metrics"
+    if status == 405:
+        message = f"{path} is for {headers.get('Allow', 'other methods')}, not for {request.method}"
+    return JSONResponse({"error": message}, status, {**HEADERS, **headers})

@@ -1,51 +1,50 @@
-"""What a server counts, as Prometheus reads it (text format 0.0.4)."""
+"""What a server counts, for Prometheus."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from deepnmt.version import __version__
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # upper ends of the histogram's buckets
 
+prometheus_client.disable_created_metrics()  # a time beside every counter, which says nothing here
+
 
 class Metrics:
-    """Counters of one server."""
+    """Counters of one server. `waiting` is for its owner to set: the sentences in the queue."""
 
     def __init__(self) -> None:
-        self.responses: Counter[int] = Counter()  # by status, of requests for translations
-        self.sentences = self.tokens = self.batches = self.batched = 0
-        self._seconds, self._buckets = 0.0, [0] * (len(SECONDS) + 1)
+        self.registry = CollectorRegistry()
+        Info("deepnmt", "The version of deepnmt.", registry=self.registry).info({"version": __version__})
+        self.waiting = Gauge("deepnmt_waiting_sentences", "Sentences that wait for a batch.", registry=self.registry)
+        self._responses = Counter("deepnmt_requests", "Requests for translations by the status of the response.",
+                                  ["status"], registry=self.registry)
+        self._seconds = Histogram("deepnmt_request_seconds", "Time from a request's headers to its response.",
+                                  buckets=SECONDS, registry=self.registry)
+        self._sentences, self._tokens, self._batches, self._batched = (
+            Counter(f"deepnmt_{name}", explained, registry=self.registry) for name, explained in (
+                ("sentences", "Sentences translated."), ("tokens", "Tokens of their best translations."),
+                ("batches", "Batches translated."), ("batch_sentences", "Sentences in these batches.")))
 
     def count_batch(self, sentences: int) -> None:
-        self.batches += 1
-        self.batched += sentences
+        self._batches.inc()
+        self._batched.inc(sentences)
 
     def count_response(self, status: int, seconds: float) -> None:
-        self.responses[status] += 1
-        self._seconds += seconds
-        self._buckets[bisect_left(SECONDS, seconds)] += 1
+        self._responses.labels(str(status)).inc()
+        self._seconds.observe(seconds)
 
-    def text(self, waiting: int) -> str:
-        """All of them; `waiting` sentences are in the queue."""
-        below = [sum(self._buckets[: n + 1]) for n in range(len(self._buckets))]
-        ends = [*map(str, SECONDS), "+Inf"]
-        tables: list[tuple[str, str, str, dict[str, float]]] = [
-            ("info", "gauge", "The version of deepnmt.", {f'{{version="{__version__}"}}': 1}),
-            ("requests_total", "counter", "Requests for translations by the status of the response.",
-             {f'{{status="{status}"}}': count for status, count in sorted(self.responses.items())}),
-            ("request_seconds", "histogram", "Time from a request's headers to its response.",
-             {**{f'_bucket{{le="{end}"}}': count for end, count in zip(ends, below, strict=True)},
-              "_sum": self._seconds, "_count": below[-1]}),
-            ("sentences_total", "counter", "Sentences translated.", {"": self.sentences}),
-            ("tokens_total", "counter", "Tokens of their best translations.", {"": self.tokens}),
-            ("batches_total", "counter", "Batches translated.", {"": self.batches}),
-            ("batch_sentences_total", "counter", "Sentences in these batches.", {"": self.batched}),
-            ("waiting_sentences", "gauge", "Sentences that wait for a batch.", {"": waiting}),
-        ]
-        lines = []
-        for name, kind, explained, values in tables:
-            lines += [f"# HELP deepnmt_{name} {explained}", f"# TYPE deepnmt_{name} {kind}",
-                      *(f"deepnmt_{name}{labels} {value}" for labels, value in values.items())]
-        return "\n".join([*lines, ""])
+    def count_translations(self, sentences: int, tokens: int) -> None:
+        self._sentences.inc(sentences)
+        self._tokens.inc(tokens)
+
+    def text(self) -> bytes:
+        """All of them, in Prometheus's text format."""
+        return prometheus_client.generate_latest(self.registry)
+
+    def __str__(self) -> str:
+        requests, sentences = (self.registry.get_sample_value(f"deepnmt_{name}") or 0 for name in
+                               ("request_seconds_count", "sentences_total"))
+        return f"served {requests:.0f} requests, {sentences:,.0f} sentences"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from deepnmt.serve.metrics import Metrics
 
 CONNECTIONS = 500  # open at once; more are answered with 503. Many systems give a process 1,024 files.
 READ_SECONDS = 10.0  # for a request's headers, and again for its body
+WRITE_SECONDS = 30.0  # for a client to read what it was sent
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def serve(
@@ -43,6 +46,7 @@ def serve(
     sentences: int = 100,
     body: int = 256 * 1024,
     drain: int = 30,
+    allow_hosts: Sequence[str] = (),
 ) -> None:
     """Serves a run's model until SIGTERM or SIGINT, which lets the requests that have come be answered.
 
@@ -56,14 +60,14 @@ def serve(
         queue: sentences that may wait.
         sentences, body: the largest request, in sentences and bytes.
         drain: seconds in which requests are answered after a signal.
+        allow_hosts: names under which clients reach it, besides `host` and this machine's. Where it listens to this
+            machine alone, or where names are given, requests to others are refused.
 
     Raises:
         UserError: no such checkpoint, or another process has the port.
     """
     models = load_models(checkpoints or recipe.run, recipe.translate, ranks, expected)
     first = models.members[0]
-    metrics = Metrics()
-
     def translate(texts: Any, numbers: Any) -> list[list[Hypothesis]]:
         return translate_lines(models.all[0], models.vocabs, texts, recipe.translate, seed=recipe.seed,
                                numbers=numbers, stepper=models.stepper, searcher=models.searcher)
@@ -73,25 +77,30 @@ def serve(
     limits = Limits(body, sentences, max_length(models.all[0]) - 1, READ_SECONDS)
 
     async def run() -> None:
+        metrics = Metrics()
         batches = Batches(translate, batch, queue, metrics.count_batch)
+        metrics.waiting.set_function(lambda: batches.waiting)
+        where, opened = listening.getsockname()[:2]
+        address = f"[{where}]" if ":" in where else where
+        local = ipaddress.ip_address(where.partition("%")[0]).is_loopback
+        hosts = {*LOCAL, address, host, *allow_hosts} if local or allow_hosts else set()
+        app = App(batches, first.src_vocab, limits, metrics, facts).application({name.lower() for name in hosts})
         server = _Server(uvicorn.Config(
-            App(batches, first.src_vocab, limits, metrics, facts), http=_Protocol, ws="none", lifespan="off",
+            app, http=_Protocol, ws="none", lifespan="off",
             log_config=None, log_level="error", access_log=False, server_header=False,
             limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=drain,
         ))
         working = asyncio.create_task(batches.run())
-        where, opened = listening.getsockname()[:2]
-        address = f"[{where}]" if ":" in where else where
         folders = ", ".join(str(one.folder) for one in models.members)
         print(f"serving {folders} at http://{address}:{opened}", flush=True)
         await server.serve([listening])
         working.cancel()
         with suppress(asyncio.CancelledError):
             await working
+        print_status(str(metrics))
 
     with _listening(host, port) as listening:
         asyncio.run(run())
-    print_status(f"served {metrics.responses.total()} requests, {metrics.sentences:,} sentences")
 
 
 @contextmanager
@@ -125,26 +134,39 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes a connection on which a request's headers take too long; uvicorn would wait for ever."""
+    """Ends a connection whose client is too slow: to send a request's headers, or to read what it was sent. uvicorn
+    would wait for ever."""
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that writing pauses as long as anything is unread
         self._late = self.loop.call_later(READ_SECONDS, transport.close)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._in_time()
+            _cancel(self._late)
+            self._late = None
         elif self._late is None:
             self._late = self.loop.call_later(READ_SECONDS, self.transport.close)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        _cancel(self._unread)
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self._in_time()
+        _cancel(self._late)
+        _cancel(self._unread)
         super().connection_lost(exc)
 
-    def _in_time(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -116,7 +116,8 @@ def test_translation_needs_the_listed_packages_alone(wheel: Path, prepared: Path
     container, = re.findall(r"^FROM .*?^CMD", SERVING, re.MULTILINE | re.DOTALL)
     installed = re.findall(r"pip install --no-cache-dir (?!--no-deps)(.*?)(?= --index-url|\n [&C]|\nCOPY)", container,
                            re.DOTALL)
-    assert {*" ".join(installed).replace("\\\n", " ").split()} == {*packages, "uvicorn"}
+    needed = {*packages, "uvicorn", "starlette", "prometheus-client"}
+    assert {*" ".join(installed).replace("\\\n", " ").split()} == needed
     programs = make_environment(tmp_path / "env", wheel, only=packages)
     for name in ("deepspeed", "tensorboard", "matplotlib"):
         assert "No module" in run(programs, tmp_path, "-c", f"import {name}", program="python").stderr

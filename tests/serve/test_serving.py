@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import browser
+import psutil
 import pytest
 from refusals import Refused
 from warm import Warm, waiting
@@ -32,7 +34,7 @@ def serve(*arguments: str) -> int:
     """What the process calls, in which patience is short."""
     from deepnmt.serve import server
 
-    server.READ_SECONDS = 1.5
+    server.READ_SECONDS = server.WRITE_SECONDS = 1.5
     return main("serve", list(arguments))
 
 
@@ -56,11 +58,12 @@ class Server:
             assert "Error" not in said, said
         self.port = int(address[1])
 
-    def ask(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> tuple[int, Any]:
+    def ask(self, method: str, path: str, body: Any = None, kind: str = "application/json",
+            **headers: str) -> tuple[int, Any]:
         """The status and content of a response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        connection.request(method, path, data, {"content-type": kind} if data is not None else {})
+        connection.request(method, path, data, {"content-type": kind, **headers} if data is not None else headers)
         response = connection.getresponse()
         content = response.read().decode()
         connection.close()
@@ -79,7 +82,8 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(run: deepnmt.Run, warm: Warm) -> Iterator[Server]:
-    started = Server(warm, str(run.folder), "--sentences=60", "--bytes=4096", "--queue=400")
+    started = Server(warm, str(run.folder), "--sentences=60", "--bytes=4096", "--queue=400",
+                     "--allow-host=DeepNMT.example")
     yield started
     if started.pid:
         started.end()
@@ -95,10 +99,12 @@ def test_many_requests_at_once_get_what_a_file_gets(run: deepnmt.Run, server: Se
     assert answers == [(200, {"translations": [line]}) for line in expected]
     assert server.translate(text=LINES) == (200, {"translations": expected})
     figures = server.ask("GET", "/metrics")[1]
-    assert 'deepnmt_requests_total{status="200"} 51\n' in figures and "deepnmt_sentences_total 100\n" in figures
+    assert 'deepnmt_requests_total{status="200"} 51.0\n' in figures and "deepnmt_sentences_total 100.0\n" in figures
+    assert f'deepnmt_info{{version="{deepnmt.__version__}"}} 1.0\n' in figures
+    assert "deepnmt_waiting_sentences 0.0\n" in figures and "_created" not in figures
     batches = int(re.search(r"deepnmt_batches_total (\d+)", figures)[1])  # type: ignore[index]
     assert 2 <= batches < 51, "requests that come together are translated together"
-    assert 'deepnmt_request_seconds_bucket{le="+Inf"} 51\n' in figures
+    assert 'deepnmt_request_seconds_bucket{le="+Inf"} 51.0\n' in figures
 
 
 def test_hypotheses_and_health(run: deepnmt.Run, server: Server, threads: None) -> None:
@@ -142,7 +148,7 @@ def test_paths_methods_and_types(server: Server) -> None:
 
 def test_slow_clients_and_those_that_go(server: Server) -> None:
     """The connection ends with headers and bodies that do not come in READ_SECONDS."""
-    head = b"POST /translate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
+    head = b"POST /translate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
     slow = [(b"", b""), (head, b""), (head + b"\r\n{", b"HTTP/1.1 408 ")]
     begin = time.monotonic()
     clients = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in slow]
@@ -159,6 +165,43 @@ def test_slow_clients_and_those_that_go(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
         assert client.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+def test_clients_that_never_read(server: Server) -> None:
+    """They are ended after WRITE_SECONDS, however little is left unread, and lock nobody out."""
+    asked = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    clients = []
+    for _ in range(5):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", server.port))
+        client.setblocking(False)
+        with contextlib.suppress(OSError):
+            client.sendall(asked * 2000)
+        clients.append(client)
+    assert server.translate(text="the dog")[0] == 200
+    for _ in waiting(120, "the server to end them"):
+        if not any(one.laddr.port == server.port for one in psutil.Process(server.pid).net_connections("tcp")
+                   if one.status == psutil.CONN_ESTABLISHED):
+            break
+        time.sleep(0.2)
+    for client in clients:
+        client.close()
+    assert server.translate(text="the dog")[0] == 200
+
+
+@pytest.mark.parametrize(("host", "status"), [
+    ("localhost", 200), ("LOCALHOST:80", 200), ("127.0.0.1:8000", 200), ("[::1]", 200), ("[::1]:8000", 200),
+    ("deepnmt.example:8000", 200), ("evil.example", 421), ("evil.example:80", 421), ("127.0.0.1.evil.example", 421),
+    ("localhost:80@evil.example", 421), ("", 421), ("0.0.0.0", 421), ("[::2]", 421),
+])
+def test_hosts(server: Server, host: str, status: int) -> None:
+    """A page that has pointed its own name at this machine reads nothing, not even which run is served."""
+    for answered, answer in (server.ask("GET", "/health", host=host),
+                             server.ask("POST", "/translate", {"text": "the"}, host=host)):
+        assert answered == status, answer
+        if status == 421:
+            assert "this server answers to 127.0.0.1, [::1], deepnmt.example, localhost, not to" in answer["error"]
 
 
 @pytest.mark.skipif(browser.PROGRAM is None, reason="there is no Chromium here; apt-get install chromium")

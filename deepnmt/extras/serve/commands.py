@@ -16,7 +16,8 @@ def serve(words: list[str]) -> None:
         "requests that come together are translated together. / is a page to type a sentence into, /health says that\n"
         "the server is well, and /metrics has figures for Prometheus. SIGTERM and Ctrl-C end it: then the requests\n"
         "that have come are still answered.\n\n"
-        "Reads a checkpoint of the run. Prints its address. Needs uvicorn: pip install uvicorn",
+        "Reads a checkpoint of the run. Prints its address. Needs uvicorn, starlette and\n"
+        "prometheus-client: pip install 'deepnmt[serve]'",
         "deepnmt serve runs/my\n"
         "deepnmt serve runs/my --checkpoint best --host 0.0.0.0 --port 8080 translate.beam=1",
     )
@@ -24,6 +25,9 @@ def serve(words: list[str]) -> None:
     add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
     add("--host", default="127.0.0.1", metavar="ADDRESS",
         help="the address to listen at (default %(default)s, which only this machine reaches; 0.0.0.0: every one)")
+    add("--allow-host", action="append", default=[], metavar="NAME",
+        help="a name by which clients reach it, for example through a proxy; without, a server that only this machine "
+        "reaches answers to localhost, 127.0.0.1 and [::1]; may be repeated")
     add("--port", type=int, default=8000, metavar="N", help="its port; 0: any that is free (default %(default)s)")
     add("--batch", type=int, default=64, metavar="N", help="sentences translated together (default %(default)s)")
     add("--queue", type=int, default=1000, metavar="N",
@@ -45,10 +49,10 @@ def serve(words: list[str]) -> None:
         raise UserError(f"serve was started on {count} processes, but one model answers at one port; start it alone")
     with processes_of(recipe) as ranks:
         serve(recipe, ranks, checkpoints=checkpoints, expected=expected_model(args, recipe, checkpoints),
-              host=args.host, port=args.port, batch=args.batch, queue=args.queue, sentences=args.sentences,
-              body=args.bytes, drain=args.drain)
+              host=args.host, allow_hosts=args.allow_host, port=args.port, batch=args.batch, queue=args.queue,
+              sentences=args.sentences, body=args.bytes, drain=args.drain)
 
 
-REQUIREMENTS = ("uvicorn",)
+REQUIREMENTS = ("uvicorn", "starlette", "prometheus_client")
 GROUP = TEXT
 COMMANDS: dict[str, Command] = {"serve": serve}
