@@ -51,7 +51,7 @@ from deepnmt.training.resume import changes_since
 
 MUTATIONS = int(os.environ.get("DEEPNMT_MUTATIONS", "2000"))
 SEED = int(os.environ.get("DEEPNMT_SEED", "1"))
-SECONDS = 20  # for one file, on a busy machine
+SECONDS = 20  # of CPU time for one file
 GROWTH = 600 * 2**10  # KiB of memory for all
 ODD: list[Any] = [None, True, -1, 0, 7, 10**8, 10**12, 2**63, 10**400, -0.5, 1e308, float("nan"), float("inf"), "", "x",
                   "../../x", "/dev/zero", "\x1b[2J", "é" * 999, [], [[]], {}, {"a": {}}, [1] * 999, "9" * 5000]
@@ -292,12 +292,12 @@ KINDS: list[tuple[list[str], Callable[..., bytes], Callable[[Path], None], Calla
 @pytest.fixture
 def no_hang() -> Iterator[None]:
     def hang(*_: object) -> None:
-        raise AssertionError(f"longer than {SECONDS} s")
+        raise AssertionError(f"more than {SECONDS} s of CPU time")
 
-    before = signal.signal(signal.SIGALRM, hang)
+    before = signal.signal(signal.SIGPROF, hang)
     yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGPROF, before)
 
 
 @pytest.mark.usefixtures("no_hang")
@@ -328,7 +328,7 @@ def test_no_change_gives_a_traceback(
         changed = mutate(data, draw)
         file.write_bytes(changed)
         sealed = seal is not None and draw.random() < 0.5
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             if sealed and seal is not None:
                 sealed_if_possible(seal, work)
@@ -337,7 +337,7 @@ def test_no_change_gives_a_traceback(
             shutil.copy(file, tmp_path / "culprit")
             print(f"{pattern}: {file.name}, sealed {sealed}, turn {turn} of seed {SEED}: {tmp_path / 'culprit'}")
             raise
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         tally = counts.setdefault(f"{pattern}{' sealed' if sealed else ''}", [0, 0])
         tally[0] += 1
         tally[1] += refused is not None
@@ -398,14 +398,14 @@ def test_no_argument_gives_a_traceback(original: Path, tmp_path: Path, monkeypat
     draw = random.Random(SEED)
     for name, call in odd_calls(run).items():
         for value in draw.sample(odd, 8):
-            signal.alarm(SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
                 call(value)
             except UserError as refusal:
                 assert "\x1b" not in str(refusal)
             except BaseException as error:
                 raise AssertionError(f"{name}={str(value)[:80]!r}") from error
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def refusal_of(read: Callable[[Path], None], folder: Path) -> str | None:
