@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
+from deepnmt.decode.ctranslate2 import load_exported
 from foreign_models import fairseq_folder, opus_folder
 from refusals import contents
 
@@ -36,7 +37,6 @@ from deepnmt.config import Corpus, Translate, load, load_recipe, with_settings
 from deepnmt.data.batching import Stream, collate
 from deepnmt.data.fetch import _is_there, _read_record, _Text
 from deepnmt.data.prepared import PreparedData, publish
-from deepnmt.decode.ctranslate2 import load_exported
 from deepnmt.errors import UserError
 from deepnmt.export.imports import import_run
 from deepnmt.export.job import export_run
