@@ -35,11 +35,11 @@ from deepnmt.checkpoint.average import average_weights
 from deepnmt.checkpoint.checkpoint import load_model, load_state, newest_checkpoint, read_scores, verify
 from deepnmt.config import Corpus, Translate, load, load_recipe, with_settings
 from deepnmt.data.batching import Stream, collate
-from deepnmt.data.fetch import _is_there, _read_record, _Text
 from deepnmt.data.prepared import PreparedData, publish
 from deepnmt.errors import UserError
 from deepnmt.export.imports import import_run
 from deepnmt.export.job import export_run
+from deepnmt.extras.fetch.fetch import _is_there, _read_record, _Text
 from deepnmt.files import read_log
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.blocks import SIDES
