@@ -74,14 +74,14 @@ def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, 
         "source's gain, nats": {"": points("valid", "source_gain")},
         "one vector's share": {"encoder": points("valid", "encoder_common"),
                                "decoder": points("valid", "decoder_common"),
-                               "entropy of cross-attention / log S": points("valid", "cross_attention_entropy")},
+                               "entropy of cross-attention": points("valid", "cross_attention_entropy")},
         "learning rate": {"": points("train", "learning_rate")},
     }
     lines = {label: group for number, (label, group) in enumerate(lines.items()) if not number or any(group.values())}
     quantities = [label.partition(",")[0] for label in lines]
     title = " and ".join(filter(None, (", ".join(quantities[:-1]), quantities[-1])))
     figure, column = panels([""] * len(lines), "update", list(lines), f"Run {run}: {title} over its updates",
-                            heights=[2.6, *[1.4] * (len(lines) - 1)], share=False)
+                            heights=[2.6, *[1.6] * (len(lines) - 1)], share=False)
     for axes, group in zip(column, lines.values(), strict=True):
         for number, (name, values) in enumerate(group.items()):
             if values:
@@ -91,7 +91,7 @@ def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, 
         if axes is not column[0]:
             axes.set_ylim(bottom=0)
         if len(group) > 1 and axes.get_lines():
-            axes.legend(loc="upper right", **LEGEND)
+            axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(group), borderaxespad=0, **LEGEND)
     column[0].set_xlim(left=0)
     save(figure, path)
 

@@ -29,6 +29,12 @@ from deepnmt.progress import show_progress
 SHOWN = 10  # sentences of each kind
 _MARKS = "Words that the reference does not have there are marked; words that are missing are not."
 LENGTHS = (1, 11, 21, 31, 51)  # words of a source at which a group begins
+SOURCE_USE = {  # names in log.jsonl
+    "source_gain": "what the source is worth, nats a target token",
+    "encoder_common": "one vector's share of the encoder's output",
+    "decoder_common": "one vector's share of the decoder's output",
+    "cross_attention_entropy": "entropy of cross-attention, share of the largest",
+}
 FREQUENCIES = (0, 1, 10, 100, 1000)  # occurrences in the training text at which a group begins
 
 
@@ -133,10 +139,23 @@ def _curves(runs: Sequence[Evaluated], labels: Sequence[str]) -> list[str]:
     for run, label in zip(runs, labels, strict=True):
         log = Path(run.recipe.run) / "log.jsonl"
         if log.is_file():
-            parts.append(plotted(partial(plot_learning_curve, read_log(log), run=label), f"Learning curve of {label}"))
+            records = read_log(log)
+            parts.append(plotted(partial(plot_learning_curve, records, run=label), f"Learning curve of {label}"))
+            parts += _source_use(records, label)
         else:
             parts.append(f"<p>{escape(label)} has no log.jsonl.</p>")
     return parts
+
+
+def _source_use(records: Sequence[dict[str, Any]], label: str) -> list[str]:
+    """A table of how the source was used at the last validation; nothing for a run that did not measure it."""
+    measured = [record for record in records if record["type"] == "valid" and SOURCE_USE.keys() <= record.keys()]
+    if not measured:
+        return []
+    last = measured[-1]
+    rows = [[f"{label}, validation at update {last['update']:,}", ""],
+            *([words, f"{float(last[name]):.3f}"] for name, words in SOURCE_USE.items())]
+    return [html_table(rows)]
 
 
 def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -45,6 +45,7 @@ GAIN = 0.2  # nats: over 12 tokens the right source makes a sentence exp(2.4) = 
 SENTENCES = 128  # at most, of a validation text
 BATCH = 2048  # tokens of a micro-batch
 COLLAPSED = 0.9  # the common vector's share in the output of an encoder that has collapsed
+LATEST = 1000  # the update from which a collapse counts, however long the warm-up
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,15 @@ class SourceUse:
         return self.encoder_common > COLLAPSED and self.source_gain < GAIN / 2
 
 
-def collapse_note(recipe: Recipe, use: SourceUse) -> str | None:
-    """A sentence with the setting to change if the encoder has collapsed, else None."""
-    if not use.collapsed:
+def settled(recipe: Recipe) -> int:
+    """The update from which a collapse counts: the end of the warm-up, in which some encoders come near it and escape,
+    but `LATEST` at most."""
+    return min(max(1, recipe.schedule.warmup), LATEST)
+
+
+def collapse_note(recipe: Recipe, update: int, use: SourceUse) -> str | None:
+    """A sentence with the setting to change if the encoder has collapsed by this update, else None."""
+    if update < settled(recipe) or not use.collapsed:
         return None
     factors = {"encoder": 1.0, **recipe.optimizer.lr_factors}
     factors["encoder"] /= 10

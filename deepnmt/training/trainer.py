@@ -33,7 +33,7 @@ from deepnmt.training.divergence import Explain, diverged
 from deepnmt.training.log import Monitor
 from deepnmt.training.plan import disk_note
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
-from deepnmt.training.source_use import SourceUse, collapse_note
+from deepnmt.training.source_use import SourceUse, collapse_note, settled
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.task import TASKS, Task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
@@ -304,10 +304,10 @@ class Trainer:
         return result
 
     def _look_due(self) -> bool:
-        """Whether this is the first progress line after the warm-up, and before any validation: a collapse comes in
+        """Whether this is the first progress line at which a collapse counts, and no validation was before: it comes in
         the first updates, and should not be seen thousands of updates later."""
-        update, warmup = self.state.update, max(1, self.recipe.schedule.warmup)
-        first = update - self.recipe.train.log_every < warmup <= update
+        update, begin = self.state.update, settled(self.recipe)
+        first = update - self.recipe.train.log_every < begin <= update
         return first and self.task.look is not None and not self.state.validations and not self._validation_due()
 
     def _look(self) -> None:
@@ -318,7 +318,7 @@ class Trainer:
 
     def _warn(self, use: SourceUse | None) -> None:
         """Says once if the encoder has collapsed; STATUS.json says it as long as it is so."""
-        note = collapse_note(self.recipe, use) if use else None
+        note = collapse_note(self.recipe, self.state.update, use) if use else None
         self.monitor.warning = note
         if note and not self.state.warned:
             self.state.warned = True

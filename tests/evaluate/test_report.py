@@ -141,6 +141,9 @@ def test_a_report_of_one_run(runs: list[config.Recipe], capsys: pytest.CaptureFi
         write_report(runs[:1], "scores.json", run / "report.html")
     evaluate_run(runs[0])
     records = [{"type": "train", "update": n, "loss": 9 - n, "learning_rate": 1e-3} for n in range(1, 5)]
+    use = {"source_gain": 1.5, "encoder_common": 0.04, "decoder_common": 0.2, "cross_attention_entropy": 0.6125}
+    records += [{"type": "valid", "update": 2, "loss": 6.0, **dict.fromkeys(use, 9.0)},
+                {"type": "valid", "update": 1004, "loss": 5.0, **use}]
     (run / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     capsys.readouterr()
     assert main("report", [str(run)]) == 0
@@ -148,7 +151,8 @@ def test_a_report_of_one_run(runs: list[config.Recipe], capsys: pytest.CaptureFi
     page = (run / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"(src|href)=['\"](?!data:)|<script|@import|url\(", page)  # nothing from elsewhere
     for text in ("Learning curve of one", "The 9 best sentences", "The 9 worst sentences", "1 to 10", "version:",
-                 "By frequency of words", "das &lt;rote&gt; Haus", "see the small tree &amp; run", "b2t 1L"):
+                 "By frequency of words", "das &lt;rote&gt; Haus", "see the small tree &amp; run", "b2t 1L",
+                 "one, validation at update 1,004", "1.500", "0.613"):
         assert text in page
     assert page.count("<tr class=first>") == 18 and "<rote>" not in page
     scores = json.loads((run / "scores.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -21,9 +22,12 @@ GROWTH = Growth.of([1, 2, 4], [0.1, 0.2, 0.4])
 LOG = [{"type": "train", "update": 5, "loss": 3.5, "learning_rate": 1e-3},
        {"type": "valid", "update": 5, "loss": 3.0, "bleu": 12.5}]
 USE = [{"update": update, "loss": 3.0, "source_gain": 0.1, "encoder_common": 0.9} for update in (1, 2)]
+LOOK = {"type": "look", "update": 2, "source_gain": 0.1, "encoder_common": 0.9, "decoder_common": 0.5,
+        "cross_attention_entropy": 0.8}
 PATH = Path("picture.png")
 PICTURES = {
     "curve": lambda: plot_learning_curve(LOG, PATH, "demo"),
+    "curve with the use of the source": lambda: plot_learning_curve([*LOG, LOOK], PATH, "demo"),
     "squares": lambda: doctor.plot_similarity({"encoder": [[1.0, 0.5], [0.5, 1.0]], "decoder": [[1.0]]}, PATH),
     "growth": lambda: doctor.plot_growth({"noise": {"encoder": GROWTH}, "update": {"encoder": GROWTH}}, PATH, "title"),
     "lines": lambda: doctor.plot_lines({"encoder": LOSSES}, PATH, title="title", xlabel="layer", ylabel="norm"),
@@ -50,6 +54,16 @@ def test_a_picture_has_title_and_labels(name: str, monkeypatch: pytest.MonkeyPat
     for each in axes:
         lines = [line for line in each.get_lines() if line.get_label() and not line.get_label().startswith("_")]
         assert len({(line.get_linestyle(), line.get_marker()) for line in lines}) == len(lines)
+
+
+@pytest.mark.parametrize(("records", "panels"), [(LOG, 3), ([*LOG, LOOK], 5), ([], 1)])
+def test_a_curve_has_a_panel_for_what_its_log_has(
+        records: list[dict[str, Any]], panels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(plots, "save", lambda figure, _path: figures.append(figure))
+    plot_learning_curve(records, PATH, "demo")
+    [figure] = figures
+    assert len(figure.axes) == panels and all(axes.get_lines() for axes in figure.axes) == bool(records)
 
 
 def test_styles_differ_when_colours_repeat() -> None:

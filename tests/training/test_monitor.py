@@ -34,18 +34,24 @@ def test_each_figure_is_on_screen_in_the_log_and_in_tensorboard(
     monitor = Monitor(tmp_path, True, update=0, updates=120)
     monitor.train(20, RECORD, 100)
     monkeypatch.undo()
-    monitor.valid(20, {"loss": 4.5, "perplexity": 60.0, "bleu": 12.5, "signature": "tok:13a", "best": True})
+    use = {"source_gain": 0.123, "encoder_common": 0.5, "decoder_common": 0.25, "cross_attention_entropy": 0.875}
+    monitor.look(20, use)
+    monitor.valid(20, {"loss": 4.5, "perplexity": 60.0, "bleu": 12.5, "signature": "tok:13a", **use, "best": True})
     monitor.close()
     output = capsys.readouterr().err
     assert output.splitlines()[0] == ("update 20/120 epoch 3 loss 4.250 ppl 51.00 lr 2.50e-04 gnorm 1.75 scale 4096 "
                                       "1234 tok/s skipped 2 ETA 6:40")
-    assert "validation at update 20: loss 4.5000 ppl 60.00 BLEU 12.5 (best so far)" in output
-    trained, validated = read_log(tmp_path / "log.jsonl")
+    used = "source +0.12 common 0.50 attention 0.88"
+    assert f"validation at update 20: loss 4.5000 ppl 60.00 BLEU 12.5 {used} (best so far)" in output
+    assert f"a first look at update 20: {used}" in output
+    trained, looked, validated = read_log(tmp_path / "log.jsonl")
     assert trained == {"type": "train", "update": 20, **RECORD, "seconds_left": 400.0}  # 100 updates of 4 s
+    assert looked == {"type": "look", "update": 20, **use} and use.items() <= validated.items()
     assert validated["bleu"] == 12.5 and validated["signature"] == "tok:13a"
     board = scalars(tmp_path)
     expected = {**{f"train/{k}": v for k, v in RECORD.items()}, "train/seconds_left": 400.0, "valid/loss": 4.5,
-                "valid/perplexity": 60.0, "valid/bleu": 12.5, "valid/best": 1.0}
+                "valid/perplexity": 60.0, "valid/bleu": 12.5, "valid/best": 1.0,
+                **{f"valid/{k}": v for k, v in use.items()}}
     assert {tag: values[20] for tag, values in board.items()} == pytest.approx(expected)
 
 

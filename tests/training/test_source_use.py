@@ -119,17 +119,20 @@ def test_a_measurement_leaves_no_trace(recipe: Recipe, data: PreparedData) -> No
 def test_a_planted_collapse_and_what_is_said_of_it(recipe: Recipe, data: PreparedData) -> None:
     engine, made = engine_of(recipe, data)
     [healthy] = measure_validation_text(made, data, engine, ALONE).values()
-    assert healthy.encoder_common < 0.9 and collapse_note(made, healthy) is None
+    assert healthy.encoder_common < 0.9 and collapse_note(made, 100, healthy) is None
     engine.module.encoder.norm = Constant()
     [found] = measure_validation_text(made, data, engine, ALONE).values()
     assert (found.encoder_common, found.cross_attention_entropy) == pytest.approx((1, 1), abs=1e-6)
     assert abs(found.source_gain) < 1e-6 and 0 < found.decoder_common < 1
-    note = collapse_note(made, found)
+    note = collapse_note(made, 100, found)
     assert note is not None and note.startswith(
         "the encoder has collapsed: 100 % of the encoder's output is one vector, and another sentence's source costs "
         "0.00 nats a target token;") and "'optimizer.lr_factors={encoder: 0.1}'" in note
+    assert collapse_note(made, 3, found) is None, "the warm-up has 4 updates"
+    long = with_settings(made, {"schedule.warmup": 8000})
+    assert collapse_note(long, 999, found) is None and collapse_note(long, 1000, found) == note
     slow = with_settings(made, {"optimizer.lr_factors": {"decoder": 0.5, "encoder": 0.2}})
-    assert "'optimizer.lr_factors={encoder: 0.02, decoder: 0.5}'" in str(collapse_note(slow, found))
+    assert "'optimizer.lr_factors={encoder: 0.02, decoder: 0.5}'" in str(collapse_note(slow, 100, found))
 
 
 @pytest.mark.parametrize(("gain", "common", "collapsed"), [

@@ -16,6 +16,7 @@ from deepnmt.cli import main
 
 @pytest.mark.parametrize(("status", "code", "words"), [
     ({"status": "finished", "update": 5000, "seconds": 1.0}, 0, "is finished, at update 5,000, 5 min ago"),
+    ({"status": "finished", "update": 7, "warning": "the encoder has collapsed"}, 0, "ago; the encoder has collapsed"),
     ({"status": "lost", "update": 7, "error": "no sign of life from rank 1 on n2 for 90 s"}, 1,
      "ended at update 7, 5 min ago: no sign of life from rank 1 on n2"),
     ({"status": "preempted", "update": 7, "signal": "SIGTERM", "cause": "by SIGTERM"}, 75,
