@@ -43,6 +43,7 @@ from deepnmt.tokens import PAD
 
 GAIN = 0.2  # nats: over 12 tokens the right source makes a sentence exp(2.4) = 11 times as likely as a wrong one
 SENTENCES = 128  # at most, of a validation text
+LEAST = 32  # sentences; and a validation takes no more than a sixteenth of its text, so that it costs little
 BATCH = 2048  # tokens of a micro-batch
 COLLAPSED = 0.9  # the common vector's share in the output of an encoder that has collapsed
 LATEST = 1000  # the update from which a collapse counts, however long the warm-up
@@ -99,11 +100,12 @@ def measure_validation_text(recipe: Recipe, data: PreparedData, engine: Engine, 
     """The figures of each corpus of the validation text, by name. Sources are shuffled within a corpus, because the tag
     of another language would tell by itself. Collective."""
     split, corpora = data.split("valid").truncated(recipe.model.max_length), data.corpora("valid")
+    sentences = min(SENTENCES, max(LEAST, len(split) // 16))
     uses, begin = {}, 0
     for name, size in corpora.items():
         rows = range(begin, begin := begin + size)
         if size > 1:
-            uses[name] = measure_source_use(engine, recipe, split, rows, ranks, max(2, SENTENCES // len(corpora)))
+            uses[name] = measure_source_use(engine, recipe, split, rows, ranks, max(2, sentences // len(corpora)))
     return uses
 
 
