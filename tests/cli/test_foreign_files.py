@@ -27,7 +27,6 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
-from deepnmt.decode.ctranslate2 import load_exported
 from foreign_models import fairseq_folder, opus_folder
 from refusals import contents
 
@@ -39,6 +38,7 @@ from deepnmt.data.prepared import PreparedData, publish
 from deepnmt.errors import UserError
 from deepnmt.export.imports import import_run
 from deepnmt.export.job import export_run
+from deepnmt.export.searcher import load_exported
 from deepnmt.extras.fetch.fetch import _is_there, _read_record, _Text
 from deepnmt.files import read_log
 from deepnmt.model.admin import AdminProfile
