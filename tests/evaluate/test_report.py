@@ -48,8 +48,8 @@ def test_texts_are_kept_as_they_were_translated(
     monkeypatch.setattr("deepnmt.progress.PLAIN_SECONDS", 0.0)
     evaluate_run(runs[0])
     said = capsys.readouterr().err
-    for line in (r"mine: (\d) of \1 lines translated in \d+ s, ETA 0 s", r"scoring: 3 of 3 texts and metrics in \d+ s"):
-        assert re.search(line, said), said
+    assert re.search(r"mine: (\d+) of \1 lines translated in \d+ s, ETA 0 s", said), said
+    assert "scoring: 3 of 3 texts and metrics in " in said
     translate_files(runs[0].run, "test.en", "out", runs[0].translate)
     texts = Path(runs[0].run) / "scores"
     assert sorted(file.name for file in texts.iterdir()) == ["mine.hyp", "mine.ref", "mine.src"]
