@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def test_the_wheel_holds_every_recipe_and_configuration(wheel: Path) -> None:
     for folder in ("recipes", "ds_configs"):
         files = [file for file in (ROOT / folder).rglob("*") if file.is_file()]
         assert files and {f"deepnmt/{file.relative_to(ROOT)}" for file in files} <= names
-    assert {"deepnmt/config/recipe.schema.json", "deepnmt/serve/page.html"} <= names
+    ours = {str(file.relative_to(ROOT)) for file in (ROOT / "deepnmt").rglob("*") if file.is_file()}
+    assert {name for name in ours if "__pycache__" not in name} <= names
     assert not any(name.startswith("tests/") for name in names)
 
 
@@ -136,17 +138,35 @@ def test_translation_needs_the_listed_packages_alone(wheel: Path, prepared: Path
     assert "Traceback" not in done.stderr
 
 
+# Modules that need more than every installation has, and are imported where that is asked for.
+OF_EXTRAS = {"decode/ctranslate2", "export/ctranslate2", "export/huggingface", "export/onnx", "serve/server",
+             "model/kernels"}
+
+
+def packages_in(statements: Iterable[ast.AST]) -> set[str]:
+    """The packages, other than Python's and deepnmt, that these statements import."""
+    imported = {name.partition(".")[0] for node in statements
+                for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
+                             [node.module or "deepnmt"] if isinstance(node, ast.ImportFrom) else [])}
+    parts = {"pydantic_core", "h11"}  # of pydantic and of uvicorn
+    return imported - sys.stdlib_module_names - parts - {"deepnmt"}
+
+
 def test_every_package_that_is_imported_is_required(wheel: Path) -> None:
-    """By the wheel's own list, extras included; what a requirement brings along counts only if it is listed."""
+    """By the wheel's own list; what a requirement brings along counts only if it is listed. What the head of a module
+    imports is required without any extra, and nothing is that no module imports."""
     with zipfile.ZipFile(wheel) as archive:
-        modules = [ast.parse(archive.read(name)) for name in archive.namelist() if name.endswith(".py")]
+        modules = {name: ast.parse(archive.read(name)) for name in archive.namelist() if name.endswith(".py")}
         [metadata] = [archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA")]
     lines = re.findall("^Requires-Dist: (.*)$", metadata, re.M)
     required = {canonicalize_name(Requirement(line).name) for line in lines}
-    imported = {name.partition(".")[0] for module in modules for node in ast.walk(module)
-                for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
-                             [node.module or "deepnmt"] if isinstance(node, ast.ImportFrom) else [])}
-    packages = packages_distributions()
-    parts = {"pydantic_core", "h11"}  # of pydantic and of uvicorn
-    for name in imported - sys.stdlib_module_names - parts - {"deepnmt"}:
-        assert {canonicalize_name(package) for package in packages.get(name, [name])} & required, name
+    always = {canonicalize_name(Requirement(line).name) for line in lines if "extra ==" not in line}
+    distributions = {name: set(map(canonicalize_name, found)) for name, found in packages_distributions().items()}
+    used: set[str] = set()
+    for file, module in modules.items():
+        everywhere, head = packages_in(ast.walk(module)), packages_in(module.body)
+        used |= everywhere
+        assert [name for name in everywhere if not distributions.get(name, {name}) & required] == [], file
+        if file.removeprefix("deepnmt/").removesuffix(".py") not in OF_EXTRAS:
+            assert [name for name in head if not distributions.get(name, {name}) & always] == [], file
+    assert always <= {package for name in used for package in distributions.get(name, {name})}
