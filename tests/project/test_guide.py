@@ -1,15 +1,23 @@
 """docs/guide/ quotes deepnmt correctly: its recipe is valid and has the printed sizes, and the messages that it
-explains exist. Its commands and links are tested in test_pages.py."""
+explains exist. Two of its pages and its launchers run from a wheel; test_pages.py tests links, and that every command
+is accepted."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+from installed import environment
 
 from deepnmt.cli import main
+from deepnmt.data.text import read_lines
+from deepnmt.processes.launch import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
@@ -43,3 +51,62 @@ def test_messages_that_the_guide_explains_exist() -> None:
     code = "\n".join(text for file in (ROOT / "deepnmt").rglob("*.py") for text in strings(file))
     pieces = [piece.strip(" ,") for words in quoted for piece in words.split("...")]
     assert quoted and [piece for piece in pieces if piece not in code] == []
+
+
+# Runs commands in one process, and tells which one failed.
+DRIVER = """
+import json, sys
+from deepnmt.cli import main
+for command, *words in json.loads(sys.argv[1]):
+    if code := main(command, words):
+        sys.exit(f"exit code {code}: {command} {words}")
+"""
+FEW = ["train.updates=2", "train.save_every=1", "train.validate_every=2", "schedule.warmup=1"]
+
+
+@pytest.fixture
+def place(prepared: Path, tmp_path: Path) -> Path:
+    """A folder with a small recipe my.yaml, whose data are prepared, and with the texts that the pages name."""
+    recipe = (prepared / "recipe.yaml").read_text(encoding="utf-8").replace(f"{prepared}/run", "runs/my")
+    (tmp_path / "my.yaml").write_text(recipe.replace("beam: 2", "beam: 5"), encoding="utf-8")
+    (tmp_path / "in.txt").write_text("the old dog sees the house\n\nthe cat sleeps\n", encoding="utf-8")
+    (tmp_path / "begin.txt").write_text("der\n\n\n", encoding="utf-8")
+    sides = [read_lines(prepared / "text" / f"train.{lang}") for lang in ("de", "en")]
+    (tmp_path / "all.tsv").write_text("".join(f"{de}\t{en}\n" for de, en in zip(*sides)), encoding="utf-8")
+    return tmp_path
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of the commands in a page's bash blocks, without what follows a `>` or a `#`."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (GUIDE / f"{page}.md").read_text(encoding="utf-8"), re.M | re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(re.split(r" [>#] ?", line)[0]) for line in lines]
+
+
+def test_two_pages_and_the_launchers_run_from_the_wheel(place: Path, installed: Path) -> None:
+    """In a new shell's environment, in their order."""
+    def run(*words: str | Path) -> None:
+        done = subprocess.run([*words], cwd=place, env=environment(installed), capture_output=True, text=True,
+                              timeout=600, check=False)
+        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+    def drive(page: str) -> int:
+        lines = [words[1:] for words in commands(page) if words[:1] == ["deepnmt"]]
+        for words in lines:
+            if words[0] == "train":
+                words += FEW
+            if "jsonl" in words:
+                words += ["--output", "nbest.jsonl"]
+        run(installed / "python", "-c", DRIVER, json.dumps(lines))
+        return len(lines)
+
+    assert drive("your_own_text") >= 9
+    for name in ("other", "baseline"):
+        shutil.copytree(place / "runs" / "my", place / "runs" / name)
+    assert drive("translate_and_score") >= 11
+    launched = [words for words in commands("cluster") if words[:1] in (["deepspeed"], ["torchrun"])]
+    assert [words[0] for words in launched] == ["deepspeed", "torchrun"]
+    for number, (launcher, *words) in enumerate(launched):
+        layout = [f"run=runs/{number}", "parallel.ds_config=ds_configs/zero1.json", *FEW]  # what $LAYOUT stands for
+        port = ["--master_port", str(free_port())]
+        run(installed / launcher, *port, *(word for word in words if word != "$LAYOUT"), *layout)
