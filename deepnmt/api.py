@@ -127,13 +127,14 @@ class Run:
             For each sentence at most `nbest` hypotheses, best first. Each has text, score, log-probability, number of
             tokens, and whether it ended by itself.
         """
-        recipe, texts, begins = self._searching(seed, settings), _texts(sentences, "sentences"), None
-        if prefixes is not None:
-            texts, begins = list(texts), list(_texts(prefixes, "prefixes"))
-            if len(begins) != len(texts):
-                raise UserError(f"there are {len(begins)} prefixes of {len(texts)} sentences; give one of each, an "
-                                "empty one where nothing is given")
-        return self._translate(texts, recipe, prefixes=begins)
+        recipe, texts = self._searching(seed, settings), _texts(sentences, "sentences")
+        if prefixes is None:
+            return self._translate(texts, recipe)
+        lines, begins = list(texts), list(_texts(prefixes, "prefixes"))
+        if len(begins) != len(lines):
+            raise UserError(f"there are {len(begins)} prefixes of {len(lines)} sentences; give one of each, an empty "
+                            "one where nothing is given")
+        return self._translate(lines, recipe, prefixes=begins)
 
     def stream(
         self, sentences: Iterable[str], *, ahead: int = 1, seed: int | None = None, **settings: Any
