@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deepnmt.checkpoint.checkpoint import TrainingState
+from deepnmt.checkpoint.state import SavedState
 from deepnmt.data.batching import START, Position
 from deepnmt.optim.scaler import ScalerState
 
@@ -62,16 +62,16 @@ class TrainState:
     warned: bool = False
     out_of_time: bool = False
 
-    def to_saved(self) -> TrainingState:
+    def to_saved(self) -> SavedState:
         """The form in which state.json holds it."""
         names = ("skipped", "target_tokens", "seconds", "validations", "interval", "data_fingerprint", "processes",
                  "warned")
         own = asdict(self)
-        return TrainingState(self.update, self.position.epoch, self.position.index, self.optimizer_step,
+        return SavedState(self.update, self.position.epoch, self.position.index, self.optimizer_step,
                              own["loss_scale"], self.best, {name: own[name] for name in names})
 
     @classmethod
-    def from_saved(cls, saved: TrainingState) -> TrainState:
+    def from_saved(cls, saved: SavedState) -> TrainState:
         """From the state.json of a run's checkpoint (not of an average)."""
         extra = saved.extra
         scale = saved.loss_scale
