@@ -7,7 +7,8 @@ the variance of all elements of sub-layer j's output after dropout, in fp32 and 
 
 `method`: as in the authors' code, each ω is in place before the next sub-layer is measured, so the network below is
 Admin already; or, in the words of the paper, all variances come from one forward pass with every ω at 1.
-`count_padding`: whether positions of padding count, too. In the authors' code they do; there the stack's input is 0.
+`count_padding`: whether positions of padding count, too. In the authors' code they do. There the stack's input is 0,
+and the decoder's self-attention does not see them, as no self-attention of the encoder does.
 `input_variance`: Var[F_0] is the variance of the stack's input, as in the authors' code, or 1, as in the paper.
 
 `B` sentences, `S` source length, `T` target length, `D` width.
@@ -19,8 +20,8 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,12 +127,15 @@ class _Flow:
         counted: boolean [B, T], the positions that count.
         context: the arguments of a layer between x and the dropout key.
         key: the dropout key.
+        visible: boolean [B, 1, T, T], the keys that each position of a decoder attends to in its own stack; None: all
+            up to itself, as in training, where what padding puts out has no effect.
     """
 
     x: Stream
     counted: Tensor
     context: tuple[Tensor | None, ...]
     key: int
+    visible: Tensor | None = None
 
 
 @torch.no_grad()
@@ -210,10 +214,12 @@ def _enter(
         ids, counted = trg_in, trg_out != PAD
         if side == "encoder":
             ids, counted = src, torch.arange(src.size(1), device=src.device) < lengths[:, None]
-        x = entry.to(batch.device)(table.to(batch.device)(ids), batch.key)
+        x, visible = entry.to(batch.device)(table.to(batch.device)(ids), batch.key), None
         if settings.count_padding:
+            if side == "decoder":
+                visible = counted[:, None, None] & counted.new_ones(x.size(1), x.size(1)).tril()
             x, counted = x * counted[..., None], torch.ones_like(counted)
-        flows.append(_Flow(x, counted, (*memory, key_mask(lengths, src.size(1), x.dtype)), batch.key))
+        flows.append(_Flow(x, counted, (*memory, key_mask(lengths, src.size(1), x.dtype)), batch.key, visible))
     return flows
 
 
@@ -255,13 +261,28 @@ def _measure_layer(layer: Layer, flows: list[_Flow], ranks: Ranks, variances: li
         outputs = []
         for number, flow in enumerate(flows):
             generator.set_state(dropout[number])
-            outputs.append(add(branches[number][i](flow.x)))
+            with _seeing(layer.get_submodule("self_attn"), flow.visible):
+                outputs.append(add(branches[number][i](flow.x)))
             dropout[number] = generator.get_state()
         if in_place:
             omega.fill_(omega_of(variances))
         for flow, output in zip(flows, outputs, strict=True):
             flow.x = block.join(i, cast(Tensor, flow.x), partial(_measured, output))
         variances.append(_variance([output[flow.counted] for flow, output in zip(flows, outputs, strict=True)], ranks))
+
+
+@contextmanager
+def _seeing(attention: nn.Module, visible: Tensor | None) -> Iterator[None]:
+    """While the context is open, a decoder's self-attention attends to `visible` keys alone; see `_Flow`."""
+    if visible is None:
+        yield
+        return
+    handle = attention.register_forward_pre_hook(lambda _m, given, _k: ((given[0], visible), {"causal": False}),
+                                                 with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _measured(output: Tensor, _x: Tensor) -> Tensor:

@@ -112,8 +112,15 @@ OPTIMIZERS: dict[str, Callable[[Groups, config.Optimizer, bool], torch.optim.Opt
 
 def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Keeps the running average of the weights in the optimizer's state, `ema`: after every step it becomes
-    decay · average + (1 - decay) · weights. Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by
-    Averaging, with exponential weights."""
+    decay · average + (1 - decay) · weights, from the initial weights on. Polyak and Juditsky 1992, Acceleration of
+    Stochastic Approximation by Averaging, with exponential weights."""
+    initial: dict[torch.Tensor, torch.Tensor] = {}  # until after the first step: before it Adam wants no state
+
+    @torch.no_grad()
+    def before(*_: Any) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if "ema" not in optimizer.state[p]:
+                initial[p] = p.detach().clone()
 
     @torch.no_grad()
     def after(*_: Any) -> None:
@@ -121,10 +128,11 @@ def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
         if all(p.grad is None for p in parameters):
             return  # an update that was dropped
         for p in parameters:
-            if "ema" not in optimizer.state[p]:
-                optimizer.state[p]["ema"] = p.detach().clone()
+            if p in initial:
+                optimizer.state[p]["ema"] = initial.pop(p)
         torch._foreach_lerp_([optimizer.state[p]["ema"] for p in parameters], parameters, 1 - decay)
 
+    optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
 
 

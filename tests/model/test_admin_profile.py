@@ -61,6 +61,11 @@ def omega_by_definition(input_variance: float, variances: list[float]) -> list[f
     return [1.0, *(math.sqrt(input_variance + sum(variances[:i])) for i in range(1, len(variances)))]
 
 
+def sees(real: torch.Tensor) -> torch.Tensor:
+    """[B, T] to [B, 1, T, T]: the keys up to each position, without padding."""
+    return real[:, None, None] & torch.ones(real.size(1), real.size(1), dtype=torch.bool).tril()
+
+
 def omega_of_whole_model(
     model: Model, data: list[Batch], omega: dict[str, float] | None = None, count_padding: bool = False
 ) -> dict[str, list[float]]:
@@ -81,6 +86,9 @@ def omega_of_whole_model(
         return output
 
     for name, module in built.named_modules():
+        if count_padding and name.startswith("decoder.") and name.endswith(".self_attn"):
+            module.register_forward_pre_hook(
+                lambda _m, given, _k: ((given[0], sees(real["decoder"])), {"causal": False}), with_kwargs=True)
         if ".rule.adds." in name or name in ("encoder.input", "decoder.input"):
             outputs[name] = []
             module.register_forward_hook(partial(seen, name))
@@ -158,6 +166,24 @@ def test_padding_counts_only_if_asked() -> None:
                 assert after[1] < 0.9 * before[1], "zeros at the stack's input"
             else:
                 assert after == pytest.approx(before, rel=1e-6)
+
+
+def test_where_padding_counts_the_decoders_self_attention_does_not_see_it() -> None:
+    """As in the authors' code. Only what padding puts out itself can show it: F_1 by hand, in plain operations."""
+    model = shape(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, layers=(1, 1))
+    built, data = new_model(model, VOCAB, VOCAB, SEED), batches(extra=2)
+    attention, inputs, outputs = built.decoder.layers[0].self_attn, [], []
+    for batch in data:
+        _, _, trg_in, trg_out = batch.tensors
+        real = trg_out != PAD
+        x = built.decoder.input(built.table("trg")(trg_in)) * real[..., None]
+        q, k, v = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in attention.qkv(x).chunk(3, -1))
+        scores = (q @ k.transpose(2, 3) / math.sqrt(8)).masked_fill(~sees(real), -torch.inf)
+        inputs.append(x.flatten(0, 1))
+        outputs.append(attention.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)).flatten(0, 1))
+    variances = [torch.cat(parts).double().var(correction=0).item() for parts in (inputs, outputs)]
+    found = measure(model, VOCAB, VOCAB, SEED, data, settings=Admin(count_padding=True)).decoder
+    assert found[1] == pytest.approx(math.sqrt(sum(variances)), rel=1e-6)
 
 
 def test_dropout_is_on_and_depends_on_key_and_seed() -> None:

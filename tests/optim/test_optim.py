@@ -359,6 +359,23 @@ def test_sgd_is_the_sum_of_gradients() -> None:
     assert set(saved) == {f"{key}.momentum_buffer" for key in weights}
 
 
+@pytest.mark.parametrize("name", ["adam", "radam", "sgd"])
+def test_the_running_average_begins_with_the_initial_weights(name: Name) -> None:
+    """Of an optimizer alone, which no engine has filled: average <- 0.7 average + 0.3 weights from the first step on,
+    and not in a step without gradients, which an update is that was dropped."""
+    recipe = with_settings(recipe_of({"name": name}), {"train.ema": 0.7})
+    parameters = {"encoder.layers.0.ffn.fc1.weight": torch.nn.Parameter(torch.ones(4, 4))}
+    weight, = parameters.values()
+    optimizer, average = build_optimizer(parameters, recipe), weight.detach().clone()
+    for update in range(4):
+        weight.grad = None if update == 1 else torch.full((4, 4), 1.0 + update)
+        optimizer.step()
+        if weight.grad is not None:
+            average = 0.7 * average + 0.3 * weight.detach()
+        torch.testing.assert_close(optimizer.state[weight]["ema"], average)
+    assert not torch.equal(average, torch.ones(4, 4))
+
+
 @pytest.mark.parametrize(("settings", "kept"), [
     ({"name": "adam"}, ["exp_avg", "exp_avg_sq"]),
     ({"name": "radamw"}, ["exp_avg", "exp_avg_sq"]),
