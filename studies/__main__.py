@@ -403,8 +403,29 @@ def collapse(words: list[str]) -> None:
     print(run_draws(recipe, args.runs, args.count, args.seconds))
 
 
+def equal_systems(words: list[str]) -> None:
+    """Count how often two equal systems are called different."""
+    parser = plain_parser(
+        "equal-systems",
+        "Makes pairs of equal systems from a text: each sentence is its own reference, and each system drops words of\n"
+        "it at random. Prints in how many of the pairs p is below 0.05, which should be 5 %: that of evaluate, and\n"
+        "that of SacreBLEU's paired bootstrap.",
+        "python -m studies equal-systems data/multi30k/text/train.en --pairs 1000 --sentences 250",
+    )
+    parser.add_argument("text", type=Path, metavar="TEXT", help="a sentence a line, in English")
+    add_options(parser, ("--pairs", "N", int, 1000, "default 1000"),
+                ("--sentences", "N", int, 250, "of each pair's test set (default 250)"),
+                ("--metric", "NAME", str, "bleu", "of deepnmt evaluate (default bleu)"))
+    args = parser.parse_args(words)
+    positive(args, "pairs", "sentences")
+    from studies.equal_systems import count_stars
+
+    print(count_stars(args.text, args.pairs, args.sentences, args.metric))
+
+
 STUDIES: dict[str, Command] = {
     "compare": compare,
+    "equal-systems": equal_systems,
     "admin-profile": admin_profile,
     "verdict-runs": verdict_runs,
     "reproduce": reproduce,

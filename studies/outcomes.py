@@ -21,12 +21,14 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 from deepnmt.doctor.outcome import MARGIN
+from deepnmt.evaluate.significance import Difference, difference
 from deepnmt.files import markdown_table
 from studies.plots import Panel
 from studies.runs import Record
-from studies.scores import Difference, difference, surprising, unpack
+from studies.scores import bleu, surprising, unpack, with_totals
 from studies.variants import REFERENCE, Variant
 
+TRIALS = 1000  # of a test, for each pair of runs
 INTERVAL = 10  # updates per point of a curve: their mean loss
 
 
@@ -97,9 +99,9 @@ def table(records: Sequence[Record]) -> str:
     if seeds > 1:
         notes += f" Mean ± standard deviation of up to {seeds} seeds."
     if any(each.get("tests") for each in records):
-        notes += (" Test sets: BLEU, and the difference from the first block that was named, with p of the paired "
-                  "bootstrap over sentences, seeds' variance added; * where it stands for all rows together (p < 0.05, "
-                  "Holm).")
+        notes += (" Test sets: BLEU, and the difference from the first block that was named, with p by approximate "
+                  "randomization of sentences, seeds' variance added; * where it stands for all rows together (p < "
+                  "0.05, Holm).")
     return "\n\n".join([*parts, notes])
 
 
@@ -130,10 +132,10 @@ def _group_table(group: _Group) -> str:
 
 def _differences(group: _Group, test: str) -> dict[str, tuple[Difference, bool]]:
     """For each block but the first: its difference from it on a test set, and whether it stands for all together."""
-    counts = {name: [unpack(run["tests"][test]["counts"]) for run in runs if test in run.get("tests", {})]
+    counts = {name: [with_totals(unpack(run["tests"][test]["counts"])) for run in runs if test in run.get("tests", {})]
               for name, runs in group.runs.items()}
     first, *others = (name for name, runs in counts.items() if runs)
-    found = [difference(counts[name], counts[first]) for name in others]
+    found = [difference(counts[name], counts[first], bleu, TRIALS) for name in others]
     return dict(zip(others, zip(found, surprising([each.p for each in found]), strict=True), strict=True))
 
 

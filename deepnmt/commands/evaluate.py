@@ -20,7 +20,7 @@ def evaluate(words: list[str]) -> None:
         "evaluate",
         "Translates the recipe's test sets (or those of --test) and scores the result. Further runs are compared with\n"
         "the first on its test sets. With --hypotheses it scores ready translations instead, and compares several\n"
-        "systems. Scores are SacreBLEU's, each with its signature; systems are compared by paired bootstrap.\n\n"
+        "systems. Scores are SacreBLEU's, each with its signature; p is by approximate randomization.\n\n"
         "Reads a checkpoint of the run and the test sets. Prints a table and writes RUN/scores.json; scores of other\n"
         "test sets, checkpoints, runs or settings go into a file beside it. Sources, references and translations are\n"
         "kept in a folder of the file's name, as NAME.src, NAME.ref and NAME.hyp.\n"
@@ -37,7 +37,7 @@ def evaluate(words: list[str]) -> None:
         "wmt14/full; repeat it for several (default: all of data.test)")
     add("--hypotheses", action="append", metavar="SYSTEM=FILE[,FILE...]",
         help="score these translations of the test sets, a file for each set; repeat it to compare systems with the "
-        "first one by paired bootstrap")
+        "first one")
     add("--metric", action="append", choices=list(METRICS), metavar="NAME",
         help=f"{either(list(METRICS))}, the last two BLEU over FLORES's pieces, whose vocabulary "
         "SacreBLEU downloads; repeat it for several (default: bleu, chrf and ter)")

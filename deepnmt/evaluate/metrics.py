@@ -1,7 +1,8 @@
 """SacreBLEU scores, their table, and the comparison of systems.
 
 Text is scored detokenised and cased. Several test sets make one table with their average (as Table 1 of Takase et al.
-2022, B2T Connection); systems are compared by paired bootstrap resampling (Koehn 2004).
+2022, B2T Connection). Systems are compared by approximate randomization (`significance.py`); SacreBLEU's paired
+bootstrap, which papers quote, stands beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sacrebleu.utils import SACREBLEU_DIR
 
 from deepnmt.config.choices import METRICS
 from deepnmt.errors import UserError
+from deepnmt.evaluate.significance import difference, score_of, sentence_statistics
 from deepnmt.files import table
 from deepnmt.progress import Progress, no_progress
 
@@ -73,7 +75,9 @@ class Comparison:
 
     Attributes:
         difference: the system's score minus the baseline's.
-        p_value: the probability of a difference as large between equal systems.
+        p_value: the probability of a difference as large, in either direction, between equal systems.
+        sacrebleu_p_value: what SacreBLEU's paired bootstrap prints as p. It is not that probability: of equal systems
+            more than a tenth get one below 0.05 (docs/guide/comparing.md has the figure).
         mean, interval: 95 % of the system's scores over the resamples lie within mean ± interval.
     """
 
@@ -83,6 +87,7 @@ class Comparison:
     baseline: str
     difference: float
     p_value: float
+    sacrebleu_p_value: float
     mean: float
     interval: float
     signature: str
@@ -133,10 +138,11 @@ class Report:
             signatures = dict.fromkeys(s.signatures[metric] for by_set in self.scores.values() for s in by_set.values())
             blocks.append("\n".join([table(rows), *(f"{name}|{signature}" for signature in signatures)]))
         if self.comparisons:
-            lines = ["paired bootstrap, * where p < 0.05"]
+            lines = ["approximate randomization, * where p < 0.05; in brackets p of SacreBLEU's paired bootstrap"]
             for c in self.comparisons:
                 lines.append(f"{c.test_set}: {METRICS[c.metric].line} of {c.system} is {c.difference:+.2f} against "
-                             f"{c.baseline}, p = {c.p_value:.4f}{'*' if c.p_value < 0.05 else ''}")
+                             f"{c.baseline}, p = {c.p_value:.4f}{'*' if c.p_value < 0.05 else ''} "
+                             f"({c.sacrebleu_p_value:.4f})")
             blocks.append("\n".join(lines))
         return "\n\n".join(blocks)
 
@@ -205,23 +211,25 @@ def score_lines(
 def compare(
     systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str, metrics: Sequence[str] = USUAL
 ) -> list[Comparison]:
-    """Compares every system with the first on one test set: 1,000 resamples, SacreBLEU's seed ($SACREBLEU_SEED).
+    """Compares every system with the first on one test set, by `significance.difference` and by SacreBLEU's bootstrap,
+    which has 1,000 resamples and SacreBLEU's seed ($SACREBLEU_SEED).
 
     The systems must have as many lines as the test set (see `score_lines`).
     """
-    named = {METRICS[metric].line: scorer for metric, scorer in make_scorers(lang, metrics).items()}
+    scorers = make_scorers(lang, metrics)
+    named = {METRICS[metric].line: scorer for metric, scorer in scorers.items()}
     signatures, scored = PairedTest(list(systems.items()), named, test.references, test_type="bs")()
     results: dict[str, list[Any]] = dict(scored)
     baseline, *others = systems
     comparisons = []
-    for metric in metrics:
+    for metric, scorer in scorers.items():
+        first, *rest = (sentence_statistics(scorer, lines, test.references) for lines in systems.values())
         name = METRICS[metric].line
-        first, *rest = results[name]
-        for system, result in zip(others, rest, strict=True):
-            difference = float(result.score - first.score)
-            p_value = float(result.p_value) if difference else 1.0  # SacreBLEU gives 1/1001 for equal systems
-            comparisons.append(Comparison(test.name, metric, system, baseline, difference, p_value, float(result.mean),
-                                          float(result.ci), str(signatures[name])))
+        for system, statistics, bootstrap in zip(others, rest, results[name][1:], strict=True):
+            found = difference([statistics], [first], score_of(scorer))
+            comparisons.append(Comparison(test.name, metric, system, baseline, found.value, found.p,
+                                          float(bootstrap.p_value), float(bootstrap.mean), float(bootstrap.ci),
+                                          str(signatures[name])))
     return comparisons
 
 

@@ -169,7 +169,7 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
         parts.append(html_table(rows))
         parts += [f"<p><small>{METRICS[metric].line}|{escape(signature)}</small></p>" for signature in signatures]
     if runs[1:]:
-        rows = [["", "difference", "p"]]
+        rows = [["", "difference", "p", "SacreBLEU's p"]]
         steps = [(name, metric) for name in names for metric in metrics]
         line = f"comparing: {{:,}} of {len(steps)} test sets and metrics"
         with show_progress(line, total=len(steps), desc="comparing", leave=False) as progress:
@@ -177,10 +177,13 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
                 systems = {label: run.translations[name] for run, label in zip(runs, labels, strict=True)}
                 test = runs[0].sets[name]
                 c, = compare(systems, test, test.lang or "", [metric])
-                rows.append([f"{name}, {METRICS[metric].line}", f"{c.difference:+.2f}", f"{c.p_value:.4f}"])
+                rows.append([f"{name}, {METRICS[metric].line}", f"{c.difference:+.2f}", f"{c.p_value:.4f}",
+                             f"{c.sacrebleu_p_value:.4f}"])
                 progress(done)
-        parts.append(f"<h3>{escape(labels[1])} against {escape(labels[0])}</h3><p>Paired bootstrap resampling: p is "
-                     "the probability of a difference as large between equal systems.</p>")
+        parts.append(f"<h3>{escape(labels[1])} against {escape(labels[0])}</h3><p>p, by approximate randomization, is "
+                     "the probability of a difference as large, in either direction, between equal systems. "
+                     "SacreBLEU's p is what its paired bootstrap prints; it is below 0.05 for more than a tenth of "
+                     "equal systems.</p>")
         parts.append(html_table(rows))
     return parts
 

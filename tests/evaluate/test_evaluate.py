@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import sacrebleu
 import tiny_run
 from ranks import played
 from refusals import user_error
+from sacrebleu.significance import PairedTest
 
 from deepnmt import config
 from deepnmt.arguments import expected_model
@@ -25,7 +27,8 @@ from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.decode.translate import translate_files, translate_lines
 from deepnmt.evaluate.evaluate import evaluate_run, load_test_sets, read_systems, scores_file
-from deepnmt.evaluate.metrics import EvaluationSet, compare, score_lines, score_systems
+from deepnmt.evaluate.metrics import EvaluationSet, compare, make_scorers, score_lines, score_systems
+from deepnmt.evaluate.significance import difference, score_of, sentence_statistics
 from deepnmt.export.post_ln import fold_run
 from deepnmt.model.transformer import Transformer
 
@@ -118,7 +121,7 @@ def _texts(lines: int) -> tuple[EvaluationSet, list[str], list[str]]:
     return EvaluationSet("t", list(reference), [reference]), good, bad
 
 
-def test_paired_bootstrap_distinguishes_better_from_equal() -> None:
+def test_a_test_distinguishes_better_from_equal() -> None:
     test, good, bad = _texts(60)
     report = score_systems({"bad": [bad], "good": [good], "again": [bad]}, [test], "de")
     found = {(c.metric, c.system): c for c in report.comparisons}
@@ -127,7 +130,7 @@ def test_paired_bootstrap_distinguishes_better_from_equal() -> None:
         better, same = found[metric, "good"], found[metric, "again"]
         values = {system: report.scores[system]["t"].values[metric] for system in ("good", "bad")}
         assert better.difference == pytest.approx(values["good"] - values["bad"], abs=1e-9)
-        assert better.difference * sign > 1 and better.p_value < 0.01
+        assert better.difference * sign > 1 and better.p_value < 0.01 and better.sacrebleu_p_value < 0.01
         assert abs(better.mean - values["good"]) < better.interval
         assert (same.difference, same.p_value) == (0.0, 1.0)
     assert "|bs:1000|seed:12345|" in found["bleu", "good"].signature
@@ -138,6 +141,36 @@ def test_a_difference_in_one_line_of_many_is_chance() -> None:
     test, good, _ = _texts(60)
     (bleu, *_) = compare({"a": good, "b": [good[0].replace("Hund", "Hut"), *good[1:]]}, test, "de")
     assert bleu.difference < 0 and bleu.p_value > 0.05
+
+
+def test_p_is_the_chance_of_equal_systems() -> None:
+    """Of 300 pairs of equal systems 15 should have p < 0.05, by chance 5 to 27; SacreBLEU's bootstrap gives it to
+    more. `python -m studies equal-systems` does the same with all trials on a real text."""
+    scorer, stars, bootstrap = make_scorers("en")["bleu"], 0, 0
+    words = ["a", "man", "in", "red", "walks", "his", "dog", "along", "the", "beach"]
+    for pair in range(300):
+        draw = random.Random(pair)
+        references = [" ".join(draw.choices(words, k=9))
+                      for _ in range(40)]
+        systems = [[" ".join(word for word in line.split() if draw.random() > 0.2) for line in references]
+                   for _ in range(2)]
+        one, other = (sentence_statistics(scorer, lines, [references]) for lines in systems)
+        stars += difference([one], [other], score_of(scorer), trials=100).p < 0.05
+        test = PairedTest(list(zip("ab", systems, strict=True)), {"m": scorer}, [references], "bs", n_samples=100)
+        bootstrap += test()[1]["BLEU"][1].p_value < 0.05
+    assert 5 <= stars <= 27 < bootstrap, (stars, bootstrap)
+
+
+def test_p_is_that_of_sacrebleus_approximate_randomization() -> None:
+    """Two generators of random numbers, 10,000 trials each: three standard deviations are 0.02 at most."""
+    test, good, _ = _texts(60)
+    other = [line.replace("das", "die") if i % 7 else line.replace(" ", " sehr ", 1) for i, line in enumerate(good)]
+    systems = {"good": good, "other": other}
+    for metric, scorer in make_scorers("de").items():
+        _, scored = PairedTest(list(systems.items()), {"m": scorer}, test.references, test_type="ar")()
+        theirs = [results[1].p_value for name, results in scored.items() if name != "System"]
+        found, = compare(systems, test, "de", [metric])
+        assert [found.p_value] == pytest.approx(theirs, abs=0.02), metric
 
 
 # -- test sets ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from studies.scores import Counts, bleu, difference, pack, sentence_counts, surprising, unpack, with_totals
+from deepnmt.evaluate.significance import difference
+from studies.scores import Counts, bleu, pack, sentence_counts, surprising, unpack, with_totals
 
 WORDS = ["a", "man", "in", "red", "shirt", "walks", "his", "dog", "along", "the", "beach", "while", "two", "girls"]
 
@@ -34,14 +35,14 @@ def test_counts_give_sacrebleus_score() -> None:
 
 
 def systems(draw: np.random.Generator, runs: int, hard: np.ndarray, quality: float, scatter: float) -> list[Counts]:
-    """The counts of several runs of a block: `hard` is the share of tokens that a typical run gets wrong in each
-    sentence, `quality` what this block adds to the share it gets right, `scatter` the deviation between its seeds."""
+    """The counts with totals of several runs of a block: `hard` is the share of tokens that a typical run gets wrong in
+    each sentence, `quality` what this block adds to the share it gets right, `scatter` the seeds' deviation."""
     lengths = 8 + np.arange(len(hard)) % 9
     made = []
     for _ in range(runs):
         right = np.clip(1 - hard + quality + scatter * draw.standard_normal(), 0.02, 0.98)
         shared = [draw.binomial(np.maximum(lengths - n, 0), right ** (n + 1)) for n in range(4)]
-        made.append(np.stack([lengths, lengths, *shared], axis=1))
+        made.append(with_totals(np.stack([lengths, lengths, *shared], axis=1)))
     return made
 
 
@@ -53,7 +54,7 @@ def test_equal_blocks_are_seldom_called_different(runs: int) -> None:
     for _ in range(50):
         hard = draw.uniform(0.2, 0.6, 150)
         first, second = (systems(draw, runs, hard, 0.0, 0.015) for _ in range(2))
-        wrong += difference(second, first, resamples=60).p < 0.05
+        wrong += difference(second, first, bleu, trials=60).p < 0.05
     assert wrong < 5
 
 
@@ -62,7 +63,8 @@ def test_different_blocks_are_called_different() -> None:
     right = 0
     for _ in range(20):
         hard = draw.uniform(0.2, 0.6, 150)
-        found = difference(systems(draw, 3, hard, 0.08, 0.01), systems(draw, 3, hard, 0.0, 0.01), resamples=60)
+        found = difference(systems(draw, 3, hard, 0.08, 0.01), systems(draw, 3, hard, 0.0, 0.01), bleu,
+                           trials=60)
         right += found.p < 0.05 and found.value > 0
     assert right > 16
 
@@ -71,11 +73,11 @@ def test_differences_in_special_cases() -> None:
     draw = np.random.default_rng(9)
     hard = draw.uniform(0.2, 0.6, 60)
     [one] = systems(draw, 1, hard, 0.0, 0.0)
-    same = difference([one], [one])
+    same = difference([one], [one], bleu)
     assert (same.value, same.p) == (0.0, 1.0)
     [better] = systems(draw, 1, hard, 0.2, 0.0)  # one run each: the sentences alone are chance
-    assert difference([better], [one]).p < 0.01
-    assert difference([better], [one]).value == -difference([one], [better]).value
+    assert difference([better], [one], bleu).p < 0.01
+    assert difference([better], [one], bleu).value == -difference([one], [better], bleu).value
 
 
 def test_holm() -> None:
