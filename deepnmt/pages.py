@@ -18,13 +18,21 @@ table.sentences{width:100%}table.sentences tr.first td{border-top:1px solid #ddd
 table.sentences td.label{color:#666;white-space:nowrap;width:6rem}
 mark{background:#f9dcc9;color:inherit}small{color:#666}
 .verdict{padding:.8rem 1rem;overflow-wrap:anywhere;border-left:.4rem solid #767676;background:#f5f5f5}
-.yes{border-color:#009E73}.no{border-color:#D55E00}li{margin:.1rem 0}"""
+.yes{border-color:#009E73}.no{border-color:#D55E00}li{margin:.1rem 0}
+code{font-size:.9em;background:#f5f5f5;padding:.1rem .3rem}td.bar{min-width:8rem;white-space:nowrap}
+td.bar span{display:inline-block;height:.7rem;margin-right:.4rem;background:#0072B2}
+details{border-top:1px solid #ddd;padding:.5rem 0}summary{cursor:pointer}details details{margin-left:1rem}"""
 
 
 def page(title: str, parts: Sequence[str]) -> str:
     """A whole page of parts, each HTML."""
     return (f"<!doctype html><html lang='en'><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
             f"<title>{escape(title)}</title><style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n")
+
+
+def folded(title: str, parts: Sequence[str]) -> str:
+    """Parts, each HTML, of which only the title is shown until a reader opens them."""
+    return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
 
 
 def picture(file: Path, title: str) -> str:

@@ -37,8 +37,8 @@ def count_stars(text: Path, pairs: int, sentences: int, metric: str) -> str:
         stars[0] += found.p_value < LEVEL
         stars[1] += found.sacrebleu_p_value < LEVEL
     own, bootstrap = (f"{100 * count / pairs:.1f} %" for count in stars)
-    return (f"{pairs:,} pairs of equal systems on {sentences:,} sentences, {METRICS[metric].line}: p < {LEVEL} in {own} by "
-            f"approximate randomization, in {bootstrap} by SacreBLEU's paired bootstrap")
+    return (f"{pairs:,} pairs of equal systems on {sentences:,} sentences, {METRICS[metric].line}: p < {LEVEL} "
+            f"in {own} by approximate randomization, in {bootstrap} by SacreBLEU's paired bootstrap")
 
 
 def _damaged(line: str, draw: random.Random) -> str:

@@ -52,7 +52,16 @@ from deepnmt.doctor.outcome import Outcome, frequencies, measure_outcome
 from deepnmt.doctor.page import summary, write_page
 from deepnmt.doctor.probes import plain_loss
 from deepnmt.doctor.variants import alternatives, fresh_model
-from deepnmt.doctor.verdict import SHIPPED, TRIAL, Trial, VerdictRule, cut_batch, features, run_trial
+from deepnmt.doctor.verdict import (
+    SHIPPED,
+    TRIAL,
+    Trial,
+    VerdictRule,
+    cut_batch,
+    expected_rank,
+    features,
+    run_trial,
+)
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.folders import DamagedFolder, original_name
@@ -65,6 +74,7 @@ from deepnmt.parallel.local import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
 from deepnmt.training.profile import profile_for
+from deepnmt.training.source_use import collapse_note, measure_source_use
 
 MAX_LOST = 0.5  # of a layer's gradients; fp16 is predicted to fail above it; chosen by hand, not fitted
 LOSS_SCALE = 128.0  # of the fp16 measurement, where the layout is not fp16
@@ -280,6 +290,8 @@ def examine(
         clock.show("what the model does with its source")
         findings["outcome"] = outcome_of(subject)
         findings["faults"] += wrong_outputs(model, batch)
+        if (note := findings["outcome"]["collapse"]) and not any(f.startswith("collapse") for f in findings["faults"]):
+            findings["faults"].append(f"collapse: {note}")
     return findings
 
 
@@ -384,9 +396,12 @@ def outcome_of(subject: Subject) -> dict[str, Any]:
     """The measured outcome of a checkpoint."""
     recipe, data = subject.recipe, subject.data
     valid = data.split("valid").truncated(recipe.model.max_length)
-    measured = measure_outcome(LocalEngine(subject.model, recipe, subject.batch.device).evaluate, valid,
-                               frequencies(data.split("train"), subject.vocabs[1]), subject.batch.device)
-    return {**asdict(measured), "gain": measured.gain, "outcome": measured.outcome}
+    device = subject.batch.device
+    engine = LocalEngine(subject.model, recipe, device)
+    measured = measure_outcome(engine.evaluate, valid, frequencies(data.split("train"), subject.vocabs[1]), device)
+    use = measure_source_use(engine, recipe, valid, range(len(valid)), Ranks.alone(device))
+    return {**asdict(measured), "gain": measured.gain, "outcome": measured.outcome, "source": asdict(use),
+            "collapse": collapse_note(recipe, use)}
 
 
 def judge(
@@ -407,30 +422,36 @@ def judge(
     needed = 1.1 * (clock.elapsed - begun)  # a tenth for another model's weights, and for the page at the end
     values = features(trial, recipe, after, data_world)
     verdict = rule.judge(values)
+    rated = {number: features(trial, recipe, number, data_world) for number in course(after)}
     fp16 = fp16_fault(subject, half) if precision == "fp16" else None
     instead: dict[str, dict[Outcome, float]] = {}
+    others: dict[str, Trial] = {}
     left_out: list[str] = []
     if fp16 is not None:
         instead["parallel.precision=bf16"] = verdict.probabilities
     if verdict.outcome != "translates":
         for longer in (factor * recipe.train.updates for factor in _LONGER):
-            other = with_settings(recipe, {"train.updates": longer})
-            instead[f"train.updates={longer}"] = rule.probabilities(features(trial, other, longer, data_world))
+            later = features(trial, with_settings(recipe, {"train.updates": longer}), longer, data_world)
+            if rule.reaches(later):
+                instead[f"train.updates={longer}"] = rule.probabilities(later)
         for name, other in alternatives(recipe).items():
             if clock.elapsed + needed > clock.seconds:
                 left_out.append(name)
                 continue
             print_status(f"a trial with {name} instead, after {clock.elapsed:.0f} s")
             profile = subject.profile if other.model == recipe.model else None
-            tried = _trial(subject, other, _fresh(other, subject.vocabs, subject.batch, profile))
-            instead[name] = rule.probabilities(features(tried, other, after, data_world))
+            others[name] = _trial(subject, other, _fresh(other, subject.vocabs, subject.batch, profile))
+            instead[name] = rule.probabilities(features(others[name], other, after, data_world))
+    ranked = sorted(others, key=lambda name: -expected_rank(instead[name]))
+    best = [name for name in ranked[:1] if expected_rank(instead[name]) > expected_rank(verdict.probabilities)]
     return {
         "outcome": verdict.outcome if fp16 is None else "stuck", "probabilities": verdict.probabilities,
         "expected": {"below the frequencies": verdict.drop, "gain": verdict.gain},
         "updates": after, "reasons": verdict.reasons, "fp16": fp16, "features": values, "trial": asdict(trial),
-        "course": {number: rule.probabilities(features(trial, recipe, number, data_world)) for number in course(after)},
+        "course": {number: rule.probabilities(each) for number, each in rated.items()
+                   if number == after or rule.reaches(each)},
         "outside": rule.unseen(recipe, precision) + verdict.outside, "rule": rule.facts, "instead": instead,
-        "left out": left_out, "faults": faults,
+        "best": {name: asdict(others[name]) for name in best}, "left out": left_out, "faults": faults,
     }
 
 

@@ -104,8 +104,12 @@ def wrong_outputs(model: Transformer, batch: Batch) -> list[str]:
     real, dead = real_positions(batch), []
     outputs = outputs_of(model.eval(), batch)
     if collapsed := [side for side in SIDES if token_similarity(outputs[side][0]) > _COLLAPSED]:
-        return [f"collapse: the {' and the '.join(collapsed)} put out nearly the same vector at every position; the "
-                "rate is too high, or the warm-up too short for this depth and block"]
+        remedy = "; the rate is too high, or the warm-up too short for this depth and block"
+        if collapsed == ["encoder"]:
+            remedy = (", so there is no source to read; lower the encoder's learning rate alone, "
+                      "'optimizer.lr_factors={encoder: 0.1}'")
+        return [f"collapse: the {' and the '.join(collapsed)} collapsed and put out nearly the same vector at every "
+                f"position{remedy}"]
 
     def look(name: str, side: Side, inputs: Tensor, output: Tensor) -> None:
         if _variance(inputs[real[side]]) > _VARIES and _variance(output[real[side]]) < _CONSTANT:

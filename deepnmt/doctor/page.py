@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Any
 
 from deepnmt.doctor import plots
 from deepnmt.doctor.outcome import OUTCOMES, WORDS
+from deepnmt.doctor.verdict import expected_rank
 from deepnmt.model.blocks import SIDES
-from deepnmt.pages import page, picture
+from deepnmt.pages import folded, page, picture
 
 Findings = Mapping[str, Any]
+_SHOWN = 5  # changes
 _NO_RULE = "none: this version has no verdict rule; fit one with python -m studies verdict-runs and give it with --rule"
 UNKNOWABLE = (
     "how good the translations get: a model that has begun to read its source counts as translating",
@@ -78,9 +80,16 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
         rows.append(("outcome", f"{WORDS[outcome['outcome']]}: validation loss {outcome['own']:.3f} nats a target "
                                 f"token, {outcome['gain']:+.3f} with shuffled sources; the tokens' frequencies alone "
                                 f"have {outcome['frequencies']:.3f}"))
+        use = outcome["source"]
+        rows.append(("source", f"{100 * use['encoder_common']:.0f} % of the encoder's output is one common vector; "
+                               f"cross-attention has {100 * use['cross_attention_entropy']:.0f} % of its largest "
+                               "entropy"))
     rows.append(("faults", "; ".join(findings["faults"]) or "none of those that are looked for"))
     if "verdict" in findings:
         rows.append(("verdict", _verdict_words(findings["verdict"]) if findings["verdict"] else _NO_RULE))
+    if findings.get("verdict") and findings["verdict"]["best"]:
+        name, = findings["verdict"]["best"]
+        rows.append(("better", f"{name}: {_probabilities(findings['verdict']['instead'][name])}"))
     return rows
 
 
@@ -100,54 +109,139 @@ def _probabilities(probabilities: Mapping[str, float]) -> str:
                      for name in sorted(OUTCOMES, key=lambda name: -probabilities[name]))
 
 
+def _changes(verdict: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
+    """Changes that were rated, the most promising first."""
+    return sorted(verdict["instead"].items(), key=lambda item: -expected_rank(item[1]))
+
+
 # -- pictures and page -------------------------------------------------------------------------------------------------
 
 
 def write_page(findings: Findings, folder: Path) -> Path:
-    """Writes the pictures into `folder`, and `diagnosis.html` with all of them; returns the path of the page."""
-    about = findings["about"]
-    parts = [f"<h1>Diagnosis: encoder of {escape(about['encoder'])}; decoder of {escape(about['decoder'])}</h1>"]
-    if findings.get("verdict"):
-        parts.append(_verdict_box(findings["verdict"]))
+    """Writes the pictures into `folder`, and `diagnosis.html` with all of them; returns the path of the page.
+
+    The page begins with the answer, what to change and the course of the trial. The rest is folded away.
+    """
+    about, verdict, outcome = findings["about"], findings.get("verdict"), findings.get("outcome")
+    parts = ["<h1>Does it learn to translate?</h1>", f"<p><small>Encoder of {escape(about['encoder'])}; decoder of "
+             f"{escape(about['decoder'])}; width {about['width']}, {about['parameters']:,} parameters; peak rate "
+             f"{about['learning rate']:g}, warm-up of {about['warm-up']:,} updates</small></p>"]
+    if verdict:
+        parts += [_box(verdict["outcome"], _answer(verdict)), *_remedies(verdict), *_trial(verdict, folder)]
+    elif outcome:
+        parts.append(_box(outcome["outcome"], [_MEASURED[outcome["outcome"]].format(gain=max(outcome["gain"], 0.0)),
+                                               *map(_sentence, findings["faults"])]))
+    if verdict:
+        parts += _background(verdict)
     rows = "".join(f"<tr><th>{escape(title)}</th><td>{escape(text)}</td></tr>" for title, text in _rows(findings))
-    parts.append(f"<table>{rows}</table>")
+    sections = [f"<table>{rows}</table>"]
     for name, title, text, plot in _sections(findings):
         plot(folder / f"{name}.png")
-        parts.append(f"<h2>{title}</h2><p>{escape(text)}</p>{picture(folder / f'{name}.png', title)}")
+        sections.append(f"<h2>{title}</h2><p>{escape(text)}</p>{picture(folder / f'{name}.png', title)}")
+    parts.append(folded("All measurements of the model, with pictures", sections))
     file = folder / "diagnosis.html"
     file.write_text(page("Diagnosis", parts), encoding="utf-8")
     return file
 
 
-def _verdict_box(verdict: Mapping[str, Any]) -> str:
-    rule = verdict["rule"]
-    words = _verdict_words(verdict)
-    lines = [f"<b>{escape(words[0].upper() + words[1:])}.</b>"]
-    if "runs" in rule:
-        lines.append(f" The rule was fitted on {rule['runs']} runs of small models. On other texts, depths and blocks "
-                     f"than those of its fit it was right on {100 * min(rule['held_out'].values()):.0f} to "
-                     f"{100 * max(rule['held_out'].values()):.0f} %.")
-    rated = sorted(verdict["instead"].items(), key=lambda item: -expected_rank(item[1]))
-    for title, items in (
-        ("By the number of updates", [f"after {int(number):,}: {_probabilities(probabilities)}"
-                                      for number, probabilities in verdict["course"].items()]),
-        ("What counts most, against an average run", verdict["reasons"]),
-        ("This recipe is unlike the runs that the rule was fitted on, so trust the prediction less",
-         verdict["outside"]),
-        ("The same, if one setting is changed, the most promising first",
-         [f"{name}: {_probabilities(probabilities)}" for name, probabilities in rated]),
-        ("Not tried, because time was up; set --minutes higher", verdict["left out"]),
-        ("What no prediction of this kind can know", UNKNOWABLE),
+def _box(outcome: str, sentences: Sequence[str]) -> str:
+    first, *rest = map(escape, sentences)
+    kind = "yes" if outcome == "translates" else "no"
+    return f"<div class='verdict {kind}'><b>{first}</b> {' '.join(rest)}</div>"
+
+
+_PREDICTED = {
+    "stuck": "No: after {updates:,} updates it will probably be stuck or have diverged ({sure}), knowing no more than "
+             "how frequent each word is.",
+    "target only": "No: after {updates:,} updates it will probably know the target language alone ({sure}), and not "
+                   "read its source.",
+    "translates": "Yes: after {updates:,} updates it will probably have begun to translate ({sure}).",
+}
+_MEASURED = {
+    "stuck": "No: it is stuck or has diverged, and knows no more than how frequent each word is.",
+    "target only": "No: it knows the target language alone; its source is worth {gain:.2g} nats a target token to it.",
+    "translates": "Yes: it reads its source, which is worth {gain:.2g} nats a target token to it.",
+}
+
+
+def _answer(verdict: Mapping[str, Any]) -> list[str]:
+    """The verdict and what the trial showed, a sentence each."""
+    trial, outcome = verdict["trial"], verdict["outcome"]
+    if verdict["fp16"]:
+        return [f"No: it will probably fail in fp16, because {verdict['fp16']}."]
+    sure = f"{100 * verdict['probabilities'][outcome]:.0f} %"
+    seen = [_sentence(fault) for fault in verdict["faults"]] or [
+        f"In a trial of {len(trial['losses'])} updates its loss came from {trial['losses'][0]:.2f} to "
+        f"{fmean(trial['losses'][-5:]):.2f} nats a token, and no fault was seen."]
+    return [_PREDICTED[outcome].format(updates=verdict["updates"], sure=sure), *seen]
+
+
+def _sentence(fault: str) -> str:
+    """A fault as a sentence of its own, without its keyword."""
+    text = fault.partition(": ")[2] or fault
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _remedies(verdict: Mapping[str, Any]) -> list[str]:
+    """What to change, and how that was rated."""
+    own = {"stuck": 1.0, "target only": 0.0, "translates": 0.0} if verdict["fp16"] else verdict["probabilities"]
+    better = [(name, rated) for name, rated in _changes(verdict) if expected_rank(rated) > expected_rank(own) + 0.05]
+    if verdict["outcome"] == "translates":
+        return []
+    if not verdict["instead"]:
+        return ["<h2>What to change</h2><p>No other recipe was tried, because there was no time for it; "
+                "<code>--minutes 10</code> gives it some.</p>"]
+    if not better:
+        return [f"<h2>What to change</h2><p>None of {len(verdict['instead'])} changes that were tried was rated "
+                "better.</p>"]
+    head = "".join(f"<th>{escape(text)}</th>" for text in ("change", *(WORDS[name] for name in reversed(OUTCOMES))))
+    rows = [(f"<code>{escape(name)}</code>", rated) for name, rated in better[:_SHOWN]] + [("as it is", own)]
+    body = "".join(f"<tr><td>{name}</td>{''.join(_bar(rated[outcome]) for outcome in reversed(OUTCOMES))}</tr>"
+                   for name, rated in rows)
+    return [f"<h2>What to change, and what it is worth</h2><p>Each was tried in {len(verdict['trial']['losses'])} "
+            f"updates of its own. This is how it will probably end:</p><table>{'<tr>' + head + '</tr>'}{body}</table>"]
+
+
+def _bar(share: float) -> str:
+    return f"<td class='bar'><span style='width:{4 * share:.2f}rem'></span>{100 * share:.0f} %</td>"
+
+
+def _trial(verdict: Mapping[str, Any], folder: Path) -> list[str]:
+    """The course of the trial, beside that of the most promising change."""
+    courses = {"this recipe": verdict["trial"], **verdict["best"]}
+    plots.plot_trial(courses, folder / "trial.png")
+    return ["<h2>What the model does with its source</h2><p>In the trial. An encoder has collapsed if its output is "
+            "one vector that all tokens have in common (1 in the first picture). Attention over it is then as even as "
+            "it can be (1 in the second), and the source is worth nothing (0 in the third).</p>"
+            f"{picture(folder / 'trial.png', 'The course of the trial')}"]
+
+
+def _background(verdict: Mapping[str, Any]) -> list[str]:
+    """How far to trust the verdict, and all that was rated; folded."""
+    rule, trust = verdict["rule"], list[str]()
+    if {"held_out", "outcomes"} <= rule.keys():
+        right, ends = rule["held_out"].values(), rule["outcomes"].values()
+        trust.append(f"It is a rule that was fitted on {rule['runs']} runs of small models. On other texts, depths "
+                     f"and blocks than those of its fit it was right on {100 * min(right):.0f} to "
+                     f"{100 * max(right):.0f} %. Always saying the commonest outcome is right on "
+                     f"{100 * max(ends) / sum(ends):.0f} %.")
+    parts = []
+    for title, groups in (
+        ("How far to trust this", {
+            "": trust, "This recipe is unlike the runs of the fit, so trust the prediction less:": verdict["outside"],
+            "What no prediction of this kind can know:": UNKNOWABLE}),
+        ("Every change that was tried, and what was not", {
+            "": [f"{name}: {_probabilities(rated)}" for name, rated in _changes(verdict)],
+            "Not tried, because time was up; --minutes gives more of it:": verdict["left out"]}),
+        ("The prediction for fewer updates", {"": [
+            f"after {int(number):,}: {_probabilities(rated)}" for number, rated in verdict["course"].items()]}),
+        ("What counts most in the prediction, against an average run", {"": verdict["reasons"]}),
     ):
-        if items:
-            lines.append(f"<p>{title}:</p><ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>")
-    kind = {"stuck": "no", "target only": "no", "translates": "yes"}[verdict["outcome"]]
-    return f"<div class='verdict {kind}'>{''.join(lines)}</div>"
-
-
-def expected_rank(probabilities: Mapping[Any, float]) -> float:
-    """0 for a model that is surely stuck, 1 for the target side only, 2 for one that translates."""
-    return sum(rank * probabilities[name] for rank, name in enumerate(OUTCOMES))
+        content = [f"<p>{escape(lead)}</p><ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+                   for lead, items in groups.items() if items]
+        if content:
+            parts.append(folded(title, content))
+    return parts
 
 
 def _sections(findings: Findings) -> list[tuple[str, str, str, Callable[[Path], None]]]:

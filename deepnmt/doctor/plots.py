@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,29 @@ Tree = Mapping[str, Any]
 Squares = Mapping[str, Sequence[Sequence[float]]]
 _FLOOR = 1e-12  # the least value on a logarithmic axis
 _BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.03), **LEGEND}  # at the right of a panel
+
+
+def plot_trial(courses: Mapping[str, Tree], path: Path) -> None:
+    """What trials came to over their updates: what each does with its source, and its training loss.
+
+    Args:
+        courses: `verdict.Trial` by the name of the recipe, as mappings.
+    """
+    titles = {"encoder_common": "encoder: share of the common vector",
+              "cross_attention_entropy": "cross-attention: entropy over its maximum",
+              "source_gain": "worth of the source, nats a token", "loss": "training loss, nats a token"}
+    figure, row = panels(list(titles.values()), "update of the trial", [""] * len(titles),
+                         "What the encoder says, whether the decoder looks, and what it gains", share=False, columns=2)
+    for number, (name, trial) in enumerate(courses.items()):
+        lines = {kind: [(point["update"], point[kind]) for point in trial["source"]] for kind in [*titles][:-1]}
+        for axes, points in zip(row, [*lines.values(), [*enumerate(trial["losses"], 1)]], strict=True):
+            finite = [(update, value) for update, value in points if math.isfinite(value)]
+            axes.plot([update for update, _ in finite], [value for _, value in finite], **style(number, len(finite)),
+                      label=fill(name, 60))
+    for axes in row[:2]:
+        axes.set_ylim(0, 1.05)
+    figure.legend(*row[-1].get_legend_handles_labels(), loc="outside lower center", **LEGEND)
+    save(figure, path)
 
 
 def plot_dependency(betas: Squares, path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
-_FACTORS = (1 / 10, 1 / 3, 3, 10)  # of the learning rate: one that is too small fails, too
+_LOWER, _HIGHER = (1 / 3, 1 / 10), (3, 10)  # times the learning rate: one that is too small fails, too
+_SLOW = ({"encoder": 0.1}, {"encoder": 0.05, "decoder": 0.2})  # factors of parts, which keep an encoder from collapsing
 
 
 def fresh_model(
@@ -46,25 +48,39 @@ def initialisation(block: str, init: str) -> str:
 
 
 def alternatives(recipe: Recipe) -> dict[str, Recipe]:
-    """Variants of a recipe that is predicted to fail, each with one change; the keys are the settings as on the command
-    line."""
-    tried: list[dict[str, Any]] = [{"optimizer.lr": recipe.optimizer.lr * factor} for factor in _FACTORS]
+    """Variants of a recipe that is predicted to fail, each with one change, what has helped most first (collapsed
+    encoders: docs/guide/when_a_run_fails.md); the keys are the settings as on the command line."""
+    model, optimizer = recipe.model, recipe.optimizer
+    stacks = (model.encoder, model.decoder)
+    # A profile file fits only the model it was measured on.
+    remeasured = {} if recipe.admin.profile is None else {"admin.profile": None}
+
+    def with_blocks(blocks: Iterable[str]) -> list[dict[str, Any]]:
+        return [{f"model.{side}.{name}": value for side in SIDES
+                 for name, value in model.stack(side).changes_for(block).items()} | remeasured
+                for block in blocks if any(stack.block != block for stack in stacks)]
+
+    slow = [{"optimizer.lr_factors": optimizer.lr_factors | {
+        part: factor * optimizer.lr_factors.get(part, 1.0) for part, factor in factors.items()}} for factors in _SLOW]
+    lower = [{"optimizer.lr": optimizer.lr * factor} for factor in _LOWER]
+    early = with_blocks(choices.BLOCKS.where(lambda block: block.learns_early))
+    # An encoder without norms keeps its tokens apart by itself, but for the rate.
+    tried: list[dict[str, Any]] = [*early, *lower, *slow]
+    if BLOCKS[model.encoder.block].layer_norms:
+        tried = [*slow, *early, *lower]
     end = recipe.schedule.step_update or recipe.train.updates
     if recipe.schedule.warmup == 0 and end > 1:
         tried.append({"schedule.warmup": max(1, min(recipe.train.updates // 10, end - 1))})
-    stacks = (recipe.model.encoder, recipe.model.decoder)
-    # A profile file fits only the model it was measured on.
-    remeasured = {} if recipe.admin.profile is None else {"admin.profile": None}
     if not all(initialisation(stack.block, stack.init) == "depth_scaled" for stack in stacks):
         tried.append({f"model.{side}.init": "depth_scaled" for side in SIDES} | remeasured)
-    tried += [{f"model.{side}.{name}": value for side in SIDES
-               for name, value in recipe.model.stack(side).changes_for(block).items()} | remeasured
-              for block in choices.BLOCKS.where(lambda block: block.made_for_depth or block.learns_early)
-              if any(stack.block != block for stack in stacks)]
-    return {" ".join(f"{name}={_format(value)}" for name, value in settings.items()): with_settings(recipe, settings)
+    tried += with_blocks(choices.BLOCKS.where(lambda block: block.made_for_depth and not block.learns_early))
+    tried += [{"optimizer.lr": optimizer.lr * factor} for factor in _HIGHER]
+    return {shlex.join(f"{name}={_format(value)}" for name, value in settings.items()): with_settings(recipe, settings)
             for settings in tried}
 
 
 def _format(value: Any) -> str:
     """A value as written on the command line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_format(each)}' for key, each in value.items())}}}"
     return "null" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

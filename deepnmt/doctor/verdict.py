@@ -32,11 +32,14 @@ from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.local import LocalEngine
+from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress
+from deepnmt.training.source_use import measure_source_use
 
 SHIPPED = Path(__file__).with_name("verdict.json")
 TRIAL = 40  # updates
 TOKENS = 256  # target tokens of each of them, at most
+_LOOKS, _LOOKED_AT = (10, 20, 30, TRIAL), 32  # after which of them the use of the source is measured; sentences
 _WARMUP = 20  # at most so many of them for the warm-up
 _END = 10  # of them make up its end
 LEAST_DROP, MOST_DROP = -0.4, 2.5  # nats below the frequencies; what lies outside counts as these
@@ -52,8 +55,8 @@ FEATURES: dict[str, str] = {
     "trial_norm": "gradient norm over the last 10 updates of the trial",
     "uneven": "change of the training loss from one update to the next, last 10 updates of the trial",
     "trial_gain": "gain of the source after the trial, nats a token",
-    "below": "1 if the validation loss after the trial is below that of the frequencies, 0 if not",
-    "blind": "1 if the source has no gain after the trial, 0 if it has",
+    "below": "whether the validation loss after the trial is below that of the frequencies (1: yes)",
+    "blind": "whether the source has no gain after the trial (1: none)",
     "rate": "peak learning rate",
     "budget": "learning rates of all updates, summed, over those of the trial",
     "updates": "updates",
@@ -77,7 +80,14 @@ def _values_of(name: str, values: Mapping[str, float]) -> str:
 
 def format_value(name: str, value: float) -> str:
     """A feature's value, for a reader."""
-    return f"{10**value:.2g}" if name in LOGARITHMS else f"{value:.2f}"
+    if name not in LOGARITHMS:
+        return f"{value:.2f}"
+    return f"{10**value:.2g}" if value < 2 else f"{10**value:,.0f}"
+
+
+def expected_rank(probabilities: Mapping[Any, float]) -> float:
+    """0 for a model that is surely stuck, 1 for the target side only, 2 for one that translates."""
+    return sum(rank * probabilities[name] for rank, name in enumerate(OUTCOMES))
 
 
 def _shown(value: object) -> str:
@@ -100,6 +110,7 @@ class Trial:
         length: mean target tokens of a sentence of the training text.
         micro_batch: mean target tokens of a micro-batch of the recipe, which in the trial is cut to `TOKENS`.
         epoch: target tokens of the training text.
+        source: `SourceUse` after some of the updates, whose number is `update`; from few sentences, for the picture.
     """
 
     losses: list[float]
@@ -111,6 +122,7 @@ class Trial:
     length: float
     micro_batch: float
     epoch: float
+    source: list[dict[str, float]] = field(default_factory=list)
 
 
 def run_trial(
@@ -124,17 +136,26 @@ def run_trial(
     engine = LocalEngine(model, recipe, device)
     train, valid = data.split("train"), data.split("valid").truncated(recipe.model.max_length)
     stream = training_stream(recipe, data)
-    rates, losses, norms = trial_rates(recipe), [], []
+    rates, losses, norms, source = trial_rates(recipe), [], [], []
+    alone = Ranks.alone(device)
+
+    def look(number: int) -> None:
+        use = measure_source_use(engine, recipe, valid, range(len(valid)), alone, _LOOKED_AT)
+        source.append({"update": number, **asdict(use)})
+
+    look(0)
     for number, rate in enumerate(rates):
         batch = cut_batch(stream, number % stream.epoch_size(0), TOKENS, number, device)
         stats = engine.train_step([batch], batch.tokens, rate)
         losses.append(stats.nll / batch.tokens)
         norms.append(stats.grad_norm)
         progress(number + 1)
+        if number + 1 in _LOOKS:
+            look(number + 1)
     epoch = float(stream.split(0).trg_lengths.sum())
     measured = measure_outcome(engine.evaluate, valid, frequencies(train, model.output_weight.size(0)), device)
     return Trial(losses, norms, measured.own, measured.shuffled, measured.frequencies, sum(rates),
-                 float(train.trg_lengths.mean()), epoch / stream.epoch_size(0), epoch)
+                 float(train.trg_lengths.mean()), epoch / stream.epoch_size(0), epoch, source)
 
 
 def cut_batch(stream: Stream, number: int, tokens: int, key: int, device: torch.device) -> Batch:
@@ -206,7 +227,8 @@ class Verdict:
     Attributes:
         outcome: the most probable one.
         probabilities: of each outcome.
-        drop, gain: the expected nats below the frequencies, and the expected gain of the source in nats.
+        drop, gain: the expected nats below the frequencies, and the expected gain of the source in nats; neither is
+            outside the limits that the rule was fitted with.
         reasons: the features by the size of their contributions, the largest first, in words.
         outside: features beyond the range of the runs that the rule was fitted on, in words.
     """
@@ -289,8 +311,13 @@ class VerdictRule:
         outside = [f"{describe(name)} is {format_value(name, values[name])}; the runs had {format_value(name, low)} to "
                    f"{format_value(name, high)}, and the nearest of these is taken"
                    for name, (low, high) in self.spans.items() if not low - 1e-9 <= values[name] <= high + 1e-9]
-        return Verdict(max(OUTCOMES, key=probabilities.__getitem__), probabilities, self.loss.expected(clipped),
-                       10 ** self.gain.expected(clipped), reasons, outside)
+        return Verdict(max(OUTCOMES, key=probabilities.__getitem__), probabilities, _drop(self.loss.expected(clipped)),
+                       _gain(10 ** self.gain.expected(clipped)), reasons, outside)
+
+    def reaches(self, values: Mapping[str, float]) -> bool:
+        """Whether the runs had as many updates and as large a budget as these features, or more. A longer training is
+        judged as the longest of theirs, so nothing is known of what it adds."""
+        return all(values[name] <= self.spans[name][1] + 1e-9 for name in ("updates", "budget") if name in self.spans)
 
     def unseen(self, recipe: Recipe, precision: Precision = "fp32") -> list[str]:
         """What a recipe has that none of the runs had, in words: blocks, initialisation, optimizer, schedule, some

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ def write_rule(folder: Path, weight: float) -> str:
     """The file of a rule: a model is stuck if `weight` is below 0; else it translates after many updates."""
     loss = Line(weight, {}, {}, {}, 1.0)
     gain = Line(-1.0, {"budget": 1.0}, {"budget": 0.5}, {"budget": 0.2}, 1.0)
-    VerdictRule(loss, gain, {"budget": [-3.0, 3.0]}, {"runs": 9, "held_out": {"text": 0.8, "block": 0.9}}).save(
+    VerdictRule(loss, gain, {"budget": [-3.0, 3.0]}, {
+        "runs": 9, "held_out": {"text": 0.8, "block": 0.9}, "outcomes": {"stuck": 4, "target only": 5}}).save(
         folder / "rule.json")
     return str(folder / "rule.json")
 
@@ -76,10 +78,11 @@ def test_a_recipe_before_training(prepared: Path, tmp_path: Path, capsys: pytest
     assert [line.split(", after ")[0] for line in said.err.splitlines() if " of 7, after " in line] == [
         f"{part} of 7" for part in range(1, 8)]
     found = read(folder)
-    assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"last_ffn"}
+    assert {file.stem for file in folder.glob("*.png")} == PICTURES | {"last_ffn", "trial"}
     page = (folder / "diagnosis.html").read_text()
-    assert page.count("data:image/png;base64,") == 9 and "http" not in page.replace("http-equiv", "")
+    assert page.count("data:image/png;base64,") == 10 and "http" not in page.replace("http-equiv", "")
     assert "it was right on 80 to 90 %." in page and "how good the translations get" in page
+    assert "<b>Yes: after 5,000 updates it will probably" in page
     assert len(found["dependency"]["decoder"]) == 3 * 2 + 1 and len(found["likeness"]["encoder"]) == 2
     assert found["growth"].keys() == {"1 % noise on the matrices", "one update at the peak rate 0.005"}
     assert found["last_ffn"]["depths"] == [1, 2] and all(math.isfinite(n) for n in found["last_ffn"]["norms"])
@@ -130,9 +133,44 @@ def test_a_predicted_failure_rates_other_recipes(
     assert verdict["instead"]["parallel.precision=bf16"] == verdict["probabilities"]
     assert verdict["outcome"] == "stuck" and verdict["probabilities"]["stuck"] > 0.5
     assert verdict["instead"]["train.updates=400"]["stuck"] == verdict["probabilities"]["stuck"]
-    assert {"model.encoder.block=pre_ln model.decoder.block=pre_ln", "schedule.warmup=4", "train.updates=120",
+    page = (tmp_path / "diagnosis" / "diagnosis.html").read_text()
+    assert "<b>No: it will probably fail in fp16, because " in page and "<code>parallel.precision=bf16</code>" in page
+    assert {"'optimizer.lr_factors={encoder: 0.1}'", "schedule.warmup=4", "train.updates=120",
+            "model.encoder.block=pre_ln model.decoder.block=pre_ln",
             "model.encoder.init=depth_scaled model.decoder.init=depth_scaled"} <= verdict["instead"].keys()
     assert verdict["left out"] == []
+
+
+def test_the_page_begins_with_the_answer_and_what_to_change(prepared: Path, tmp_path: Path) -> None:
+    """A verdict that depends on the rate: at a tenth of it the rule expects the model to translate."""
+    line = Line(1.0, {"rate": -1.0}, {"rate": -2.9}, {"rate": 0.01}, 1.0)
+    rule = VerdictRule(line, line, {"rate": [-9.0, 0.0], "updates": [0.0, 2.0]}, {
+        "runs": 9, "held_out": {"text": 0.8, "block": 0.9}, "outcomes": {"stuck": 4, "target only": 5}})
+    rule.save(tmp_path / "rule.json")
+    words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "train.updates=40", ONE, "--tokens", "60", "--rule",
+             str(tmp_path / "rule.json")]
+    assert main("diagnose", words) == 0
+    page, verdict = (tmp_path / "diagnosis" / "diagnosis.html").read_text(), read(tmp_path / "diagnosis")["verdict"]
+    shown, folded = page[:page.index("<details>")], page[page.index("<details>"):]
+    assert "<b>No: after 40 updates it will probably be stuck or have diverged (9" in shown
+    assert shown.index("<b>No: ") < shown.index("<code>optimizer.lr=0.0005</code>") < shown.index("The course of the")
+    assert [*verdict["best"]] == ["optimizer.lr=0.0005"]
+    assert [point["update"] for point in verdict["trial"]["source"]] == [0, 10, 20, 30, 40]
+    assert all(0 <= point["encoder_common"] <= 1 for point in verdict["best"]["optimizer.lr=0.0005"]["source"])
+    assert "right on 80 to 90 %. Always saying the commonest outcome is right on 56 %." in folded
+    assert "log peak" not in shown and "peak learning rate of 0.005" in folded
+    assert "train.updates=120" not in page, "longer than any run that the rule was fitted on"
+    assert shown.count("<img") == 1 < folded.count("<img")
+
+
+def test_with_no_minutes_there_is_the_verdict_alone(prepared: Path, tmp_path: Path) -> None:
+    words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "train.updates=40", ONE, "--minutes", "0"]
+    rule = VerdictRule.load(Path(write_rule(tmp_path, -9.0)))
+    replace(rule, spans=rule.spans | {"updates": [0.0, 1.7]}).save(tmp_path / "rule.json")
+    assert main("diagnose", [*words, "--tokens", "60", "--rule", str(tmp_path / "rule.json")]) == 0
+    verdict = read(tmp_path / "diagnosis")["verdict"]
+    assert verdict["outcome"] == "stuck" and verdict["instead"] == verdict["best"] == {}
+    assert "No other recipe was tried" in (tmp_path / "diagnosis" / "diagnosis.html").read_text()
 
 
 def test_no_other_recipe_is_tried_when_time_is_up(prepared: Path, tmp_path: Path) -> None:
@@ -146,6 +184,21 @@ def test_no_other_recipe_is_tried_when_time_is_up(prepared: Path, tmp_path: Path
 def test_other_initial_weights_are_tried_only_if_they_differ(prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=b2t", "model.decoder.init=depth_scaled"])
     assert not any("init" in name for name in alternatives(recipe))
+
+
+@pytest.mark.parametrize(("block", "first"), [
+    ("admin", ["'optimizer.lr_factors={encoder: 0.1}'", "'optimizer.lr_factors={encoder: 0.05, decoder: 0.2}'",
+               "model.encoder.block=t_fixup model.decoder.block=t_fixup", "optimizer.lr=0.00167",
+               "optimizer.lr=0.0005"]),
+    ("rezero", ["model.encoder.block=t_fixup model.decoder.block=t_fixup", "optimizer.lr=0.00167",
+                "optimizer.lr=0.0005", "'optimizer.lr_factors={encoder: 0.1}'"])])
+def test_what_has_helped_most_is_tried_first(block: str, first: list[str], prepared: Path) -> None:
+    words = [f"model.{side}.block={block}" for side in ("encoder", "decoder")]
+    found = alternatives(load_recipe(prepared / "recipe.yaml", words))
+    assert [*found][:len(first)] == first
+    assert found["'optimizer.lr_factors={encoder: 0.1}'"].optimizer.lr_factors == {"encoder": 0.1}
+    slow = alternatives(load_recipe(prepared / "recipe.yaml", [*words, "optimizer.lr_factors={encoder: 0.3}"]))
+    assert slow["'optimizer.lr_factors={encoder: 0.03}'"].optimizer.lr_factors == {"encoder": pytest.approx(0.03)}
 
 
 def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: Path) -> None:
@@ -170,7 +223,7 @@ def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: P
 def test_alternatives_work_on_the_command_line(overrides: tuple[str, ...], prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", [*overrides])
     for line, offered in alternatives(recipe).items():
-        given = load_recipe(prepared / "recipe.yaml", [*overrides, *line.split()])
+        given = load_recipe(prepared / "recipe.yaml", [*overrides, *shlex.split(line)])
         assert given.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
         assert (given.model, given.schedule, given.batch, given.admin) == (
             offered.model, offered.schedule, offered.batch, offered.admin), line
@@ -367,7 +420,7 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
         (f"diagnose --rule {tmp_path}/none.json", "none.json cannot be read"),
         ("diagnose --fresh", f"--fresh has no effect here because {recipe} is a recipe"),
         ("diagnose --processes 0", "--processes is 0, must be 1"),
-        ("diagnose --minutes 0.5", "--minutes is 0.5, must be 1 or more"),
+        ("diagnose --minutes -1", "--minutes is -1, must be 0 or more; with 0 no other recipe is tried"),
         ("diagnose --updates 9 train.updates=8", "--updates is 9, must be from 1 to train.updates (8)"),
         (f"diagnose parallel.pipeline_stages=2 parallel.ds_config={LAYOUTS}/pipeline_zero1_fp32.json --processes 3",
          "--processes is 3, must be a multiple of parallel.pipeline_stages (2)"),

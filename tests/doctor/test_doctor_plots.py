@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,19 @@ def test_layers_are_counted_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
     plots.plot_half({"scale": 1.0, "shares": shares, "shares_fp32": shares}, Path())
     labels = [label.get_text() for label in figures[0].axes[0].get_xticklabels()]
     assert labels == ["encoder 1", "decoder 12", "embeddings"]
+
+
+def test_the_course_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each recipe in each of four pictures; what is not finite is left out."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(plots, "save", lambda figure, _path: figures.append(figure))
+    points = [{"update": update, "encoder_common": 0.1 * update, "cross_attention_entropy": 1.0, "source_gain": -0.1,
+               "decoder_common": 0.0} for update in (0, 10)]
+    plots.plot_trial({"this recipe": {"losses": [3.0, 2.0, math.inf], "source": points},
+                      "optimizer.lr=0.1": {"losses": [3.0], "source": points[:1]}}, Path())
+    lines = [[(line.get_label(), [*map(float, line.get_ydata())]) for line in axes.get_lines()]
+             for axes in figures[0].axes]
+    assert lines == [[("this recipe", [0.0, 1.0]), ("optimizer.lr=0.1", [0.0])],
+                     [("this recipe", [1.0, 1.0]), ("optimizer.lr=0.1", [1.0])],
+                     [("this recipe", [-0.1, -0.1]), ("optimizer.lr=0.1", [-0.1])],
+                     [("this recipe", [3.0, 2.0]), ("optimizer.lr=0.1", [3.0])]]

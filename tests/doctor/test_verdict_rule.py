@@ -19,6 +19,10 @@ from deepnmt.doctor.outcome import Measured, frequencies, guess, measure_outcome
 from deepnmt.doctor.variants import fresh_model
 from deepnmt.doctor.verdict import (
     FEATURES,
+    LEAST_DROP,
+    LEAST_GAIN,
+    MOST_DROP,
+    MOST_GAIN,
     TRIAL,
     Line,
     Trial,
@@ -57,16 +61,29 @@ def test_rule_by_hand(tmp_path: Path) -> None:
     assert verdict.outcome == "translates" and verdict.gain == pytest.approx(10**-0.5)
     assert verdict.drop == pytest.approx(0.5 + 0.3 - 0.15 + 0.2 * (4.5 - 0.5) / 0.5)
     assert verdict.outside == [
-        "learning rates of all updates, summed, over those of the trial is 1e+05; the runs had 0.0001 to 1e+03, and "
+        "learning rates of all updates, summed, over those of the trial is 100,000; the runs had 0.0001 to 1,000, and "
         "the nearest of these is taken"]
     rates = "learning rates of all updates, summed, over those of the trial"
     assert verdict.reasons == [
-        f"{rates} × layers of both stacks of 1e+05 × 32: +1.60 nats of the loss below the frequencies",
-        f"{rates} of 1e+05: +1.50 powers of ten of the source's gain",
-        f"{rates} of 1e+05: +0.30 nats of the loss below the frequencies",
+        f"{rates} × layers of both stacks of 100,000 × 32: +1.60 nats of the loss below the frequencies",
+        f"{rates} of 100,000: +1.50 powers of ten of the source's gain",
+        f"{rates} of 100,000: +0.30 nats of the loss below the frequencies",
         "layers of both stacks of 32: -0.15 nats of the loss below the frequencies"]
     RULE.save(tmp_path / "rule.json")
     assert VerdictRule.load(tmp_path / "rule.json") == RULE
+
+
+def test_nothing_impossible_is_expected() -> None:
+    """Straight lines leave what a loss and a gain can be; the verdict stays in the limits of the fit."""
+    for size, drop, gain in ((99.0, MOST_DROP, MOST_GAIN), (-99.0, LEAST_DROP, LEAST_GAIN)):
+        line = Line(size, {}, {}, {}, 1.0)
+        verdict = VerdictRule(line, line, {}).judge({})
+        assert (verdict.drop, verdict.gain) == (drop, gain)
+
+
+def test_longer_than_any_run_of_the_fit() -> None:
+    assert RULE.reaches({"budget": 3.0, "updates": 9.0}) and not RULE.reaches({"budget": 3.1, "updates": 1.0})
+    assert not replace(RULE, spans={"updates": [1.0, 2.0]}).reaches({"budget": 0.0, "updates": 2.1})
 
 
 def test_what_no_run_had_of_a_recipe(prepared: Path) -> None:

@@ -36,14 +36,17 @@ def diagnose(words: list[str]) -> None:
     add("--updates", type=int, metavar="N",
         help="predict what the model does after N updates (default: train.updates)")
     add("--minutes", type=float, default=10.0, metavar="N",
-        help="where failure is predicted, begin no other recipe that would end after N minutes (default 10)")
+        help="where it is not predicted to translate, try no other recipe that would end after N minutes; 0: none "
+        "(default 10)")
     add("--processes", type=int, default=1, metavar="N",
         help="processes that training will run on, which the size of an update depends on (default 1)")
     add("--rule", type=Path, metavar="FILE", help="a verdict rule to use in place of deepnmt's own")
     args, recipe = parse(parser, words)
     if args.tokens < 1:
         raise UserError(f"--tokens is {args.tokens}, must be 1 or more, for example 256")
-    positive(args, "processes", "minutes")
+    positive(args, "processes")
+    if not args.minutes >= 0:
+        raise UserError(f"--minutes is {args.minutes:g}, must be 0 or more; with 0 no other recipe is tried")
     if args.updates is not None and not 1 <= args.updates <= recipe.train.updates:
         raise UserError(f"--updates is {args.updates}, must be from 1 to train.updates ({recipe.train.updates})")
     if args.fresh and not Path(args.recipe).is_dir():
