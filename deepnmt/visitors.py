@@ -2,6 +2,8 @@
 module of some name, and goes on without those that are gone.
 
 - `commands`: the commands of a visitor, see `deepnmt.commands`.
+- `objective`: `around(objective, recipe)` returns what is minimised instead, see `model.objective`.
+- `stream`: `around(kind, recipe, data)` returns the kind of stream that training reads, see `training.task`.
 - `training`: what is called within training, see `training.trainer.Trainer`: `watch` and `explain`.
 - `steps`: what `deepnmt run` calls: `before_search`, from a recipe to the commands that its search needs before.
 - `reporters`: `track`, from a recipe that names `train.trackers` and a function that prints a line to a
@@ -15,6 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from deepnmt.errors import UserError
 from deepnmt.version import PACKAGE
 
 
@@ -30,3 +33,10 @@ def find(kind: str, name: str) -> Any:
         if hasattr(module, name):
             return getattr(module, name)
     return None
+
+
+def require_visitor(folder: str, setting: str) -> None:
+    """Raises `UserError` if the visitor is not there that a setting needs."""
+    if not (PACKAGE / "extras" / folder).is_dir():
+        raise UserError(f"{setting} needs deepnmt/extras/{folder}, which is not installed; install deepnmt anew, or "
+                        "leave the setting out")

@@ -292,15 +292,15 @@ def validation_loss(
         batch = collate(split, plan[number], 0, ranks.device)
         if sources == "exchanged":
             other = collate(split, before[plan.starts[number] : plan.starts[number + 1]], 0, ranks.device)
-            batch = replace(batch, tensors=(*other.tensors[:2], *batch.tensors[2:]))
+            batch = batch.with_tensors(src=other["src"], src_lengths=other["src_lengths"])
         batches.append(without_source(batch) if sources == "none" else batch)
     return sum(nll for _, nll in engine.evaluate(batches)) / sum(batch.tokens for batch in batches)
 
 
 def without_source(batch: Batch) -> Batch:
     """The batch with the same targets, and sources that consist of eos only, [B, 1]."""
-    src, lengths, *target = batch.tensors
-    return replace(batch, tensors=(src.new_full((len(src), 1), EOS), torch.ones_like(lengths), *target))
+    src, lengths = batch["src"], batch["src_lengths"]
+    return batch.with_tensors(src=src.new_full((len(src), 1), EOS), src_lengths=torch.ones_like(lengths))
 
 
 def frequencies_loss(train: Split, valid: Split, vocab: int) -> float:

@@ -209,9 +209,9 @@ def similarity(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
                 batch = task.batch(update, small.sentences)
                 adam.param_groups[0]["lr"] = learning_rate(1e-3, schedule, update, _UPDATES)
                 adam.zero_grad()
-                (model(*batch.tensors, batch.key).loss / batch.tokens).backward()
+                (model(batch).loss / batch.tokens).backward()
                 adam.step()
-            losses.append(float(model(*probe.tensors, probe.key).loss.detach() / probe.tokens))
+            losses.append(float(model(probe).loss.detach() / probe.tokens))
             for side in SIDES:
                 cosines[side].append(layer_similarity(model, probe, side))
         print_status(f"{block}: {small.trials} seeds")
@@ -314,7 +314,7 @@ def unbalanced(small: Small, picture: Path) -> tuple[dict[str, Any], list[str]]:
         for update in range(epoch * _EPOCH + 1, (epoch + 1) * _EPOCH + 1):
             batch = task.batch(update, small.sentences)
             adam.zero_grad()
-            (model(*batch.tensors, batch.key).loss / batch.tokens).backward()
+            (model(batch).loss / batch.tokens).backward()
             adam.step()
         pairs.append(displacement(before, {name: p.detach() for name, p in model.named_parameters()}, norms))
         print_status(f"epoch {epoch + 1} of {_EPOCHS}")

@@ -18,7 +18,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deepnmt.batch import Batch
+from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.config import Optimizer
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
@@ -65,7 +65,7 @@ def train_side_by_side(
         pieces = flat.split([shape.numel() for shape in shapes], dim=1)
         stacked = {name: piece.unflatten(1, shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
         with sdpa_kernel(SDPBackend.MATH):  # fused attention would run the models one by one
-            losses = losses_of(stacked, *batch.tensors) / batch.tokens
+            losses = losses_of(stacked, *(batch[name] for name in TRANSLATION)) / batch.tokens
         [gradient] = torch.autograd.grad(losses.sum(), flat)
         with torch.no_grad():
             first.lerp_(gradient, 1 - beta1)

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from deepnmt.batch import Batch
+from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.model.dropout import stable_hash
 from deepnmt.tokens import BOS, EOS, PAD
 
@@ -63,7 +63,8 @@ class ToyTask:
         walk = torch.stack(steps, dim=1)
         src, trg = (_closed(symbols + _FIRST, lengths) for symbols in (walk, alphabet[walk]))
         trg_in = torch.cat([torch.full((sentences, 1), BOS), trg[:, :-1].masked_fill(trg[:, :-1] == EOS, PAD)], dim=1)
-        return Batch((src, lengths + 1, trg_in, trg), number, int((trg != PAD).sum()))
+        tensors = dict(zip(TRANSLATION, (src, lengths + 1, trg_in, trg), strict=True))
+        return Batch(tensors, number, int((trg != PAD).sum()))
 
 
 def _closed(symbols: Tensor, lengths: Tensor) -> Tensor:

@@ -134,7 +134,8 @@ def write_toy(folder: Path) -> None:
     for name, first, count in (("train", 0, 200), ("valid", 1000, 6)):
         lines: dict[str, list[str]] = {"de": [], "en": []}
         for number in range(first, first + count):
-            source, lengths, _, target = task.batch(number, 100).tensors
+            batch = task.batch(number, 100)
+            source, lengths, target = batch["src"], batch["src_lengths"], batch["trg_out"]
             for language, letters, rows in (("de", "abcdefghijkl", source), ("en", "mnopqrstuvwx", target)):
                 lines[language] += [" ".join(letters[symbol - 4] for symbol in row[:length - 1])
                                     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepnmt import config
+from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.model.blocks import Side
 from deepnmt.model.init import Initialiser, fill, new_model
 from deepnmt.model.layers import Layer
@@ -57,3 +58,11 @@ def batch(src_lengths: list[int], trg_lengths: list[int], seed: int = 7) -> tupl
         return table.masked_fill(torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None], PAD)
 
     return ids(src_lengths), torch.tensor(src_lengths), ids(trg_lengths), ids(trg_lengths)
+
+
+def batch_of(
+    src: Tensor, lengths: Tensor, trg_in: Tensor, trg_out: Tensor, key: int = 0, **more: Tensor
+) -> Batch:
+    """A micro-batch of these tensors and of further ones by name, with its number of tokens."""
+    named = dict(zip(TRANSLATION, (src, lengths, trg_in, trg_out), strict=True))
+    return Batch({**named, **more}, key, int((trg_out != PAD).sum()))

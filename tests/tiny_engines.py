@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from small_models import batch_of
 from torch import Tensor
 
 from deepnmt.batch import Batch
@@ -58,11 +59,6 @@ def build(recipe: Recipe, ranks: Ranks) -> Engine:
     return start_engine(recipe, layout_of(recipe, ranks.world), (VOCAB, VOCAB), ranks)
 
 
-def batch_of(src: Tensor, lengths: Tensor, trg_in: Tensor, trg_out: Tensor, key: int = 0) -> Batch:
-    """A micro-batch of these tensors, with its number of tokens."""
-    return Batch((src, lengths, trg_in, trg_out), key, int((trg_out != PAD).sum()))
-
-
 def micro_batch(seed: int, rows: int, source: int, target: int, key: int, words: int = 2) -> Batch:
     """Random pairs of `source` and `target` tokens; with several rows, the first ends after 3 and `words` tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +66,7 @@ def micro_batch(seed: int, rows: int, source: int, target: int, key: int, words:
     lengths, trg_out = torch.full((rows,), source), trg[:, 1:].clone()
     if rows > 1:
         lengths[0], src[0, 3:], trg_out[0, words:] = 3, PAD, PAD
-    return batch_of(src, lengths, trg[:, :-1], trg_out, key)
+    return batch_of(src, lengths, trg[:, :-1], trg_out, key=key)
 
 
 def batches(update: int, count: int) -> list[Batch]:

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from deepnmt import config
-from deepnmt.checkpoint.checkpoint import Contents
+from deepnmt.checkpoint.checkpoint import Contents, TrainingState
 from deepnmt.checkpoint.saving import Saver
-from deepnmt.checkpoint.state import SavedState
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.data.vocab import train_vocabulary
 from deepnmt.model.init import new_model
@@ -45,9 +44,9 @@ def weights_of(recipe: config.Recipe, seed: int = 1) -> dict[str, torch.Tensor]:
     return dict(new_model(recipe.model, 40, 40, seed).named_parameters())
 
 
-def state_of(update: int, **extra: object) -> SavedState:
+def state_of(update: int, **extra: object) -> TrainingState:
     """A state with a value in every field."""
-    return SavedState(update, 2, 17 * update, update - 1, {"scale": 0.03125, "clean": 5}, {"value": 2.5}, extra)
+    return TrainingState(update, 2, 17 * update, update - 1, {"scale": 0.03125, "clean": 5}, {"value": 2.5}, extra)
 
 
 def save(checkpoints: Path, contents: Contents, sharded: bool = False) -> Path:

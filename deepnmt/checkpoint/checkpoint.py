@@ -4,7 +4,7 @@
         weights.safetensors    fp32, each parameter once, under its canonical name
         moments.safetensors    NAME.exp_avg, NAME.exp_avg_sq (of SGD NAME.momentum_buffer); an average has none
                                (or both in shards, one a process, with an index.json: see `tensors.py`)
-        state.json             SavedState
+        state.json             TrainingState
         recipe.yaml            every setting
         src.spm, trg.spm       the vocabularies
         manifest.json          sizes and SHA-256 of the others, and of itself; written last (see `folders.py`)
@@ -18,7 +18,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from deepnmt import folders
-from deepnmt.checkpoint.state import SavedState
+from deepnmt.checkpoint.state_types import StateTypes
 from deepnmt.checkpoint.tensors import INDEX, Renamed, Tensors, kind_of, tensor_file
 from deepnmt.config import Model, Recipe, changed_settings, load_recipe
 from deepnmt.config.choices import TYINGS
@@ -54,13 +54,36 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class TrainingState:
+    """The progress of a run, as state.json holds it.
+
+    Attributes:
+        update: updates applied.
+        epoch, micro_batch: position in the batch plan.
+        optimizer_step: updates as the optimizer counts them.
+        loss_scale: the fp16 loss scale, the last one if the run has left fp16, None if it never used fp16.
+        best: the best validation.
+        extra: anything JSON can hold. `validations`, if present, is a list of objects with `update` and `value`, where
+            a lower value is a better model.
+    """
+
+    update: int
+    epoch: int
+    micro_batch: int
+    optimizer_step: int
+    loss_scale: dict[str, float | int] | None
+    best: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Contents:
     """What goes into a checkpoint. Tensors are fp32 and whole; `moments` is None for an average; `files` are the
     task's, in translation the vocabularies."""
 
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Tensor] | None
-    state: SavedState
+    state: TrainingState
     recipe_yaml: str
     files: Mapping[str, bytes]
 
@@ -73,7 +96,7 @@ class LoadedModel:
     src_vocab: Vocabulary
     trg_vocab: Vocabulary
     recipe: Recipe
-    state: SavedState
+    state: TrainingState
     folder: Path
 
     @property
@@ -121,7 +144,7 @@ def write_checkpoint(target: Path, contents: Contents) -> None:
     folders.commit_folder(target, files, facts_of(contents.state.update, shapes[WEIGHTS], counts))
 
 
-def texts_of(state: SavedState, recipe_yaml: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+def texts_of(state: TrainingState, recipe_yaml: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of a checkpoint beside its tensors, by name."""
     return {STATE: json.dumps(asdict(state), indent=1).encode(), RECIPE: recipe_yaml.encode(), **files}
 
@@ -267,17 +290,18 @@ def read_task_files(folder: Path) -> dict[str, bytes]:
         raise DamagedFolder(folder, f"{error.filename} cannot be read ({error.strerror})") from None
 
 
-def load_state(folder: Path) -> SavedState:
+def load_state(folder: Path) -> TrainingState:
     """The state in a checkpoint. Raises `DamagedFolder` if state.json is not what the manifest says, or no training
     state."""
     verify_files(folder, (STATE,))
     content = folders.read_json(folder, STATE)
     try:
-        state = SavedState.from_json(content)
+        StateTypes.model_validate(content)
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         raise DamagedFolder(folder, f"{STATE} is not a training state ({where}: {fault['msg']})") from None
+    state = TrainingState(**content)
     if _is_update(folder) and state.update != update_of(folder):
         raise DamagedFolder(folder, f"its {STATE} is that of update {state.update}")
     return state

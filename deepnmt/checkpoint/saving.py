@@ -25,6 +25,7 @@ from deepnmt import folders
 from deepnmt.checkpoint.checkpoint import (
     MOMENTS,
     WEIGHTS,
+    TrainingState,
     facts_of,
     list_checkpoints,
     recover_checkpoints,
@@ -32,7 +33,6 @@ from deepnmt.checkpoint.checkpoint import (
     texts_of,
     update_of,
 )
-from deepnmt.checkpoint.state import SavedState
 from deepnmt.checkpoint.tensors import INDEX, Part, Place, index_of, shard_name, tensor_file
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
@@ -89,7 +89,7 @@ class Saver:
         self._writing: Future[Saved] | None = None
 
     def save(
-        self, parts: Iterable[Part], state: SavedState, recipe_yaml: str, files: Mapping[str, bytes],
+        self, parts: Iterable[Part], state: TrainingState, recipe_yaml: str, files: Mapping[str, bytes],
         then: Callable[[], object] = lambda: None,
     ) -> None:
         """Copies the parts and begins to write the checkpoint. `wait` must have been called since the last `save`.

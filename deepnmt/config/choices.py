@@ -309,6 +309,11 @@ SCHEDULES = Choices({
         needs={"patience": "the validations in a row without a new best after which the rate drops"}),
 }, plugins="SCHEDULES")
 
+# model/objective.py, `OBJECTIVES`
+OBJECTIVES = Choices({
+    "cross_entropy": Choice(line="label-smoothed cross-entropy", paper="Szegedy et al. 2016"),
+}, plugins="OBJECTIVES")
+
 # training/task.py, `TASKS`
 TASKS = Choices({"translation": Choice(line="from one language to another")}, plugins="TASKS")
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from deepnmt.config.choices import Choices
 from deepnmt.errors import UserError
 
-KINDS = {"BLOCKS": "block", "SCHEDULES": "schedule", "TASKS": "task"}
+KINDS = {"BLOCKS": "block", "SCHEDULES": "schedule", "OBJECTIVES": "objective", "TASKS": "task"}
 MARKS = frozenset({"manifest.json", "deepnmt.json", "log.jsonl", "checkpoints"})  # of models, exports and runs
 MOST_FOLDERS = 20_000  # that are looked through for them
 
@@ -190,8 +190,8 @@ def _tables(file: Path, code: bytes, own: Mapping[str, Choices[Any]]) -> dict[st
         raise UserError(f"the plug-in {file} cannot be run: {type(error).__name__}: {error}") from error
     tables = {kind: getattr(module, kind, {}) for kind in KINDS}
     if not all(isinstance(table, dict) for table in tables.values()) or not any(tables.values()):
-        raise UserError(f"{file} defines no block, schedule or task; write a table of them at its end, such as "
-                        'BLOCKS = {"sandwich": Sandwich}')
+        raise UserError(f"{file} defines no block, schedule, objective or task; write a table of them at its end, such "
+                        'as BLOCKS = {"sandwich": Sandwich}')
     for kind, table in tables.items():
         if taken := next((name for name in table if name in own[kind]), None):
             raise UserError(f"{file} defines the {KINDS[kind]} {taken}, which deepnmt has already; give it another "

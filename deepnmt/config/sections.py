@@ -20,6 +20,7 @@ from deepnmt.config.choices import (
     BLOCKS,
     INITS,
     NORMS,
+    OBJECTIVES,
     OPTIMIZERS,
     POSITIONS,
     SCHEDULES,
@@ -562,6 +563,8 @@ class Train(Section):
     """An earlier end, in seconds of updates, not counting validations and checkpoints; null: none."""
     label_smoothing: Rate = 0.1
     """Probability mass that is spread over the vocabulary."""
+    objective: Annotated[str, OBJECTIVES, Fact.SEEN] = "cross_entropy"
+    """What training minimises; a plug-in may have another loss."""
     r_drop: Annotated[float, Field(ge=0.0), Fact.SEEN] = 0.0
     """α of R-Drop: every sentence passes the model twice, with other dropout, and α/4 times the divergence of the two
     predictions, in both directions, is added to their mean loss; the paper takes 5. An update takes twice the time and
@@ -780,9 +783,9 @@ class Recipe(Section):
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}},
                    {"type": "object", "additionalProperties": {"type": "string"}}]}), Fact.PATH, Fact.FIXED] = Field(
         default_factory=dict)
-    """Python files with blocks, schedules or tasks of your own, from here or from beside the recipe. A run's recipe has
-    each with its SHA-256. They run as part of deepnmt, but in a recipe that lies with a run or a model only if they are
-    named on the command line, too; see docs/guide/add_a_block.md."""
+    """Python files with blocks, schedules, objectives or tasks of your own, from here or from beside the recipe. A
+    run's recipe has each with its SHA-256. They run as part of deepnmt, but in a recipe that lies with a run or a model
+    only if they are named on the command line, too; see docs/guide/add_a_block.md."""
     task: Annotated[str, TASKS, Fact.FIXED] = "translation"
     """What is trained; a text is the name of a task in a plug-in."""
     data: Annotated[Data, For("report", "diagnose")]

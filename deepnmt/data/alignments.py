@@ -1,4 +1,4 @@
-"""Word alignments of prepared texts, and micro-batches with the links of their pieces, for guided alignment.
+"""Word alignments of prepared texts, for guided alignment and for the alignment error of a validation.
 
 A line of an alignment file has the links of a sentence pair as Pharaoh wrote them: "0-0 1-2". Words are kept, not
 pieces, so that one array serves every sampled segmentation; a link of two words is one of all their pieces.
@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from deepnmt.batch import Batch
 from deepnmt.config import Corpus
-from deepnmt.data.batching import Stream
 from deepnmt.data.encoding import CHUNK
 from deepnmt.data.filters import KEPT, Codes
 from deepnmt.data.prepared import REMEDY, Indices, PreparedData, Side, SideWriter, Split, Tokens
 from deepnmt.data.text import corpora_of, read_lines, read_pairs
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.device import upload
 from deepnmt.errors import UserError
 
 _LINK = re.compile(r"(\d{1,9})-(\d{1,9})")
@@ -136,17 +131,3 @@ class Links:
         gold = linked[np.arange(len(rows))[:, None, None], target[:, :, None], source[:, None, :]]
         found = np.nonzero(gold)
         return np.stack([*found, gold.sum(2)[found[:2]]]).astype(np.int64)
-
-
-class GuidedStream(Stream):
-    """A stream whose micro-batches have the links of their pieces as a fifth tensor."""
-
-    def __init__(self, links: Links, split: Split, tokens: int, seed: int,
-                 rows: Callable[[int], Indices] | None = None) -> None:
-        super().__init__(split, tokens, seed, rows)
-        self._links = links
-
-    def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
-        batch = super().batch(epoch, index, device)
-        links = self._links.of_pieces(self.split(epoch), self.plan(epoch)[index])
-        return replace(batch, tensors=(*batch.tensors, upload(torch.from_numpy(links), device)))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepnmt.batch import Batch
+from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.data.prepared import Indices, Lengths, Split
 from deepnmt.device import upload
 from deepnmt.errors import UserError
@@ -243,4 +243,4 @@ def collate(split: Split, indices: Indices | Sequence[int], key: int, device: to
     trg_in = np.full_like(trg_out, BOS)
     trg_in[:, 1:] = np.where(trg_out[:, :-1] == EOS, PAD, trg_out[:, :-1])
     tensors = (upload(torch.from_numpy(array), device) for array in (src, src_lengths, trg_in, trg_out))
-    return Batch(tuple(tensors), key, int(trg_lengths.sum()))
+    return Batch(dict(zip(TRANSLATION, tensors, strict=True)), key, int(trg_lengths.sum()))

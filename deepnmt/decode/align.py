@@ -12,8 +12,7 @@ from torch import Tensor
 
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.model.attention import CrossAttention
-from deepnmt.model.guided import AttentionHook, guided_index
+from deepnmt.model.attention import AttentionHook, CrossAttention, layer_index
 from deepnmt.model.transformer import Transformer
 
 Links = list[tuple[int, int]]  # of a word of the source and one of the translation, counted from 0
@@ -31,7 +30,7 @@ def alignment_layer(model: Transformer, layer: int) -> int:
     if layer > layers:
         raise UserError(f"translate.alignment_layer is {layer}, but the model's decoder has {layers} layers; set it to "
                         f"{layers} or less")
-    return guided_index(layer, layers)
+    return layer_index(layer, layers)
 
 
 @contextmanager

@@ -68,6 +68,7 @@ from deepnmt.folders import DamagedFolder, original_name
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import fill
+from deepnmt.model.objective import CrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.local import LocalEngine
@@ -213,7 +214,7 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
                         f"{loaded.trg_vocab.size} pieces, but {recipe.data.folder} has {vocabs[0]} and {vocabs[1]}; "
                         "give a recipe with the data it was trained on")
     model, own, state = loaded.model.to(device), loaded.recipe, loaded.state
-    model.label_smoothing = own.train.label_smoothing
+    model.objective = CrossEntropy(own.train.label_smoothing)
     passes = 0.0
     if own.schedule.step_epoch is not None:  # only then, because `epoch_size` plans a whole epoch
         stream = training_stream(own, data)
@@ -251,7 +252,7 @@ def examine(
         "decoder": f"{shape.decoder.layers} layers, {shape.decoder.block}",
         "width": shape.width, "ffn": shape.ffn, "parameters": sum(p.numel() for p in model.parameters()),
         "learning rate": recipe.optimizer.lr, "schedule": recipe.schedule.name, "warm-up": recipe.schedule.warmup,
-        "sentences": len(batch.tensors[0]), "target tokens": batch.tokens, "device": str(batch.device),
+        "sentences": len(batch["src"]), "target tokens": batch.tokens, "device": str(batch.device),
     }}
     clock.show("layer dependency and similarity")
     findings["dependency"] = {side: dependency(model, batch, side) for side in SIDES}
@@ -379,8 +380,7 @@ def checkpoint_displacements(subject: Subject) -> list[dict[str, Any]]:
             print_status(f"skipped: {fault}")
             continue
         if first is not None:
-            model = Transformer(subject.recipe.model, *subject.vocabs, subject.recipe.seed,
-                                subject.model.label_smoothing)
+            model = Transformer(subject.recipe.model, *subject.vocabs, subject.recipe.seed, subject.model.objective)
             fill(model, first[1].__getitem__)
             norms = gradients(model.to(subject.batch.device), subject.batch).matrices
             pairs.append({"update": update_of(first[0]), "until": update_of(folder),

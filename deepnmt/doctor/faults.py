@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepnmt.batch import Batch
+from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.doctor.measures import token_similarity
 from deepnmt.doctor.probes import evaluating, hooks, layers_of, matrices, outputs_of, real_positions
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
@@ -35,7 +35,7 @@ _END = 10  # updates at the end of a trial
 @torch.no_grad()
 def wrong_wiring(model: Transformer, batch: Batch) -> list[str]:
     """Faults of the batch's labels, of the causal mask and of the masks of padding, in words."""
-    src, lengths, trg_in, trg_out = batch.tensors
+    src, lengths, trg_in, trg_out = (batch[name] for name in TRANSLATION)
     found, vocab = [], model.table("trg").num_embeddings
     after = (trg_out != PAD)[:, 1:]
     if bool((trg_in[:, 0] != BOS).any()) or bool((trg_in[:, 1:] != trg_out[:, :-1])[after].any()):
@@ -55,8 +55,8 @@ def wrong_wiring(model: Transformer, batch: Batch) -> list[str]:
         if not _agree(moved[real], hidden[real]):
             found.append("padding: what stands in the source's padding changes the decoder's outputs")
         room = min(2, model.decoder.input.positions.size(0) - trg_in.size(1))
-        ends = [F.pad(tensor, (0, room), value=PAD) for tensor in (trg_in, trg_out)]
-        losses = [float(model(src, lengths, *each, batch.key).nll) for each in ((trg_in, trg_out), ends)]
+        ends = {name: F.pad(batch[name], (0, room), value=PAD) for name in ("trg_in", "trg_out")}
+        losses = [float(model(each).nll) for each in (batch, batch.with_tensors(**ends))]
         if not math.isclose(*losses, rel_tol=_EQUAL):
             found.append("padding: the target's padding counts in the loss")
     return found
@@ -78,7 +78,7 @@ def wrong_sizes(
     found, real = [], real_positions(batch)
     with evaluating(model):
         for side, table, ids in zip(SIDES, (model.table("src"), model.table("trg")),
-                                    (batch.tensors[0], batch.tensors[2]), strict=True):
+                                    (batch["src"], batch["trg_in"]), strict=True):
             layer, embedded = model.get_submodule(f"{side}.input"), table(ids)
             places = layer(torch.zeros_like(embedded))
             sizes = [float(x[real[side]].square().mean().sqrt()) for x in (layer(embedded) - places, places)]

@@ -182,7 +182,7 @@ def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]
         for layer, own in zip(layers, branches, strict=True):
             for add in layer.get_submodule("rule.adds").children():
                 handles.append(add.register_forward_hook(lambda _m, _i, output, own=own: own.append(output)))
-        src, lengths, trg_in, _ = batch.tensors
+        src, lengths, trg_in = batch["src"], batch["src_lengths"], batch["trg_in"]
         memory = model.encode(src, lengths, batch.key)
         if side == "decoder":
             model.decode(trg_in, memory, lengths, batch.key)

@@ -19,6 +19,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.doctor.probes import hooks
+from deepnmt.model.objective import CrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
@@ -89,7 +90,7 @@ def first_non_finite(model: Transformer, batches: Sequence[Batch], factor: float
             if first is not None:
                 break
             model.zero_grad(set_to_none=True)
-            loss = model(*batch.tensors[:4], batch.key).loss  # without the links of guided alignment
+            loss = model(batch).loss
             check("loss", "", loss)
             if first is None:
                 (loss * factor).backward()
@@ -134,7 +135,7 @@ def explain(
         return _advice(RankReport(kind, enough_memory=False), recipe)
     try:
         vocabs = (current.table("src").num_embeddings, current.table("trg").num_embeddings)
-        model = Transformer(recipe.model, *vocabs, recipe.seed, recipe.train.label_smoothing)
+        model = Transformer(recipe.model, *vocabs, recipe.seed, CrossEntropy(recipe.train.label_smoothing))
         copy_weights(model, current)
         report = RankReport(kind)
         if first := first_non_finite(model, batches, factor * scale):

@@ -70,7 +70,7 @@ def measure_outcome(evaluate: Evaluate, valid: Split, surprise: Tensor, device: 
     own, shuffled = paired_batches(valid, range(len(valid)), SENTENCES, BATCH, device)
     tokens = sum(batch.tokens for batch in own)
     first, second = (sum(nll for _, nll in evaluate(batches)) / tokens for batches in (own, shuffled))
-    return Measured(first, second, sum(guess(surprise, batch.tensors[3]) * batch.tokens for batch in own) / tokens)
+    return Measured(first, second, sum(guess(surprise, batch["trg_out"]) * batch.tokens for batch in own) / tokens)
 
 
 def frequencies(train: Split, vocab: int) -> Tensor:

@@ -118,7 +118,7 @@ def sublayers(model: Transformer, side: Side) -> list[str]:
 
 def real_positions(batch: Batch) -> dict[Side, Tensor]:
     """Where there is no padding: boolean [B, S] for the encoder, [B, T] for the decoder."""
-    src, lengths, _, trg_out = batch.tensors
+    src, lengths, trg_out = batch["src"], batch["src_lengths"], batch["trg_out"]
     return {"encoder": torch.arange(src.size(1), device=src.device) < lengths[:, None], "decoder": trg_out != PAD}
 
 
@@ -126,7 +126,7 @@ def real_positions(batch: Batch) -> dict[Side, Tensor]:
 def outputs_of(model: Transformer, batch: Batch, layers: bool = False) -> dict[Side, list[Tensor]]:
     """The outputs of both stacks at real positions, each a list of one tensor [positions, D]; with `layers` those of
     every layer, from the bottom. With dropout only if the model is in training mode."""
-    src, lengths, trg_in, _ = batch.tensors
+    src, lengths, trg_in = batch["src"], batch["src_lengths"], batch["trg_in"]
     real = real_positions(batch)
     inside: dict[Side, list[Tensor]] = {side: [] for side in SIDES}
     with hooks() as handles:
@@ -141,14 +141,14 @@ def outputs_of(model: Transformer, batch: Batch, layers: bool = False) -> dict[S
 
 def mean_loss(model: Transformer, batch: Batch) -> Tensor:
     """The smoothed loss in nats a target token, differentiable."""
-    return model(*batch.tensors, batch.key).loss / batch.tokens
+    return model(batch).loss / batch.tokens
 
 
 @torch.no_grad()
 def plain_loss(model: Transformer, batch: Batch) -> float:
     """The loss without label smoothing in nats a target token, in evaluation mode."""
     with evaluating(model):
-        return float(model(*batch.tensors, batch.key).nll / batch.tokens)
+        return float(model(batch).nll / batch.tokens)
 
 
 def matrices(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -27,8 +27,7 @@ from safetensors.torch import load_file
 from sentencepiece import sentencepiece_model_pb2
 from torch import Tensor
 
-from deepnmt.checkpoint.checkpoint import Contents, first_difference, shapes_of, write_checkpoint
-from deepnmt.checkpoint.state import SavedState
+from deepnmt.checkpoint.checkpoint import Contents, TrainingState, first_difference, shapes_of, write_checkpoint
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
@@ -161,7 +160,7 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
         raise UserError(f"{folder} has weights that are no numbers, in {bad}; give a model that has not diverged")
     model = Transformer(recipe.model, *sizes, recipe.seed)
     fill(model, weights.__getitem__)
-    state = SavedState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
+    state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
     files = dict(zip(("src.spm", "trg.spm"), foreign.vocabs, strict=True))
     write_checkpoint(run / "averaged", Contents(weights, None, state, dump_recipe(recipe), files))
     write_text(run / "recipe.yaml", dump_recipe(recipe))

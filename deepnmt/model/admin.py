@@ -210,8 +210,8 @@ def _enter(
     fill(entry, weights, f"{side}.input")
     flows = []
     for batch, memory in zip(batches, memories, strict=True):
-        src, lengths, trg_in, trg_out = batch.tensors
-        ids, counted = trg_in, trg_out != PAD
+        src, lengths = batch["src"], batch["src_lengths"]
+        ids, counted = batch["trg_in"], batch["trg_out"] != PAD
         if side == "encoder":
             ids, counted = src, torch.arange(src.size(1), device=src.device) < lengths[:, None]
         x, visible = entry.to(batch.device)(table.to(batch.device)(ids), batch.key), None

@@ -44,6 +44,7 @@ from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, profiled_sublayer
 from deepnmt.model.dropout import stable_hash
 from deepnmt.model.embedding import table_width
 from deepnmt.model.feedforward import ACTIVATIONS
+from deepnmt.model.objective import CrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -207,6 +208,6 @@ def new_model(
     omega: Mapping[str, float] | None = None,
 ) -> Transformer:
     """A model with a run's initial weights, on the CPU. For the arguments see `Transformer` and `Initialiser`."""
-    transformer = Transformer(model, src_vocab, trg_vocab, seed, label_smoothing)
+    transformer = Transformer(model, src_vocab, trg_vocab, seed, CrossEntropy(label_smoothing))
     fill(transformer, Initialiser(model, src_vocab, trg_vocab, seed, omega))
     return transformer

@@ -9,6 +9,7 @@ outside matrix products. Here each chunk of rows is projected and its gradients 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +29,26 @@ _LEAST = 1e-30  # probability whose logarithm is exact enough; fp32 has normal n
 
 
 class LossSums(NamedTuple):
-    """Sums over the target tokens, fp32 scalars: the label-smoothed loss, and without smoothing (no gradient)."""
+    """Sums over the target tokens of a micro-batch, fp32 scalars; only `loss` has a gradient.
+
+    Attributes:
+        loss: what is minimised.
+        nll: the cross-entropy without smoothing.
+        others: further figures by name, see `Objective.figures`.
+    """
 
     loss: Tensor
     nll: Tensor
+    others: Mapping[str, Tensor] = {}
+
+    def detached(self) -> LossSums:
+        """The same without gradient."""
+        return self._replace(loss=self.loss.detach(), nll=self.nll.detach())
 
 
-def label_smoothed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, pad: int) -> LossSums:
+def label_smoothed_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, pad: int, tokens: int | None = None
+) -> LossSums:
     """The loss of hidden [B, T, D], projected by weight [V, D], against targets [B, T]; pad targets do not count.
 
     For logits z, target token y and ε = `smoothing` a token's loss is (1 - ε)(lse(z) - z_y) + ε(lse(z) - mean(z)). The
@@ -44,25 +58,35 @@ def label_smoothed_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothi
 
     The gradient of the logits is rounded to the model's type before its two products, and so before the backward pass
     multiplies by the loss scale. In fp16 that costs up to 2^-25 an entry at any scale: a word with a smaller
-    probability has no gradient. Of a token's probability mass at most V·2^-25 is lost so, 0.001 at V = 32,000. The
-    ε / V of each entry is not lost, because it is added in fp32.
+    probability has no gradient. Of a token's probability mass at most V·2^-25 is lost this way, 0.001 at V = 32,000.
+    The ε / V of each entry is not lost, because it is added in fp32.
+
+    Args:
+        tokens: how many targets count, for a GPU; None: the host waits for their number.
     """
-    targets, hidden, kept = targets.flatten(), hidden.flatten(0, 1), None
-    if device_.on_gpu(hidden):  # which rows are tokens is not asked: the host would wait, and only some percent are not
-        kept = (targets != pad).float()[:, None]
+    (hidden,), targets = token_rows([hidden], targets, pad, tokens)
+    return LossSums(*linear_cross_entropy(hidden, weight, targets, smoothing))
+
+
+def token_rows(
+    hidden: Sequence[Tensor], targets: Tensor, pad: int, tokens: int | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """The rows of tensors [B, T, D] that have a target, [R, D], and the targets [R] of [B, T]."""
+    targets = targets.flatten()
+    if device_.on_gpu(targets):  # the host does not wait: it knows the number
+        count = int((targets != pad).sum()) if tokens is None else tokens
+        rows = (targets == pad).byte().argsort(stable=True)[:count]
     else:
         rows = (targets != pad).nonzero().squeeze(1)
-        if len(rows) < len(targets):
-            hidden, targets = hidden.index_select(0, rows), targets.index_select(0, rows)
-    return LossSums(*linear_cross_entropy(hidden, weight, targets, kept, smoothing))
+    flat = [each.flatten(0, 1) for each in hidden]
+    if len(rows) == len(targets):
+        return flat, targets
+    return [each.index_select(0, rows) for each in flat], targets.index_select(0, rows)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor | None, smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """The sums of `label_smoothed_loss` for hidden [R, D] and targets [R]. `kept` [R, 1] is 1 at rows that count and 0
-    at others; None: all count."""
-    return _ProjectedCrossEntropy.apply(hidden, weight, targets, kept, smoothing, needs_gradient(hidden, weight))
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Loss and nll of `label_smoothed_loss` for hidden [R, D] and targets [R]."""
+    return _ProjectedCrossEntropy.apply(hidden, weight, targets, smoothing, needs_gradient(hidden, weight))
 
 
 def needs_gradient(hidden: Tensor, weight: Tensor) -> bool:
@@ -75,21 +99,13 @@ def chunk_rows(hidden: Tensor, vocab: int) -> int:
     return max(1, _CHUNK_LOGITS["cuda" if device_.on_gpu(hidden) else "cpu"] // vocab)
 
 
-def r_drop_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, pad: int, alpha: float
-) -> LossSums:
-    """The mean loss of two passes, hidden [2B, T, D], against targets [B, T], plus α/4 (KL(p‖q) + KL(q‖p)), with p and
-    q the predictions of a token in the two passes. It is half of the loss of Liang et al. 2021, R-Drop, eq. 4, so that
-    it is that of one pass where the two agree."""
-    sums = label_smoothed_loss(hidden, weight, torch.cat([targets, targets]), smoothing, pad)
-    is_token, kept = targets.flatten() != pad, None
-    first, second = (half.flatten(0, 1) for half in hidden.chunk(2))
-    if device_.on_gpu(hidden):  # as in `label_smoothed_loss`
-        kept = is_token.float()[:, None]
-    else:
-        rows = is_token.nonzero().squeeze(1)
-        first, second = first.index_select(0, rows), second.index_select(0, rows)
-    return LossSums((sums.loss + alpha / 2 * _Divergence.apply(first, second, weight, kept)) / 2, sums.nll / 2)
+def divergence(
+    first: Tensor, second: Tensor, weight: Tensor, targets: Tensor, pad: int, tokens: int | None = None
+) -> Tensor:
+    """Σ KL(p‖q) + KL(q‖p) over the target tokens, p and q the predictions of first and second [B, T, D], projected by
+    weight [V, D]. For targets [B, T], pad and tokens see `label_smoothed_loss`."""
+    rows, _ = token_rows([first, second], targets, pad, tokens)
+    return _Divergence.apply(*rows, weight)
 
 
 def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> int:
@@ -108,15 +124,11 @@ def loss_bytes(tokens: int, vocab: int, width: int, size: int, device: str) -> i
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
-    """(hidden [R, D], weight [V, D], targets [R]) to the sums (loss, nll); gradients are computed in the forward.
-
-    `kept`: see `linear_cross_entropy`.
-    """
+    """(hidden [R, D], weight [V, D], targets [R]) to the sums (loss, nll); gradients are computed in the forward."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor | None, smoothing: float,
-        differentiable: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, differentiable: bool
     ) -> tuple[Tensor, Tensor]:
         rows = len(hidden)
         if not device_.on_gpu(hidden) and hidden.dtype != torch.float32:
@@ -142,30 +154,19 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             target_logits = scores.gather(1, y)
             lse = _softmax_(scores, y, target_logits, h, weight)
             mean = torch.mv(h.float(), weight_mean)  # of a row's logits
-            if kept is not None:  # else only `real` rows count
-                counts = kept[start : start + size]
-                lse, target_logits, mean = lse * counts, target_logits * counts, mean * counts[:, 0]
             nll += (lse - target_logits)[:real].sum()
             loss += (lse - (1 - smoothing) * target_logits)[:real].sum() - smoothing * mean[:real].sum()
             if hidden_grad is not None and weight_grad is not None:
                 # d loss / d z = softmax(z) - (1 - ε) onehot(y) - ε / V; the constant ε / V is subtracted at the end
                 scores.scatter_add_(1, y, torch.full_like(target_logits, smoothing - 1))
-                if kept is not None:
-                    torch.mul(scores, counts, out=product)
-                else:
-                    scores[real:] = 0
-                    if table is not logits:
-                        product.copy_(scores)
+                scores[real:] = 0
+                if table is not logits:
+                    product.copy_(scores)
                 torch.mm(product, weight, out=hidden_grad[start : start + size])
                 add_product(weight_grad, product.t(), h, table)
         if hidden_grad is not None and weight_grad is not None:
-            if kept is None:
-                hidden_grad -= smoothing * weight_mean
-                summed = hidden.sum(0, dtype=torch.float32)
-            else:
-                hidden_grad.sub_(kept * (smoothing * weight_mean))
-                summed = torch.mul(hidden, kept).sum(0)
-            weight_grad -= smoothing / len(weight) * summed
+            hidden_grad -= smoothing * weight_mean
+            weight_grad -= smoothing / len(weight) * hidden.sum(0, dtype=torch.float32)
             ctx.save_for_backward(hidden_grad[:rows], weight_grad)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(nll)
@@ -173,21 +174,21 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None, None
+        return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None
 
 
 class _Divergence(torch.autograd.Function):
     """(h, g [R, D], weight [V, D]) to Σ KL(p‖q) + KL(q‖p) over the rows, p = softmax(h weightᵀ) and q = softmax(g
-    weightᵀ); in chunks, gradients are computed in the forward. `kept`: see `_ProjectedCrossEntropy`."""
+    weightᵀ); in chunks, gradients are computed in the forward."""
 
     @staticmethod
-    def forward(ctx: Any, first: Tensor, second: Tensor, weight: Tensor, kept: Tensor | None) -> Tensor:
+    def forward(ctx: Any, first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
         total = first.new_zeros((), dtype=torch.float32)
         grads = torch.empty_like(first), torch.empty_like(second)
         weight_grad = weight.new_zeros(weight.shape, dtype=torch.float32)
-        size = max(1, _CHUNK_LOGITS["cuda" if kept is not None else "cpu"] // len(weight) // 4)
+        size = max(1, chunk_rows(first, len(weight)) // 4)
         for chunk in (slice(start, start + size) for start in range(0, len(first), size)):
             logs = [torch.mm(h[chunk], weight.t()).float().log_softmax(1) for h in (first, second)]
             for (own, other), h, grad in zip((logs, logs[::-1]), (first, second), grads, strict=True):
@@ -195,8 +196,6 @@ class _Divergence(torch.autograd.Function):
                 divergence = (p * ratio).sum(1, keepdim=True)  # of p from q
                 # d KL(p‖q) / d z = p (log p/q - KL(p‖q)), d KL(q‖p) / d z = p - q
                 of_logits = p * (ratio - divergence) + p - other.exp()
-                if kept is not None:
-                    divergence, of_logits = divergence * kept[chunk], of_logits * kept[chunk]
                 total += divergence.sum()
                 of_logits = of_logits.to(h.dtype)
                 torch.mm(of_logits, weight, out=grad[chunk])
@@ -207,9 +206,9 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, total_grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, total_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         first, second, weight = ctx.saved_tensors
-        return first * total_grad, second * total_grad, (weight * total_grad).to(ctx.weight_dtype), None
+        return first * total_grad, second * total_grad, (weight * total_grad).to(ctx.weight_dtype)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, scratch: Tensor) -> None:

@@ -9,7 +9,8 @@ Parameters have the same names in every layout: `embeddings.shared.weight`, `enc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,14 +19,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from deepnmt import config
-from deepnmt.batch import Batch
+from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.config.choices import TYINGS, Use
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import LayerPosition, Side, Stream
 from deepnmt.model.cache import Cache
 from deepnmt.model.embedding import InputLayer, table_width
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
-from deepnmt.model.loss import LossSums, label_smoothed_loss, r_drop_loss
+from deepnmt.model.loss import LossSums
+from deepnmt.model.objective import CrossEntropy, Objective
 from deepnmt.model.unfilled import unfilled
 from deepnmt.tokens import PAD
 
@@ -45,11 +47,6 @@ def fill_with_nan(part: nn.Module) -> None:
     """Sets every parameter to NaN, so that a weight that `init.fill` misses is noticed."""
     for parameter in part.parameters():
         parameter.detach().fill_(math.nan)
-
-
-def twice(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Each tensor [B, ...] as [2B, ...], its sentences twice: with dropout they have two masks."""
-    return tuple(torch.cat([tensor, tensor]) for tensor in tensors)
 
 
 def run_layers(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tensor | int | None) -> Tensor:
@@ -72,23 +69,53 @@ def run_layers(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Te
     return x
 
 
-class Stack(nn.Module):
-    """One side of the model: input layer, layers, and the block's top: nothing, a norm, or DLCL's mixture."""
+def unit_names(model: config.Model) -> list[str]:
+    """The units of a model from input to loss, of which a pipeline's stage has some."""
+    return [
+        "source",
+        *(f"encoder.layers.{i}" for i in range(model.encoder.layers)),
+        "target",
+        *(f"decoder.layers.{i}" for i in range(model.decoder.layers)),
+        "output",
+    ]
 
-    def __init__(self, model: config.Model, side: Side, seed: int, after_build: Callable[[nn.Module], None]) -> None:
+
+class Stack(nn.Module):
+    """One side of the model: input layer, layers, and the block's top: nothing, a norm, or DLCL's mixture. Parts whose
+    unit is not among `units` are None."""
+
+    input: InputLayer
+    norm: nn.Module
+
+    def __init__(
+        self, model: config.Model, side: Side, seed: int, after_build: Callable[[nn.Module], None],
+        units: Collection[str],
+    ) -> None:
         super().__init__()
-        self.input = InputLayer(model, side, seed)
-        after_build(self.input)
+        begins, ends = ("source", "target") if side == "encoder" else ("target", "output")
+
+        def built(unit: str, build: Callable[[], nn.Module]) -> nn.Module | None:
+            if unit not in units:
+                return None
+            part = build()
+            after_build(part)
+            return part
+
+        self.register_module("input", built(begins, partial(InputLayer, model, side, seed)))
         self.layers = nn.ModuleList()
         for index in range(model.stack(side).layers):
-            self.layers.append(build_layer(model, side, index, seed))
-            after_build(self.layers[-1])
-        self.norm = build_top(model, side)
-        after_build(self.norm)
+            layer = built(f"{side}.layers.{index}", partial(build_layer, model, side, index, seed))
+            self.layers.add_module(str(index), layer)
+        self.register_module("norm", built(ends, partial(build_top, model, side)))
+
+    @property
+    def present(self) -> list[Layer]:
+        """The layers that are not None, lowest first."""
+        return [layer for layer in cast(Iterable[Layer | None], self.layers) if layer is not None]
 
 
 class Transformer(nn.Module):
-    """The model of a recipe, without weights: `init.fill` sets them.
+    """The model of a recipe, or a stage of it, without weights: `init.fill` sets them.
 
     In training mode each layer seeds the default generator of its device (see `dropout.py`).
 
@@ -96,66 +123,98 @@ class Transformer(nn.Module):
         model: shapes, dropouts and blocks.
         src_vocab, trg_vocab: vocabulary sizes; equal if `model.tied` has one table for both.
         seed: with the `dropout_key` of each call it fixes the dropout masks.
-        label_smoothing: probability mass taken from the target token and spread evenly over the whole vocabulary.
+        objective: what training minimises; None: cross-entropy.
         after_build: called with every part (table, input layer, layer, top of a stack) as soon as it is built, so that
             it can be moved, cast or partitioned before the next one takes memory.
-        r_drop: α of `loss.r_drop_loss`; 0: one pass.
+        units: which of `unit_names` it has; None: all. Parts of others are None, and all have the names of the whole.
     """
 
     def __init__(
-        self, model: config.Model, src_vocab: int, trg_vocab: int, seed: int, label_smoothing: float = 0.0,
-        after_build: Callable[[nn.Module], None] = fill_with_nan, r_drop: float = 0.0,
+        self, model: config.Model, src_vocab: int, trg_vocab: int, seed: int, objective: Objective | None = None,
+        after_build: Callable[[nn.Module], None] = fill_with_nan, units: range | None = None,
     ) -> None:
         super().__init__()
         if TYINGS[model.tied].joint and src_vocab != trg_vocab:
             raise ValueError(f"model.tied: {model.tied} needs one vocabulary, but the sizes are {src_vocab} and "
                              f"{trg_vocab}")
         self.project: nn.Module | None = None  # the output projection, if it is packed (decode/packed.py)
-        self.label_smoothing, self.r_drop = label_smoothing, r_drop
         self.recompute = 0  # see `run_layers`
         self.shape = model.shape("decoder")
         self.tables = model.tables
+        names = unit_names(model)
+        held = names if units is None else names[units.start : units.stop]
         sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
+        users: dict[Use, str] = {"src": "source", "trg": "target", "out": "output"}
         self.embeddings = nn.ModuleDict()
         for use, name in self.tables.items():
-            if name not in self.embeddings:
+            if users[use] in held and name not in self.embeddings:
                 self.embeddings[name] = unfilled(nn.Embedding, sizes[use], table_width(model, use))
                 after_build(self.embeddings[name])
-        self.encoder = Stack(model, "encoder", seed, after_build)
-        self.decoder = Stack(model, "decoder", seed, after_build)
+        self.encoder = Stack(model, "encoder", seed, after_build, held)
+        self.decoder = Stack(model, "decoder", seed, after_build, held)
+        self.objective = CrossEntropy() if objective is None else objective
+        if units is None:
+            self.objective.attach(self)
 
-    def forward(
-        self, src: Tensor, src_lengths: Tensor, trg_in: Tensor, trg_out: Tensor, dropout_key: int = 0
-    ) -> LossSums:
-        """The loss of predicting trg_out [B, T] from src [B, S] with lengths [B] and trg_in [B, T], without padding."""
-        alpha = self.r_drop if self.training else 0.0
-        if alpha:
-            src, src_lengths, trg_in = twice(src, src_lengths, trg_in)
-        memory = self.encode(src, src_lengths, dropout_key)
-        hidden = self.decode(trg_in, memory, src_lengths, dropout_key)
-        if alpha:
-            return r_drop_loss(hidden, self.output_weight, trg_out, self.label_smoothing, PAD, alpha)
-        return label_smoothed_loss(hidden, self.output_weight, trg_out, self.label_smoothing, PAD)
+    def forward(self, batch: Batch) -> LossSums:
+        """The loss of a micro-batch: of predicting trg_out [B, T] from src [B, S] and trg_in [B, T]."""
+        batch = self.objective.prepare(batch)
+        _, hidden = self.run(batch)
+        assert hidden is not None
+        return self.objective.loss(hidden, self.output_weight, batch)
+
+    def run(self, batch: Batch, memory: Tensor | None = None, hidden: Tensor | None = None
+            ) -> tuple[Tensor, Tensor | None]:
+        """Passes a prepared micro-batch through the units that there are.
+
+        Args:
+            memory: what a stage gets of the encoder: [B, S, D] from its last layer, or of its end.
+            hidden: what a stage gets of the decoder: [B, T, D]; None before its input.
+
+        Returns:
+            The same after these units.
+        """
+        if hidden is None:
+            memory = self.encode(batch["src"], batch["src_lengths"], batch.key, memory)
+        assert memory is not None
+        if hidden is not None or self.decoder.input is not None:
+            hidden = self.decode(batch["trg_in"], memory, batch["src_lengths"], batch.key, hidden)
+        return memory, hidden
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """See `Objective`."""
+        return self.objective.figures
 
     @staticmethod
     def smallest_batch(device: torch.device) -> Batch:
         """One sentence of two tokens, for an update that must not change the weights."""
         ids = torch.full((1, 2), PAD + 1, device=device)
-        return Batch((ids, torch.tensor([2], device=device), ids, ids), key=0, tokens=2)
+        tensors = ids, torch.tensor([2], device=device), ids, ids
+        return Batch(dict(zip(TRANSLATION, tensors, strict=True)), key=0, tokens=2)
 
-    def encode(self, src: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
-        """src [B, S] to the memory [B, S, D]; its values at padding have no meaning."""
-        mask = key_mask(src_lengths, src.size(1), self.output_weight.dtype)
-        x = self.encoder.input(self.table("src")(src), dropout_key)
-        x = run_layers(list(self.encoder.layers), self.recompute, x, mask, dropout_key)
-        return self.encoder.norm(x)
+    def encode(self, src: Tensor, src_lengths: Tensor, dropout_key: int = 0, x: Tensor | None = None) -> Tensor:
+        """src [B, S] to the memory [B, S, D]; its values at padding have no meaning. A stage may begin with x
+        [B, S, D]."""
+        if self.encoder.input is not None:
+            x = self.encoder.input(self.table("src")(src), dropout_key)
+        assert x is not None
+        if layers := self.encoder.present:
+            x = run_layers(layers, self.recompute, x, key_mask(src_lengths, x.size(1), x.dtype), dropout_key)
+        return x if self.encoder.norm is None else self.encoder.norm(x)
 
-    def decode(self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0) -> Tensor:
-        """trg_in [B, T] and the memory [B, S, D] to the last layer's output [B, T, D]."""
-        mask = key_mask(src_lengths, memory.size(1), memory.dtype)
-        x = self.decoder.input(self.table("trg")(trg_in), dropout_key)
-        x = run_layers(list(self.decoder.layers), self.recompute, x, memory, mask, dropout_key)
-        return self.decoder.norm(x)
+    def decode(
+        self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0, x: Tensor | None = None
+    ) -> Tensor:
+        """trg_in [B, T] and the memory [B, S, D] to the last layer's output [B, T, D]. A stage may begin with
+        x [B, T, D]."""
+        if self.decoder.input is not None:
+            x = self.decoder.input(self.table("trg")(trg_in), dropout_key)
+        assert x is not None
+        if layers := self.decoder.present:
+            mask = key_mask(src_lengths, memory.size(1), memory.dtype)
+            x = run_layers(layers, self.recompute, x, memory, mask, dropout_key)
+        return x if self.decoder.norm is None else self.decoder.norm(x)
 
     def table(self, use: Use) -> nn.Embedding:
         """The embedding table [V, D] for a use; tied uses share one."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,31 +15,36 @@ from deepnmt.batch import Batch
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.device import upload
-from deepnmt.model.guided import guided
 from deepnmt.model.init import Source
 from deepnmt.model.loss import LossSums
+from deepnmt.model.objective import objective_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.scaler import ScalerState
 
 # Builds the whole model with its weights still to be set, and calls its argument with each part as soon as that is
 # built; see `Transformer`.
 Build = Callable[[Callable[[nn.Module], None]], Transformer]
+BuildStage = Callable[[range], Transformer]  # from the units of a stage
 
 
 def build_of(recipe: Recipe, vocabs: tuple[int, int]) -> Build:
     """Builds the recipe's translation model; `vocabs`: source and target vocabulary sizes."""
-    train = recipe.train
-    build = partial(Transformer, recipe.model, *vocabs, recipe.seed, train.label_smoothing, r_drop=train.r_drop)
-    return partial(guided, build, train.guided_layer, train.guided_alignment) if train.guided_alignment else build
+    return lambda after_build: Transformer(
+        recipe.model, *vocabs, recipe.seed, objective_of(recipe), after_build=after_build)
+
+
+def stage_of(recipe: Recipe, vocabs: tuple[int, int]) -> BuildStage:
+    """Builds the stages of a pipeline of the recipe's translation model."""
+    return lambda units: Transformer(recipe.model, *vocabs, recipe.seed, objective_of(recipe), units=units)
 
 
 @dataclass(frozen=True)
 class StepStats:
     """The figures of one update, the same on all processes.
 
-    `loss` and `nll` are sums over the target tokens of all processes, in nats; `alignment` is that of guided
-    alignment's loss, without its weight. `applied` is False, and `grad_norm` inf, if the update was dropped because a
-    gradient was not finite. `flags` are the sums over all processes of what they passed to `train_step`.
+    `loss` and `nll` are sums over the target tokens of all processes, in nats, and so are the further `figures` of the
+    objective. `applied` is False, and `grad_norm` inf, if the update was dropped because a gradient was not finite.
+    `flags` are the sums over all processes of what they passed to `train_step`.
     """
 
     loss: float
@@ -48,7 +52,7 @@ class StepStats:
     grad_norm: float
     loss_scale: float
     applied: bool
-    alignment: float = 0.0
+    figures: Mapping[str, float] = field(default_factory=dict)
     flags: Sequence[float] = ()
 
 
@@ -59,18 +63,23 @@ Flags = Callable[[], Sequence[float]]
 class Reading:
     """What the host learns of one update. It waits for the device once, when it needs the norm of the gradients.
 
+    Args:
+        names: of the objective's further figures.
+
     Attributes:
-        figures: once `read`: sums over all processes of loss, nll and guided alignment's loss, and of the flags.
+        figures: once `read`: sums over all processes of loss, nll, the further figures, and of the flags.
     """
 
-    def __init__(self, device: torch.device, world: int, flags: Flags = tuple) -> None:
-        self._world, self._flags = world, flags
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, world: int, names: Sequence[str] = (), flags: Flags = tuple) -> None:
+        self._world, self._names, self._flags = world, names, flags
+        self._sums = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
         self.figures: list[float] = []
 
     def add(self, sums: LossSums) -> None:
         """Adds a micro-batch's sums to those before; nothing waits for it."""
-        self._sums[: len(sums)].add_(torch.stack([each.detach() for each in sums]))
+        none = torch.zeros_like(sums.nll)
+        others = [sums.others.get(name, none) for name in self._names]
+        self._sums.add_(torch.stack([sums.loss.detach(), sums.nll, *others]))
 
     def read(self, *norms: Tensor) -> list[Tensor]:
         """Copies the figures, and `norms` of one number each, to the host; returns these. Collective."""
@@ -88,8 +97,15 @@ class Reading:
         """The update's figures."""
         if not self.figures:  # DeepSpeed dropped the update before it came to the norm
             self.read()
-        loss, nll, alignment, *flags = self.figures
-        return StepStats(loss, nll, norm if applied else math.inf, scale, applied, alignment, flags)
+        loss, nll, *rest = self.figures
+        count = len(self._names)
+        figures = dict(zip(self._names, rest[:count], strict=True))
+        return StepStats(loss, nll, norm if applied else math.inf, scale, applied, figures, rest[count:])
+
+
+def figures_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the further figures that a task's model has besides loss and nll."""
+    return getattr(module, "figures", ())
 
 
 def read_sums(sums: Sequence[LossSums]) -> list[tuple[float, float]]:

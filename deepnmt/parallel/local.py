@@ -17,7 +17,7 @@ from deepnmt.optim.gradients import clip_gradients, gradient_norm
 from deepnmt.optim.groups import set_rate
 from deepnmt.optim.optimizers import build_optimizer, initial_moment, moment_names
 from deepnmt.optim.scaler import ScalerState
-from deepnmt.parallel.engine import Flags, Reading, StepStats, read_sums
+from deepnmt.parallel.engine import Flags, Reading, StepStats, figures_of, read_sums
 
 
 class LocalEngine:
@@ -40,9 +40,9 @@ class LocalEngine:
         self, batches: Sequence[Batch], update_tokens: int, rate: float, flags: Flags = tuple
     ) -> StepStats:
         self.module.train()
-        reading = Reading(next(self.module.parameters()).device, 1, flags)
+        reading = Reading(next(self.module.parameters()).device, 1, figures_of(self.module), flags)
         for batch in batches:
-            sums = self.module(*batch.tensors, batch.key)
+            sums = self.module(batch)
             (sums.loss / update_tokens).backward()
             reading.add(sums)
         norm = float(*reading.read(gradient_norm(self.module.parameters())))
@@ -58,7 +58,7 @@ class LocalEngine:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
         self.module.eval()
-        return read_sums([self.module(*batch.tensors, batch.key) for batch in batches])
+        return read_sums([self.module(batch) for batch in batches])
 
     def owned(self) -> Iterator[Part]:
         for name, parameter in self.module.named_parameters():

@@ -29,7 +29,7 @@ from deepnmt.config import Recipe
 from deepnmt.model.transformer import Transformer, fill_with_nan
 from deepnmt.optim.gradients import clip_gradients, gradient_norm
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
-from deepnmt.parallel.engine import Build, Flags, Reading, StepStats, read_sums
+from deepnmt.parallel.engine import Build, Flags, Reading, StepStats, figures_of, read_sums
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.host import give_memory_back
 
@@ -62,14 +62,14 @@ class ZeroEngine(DeepSpeedEngine):
         self, batches: Sequence[Batch], update_tokens: int, rate: float, flags: Flags = tuple
     ) -> StepStats:
         self.engine.train()
-        self._reading = Reading(self.device, self.data_world, flags)
+        self._reading = Reading(self.device, self.data_world, figures_of(self.module), flags)
         self._set_rate(rate)
         # DeepSpeed averages over processes, but sums over accumulated micro-batches
         scale = self._loss_factor * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
         for number, batch in enumerate(batches):
             self.engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
-            sums = self.engine(*batch.tensors, batch.key)
+            sums = self.engine(batch)
             self.engine.backward(sums.loss * scale, scale_wrt_gas=False)
             self._reading.add(sums)
             if number < len(batches) - 1:
@@ -102,13 +102,13 @@ class ZeroEngine(DeepSpeedEngine):
         batch = self.module.smallest_batch(self.device)
         self.engine.eval()  # no dropout, but still gradients
         self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.backward(self.engine(*batch.tensors, batch.key).loss * 0.0, scale_wrt_gas=False)
+        self.engine.backward(self.engine(batch).loss * 0.0, scale_wrt_gas=False)
         self.engine.step()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
         self.engine.eval()
-        return read_sums([self.engine(*batch.tensors, batch.key) for batch in batches])
+        return read_sums([self.engine(batch) for batch in batches])
 
     def _kept(self, p: Any) -> tuple[int, int]:
         return self._share(p.ds_numel) if self.zero == 3 else super()._kept(p)

@@ -92,9 +92,10 @@ class Console(Reporter):
             self.print(record["message"])
 
     def _progress(self, update: int, record: Mapping[str, Any]) -> None:
-        aligned = f"alignment {record['alignment_loss']:.3f} " if "alignment_loss" in record else ""
+        others = "".join(f"{name.removesuffix('_loss')} {value:.3f} " for name, value in record.items()
+                         if name.endswith("_loss"))
         skipped = f" skipped {record['skipped_updates']:.0f}" if record["skipped_updates"] else ""
-        text = (f"epoch {record['epoch']:.0f} loss {record['loss']:.3f} ppl {record['perplexity']:.2f} {aligned}"
+        text = (f"epoch {record['epoch']:.0f} loss {record['loss']:.3f} ppl {record['perplexity']:.2f} {others}"
                 f"lr {record['learning_rate']:.2e} gnorm {record['gradient_norm']:.2f} scale {record['loss_scale']:g} "
                 f"{record['target_tokens_per_second']:.0f} tok/s{skipped}")
         left = clock(record["seconds_left"])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,8 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split
-from deepnmt.model.attention import CrossAttention
+from deepnmt.model.attention import AttentionHook, CrossAttention
 from deepnmt.model.blocks import SIDES, Side
-from deepnmt.model.guided import AttentionHook
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import PAD
@@ -143,7 +142,7 @@ def paired_batches(
         end = start + max(1, tokens // longest)
         batch, other = (collate(split, each[start:end], 0, device) for each in (order, before))
         own.append(batch)
-        shuffled.append(replace(batch, tensors=(*other.tensors[:2], *batch.tensors[2:])))
+        shuffled.append(batch.with_tensors(src=other["src"], src_lengths=other["src_lengths"]))
         start = end
     return own, shuffled
 
@@ -165,7 +164,7 @@ def _watching(module: nn.Module, batches: Sequence[Batch]) -> Iterator[dict[str,
 
     def see_scores(turns: Iterator[Batch], scores: Tensor) -> None:
         if batch := next(turns, None):
-            lengths = batch.tensors[1]
+            lengths = batch["src_lengths"]
             counted = _tokens(batch, "decoder") & (lengths > 1)[:, None]  # log 1 is 0
             entropy = torch.special.entr(scores.softmax(3)).sum(3).mean(1) / lengths.log()[:, None]  # [B, T]
             add("entropy", entropy[counted].double().sum())
@@ -187,9 +186,9 @@ def _watching(module: nn.Module, batches: Sequence[Batch]) -> Iterator[dict[str,
 
 def _tokens(batch: Batch, side: Side) -> Tensor:
     """Where a side has tokens, not padding: boolean [B, S] or [B, T]."""
-    src, lengths, _, trg_out = batch.tensors[:4]
+    src, lengths = batch["src"], batch["src_lengths"]
     if side == "decoder":
-        return trg_out != PAD
+        return batch["trg_out"] != PAD
     return torch.arange(src.size(1), device=src.device) < lengths[:, None]
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deepnmt.checkpoint.state import SavedState
+from deepnmt.checkpoint.checkpoint import TrainingState
 from deepnmt.data.batching import START, Position
 from deepnmt.optim.scaler import ScalerState
 
 
 @dataclass
 class Interval:
-    """Sums over all processes since the last progress line; `rate` and `loss_scale` are those of the last update."""
+    """Sums over all processes since the last progress line, `figures` those of the objective; `rate` and `loss_scale`
+    are those of the last update."""
 
     loss: float = 0.0
     nll: float = 0.0
@@ -23,7 +24,7 @@ class Interval:
     updates: int = 0
     rate: float = 0.0
     loss_scale: float = 1.0
-    alignment: float = 0.0
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,21 +63,22 @@ class TrainState:
     warned: bool = False
     out_of_time: bool = False
 
-    def to_saved(self) -> SavedState:
+    def to_saved(self) -> TrainingState:
         """The form in which state.json holds it."""
         names = ("skipped", "target_tokens", "seconds", "validations", "interval", "data_fingerprint", "processes",
                  "warned")
         own = asdict(self)
-        return SavedState(self.update, self.position.epoch, self.position.index, self.optimizer_step,
+        return TrainingState(self.update, self.position.epoch, self.position.index, self.optimizer_step,
                              own["loss_scale"], self.best, {name: own[name] for name in names})
 
     @classmethod
-    def from_saved(cls, saved: SavedState) -> TrainState:
+    def from_saved(cls, saved: TrainingState) -> TrainState:
         """From the state.json of a run's checkpoint (not of an average)."""
         extra = saved.extra
+        interval = {name: value for name, value in extra.get("interval", {}).items() if name != "alignment"}  # of 0.2.0
         scale = saved.loss_scale
         return cls(saved.update, Position(saved.epoch, saved.micro_batch), saved.optimizer_step,
                    {"scale": float(scale["scale"]), "clean": int(scale["clean"])} if scale else None, saved.best,
                    extra["skipped"], extra["target_tokens"], extra["seconds"], extra["validations"],
-                   Interval(**extra.get("interval", {})), extra["data_fingerprint"], extra["processes"],
+                   Interval(**interval), extra["data_fingerprint"], extra["processes"],
                    extra.get("warned", False))

@@ -1,21 +1,19 @@
 """The task that is trained: data, model and validation, which the trainer knows nothing about. Here: translation.
 
 Engines, trainer, checkpoints and schedules work with any task whose model is called as
-`model(*batch.tensors, batch.key)` and returns `LossSums`. Pipelines, ω, the doctor and decoding need translation.
+`model(batch)` and returns `LossSums`. Pipelines, ω, the doctor and decoding need translation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
 from deepnmt.config import Recipe
 from deepnmt.config.plugins import Table
-from deepnmt.data.alignments import GuidedStream, Links
 from deepnmt.data.batching import Stream
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
@@ -30,6 +28,7 @@ from deepnmt.training.profile import profile_for, save_profile
 from deepnmt.training.source_use import SourceUse
 from deepnmt.training.updates import Batches
 from deepnmt.training.validate import Validation, look, validate
+from deepnmt.visitors import visitor_modules
 
 
 class Epochs(Batches, Protocol):
@@ -79,9 +78,10 @@ def _check(recipe: Recipe) -> None:
 
 
 def _stream(recipe: Recipe, data: PreparedData) -> Stream:
-    if not recipe.train.guided_alignment:
-        return training_stream(recipe, data)
-    return training_stream(recipe, data, partial(GuidedStream, Links(data, "train")))
+    kind: Callable[..., Stream] = Stream
+    for visitor in visitor_modules("stream"):
+        kind = visitor.around(kind, recipe, data)
+    return training_stream(recipe, data, kind)
 
 
 def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:

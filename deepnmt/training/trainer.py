@@ -246,7 +246,7 @@ class Trainer:
             "skipped_updates": state.skipped,
             "padding_waste": self.stream.waste(state.position.epoch),
             "training_seconds": state.seconds,
-            **({"alignment_loss": interval.alignment / interval.tokens} if interval.alignment else {}),
+            **{name: value / interval.tokens for name, value in interval.figures.items()},
         }, *self._remaining())
 
     def _remaining(self) -> tuple[int, float]:

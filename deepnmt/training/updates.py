@@ -88,7 +88,8 @@ def updates(
             state.target_tokens += update.tokens
             interval.loss += stats.loss
             interval.nll += stats.nll
-            interval.alignment += stats.alignment
+            for name, value in stats.figures.items():
+                interval.figures[name] = interval.figures.get(name, 0.0) + value
             interval.tokens += update.tokens
             interval.gradient_norm += stats.grad_norm
             interval.applied += 1

@@ -18,8 +18,8 @@ from deepnmt.decode.align import align
 from deepnmt.decode.translate import translate_shards
 from deepnmt.device import release
 from deepnmt.evaluate.metrics import make_scorers
+from deepnmt.model.attention import layer_index
 from deepnmt.model.dropout import evaluating
-from deepnmt.model.guided import guided_index
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
@@ -134,14 +134,15 @@ def _alignment_error(recipe: Recipe, data: PreparedData, links: Links, rows: ran
     split = data.split("valid").truncated(recipe.model.max_length)
     given = [row for row in rows if links.of(row)]
     plan = plan_eval(split.src_lengths[given], split.trg_lengths[given], recipe.batch.tokens)
-    layer, vocabs = guided_index(recipe.train.guided_layer, len(model.decoder_layers)), data.vocabs()
+    layer, vocabs = layer_index(recipe.train.guided_layer, len(model.decoder_layers)), data.vocabs()
     right = found = 0.0
     with evaluating(model), torch.inference_mode():
         for index in range(ranks.rank, len(plan), ranks.world):
             numbers = np.array(given)[plan[index]]
-            src, lengths, trg_in, _ = collate(split, numbers, 0, ranks.device).tensors
+            batch = collate(split, numbers, 0, ranks.device)
             targets = [split.targets[row].tolist() for row in numbers]
-            for row, own in zip(numbers, align(model, layer, src, lengths, trg_in, targets, vocabs), strict=True):
+            aligned = align(model, layer, batch["src"], batch["src_lengths"], batch["trg_in"], targets, vocabs)
+            for row, own in zip(numbers, aligned, strict=True):
                 gold = set(links.of(row))
                 right, found = right + len(gold & set(own)), found + len(gold) + len(own)
     right, found = ranks.sum([right, found])

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from deepnmt.batch import Batch
+from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.config import Model, check_recipe
 from deepnmt.data.prepared import PreparedData
 from deepnmt.files import read_log, write_json
@@ -212,7 +212,8 @@ def random_batch(sentences: int, length: int, vocab: int, seed: int, ranks: Rank
     src[:, -1] = trg_out[:, -1] = EOS
     trg_in = torch.cat([torch.full((sentences, 1), BOS), trg_out[:, :-1]], dim=1)
     lengths = torch.full((sentences,), length)
-    return Batch(tuple(each.to(ranks.device) for each in (src, lengths, trg_in, trg_out)), seed, trg_out.numel())
+    tensors = dict(zip(TRANSLATION, (src, lengths, trg_in, trg_out), strict=True))
+    return Batch(tensors, seed, trg_out.numel()).to(ranks.device)
 
 
 def updates(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from deepnmt.checkpoint.checkpoint import TrainingState
 from deepnmt.checkpoint.saving import Saver, in_shards
-from deepnmt.checkpoint.state import SavedState
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.files import make_parent_folder, table, write_json
 from deepnmt.parallel.build import start_engine
@@ -85,7 +85,7 @@ def run_saves(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     for number in range(job["saves"]):
         ranks.barrier()
         started = time.perf_counter()
-        saver.save(engine.owned(), SavedState(number + 1, 0, 0, 0, None, {}), dump_recipe(recipe), {})
+        saver.save(engine.owned(), TrainingState(number + 1, 0, 0, 0, None, {}), dump_recipe(recipe), {})
         stalls.append(ranks.max([time.perf_counter() - started])[0])
         while not saver.done():
             beside.append(update(3 + number))

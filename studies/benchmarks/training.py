@@ -197,9 +197,9 @@ class PlainLoop:
     def step(self, batches: list[Batch], tokens: int) -> None:
         """One update; gradients of the sum over all processes, divided by the update's target tokens."""
         self.module.train()
-        for src, lengths, trg_in, trg_out in (batch.tensors for batch in batches):
-            logits = self.module(src, lengths, trg_in)
-            loss = F.cross_entropy(logits.flatten(0, 1), trg_out.flatten(), ignore_index=PAD, reduction="sum",
+        for batch in batches:
+            logits = self.module(batch["src"], batch["src_lengths"], batch["trg_in"])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["trg_out"].flatten(), ignore_index=PAD, reduction="sum",
                                    label_smoothing=self.smoothing)
             (loss * self.ranks.world / tokens).backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)

@@ -12,12 +12,13 @@ from refusals import user_error
 from test_corpora import recipe_of, text
 
 from deepnmt.config import Recipe
-from deepnmt.data.alignments import GuidedStream, Links
+from deepnmt.data.alignments import Links
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
 from deepnmt.data.text import read_pairs
 from deepnmt.data.vocab import SPACE
+from deepnmt.extras.alignment.stream import GuidedStream
 from deepnmt.training.task import TRANSLATION
 
 
@@ -47,7 +48,7 @@ def test_links_of_words_are_links_of_all_their_pieces(prepared: Path, tmp_path: 
     for epoch in range(2):
         for index in range(stream.epoch_size(epoch)):
             batch = stream.batch(epoch, index, torch.device("cpu"))
-            src, _, _, trg, found = batch.tensors
+            src, trg, found = batch["src"], batch["trg_out"], batch["links"]
             for number, row in enumerate(stream.plan(epoch)[index]):
                 words = []
                 for vocab, ids in zip(data.vocabs(), (src[number], trg[number]), strict=True):
@@ -62,7 +63,8 @@ def test_links_of_words_are_links_of_all_their_pieces(prepared: Path, tmp_path: 
                 assert all(count == sum(other == t for other, _ in expected) for _, t, _, count in mine)
                 seen += len(mine)
             assert all(torch.equal(one, other) for one, other in  # and the rest as ever
-                       zip(batch.tensors, training_stream(recipe, data).batch(epoch, index, batch.device).tensors,
+                       zip(batch.tensors.values(),
+                           training_stream(recipe, data).batch(epoch, index, batch.device).tensors.values(),
                            strict=False))
     assert seen > 6 * (tagged - 1)
     prepare(recipe)  # up to date

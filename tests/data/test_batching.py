@@ -117,7 +117,7 @@ def test_stream_does_not_depend_on_the_size_of_updates_the_start_or_the_ranks(tm
     whole = other.update(Position(0, 0), total, 0, 1, CPU)
     assert whole.next == position and [b.key for b in whole.batches] == [b.key for b in batches]
     assert whole.tokens == tokens == sum(batch.tokens for batch in batches)
-    assert all(torch.equal(x, y) for a, b in zip(whole.batches, batches) for x, y in zip(a.tensors, b.tensors))
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(whole.batches, batches) for name in a.tensors)
     assert len({batch.key for batch in batches}) == total
     index = one.epoch_size(0) - 3
     resumed = Stream(split, 200, seed=1).update(Position(0, index), 7, 0, 1, CPU)
@@ -154,16 +154,16 @@ def test_collate_by_hand(tmp_path: Path) -> None:
         SideWriter(tmp_path, f"train.{side}").add(np.array(tokens, dtype=np.uint16), np.array(lengths))
     publish(tmp_path, tmp_path, {"settings": {}, "inputs": {}, "vocab": {}, "splits": {"train": {"variants": 0}}})
     batch = collate(PreparedData.open(tmp_path).split("train"), [0, 1], 7, CPU)
-    assert [tensor.tolist() for tensor in batch.tensors] == [
+    assert [tensor.tolist() for tensor in batch.tensors.values()] == [
         [[5, 6, 2], [7, 2, 3]], [3, 2], [[1, 8, 3, 3], [1, 9, 10, 11]], [[8, 2, 3, 3], [9, 10, 11, 2]]]
-    assert (batch.tokens, batch.key) == (6, 7) and {tensor.dtype for tensor in batch.tensors} == {torch.int64}
+    assert (batch.tokens, batch.key) == (6, 7) and {tensor.dtype for tensor in batch.tensors.values()} == {torch.int64}
 
 
 def test_collated_rows_are_the_sentences(tmp_path: Path) -> None:
     split = _split(tmp_path)
     rows = random_order(300, 1)[:40]
     batch = collate(split, rows, 0, CPU)
-    src_in, lengths, trg_in, trg_out = batch.tensors
+    src_in, lengths, trg_in, trg_out = batch.tensors.values()
     for row, i in enumerate(rows):
         src, trg = split.sources[i].tolist(), split.targets[i].tolist()
         assert src_in[row, : lengths[row]].tolist() == [*src, 2]

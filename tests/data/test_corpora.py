@@ -115,7 +115,7 @@ def test_the_plan_is_pure(mixed: Recipe) -> None:
     for number, batch in enumerate(resumed.batches):
         for other in (whole[begin + number], dealt[number % 8][number // 8]):
             assert other.key == batch.key
-            assert all(torch.equal(a, b) for a, b in zip(other.tensors, batch.tensors, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(other.tensors.values(), batch.tensors.values(), strict=True))
 
 
 def test_shares_of_prepared_data(mixed: Recipe) -> None:
@@ -140,7 +140,7 @@ def test_one_corpus_with_a_name_gives_the_same_bytes(prepared: Path, tmp_path: P
     plain = load_recipe(prepared / "recipe.yaml")
     for one, other in zip(training_stream(plain, open_prepared(plain)).update(Position(0, 0), 40, 0, 1, CPU).batches,
                           training_stream(recipe, open_prepared(recipe)).update(Position(0, 0), 40, 0, 1, CPU).batches):
-        assert one.key == other.key and all(torch.equal(a, b) for a, b in zip(one.tensors, other.tensors))
+        assert one.key == other.key and all(torch.equal(one[name], other[name]) for name in one.tensors)
 
 
 # -- tags --------------------------------------------------------------------------------------------------------------
@@ -249,10 +249,10 @@ def test_a_run_with_a_large_vocabulary(prepared: Path, tmp_path: Path) -> None:
     data, vocab = open_prepared(recipe), Vocabulary(model)
     assert (tmp_path / "data" / "train.src.tokens32").exists() and vocab.size == 66_300
     batch = training_stream(recipe, data).batch(0, 0, CPU)
-    for ids, side in ((batch.tensors[0], "en"), (batch.tensors[3], "de")):
+    for ids, side in ((batch["src"], "en"), (batch["trg_out"], "de")):
         known = vocab.encode_batch((tmp_path / f"text.{side}").read_text(encoding="utf-8").splitlines())
         assert all(row in known for row in ids[:, :-1].tolist()) and ids.max() >= 65_536
-    sums = new_model(recipe.model, vocab.size, vocab.size, recipe.seed, 0.1)(*batch.tensors, batch.key)
+    sums = new_model(recipe.model, vocab.size, vocab.size, recipe.seed, 0.1)(batch)
     assert main("train", given) == 0
     assert losses(tmp_path / "run")[1] == pytest.approx(sums.loss.item() / batch.tokens, rel=1e-5)
 

@@ -402,7 +402,7 @@ def test_a_batch_of_one_sentence_is_rejected(prepared: Path) -> None:
     for seed in range(40):
         other = recipe.model_copy(update={"batch": short, "seed": seed})
         try:
-            assert len(first_batch(other, data, 100, torch.device("cpu")).tensors[0]) >= 2
+            assert len(first_batch(other, data, 100, torch.device("cpu"))["src"]) >= 2
         except UserError as error:
             messages.add(str(error))
     assert messages == {f"batch.tokens is {longest}, so the first micro-batch has only one sentence, but diagnose "

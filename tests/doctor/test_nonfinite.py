@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import small_models
 import tiny_run
 import torch
 
@@ -30,7 +31,7 @@ def model_of() -> Transformer:
 
 def batch_of(key: int = 5) -> Batch:
     ids = torch.randint(4, 20, (2, 6), generator=torch.Generator().manual_seed(key))
-    return Batch((ids, torch.tensor([6, 4]), ids, ids), key, ids.numel())
+    return small_models.batch_of(ids, torch.tensor([6, 4]), ids, ids, key=key)
 
 
 def test_a_finite_model_is_left_as_it_was() -> None:
@@ -92,7 +93,8 @@ def test_weight_and_loss() -> None:
         model.get_parameter("embeddings.shared.weight")[7] = 1e38
         model.get_parameter("decoder.layers.1.rule.norms.2.bias").fill_(10.0)
     ids = torch.full((2, 6), 5)
-    first = first_non_finite(model, [Batch((ids, torch.tensor([6, 4]), ids, torch.full((2, 6), 7)), 5, 12)])
+    batch = small_models.batch_of(ids, torch.tensor([6, 4]), ids, torch.full((2, 6), 7), key=5)
+    first = first_non_finite(model, [batch])
     assert str(first) == "the loss"
 
 

@@ -44,7 +44,7 @@ every_block = pytest.mark.parametrize("block", BLOCKS)
 
 
 def real_of(data: Batch) -> dict[str, Tensor]:
-    return {"encoder": torch.arange(6) < data.tensors[1][:, None], "decoder": data.tensors[3] != PAD}
+    return {"encoder": torch.arange(6) < data["src_lengths"][:, None], "decoder": data["trg_out"] != PAD}
 
 
 def inputs_and_outputs(model: Transformer, data: Batch) -> dict[str, list[Any]]:
@@ -56,7 +56,7 @@ def inputs_and_outputs(model: Transformer, data: Batch) -> dict[str, list[Any]]:
                 seen.setdefault(name, []).append(output)
                 seen.setdefault(f"{name} in", []).append(inputs[0] if inputs else None)
             hooks.enter_context(module.register_forward_hook(keep))
-        model(*data.tensors)
+        model(data)
     return seen
 
 
@@ -182,7 +182,7 @@ def test_half_precision_zeros() -> None:
     assert small.lost > 0.5 > 0.05 > large.lost and large.finite
     assert not half_zeros(model, data, 1e7).finite
     assert replace(half_zeros(model, data, 4096.0, accumulation=16), scale=256.0) == large
-    used = len({*data.tensors[0][real_of(data)["encoder"]].tolist(), PAD})
+    used = len({*data["src"][real_of(data)["encoder"]].tolist(), PAD})
     tables = [p for name, p in model.named_parameters() if name.startswith("embeddings.")]
     unused = sum(float((g == 0).sum()) for g in torch.autograd.grad(mean_loss(model, data), tables))
     assert large.shares_fp32["embeddings"] == pytest.approx(unused / (3 * VOCAB * 8)) and used < VOCAB

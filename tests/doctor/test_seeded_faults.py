@@ -23,7 +23,7 @@ from deepnmt.doctor.faults import wrong_sizes, wrong_training, wrong_wiring
 from deepnmt.doctor.measures import HalfZeros, dependency
 from deepnmt.doctor.page import summary
 from deepnmt.doctor.verdict import SHIPPED, VerdictRule
-from deepnmt.model import transformer
+from deepnmt.model import objective, transformer
 from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
@@ -55,8 +55,7 @@ def test_a_sound_model_has_no_fault(block: str, prepared: Path) -> None:
 
 
 def shifted_labels(_model: Transformer, batch: Batch, _patch: pytest.MonkeyPatch) -> Batch:
-    src, lengths, trg_in, trg_out = batch.tensors
-    return replace(batch, tensors=(src, lengths, trg_in[:, :-1], trg_out[:, 1:]))
+    return batch.with_tensors(trg_in=batch["trg_in"][:, :-1], trg_out=batch["trg_out"][:, 1:])
 
 
 def no_padding_mask(_model: Transformer, _batch: Batch, patch: pytest.MonkeyPatch) -> None:
@@ -64,8 +63,8 @@ def no_padding_mask(_model: Transformer, _batch: Batch, patch: pytest.MonkeyPatc
 
 
 def padding_in_the_loss(_model: Transformer, _batch: Batch, patch: pytest.MonkeyPatch) -> None:
-    loss = transformer.label_smoothed_loss
-    patch.setattr(transformer, "label_smoothed_loss", lambda hidden, weight, trg, smoothing, _pad: loss(
+    loss = objective.label_smoothed_loss
+    patch.setattr(objective, "label_smoothed_loss", lambda hidden, weight, trg, smoothing, _pad, _tokens: loss(
         hidden, weight, trg, smoothing, -1))
 
 
@@ -216,8 +215,7 @@ def small_gain(model: Transformer, _batch: Batch, _patch: pytest.MonkeyPatch) ->
 
 
 def other_sources(_model: Transformer, batch: Batch, _patch: pytest.MonkeyPatch) -> Batch:
-    src, lengths, *targets = batch.tensors
-    return replace(batch, tensors=(src.roll(1, 0), lengths.roll(1, 0), *targets))
+    return batch.with_tensors(src=batch["src"].roll(1, 0), src_lengths=batch["src_lengths"].roll(1, 0))
 
 
 @pytest.mark.parametrize(("block", "seed"), [("post_ln", small_gain), ("pre_ln", gain_of_ten),

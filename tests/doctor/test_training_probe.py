@@ -34,7 +34,7 @@ def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
     plain.get_submodule("encoder.layers.1").register_forward_hook(
         lambda _m, given, output: seen.append((given[0], output)))
-    loss = plain(*batch().tensors).loss / TOKENS
+    loss = plain(batch()).loss / TOKENS
     [(below, output)] = seen
     [expected] = torch.autograd.grad(loss, [output])
     engine = LocalEngine(model, recipe, torch.device("cpu"))
@@ -70,7 +70,7 @@ def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
     branches: dict[str, torch.Tensor] = {}
     inside: dict[str, float] = {}
     with watching(model, lambda name, tensor: branches.__setitem__(name, tensor.detach())):
-        model(*batch().tensors)
+        model(batch())
     for name, tensor in branches.items():
         if ".adds." in name or name.endswith(".in"):
             layer = name.partition(".rule.")[0]
@@ -113,11 +113,11 @@ def test_sums_of_processes_are_combined_and_missing_layers_are_zero(tmp_path: Pa
     recipe, model = recipe_of(tmp_path), model_of("b2t", layers=(1, 1))
     probe = TrainingProbe(model.get_submodule("encoder"), recipe.model, 1)  # names no layer that the probe knows
     with probe.watching(True):
-        model(*batch().tensors)
+        model(batch())
     assert set(probe.read(1.0, lambda sums: [2 * each for each in sums]).values()) == {0.0}
     probe = TrainingProbe(model, recipe.model, 1)
     with probe.watching(True):
-        model(*batch().tensors)
+        model(batch())
     found = probe.read(1.0, lambda sums: [2 * each for each in sums], lambda tops: [each + 100.0 for each in tops])
     assert all((value > 100.0) == name.endswith("_largest") for name, value in found.items())
 
@@ -130,7 +130,7 @@ def test_its_cost(tmp_path: Path) -> None:
     task = ToyTask()
     model, looked_at = new_model(shape, task.vocabulary, task.vocabulary, 1), task.batch(0, 73)
     engine, probe = LocalEngine(model, recipe_of(tmp_path), torch.device("cpu")), TrainingProbe(model, shape, 1)
-    positions = looked_at.tensors[3].numel()
+    positions = looked_at["trg_out"].numel()
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for update in range(2 * 12):
         started, probed = time.process_time(), update % 2 == 0

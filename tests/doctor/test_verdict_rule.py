@@ -200,19 +200,19 @@ def test_shuffled_sources_are_those_of_another_sentence(prepared: Path, monkeypa
     measured = measure_outcome(evaluate, valid, surprise, CPU)
     own, shuffled = passed
     assert measured == Measured(2.0, 2.0, pytest.approx(3.0)) and len(own) > 1
-    assert sum(len(batch.tensors[0]) for batch in own) == len(valid) and valid.src_lengths.sum() == sum(
-        int(batch.tensors[1].sum()) for batch in shuffled)
+    assert sum(len(batch["src"]) for batch in own) == len(valid) and valid.src_lengths.sum() == sum(
+        int(batch["src_lengths"].sum()) for batch in shuffled)
     for a, b in zip(own, shuffled, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a.tensors[2:], b.tensors[2:], strict=True))
+        assert all(torch.equal(a[name], b[name]) for name in ("trg_in", "trg_out"))
 
     def sources(batches: Sequence[Batch]) -> list[list[int]]:
         return [row[:length] for batch in batches
-                for row, length in zip(batch.tensors[0].tolist(), batch.tensors[1].tolist(), strict=True)]
+                for row, length in zip(batch["src"].tolist(), batch["src_lengths"].tolist(), strict=True)]
 
     assert sources(shuffled) == [sources(own)[-1], *sources(own)[:-1]] != sources(own)
     monkeypatch.setattr(outcome, "SENTENCES", 5)
     measure_outcome(evaluate, valid, surprise, CPU)
-    assert sum(len(batch.tensors[0]) for batch in passed[2]) == 5
+    assert sum(len(batch["src"]) for batch in passed[2]) == 5
 
 
 def test_frequencies_by_hand(prepared: Path) -> None:

@@ -14,14 +14,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from run_files import losses, records
-from small_models import BLOCKS, VOCAB, batch, model_of, shapes
+from small_models import BLOCKS, VOCAB, batch, batch_of, model_of, shapes
 from tiny_engines import batches, build, export_state, parallel, recipe_with, step
 
 from deepnmt.config import Recipe, load_recipe
@@ -56,7 +55,7 @@ def ranks() -> Iterator[Ranks]:
 def computed(block: Any, device: torch.device) -> tuple[float, torch.Tensor]:
     """The loss of a small model without dropout, on sentences with padding, and all its gradients."""
     model = model_of(block).to(device)
-    sums = model(*(tensor.to(device) for tensor in batch([5, 9, 3], [4, 6, 7])))
+    sums = model(batch_of(*batch([5, 9, 3], [4, 6, 7])).to(device))
     sums.loss.backward()
     gradients = [p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None]
     return float(sums.loss.detach()), torch.cat(gradients)
@@ -103,7 +102,7 @@ def updates(engine: Any, ranks: Ranks, *numbers: int) -> list[tuple[float, float
     """Loss a token and gradient norm of each update."""
     found = []
     for number in numbers:
-        plan = [replace(b, tensors=tuple(t.to(ranks.device) for t in b.tensors)) for b in batches(number, 3)]
+        plan = [b.to(ranks.device) for b in batches(number, 3)]
         loss, norm, _, applied = step(engine, plan, ranks, 1e-3)
         assert applied
         found.append((loss, norm))
@@ -153,11 +152,11 @@ def test_compiled_layers_train_to_the_same_losses(ranks: Ranks, monkeypatch: pyt
 def test_no_micro_batch_makes_the_host_wait(ranks: Ranks) -> None:
     """PyTorch itself tells of each wait."""
     model = new_model(shapes("admin", dropout=0.1), VOCAB, VOCAB, 1, 0.1).to(ranks.device).train()
-    given = [tensor.to(ranks.device) for tensor in batch([5, 9, 3], [4, 6, 7])]
-    model(*given, 1).loss.backward()  # the first call makes tables
+    given = batch_of(*batch([5, 9, 3], [4, 6, 7])).to(ranks.device)
+    model(given).loss.backward()  # the first call makes tables
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(*given, 2).loss.backward()
+        model(given).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -171,9 +170,9 @@ def test_new_shapes_do_not_stall(ranks: Ranks) -> None:
     seconds = []
     for number in range(200 if ALL else 20):
         lengths = [3 + number % 20, 5 + number % 7, 4 + number // 10]
-        given = [tensor.to(ranks.device) for tensor in batch(lengths, [n + 2 for n in lengths], number)]
+        given = batch_of(*batch(lengths, [n + 2 for n in lengths], number), key=number).to(ranks.device)
         begun = time.perf_counter()
-        model(*given, number).loss.backward()
+        model(given).loss.backward()
         if ON_GPU:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)

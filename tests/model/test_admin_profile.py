@@ -94,9 +94,9 @@ def omega_of_whole_model(
             module.register_forward_hook(partial(seen, name))
     with torch.no_grad():
         for batch in data:
-            src, lengths, _, trg_out = batch.tensors
+            src, lengths, trg_out = batch["src"], batch["src_lengths"], batch["trg_out"]
             real.update(encoder=torch.arange(src.size(1)) < lengths[:, None], decoder=trg_out != PAD)
-            built(*batch.tensors, batch.key)
+            built(batch)
     variances = {name: torch.cat(parts).double().var(correction=0).item() for name, parts in outputs.items()}
     return {side: omega_by_definition(variances[f"{side}.input"],
                                       [v for n, v in variances.items() if n.startswith(f"{side}.layers")])

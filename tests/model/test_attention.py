@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import BLOCKS, VOCAB, batch, model_of
+from small_models import BLOCKS, VOCAB, batch, batch_of, model_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -145,5 +145,5 @@ def test_padding_changes_no_result(block: str) -> None:
         alone = model.encode(src[one, :s], only)
         torch.testing.assert_close(memory[one, :s], alone, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(hidden[one, :t], model.decode(trg_in[one, :t], alone, only), rtol=1e-5, atol=1e-5)
-        losses.append(model(src[one, :s], only, trg_in[one, :t], trg_out[one, :t]).loss)
-    torch.testing.assert_close(model(src, lengths, trg_in, trg_out).loss, sum(losses), rtol=1e-5, atol=1e-5)
+        losses.append(model(batch_of(src[one, :s], only, trg_in[one, :t], trg_out[one, :t])).loss)
+    torch.testing.assert_close(model(batch_of(src, lengths, trg_in, trg_out)).loss, sum(losses), rtol=1e-5, atol=1e-5)

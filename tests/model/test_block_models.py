@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from small_models import BLOCKS, VOCAB, batch, layer_of, model_of, shapes
+from small_models import BLOCKS, VOCAB, batch, batch_of, layer_of, model_of, shapes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -70,7 +70,7 @@ def test_dlcl_is_the_papers_matrix(block: str) -> None:
 
 def gradients(model: Transformer) -> dict[str, Tensor]:
     model.zero_grad()
-    model(*batch([7, 3, 5], [6, 2, 4])).loss.backward()
+    model(batch_of(*batch([7, 3, 5], [6, 2, 4]))).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -169,7 +169,7 @@ def three_steps(shape: config.Model) -> Transformer:
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
-        loss = model(*batch([7, 3, 5], [6, 2, 4]), dropout_key=1).loss
+        loss = model(batch_of(*batch([7, 3, 5], [6, 2, 4]), key=1)).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -210,11 +210,11 @@ def test_the_pairs_include_every_block() -> None:
 def test_every_pair_of_blocks_has_finite_gradients() -> None:
     """All 196 pairs: loss and gradients are finite, and the target embeddings get a gradient."""
     shape = shapes("post_ln").model_dump() | {"width": 8, "heads": 2, "ffn": 8}
-    data = batch([5, 3], [4, 6])
+    data = batch_of(*batch([5, 3], [4, 6]))
     for encoder, decoder in itertools.product(BLOCKS, BLOCKS):
         stacks = {"encoder": {"block": encoder, "layers": 1}, "decoder": {"block": decoder, "layers": 1}}
         model = new_model(config.Model.model_validate(shape | stacks), VOCAB, VOCAB, seed=1)
-        loss = model(*data).loss
+        loss = model(data).loss
         loss.backward()
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert loss.isfinite() and all(grad.isfinite().all() for grad in grads), (encoder, decoder)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_models import batch_of
 from torch import Tensor
 from torch.nn import functional as F
 
 from deepnmt.model import loss as loss_module
-from deepnmt.model.loss import label_smoothed_loss, r_drop_loss
+from deepnmt.model.loss import LossSums, label_smoothed_loss
+from deepnmt.model.objective import CrossEntropy, RDrop
 
 PAD, V, D = 3, 29, 16
+
+
+def r_drop_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, alpha: float) -> LossSums:
+    """Of the hidden states [2B, T, D] of two passes."""
+    ids = torch.zeros(len(targets), 1, dtype=torch.int64)
+    batch = batch_of(ids, ids[:, 0], targets, targets)
+    objective = RDrop(CrossEntropy(smoothing), alpha)
+    return objective.loss(hidden, weight, objective.prepare(batch))
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +65,7 @@ def test_r_drop_is_half_of_the_papers_loss(
     monkeypatch.setitem(loss_module._CHUNK_LOGITS, "cpu", 4 * chunk_rows * V)
     _, weight, targets = inputs(dtype)
     hidden = (torch.randn(6, 7, D) / 4).to(dtype).requires_grad_()
-    sums = r_drop_loss(hidden, weight, targets, 0.1, PAD, 5.0)
+    sums = r_drop_loss(hidden, weight, targets, 0.1, 5.0)
     logits = F.linear(hidden, weight).float()
     p, q = (half[targets != PAD].log_softmax(-1) for half in logits.chunk(2))
     apart = [F.kl_div(a, b, log_target=True, reduction="sum") for a, b in ((p, q), (q, p))]
@@ -68,7 +78,7 @@ def test_r_drop_is_half_of_the_papers_loss(
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=error, atol=error * float(other.abs().max()))
     alike = torch.cat([hidden[:3], hidden[:3]])
-    torch.testing.assert_close(r_drop_loss(alike, weight, targets, 0.1, PAD, 5.0).loss,
+    torch.testing.assert_close(r_drop_loss(alike, weight, targets, 0.1, 5.0).loss,
                                label_smoothed_loss(hidden[:3], weight, targets, 0.1, PAD).loss)
 
 

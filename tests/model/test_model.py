@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from small_models import layer_of
+from small_models import batch_of, layer_of
 from torch import Tensor, nn
 
 from deepnmt import config
@@ -226,7 +226,7 @@ def test_embeddings_have_the_stated_standard_deviation() -> None:
 def test_tying(tied: str, tables: set[str]) -> None:
     model = new_model(shapes(tied=tied), V, V, 1)
     assert set(model.embeddings) == tables
-    model(*batch()).loss.backward()
+    model(batch_of(*batch())).loss.backward()
     for table in model.embeddings.values():
         assert isinstance(table, nn.Embedding)
         assert table.weight.grad is not None and table.weight.grad.any()
@@ -286,11 +286,11 @@ def test_a_sentence_longer_than_max_length_is_an_error() -> None:
 def test_masks_depend_on_the_key_only() -> None:
     model = new_model(shapes(dropout=0.3), V, V, 1).train()
     torch.manual_seed(1)
-    first = model(*batch(), dropout_key=4).loss
+    first = model(batch_of(*batch(), key=4)).loss
     torch.manual_seed(2)
     torch.rand(17)
-    assert torch.equal(first, model(*batch(), dropout_key=4).loss)
-    assert not torch.equal(first, model(*batch(), dropout_key=5).loss)
+    assert torch.equal(first, model(batch_of(*batch(), key=4)).loss)
+    assert not torch.equal(first, model(batch_of(*batch(), key=5)).loss)
 
 
 @pytest.mark.parametrize("part", ["encoder.input", "encoder.layers.1", "decoder.layers.0"])
@@ -310,7 +310,7 @@ def test_masks_differ_between_layers() -> None:
     for i in range(2):
         add = model.get_submodule(f"encoder.layers.{i}.rule.adds.0")
         add.register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
-    model(*batch())
+    model(batch_of(*batch()))
     assert not torch.equal(masks[0], masks[1])
 
 
@@ -318,14 +318,14 @@ def test_a_recomputed_layer_has_the_same_masks() -> None:
     model = new_model(shapes(dropout=0.3), V, V, 1).train()
     layer, x = model.encoder.layers[1], torch.randn(2, 5, D)
     first = layer(x, None, 9)
-    model(*batch())
+    model(batch_of(*batch()))
     assert torch.equal(layer(x, None, 9), first)
 
 
 def test_evaluation_uses_no_random_numbers() -> None:
     model = new_model(shapes(dropout=0.3), V, V, 1).eval()
     before = torch.get_rng_state()
-    assert torch.equal(model(*batch(), dropout_key=4).loss, model(*batch(), dropout_key=5).loss)
+    assert torch.equal(model(batch_of(*batch(), key=4)).loss, model(batch_of(*batch(), key=5)).loss)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -393,7 +393,7 @@ def test_gradients_are_finite(dtype: torch.dtype, block: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():  # gates and matrices that are 0 at first stop gradients
             parameter.add_(0.05 * torch.randn_like(parameter))
-    sums = model(*batch())
+    sums = model(batch_of(*batch()))
     assert sums.loss.dtype == torch.float32
     sums.loss.backward()
     for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import VOCAB, batch
+from small_models import VOCAB, batch, batch_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,6 +17,7 @@ from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import NORMS, RMSNorm
 from deepnmt.model.feedforward import ACTIVATIONS, FeedForward
 from deepnmt.model.init import Initialiser, fill, new_model
+from deepnmt.model.objective import CrossEntropy, RDrop
 from deepnmt.model.positions import POSITIONS, rotated
 from deepnmt.model.transformer import Transformer
 
@@ -217,12 +218,14 @@ def test_what_is_dropped_depends_on_seed_micro_batch_and_layer() -> None:
 def test_r_drop_compares_two_masks_in_training_alone() -> None:
     """The loss is that of the two halves of a doubled batch; in evaluation, and at α = 0, that of one pass."""
     settings = modern(dropout=0.3)
-    plain, doubled = (Transformer(settings, VOCAB, VOCAB, 1, 0.1, r_drop=alpha) for alpha in (0.0, 4.0))
+    plain, doubled = (Transformer(settings, VOCAB, VOCAB, 1, objective)
+                      for objective in (CrossEntropy(0.1), RDrop(CrossEntropy(0.1), 4.0)))
     for model in (plain, doubled):
         fill(model, Initialiser(settings, VOCAB, VOCAB, 1))
-    src, lengths, trg_in, trg_out = batch([7, 3], [6, 4])
-    both = plain.train()(*(torch.cat([each, each]) for each in (src, lengths, trg_in, trg_out)), 5)
-    ours = doubled.train()(src, lengths, trg_in, trg_out, 5)
+    given = batch([7, 3], [6, 4])
+    one = batch_of(*given, key=5)
+    both = plain.train()(batch_of(*(torch.cat([each, each]) for each in given), key=5))
+    ours = doubled.train()(one)
     torch.testing.assert_close(ours.nll, both.nll / 2)
     assert ours.loss.item() > both.loss.item() / 2 + 0.1
-    assert doubled.eval()(src, lengths, trg_in, trg_out) == plain.eval()(src, lengths, trg_in, trg_out)
+    assert doubled.eval()(one) == plain.eval()(one)

@@ -347,7 +347,7 @@ def test_sgd_is_the_sum_of_gradients() -> None:
             engine.fill({state.name: state.weight for state in states}.__getitem__, saved.__getitem__, 2)
         plain = engine_of(settings).module
         plain.load_state_dict(engine.module.state_dict())
-        (plain(*micro_batch(update).tensors, update).loss / 10).backward()
+        (plain(micro_batch(update)).loss / 10).backward()
         for key, parameter in plain.named_parameters():
             assert parameter.grad is not None
             velocity[key] = 0.9 * velocity[key] + parameter.grad + 0.01 * weights[key]

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from refusals import user_error
-from small_models import VOCAB, batch
-from tiny_engines import ROOT, batch_of, build, recipe_of, recipe_with
+from small_models import VOCAB, batch, batch_of
+from tiny_engines import ROOT, build, recipe_of, recipe_with
 from torch._dynamo.utils import counters
 
 from deepnmt import device
 from deepnmt.config import load_recipe
 from deepnmt.model.init import Initialiser, fill
+from deepnmt.model.objective import CrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel import compiled
 from deepnmt.parallel.compiled import compile_layers
@@ -31,7 +32,7 @@ def losses(model: Transformer) -> list[Any]:
     """Of five micro-batches of five shapes, and the sum of all gradients."""
     found = []
     for key, lengths in enumerate(SHAPES):
-        loss = model(*batch(*lengths), key).loss
+        loss = model(batch_of(*batch(*lengths), key=key)).loss
         loss.backward()
         found.append(loss.item())
     return [*found, sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)]
@@ -46,7 +47,7 @@ def test_two_graphs_for_all_layers_of_a_stack_and_all_shapes(kind: str, monkeypa
     small = ["model.width=16", "model.ffn=24", "model.heads=2", "model.encoder.layers=10", "model.decoder.layers=10",
              "model.dropout=0.1", "admin.profile=null"]
     recipe = load_recipe(ROOT / "recipes/demo/admin_18l-18l.yaml", small)
-    plain, made = (Transformer(recipe.model, VOCAB, VOCAB, 1, 0.1).train() for _ in range(2))
+    plain, made = (Transformer(recipe.model, VOCAB, VOCAB, 1, CrossEntropy(0.1)).train() for _ in range(2))
     for model in (plain, made):
         fill(model, Initialiser(recipe.model, VOCAB, VOCAB, 1, None))
     torch._dynamo.reset()
@@ -57,8 +58,8 @@ def test_two_graphs_for_all_layers_of_a_stack_and_all_shapes(kind: str, monkeypa
     assert all(found[name] <= most for name, most in GOLDEN.items()), found
     seen: list[object] = []
     made.encoder.layers[3].get_submodule("ffn").register_forward_hook(lambda *_: seen.append(1))
-    made(*batch(*SHAPES[0]), 0)
-    made.eval()(*batch(*SHAPES[0]), 0)
+    made(batch_of(*batch(*SHAPES[0])))
+    made.eval()(batch_of(*batch(*SHAPES[0])))
     assert len(seen) == 2, "hooks are called in a layer that was compiled before"
     assert counters["stats"]["unique_graphs"] == found["graphs"], "evaluation is not compiled"
 
@@ -71,7 +72,7 @@ def test_compiled_training_has_the_same_losses() -> None:
         recipe = recipe_of("local")
         parallel = recipe.parallel.model_copy(update={"compile": wanted})
         engine = build(recipe.model_copy(update={"parallel": parallel}), Ranks.alone())
-        plan = [batch_of(*batch(*lengths), key) for key, lengths in enumerate(SHAPES)]
+        plan = [batch_of(*batch(*lengths), key=key) for key, lengths in enumerate(SHAPES)]
         found.append([engine.train_step([each], 10, 1e-2).loss for each in plan])
     assert found[1] == pytest.approx(found[0], rel=1e-5) and found[1][-1] < found[1][0]
 

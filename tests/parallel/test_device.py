@@ -10,7 +10,7 @@ import pytest
 import torch
 from refusals import Refused, user_error
 from run_files import losses, records
-from small_models import VOCAB, batch, shapes
+from small_models import VOCAB, batch, batch_of, shapes
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def computed(dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, nll and gradients of a small model, without dropout, on sentences with padding."""
     model = new_model(shapes("b2t"), VOCAB, VOCAB, 1, 0.1).to(dtype)
-    sums = model(*batch([5, 9, 3], [4, 6, 7]))
+    sums = model(batch_of(*batch([5, 9, 3], [4, 6, 7])))
     sums.loss.backward()
     return sums.loss, sums.nll, {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 

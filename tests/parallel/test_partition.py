@@ -10,8 +10,8 @@ from tiny_engines import recipe_of
 from deepnmt.config import Model, with_settings
 from deepnmt.config.choices import BLOCKS, TYINGS
 from deepnmt.errors import UserError
+from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.pipeline.partition import Partition, Unit, cost_units, partition, unit_names
-from deepnmt.parallel.pipeline.stage import Stage
 from deepnmt.parallel.settings import layout_of
 
 
@@ -73,7 +73,7 @@ def test_parameters_are_those_of_the_stages(block: str, tied: str, cuts: list[tu
     units = cost_units(shape, 20, target)
     for bounds in cuts:
         found = Partition(units, bounds)
-        built = [Stage(shape, 20, target, 1, 0.1, *ends, 0, 0.0) for ends in pairwise(bounds)]
+        built = [Transformer(shape, 20, target, 1, units=range(*ends)) for ends in pairwise(bounds)]
         held = [sum(p.numel() for p in stage.parameters()) for stage in built]
         assert [found.parameters(stage) for stage in range(found.stages)] == held, bounds
         rows = found.table(4).splitlines()[1:-1]

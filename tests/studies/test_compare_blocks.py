@@ -19,6 +19,7 @@ import pytest
 import torch
 from refusals import Refused
 from run_files import records
+from small_models import batch_of
 
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main as train_command
@@ -280,8 +281,9 @@ def test_sources_are_shuffled_or_left_out(prepared: Path) -> None:
         for place, i in enumerate(order):
             src, trg = source_of(place), valid.targets[i].tolist()
             with torch.no_grad():
-                total += module.eval()(torch.tensor([src]), torch.tensor([len(src)]), torch.tensor([[1, *trg]]),
-                                       torch.tensor([[*trg, 2]])).nll.item()
+                batch = batch_of(torch.tensor([src]), torch.tensor([len(src)]), torch.tensor([[1, *trg]]),
+                                 torch.tensor([[*trg, 2]]))
+                total += module.eval()(batch).nll.item()
         return total / int(valid.trg_lengths.sum())
 
     def own(place: int) -> list[int]:

@@ -57,10 +57,10 @@ def test_updates_end_in_time(seconds: float, until: float, tokens: int, timed: i
 
 def test_random_batch_is_a_batch() -> None:
     batch = random_batch(6, 9, 40, 3, Ranks.alone())
-    src, lengths, trg_in, trg_out = batch.tensors
+    src, lengths, trg_in, trg_out = batch.tensors.values()
     assert src.shape == trg_in.shape == trg_out.shape == (6, 9) and (batch.key, batch.tokens) == (3, 54)
     assert lengths.tolist() == [9] * 6
     assert (src[:, -1] == 2).all() and (trg_out[:, -1] == 2).all() and (trg_in[:, 0] == 1).all()
     assert torch.equal(trg_in[:, 1:], trg_out[:, :-1])
     assert int(torch.cat([src[:, :-1], trg_out[:, :-1]]).min()) >= 4 and int(src.max()) < 40
-    assert not torch.equal(src, random_batch(6, 9, 40, 4, Ranks.alone()).tensors[0])
+    assert not torch.equal(src, random_batch(6, 9, 40, 4, Ranks.alone())["src"])

@@ -19,9 +19,9 @@ from studies.verdict_text import Choice, draw
 def test_toy_task_is_a_permuted_walk() -> None:
     task = ToyTask(symbols=6, successors=2, shortest=3, longest=5, seed=4)
     batch = task.batch(7, 200)
-    assert all(torch.equal(a, b) for a, b in zip(task.batch(7, 200).tensors, batch.tensors, strict=True))
-    src, lengths, trg_in, trg_out = batch.tensors
-    assert not torch.equal(task.batch(8, 200).tensors[0][:, :3], src[:, :3]) and batch.key == 7
+    assert all(torch.equal(task.batch(7, 200)[name], tensor) for name, tensor in batch.tensors.items())
+    src, lengths, trg_in, trg_out = batch.tensors.values()
+    assert not torch.equal(task.batch(8, 200)["src"][:, :3], src[:, :3]) and batch.key == 7
     assert batch.tokens == int(lengths.sum())
     pairs, follows = set(), set()
     rows = zip(src.tolist(), lengths.tolist(), trg_in.tolist(), trg_out.tolist(), strict=True)

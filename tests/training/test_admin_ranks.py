@@ -114,4 +114,4 @@ def test_profile_for_reads_the_recipes_file(
     assert read is not None and read.encoder[3] == 7.0
     assert table.startswith("encoder  ω_1 1.000  ω_2 ") and "\ndecoder  ω_1 1.000" in table
     assert len(few) == 1, "one micro-batch is taken whatever its size"
-    assert sum(len(batch.tensors[0]) for batch in every) == len(data.split("train")), "each sentence counts once"
+    assert sum(len(batch["src"]) for batch in every) == len(data.split("train")), "each sentence counts once"

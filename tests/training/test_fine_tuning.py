@@ -71,9 +71,9 @@ def test_a_run_begins_with_the_old_model_and_nothing_else_of_it(prepared: Path, 
     data = open_prepared(recipe)
     assert data.vocabs()[0].bytes == load_model(base / "old").src_vocab.bytes
     old = load_model(base / "old").model
-    old.label_smoothing = recipe.train.label_smoothing
+    old.objective.smoothing = recipe.train.label_smoothing
     batch = training_stream(recipe, data).batch(0, 0, torch.device("cpu"))
-    sums = old(*batch.tensors, batch.key)
+    sums = old(batch)
     assert losses(run)[1] == pytest.approx(float(sums.loss) / batch.tokens, abs=1e-6)
     first = records(run, "train")[0]
     assert first["update"] == 1 and first["learning_rate"] == pytest.approx(5e-3 / 10)  # its own schedule

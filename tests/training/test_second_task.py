@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_engines import recipe_of
-from torch import Tensor, nn
+from torch import nn
 from warm import Warm
 
 from deepnmt.batch import Batch
@@ -42,7 +42,8 @@ class LanguageModel(nn.Module):
         self.table = nn.Embedding(ToyTask().vocabulary, width)
         self.layer = nn.TransformerEncoderLayer(width, recipe.model.heads, recipe.model.ffn, 0.0, batch_first=True)
 
-    def forward(self, given: Tensor, following: Tensor, dropout_key: int = 0) -> LossSums:
+    def forward(self, batch: Batch) -> LossSums:
+        given, following = batch["given"], batch["following"]
         mask = nn.Transformer.generate_square_subsequent_mask(given.size(1), device=given.device)
         hidden = self.layer(self.table(given), src_mask=mask, is_causal=True)
         return label_smoothed_loss(hidden, self.table.weight, following, 0.0, PAD)
@@ -50,7 +51,7 @@ class LanguageModel(nn.Module):
     @staticmethod
     def smallest_batch(device: torch.device) -> Batch:
         ids = torch.full((1, 2), PAD + 1, device=device)
-        return Batch((ids, ids), key=0, tokens=2)
+        return Batch({"given": ids, "following": ids}, key=0, tokens=2)
 
 
 class Walks:
@@ -60,7 +61,8 @@ class Walks:
 
     def batch(self, number: int, device: torch.device) -> Batch:
         made = ToyTask().batch(number, 8)
-        return Batch(tuple(tensor.to(device) for tensor in made.tensors[2:]), number, made.tokens)
+        tensors = {"given": made["trg_in"], "following": made["trg_out"]}
+        return Batch(tensors, number, made.tokens).to(device)
 
     def update(self, position: Position, count: int, rank: int, world: int, device: torch.device) -> Update:
         first = position.epoch * EPOCH + position.index

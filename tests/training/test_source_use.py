@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from run_files import losses, records, scalars
-from small_models import BLOCKS, shapes
+from small_models import BLOCKS, batch_of, shapes
 from torch import Tensor, nn
 
 from deepnmt import config
@@ -20,8 +20,8 @@ from deepnmt.checkpoint.checkpoint import list_checkpoints
 from deepnmt.config import Recipe, load_recipe, with_settings
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.decode.models import load_model
-from deepnmt.model.attention import split_heads
 from deepnmt.model.init import new_model
+from deepnmt.model.ops import split_heads
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.local import LocalEngine
@@ -84,8 +84,8 @@ def by_hand(model: Transformer, pairs: list[tuple[Tensor, ...]], others: list[Te
         for part, x, keys, *_ in seen:
             weights = (split_heads(part.q(x), part.heads) @ keys.transpose(2, 3) / math.sqrt(keys.size(3))).softmax(3)
             entropies.append(-(weights * weights.log()).sum(3).mean(1)[0] / math.log(src.size(1)))
-        own += float(model(src, length, trg_in, trg_out).nll)
-        shuffled += float(model(other, torch.tensor([other.size(1)]), trg_in, trg_out).nll)
+        own += float(model(batch_of(src, length, trg_in, trg_out)).nll)
+        shuffled += float(model(batch_of(other, torch.tensor([other.size(1)]), trg_in, trg_out)).nll)
     memory, output = torch.cat(memories), torch.cat(outputs)
     common = [float(x.mean(0).square().sum() / x.square().sum(1).mean()) for x in (memory, output)]
     return SourceUse((shuffled - own) / len(output), *common, float(torch.cat(entropies).mean()))
@@ -98,10 +98,11 @@ def test_the_figures_by_hand(
     split = data.split("valid")
     monkeypatch.setattr(source_use, "BATCH", 60)
     own, shuffled = source_use.paired_batches(split, range(3, 12), 6, 60, ALONE.device)
-    assert len(own) > 1 and any(bool((batch.tensors[3] == PAD).any()) for batch in own)
+    assert len(own) > 1 and any(bool((batch["trg_out"] == PAD).any()) for batch in own)
     pairs = [(src[None, :length], trg_in[None, trg_out != PAD], trg_out[None, trg_out != PAD])
-             for batch in own for src, length, trg_in, trg_out in zip(*batch.tensors, strict=True)]
-    others = [src[None, :length] for batch in shuffled for src, length in zip(*batch.tensors[:2], strict=True)]
+             for batch in own for src, length, trg_in, trg_out in zip(*batch.tensors.values(), strict=True)]
+    others = [src[None, :length] for batch in shuffled
+              for src, length in zip(batch["src"], batch["src_lengths"], strict=True)]
     engine.module.eval()
     found = measure_source_use(engine, made, split, range(3, 12), ALONE, 6)
     assert astuple(found) == pytest.approx(astuple(by_hand(engine.module, pairs, others)), abs=1e-5)

@@ -116,11 +116,10 @@ def feed_forward(plain: Function) -> Function:
 
 
 def cross_entropy(plain: Function) -> Function:
-    def run(hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor | None, smoothing: float
-            ) -> tuple[Tensor, Tensor]:
-        if kept is None or not has_kernels(hidden):
-            return plain(hidden, weight, targets, kept, smoothing)
-        return _OnePass.apply(hidden, weight, targets, kept, smoothing, loss.needs_gradient(hidden, weight))
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+        if not has_kernels(hidden):
+            return plain(hidden, weight, targets, smoothing)
+        return _OnePass.apply(hidden, weight, targets, smoothing, loss.needs_gradient(hidden, weight))
 
     return run
 
@@ -130,10 +129,10 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, kept: Tensor, smoothing: float, differentiable: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, differentiable: bool
     ) -> tuple[Tensor, Tensor]:
-        counts, weight_mean = kept[:, 0], weight.float().mean(0)
-        summed = torch.mul(hidden, kept).sum(0)
+        counts, weight_mean = hidden.new_ones(len(hidden), dtype=torch.float32), weight.float().mean(0)
+        summed = hidden.sum(0, dtype=torch.float32)
         sums = hidden.new_empty(len(hidden), 2, dtype=torch.float32)
         hidden_grad = torch.empty_like(hidden) if differentiable else hidden
         weight_grad = weight.new_zeros(weight.shape if differentiable else 0, dtype=torch.float32)
@@ -150,7 +149,7 @@ class _OnePass(torch.autograd.Function):
         total, nll = sums.sum(0).unbind()
         total = total - smoothing * torch.dot(summed, weight_mean)  # the mean of a row's logits
         if differentiable:
-            hidden_grad.sub_(kept * (smoothing * weight_mean))
+            hidden_grad -= smoothing * weight_mean
             weight_grad -= smoothing / len(weight) * summed
             ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
@@ -158,9 +157,9 @@ class _OnePass(torch.autograd.Function):
         return total, nll
 
     @staticmethod
-    def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, loss_grad: Tensor, nll_grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None, None
+        return hidden_grad * loss_grad, (weight_grad * loss_grad).to(ctx.weight_dtype), None, None, None
 
 
 # -- layers and blocks -------------------------------------------------------------------------------------------------

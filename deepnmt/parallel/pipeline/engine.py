@@ -1,9 +1,14 @@
 """DeepSpeed's pipeline as an `Engine`: the model is partitioned into stages, each on its own processes.
 
-DeepSpeed does the schedule (1F1B), the communication and the update. deepnmt provides one module a stage (`stage.py`),
-the partition (`partition.py`) and the groups of tied tables. Stage s of data-parallel rank r is process s · (number of
-data-parallel ranks) + r. A tied table has a copy on each stage that uses it; `_sum_tied_gradients` sums their
-gradients, so that all copies take the same update.
+DeepSpeed does the schedule (1F1B), the communication and the update. deepnmt provides one module a stage, which is a
+`Transformer` with the stage's units, the partition (`partition.py`) and the groups of tied tables. Stage s of
+data-parallel rank r is process s · (number of data-parallel ranks) + r. A tied table has a copy on each stage that uses
+it; `_sum_tied_gradients` sums their gradients, so that all copies take the same update.
+
+Stages send each other the hidden states alone: [B, S, D] in the encoder, memory and target concatenated in the decoder,
+sentence by sentence [B, S·D + T·D], since their D may differ, and [B, T, D] before the output. It is one tensor because
+DeepSpeed runs backward from several one after the other, through the encoder twice. Every stage takes ids, lengths and
+the key of dropout from the micro-batch itself, which all stages of a pipeline have, and makes the masks anew.
 
 What works around DeepSpeed has a canary test: the loss inside the last stage and its factor, one float tensor between
 stages, `dynamic_shape` (for gradients), the sums of tied gradients, LOCAL_RANK, the norm of a stage with replicas alone
@@ -32,13 +37,13 @@ from torch import nn
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
+from deepnmt.model.blocks import SIDES
 from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import group_key
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
-from deepnmt.parallel.engine import Flags, Reading, StepStats, build_of, read_sums
+from deepnmt.parallel.engine import BuildStage, Flags, Reading, StepStats, build_of, figures_of, read_sums, stage_of
 from deepnmt.parallel.pipeline.partition import Partition
-from deepnmt.parallel.pipeline.stage import Stage, tables_used
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 
@@ -51,8 +56,9 @@ class StageModule(PipelineModule):
     stage, or its copy in 16 bits without ZeRO.
     """
 
-    def __init__(self, recipe: Recipe, vocabs: tuple[int, int], partition: Partition) -> None:
-        self.recipe, self.vocabs, self.partition = recipe, vocabs, partition
+    def __init__(self, recipe: Recipe, build: BuildStage, partition: Partition) -> None:
+        self.recipe, self.build, self.partition = recipe, build, partition
+        self.widths = {side: recipe.model.shape(side).width for side in SIDES}
         self.scale = 1.0
         self.add: Callable[[LossSums], None] = lambda sums: None
         os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it, but plain python does not set it
@@ -66,17 +72,11 @@ class StageModule(PipelineModule):
         self._set_bounds(self.stage_id, self.stage_id + 1)
 
     def _build(self) -> None:
-        recipe, bounds = self.recipe, self.partition.bounds
-        self.stage = Stage(
-            recipe.model,
-            *self.vocabs,
-            recipe.seed,
-            recipe.train.label_smoothing,
-            bounds[self.stage_id],
-            bounds[self.stage_id + 1],
-            recipe.parallel.recompute_layers,
-            recipe.train.r_drop,
-        )
+        bounds, names = self.partition.bounds, [unit.name for unit in self.partition.units]
+        begin, end = bounds[self.stage_id], bounds[self.stage_id + 1]
+        self.begins_with, self.followed_by = names[begin], names[end] if end < len(names) else None
+        self.stage = self.build(range(begin, end))
+        self.stage.recompute = self.recipe.parallel.recompute_layers
         self.compute_module = (self.stage,)  # in a tuple: a copy's weights must not become this module's parameters
         for p in self.parameters():
             p.ds_pipe_replicated = False
@@ -88,7 +88,7 @@ class StageModule(PipelineModule):
         """
         holders: dict[str, list[int]] = {}
         for stage in range(self.partition.stages):
-            for name, _ in tables_used(self.recipe.model, *self.partition.bounds[stage : stage + 2]):
+            for name in {unit.table[0] for unit in self.partition.held(stage) if unit.table}:
                 holders.setdefault(name, []).append(stage)
         groups: dict[str, dict[str, Any]] = {}
         for name, stages in sorted(holders.items()):
@@ -108,28 +108,54 @@ class StageModule(PipelineModule):
     def begin(self, batches: Sequence[Batch]) -> None:
         """Says which micro-batches are sent through the pipeline next. Each stage receives them, and computes them, in
         this order."""
-        self.to_receive, self.to_compute = iter(batches), iter(batches)
+        prepared = [self.compute_module[0].objective.prepare(batch) for batch in batches]
+        self.to_receive, self.to_compute = iter(prepared), iter(prepared)
 
     def empty(self) -> torch.Tensor:
         """An empty tensor for what the previous stage sends next."""
-        stage = self.compute_module[0]
-        weight = next(stage.parameters())
-        return weight.new_empty(stage.received(next(self.to_receive)))
+        shape = self._received(next(self.to_receive))
+        return next(self.compute_module[0].parameters()).new_empty(shape)
+
+    def _received(self, batch: Batch) -> tuple[int, ...]:
+        """The shape of the hidden states that the previous stage sends of a prepared micro-batch."""
+        (rows, source), target = batch["src"].shape, batch["trg_in"].size(1)
+        if self.begins_with.startswith("decoder"):
+            return rows, source * self.widths["encoder"] + target * self.widths["decoder"]
+        if self.begins_with == "output":
+            return rows, target, self.widths["decoder"]
+        return rows, source, self.widths["encoder"]
+
+    def _unpack(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Memory and hidden states, as `Transformer.run` takes them, from what the previous stage has sent."""
+        if self.begins_with == "source":
+            return None, None
+        if self.begins_with == "output":
+            return x, x  # a memory that nobody reads
+        if not self.begins_with.startswith("decoder"):
+            return x, None
+        target, width = batch["trg_in"].size(1), self.widths["decoder"]
+        memory, hidden = x.split([x.size(1) - target * width, target * width], dim=1)
+        return memory.unflatten(1, (-1, self.widths["encoder"])), hidden.unflatten(1, (target, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Stage.forward`; the last stage returns the scaled loss of the micro-batch.
+        """From what the previous stage sends to what the next one gets; of the last stage the scaled loss of the
+        micro-batch.
 
         The loss is computed here and not in DeepSpeed's `loss_fn`: in bf16 DeepSpeed clears the gradients once that of
         the module's output is known, so gradients from outside the module's forward would be lost.
         """
         stage = self.compute_module[0]
         batch = next(self.to_compute)
-        output = stage(x, batch)
-        if stage.followed_by is not None:
-            return output
-        sums = stage.loss(output, batch.tensors[3])
-        self.add(LossSums(sums.loss.detach(), sums.nll.detach()))
-        return sums.loss * self.scale
+        memory, hidden = stage.run(batch, *self._unpack(x, batch))
+        if hidden is None:
+            return memory
+        if self.followed_by is None:
+            sums = stage.objective.loss(hidden, stage.output_weight, batch)
+            self.add(sums.detached())
+            return sums.loss * self.scale
+        if self.followed_by == "output":
+            return hidden
+        return torch.cat([memory.flatten(1), hidden.flatten(1)], dim=1)
 
     def train(self, mode: bool = True) -> StageModule:
         self.compute_module[0].train(mode)
@@ -155,7 +181,7 @@ class PipelineEngine(DeepSpeedEngine):
         layout: Layout,
         ranks: Ranks,
     ) -> None:
-        self.pipe = StageModule(recipe, vocabs, partition)
+        self.pipe = StageModule(recipe, stage_of(recipe, vocabs), partition)
         local = {name.removeprefix("stage."): p for name, p in self.pipe.named_parameters()}
         super().__init__(build_of(recipe, vocabs), recipe, ranks.device, layout, local)
         self.ranks, self.micro_batches = ranks, recipe.batch.accumulation
@@ -212,7 +238,7 @@ class PipelineEngine(DeepSpeedEngine):
         # DeepSpeed averages over micro-batches and data-parallel ranks
         self.pipe.scale = self._loss_factor * self.micro_batches * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
-        self._reading = Reading(self.device, self.ranks.world, flags)
+        self._reading = Reading(self.device, self.ranks.world, figures_of(self.module), flags)
         self._run(batches)
         if self.zero:
             norm = float(self.engine.get_global_grad_norm())
@@ -227,6 +253,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Makes one update."""
         if len(batches) != self.micro_batches:
             raise ValueError(f"an update takes {self.micro_batches} micro-batches, but got {len(batches)}")
+        self.pipe.train()  # the objective prepares other micro-batches then
         self.pipe.begin(batches)
         self.pipe.add = self._reading.add
         self.engine.train_batch(_loaded(batches))
@@ -261,6 +288,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._deepspeed_step(lr_kwargs)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:
+        self.pipe.eval()
         self.pipe.begin(batches)
         sums: list[LossSums] = []
         self.pipe.add, count = sums.append, len(batches)
@@ -323,7 +351,7 @@ class PipelineEngine(DeepSpeedEngine):
 
 def _loaded(batches: Sequence[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """What DeepSpeed loads for the first and for the last stage of each micro-batch."""
-    return iter([(batch.tensors[0], batch.tensors[3]) for batch in batches])
+    return iter([(batch["src"], batch["trg_out"]) for batch in batches])
 
 
 def _send_hidden(engine: Any, buffer_id: int) -> None:

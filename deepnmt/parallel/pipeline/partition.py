@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torch import nn
-
 from deepnmt.config import Model
 from deepnmt.config.choices import Use
 from deepnmt.errors import UserError
 from deepnmt.files import table
 from deepnmt.model.blocks import Side
-from deepnmt.model.embedding import InputLayer, table_width
-from deepnmt.model.transformer import build_layer, build_top
+from deepnmt.model.embedding import table_width
+from deepnmt.model.transformer import Transformer, unit_names
 
 # Among partitions whose slowest stage is within this factor of the best, one with a boundary between encoder and
 # decoder is preferred: only the encoder's output crosses it, and the encoder's stages need no target.
@@ -91,17 +89,6 @@ class Partition:
                 f"{100 * self.bubble(micro_batches):.0f} %")
 
 
-def unit_names(model: Model) -> list[str]:
-    """The units from input to loss."""
-    return [
-        "source",
-        *(f"encoder.layers.{i}" for i in range(model.encoder.layers)),
-        "target",
-        *(f"decoder.layers.{i}" for i in range(model.decoder.layers)),
-        "output",
-    ]
-
-
 def layer_of(name: str) -> tuple[Side, int] | None:
     """("decoder", 3) for "decoder.layers.3"; None for a unit that is not a layer."""
     if "." not in name:
@@ -146,16 +133,10 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
 
 def _sizes(model: Model) -> dict[str, int]:
     """The number of parameters of each unit, without tables, counted on modules as training builds them."""
-    parts: dict[str, list[nn.Module]] = {
-        "source": [InputLayer(model, "encoder", 0)],
-        "target": [build_top(model, "encoder"), InputLayer(model, "decoder", 0)],
-        "output": [build_top(model, "decoder")],
-    }
     sizes = {}
-    for name in unit_names(model):
-        layer = layer_of(name)
-        built = [build_layer(model, *layer, 0)] if layer else parts[name]
-        sizes[name] = sum(p.numel() for part in built for p in part.parameters())
+    for number, name in enumerate(unit_names(model)):
+        stage = Transformer(model, 1, 1, 0, units=range(number, number + 1))
+        sizes[name] = sum(p.numel() for part in (stage.encoder, stage.decoder) for p in part.parameters())
     return sizes
 
 

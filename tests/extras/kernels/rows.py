@@ -9,7 +9,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ import torch
 from fake_gpu import CUDA, ROOT, FakeTensorMode, Trace, begin, collectives, tracing, world
 from small_models import BLOCKS
 
-from deepnmt.batch import Batch
+from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.batching import START, Update
 from deepnmt.decode import translate
@@ -56,7 +55,7 @@ def batch_of(sentences: int, source: int, target: int, key: int = 5) -> Batch:
         return torch.zeros(*size, dtype=torch.int64, device=CUDA)
 
     tensors = (ids(sentences, source), ids(sentences), ids(sentences, target), ids(sentences, target))
-    return Batch(tensors, key, sentences * target)
+    return Batch(dict(zip(TRANSLATION, tensors, strict=True)), key, sentences * target)
 
 
 def take_update(engine: Any, recipe: Recipe, ranks: Ranks, batches: list[Batch]) -> None:
@@ -64,8 +63,8 @@ def take_update(engine: Any, recipe: Recipe, ranks: Ranks, batches: list[Batch])
     tokens = engine.data_world * sum(batch.tokens for batch in batches)
 
     def update(*_: Any) -> Update:
-        fresh = [replace(batch, tensors=tuple(upload(torch.zeros_like(tensor, device="cpu"), CUDA)
-                                              for tensor in batch.tensors)) for batch in batches]
+        fresh = [batch.with_tensors(**{name: upload(torch.zeros_like(tensor, device="cpu"), CUDA)
+                                       for name, tensor in batch.tensors.items()}) for batch in batches]
         return Update(fresh, tokens, 0.0, START)
 
     stream = cast(Any, SimpleNamespace(update=update))
@@ -100,7 +99,7 @@ PROBED = ("b2t", "admin", "dlcl")  # the others if DEEPNMT_LONG is set
 def traced_block(recipe: Recipe, trace: Trace, probed: dict[str, Any] | None, block: str, found: dict[str, str]
                  ) -> dict[str, int]:
     """Runs everything with one block; returns what an update of two micro-batches made the host wait for."""
-    model = Transformer(recipe.model, VOCAB, VOCAB, 1, 0.1, after_build=lambda part: None)
+    model = Transformer(recipe.model, VOCAB, VOCAB, 1, after_build=lambda part: None)
     batch, engine = batch_of(4, 9, 7), LocalEngine(model, recipe, CUDA)
     trace.waits.clear()
     calls: dict[str, Callable[[], Any]] = {"update": lambda: engine.train_step([batch, batch], 56, 1e-3)}
@@ -126,8 +125,9 @@ def traced_block(recipe: Recipe, trace: Trace, probed: dict[str, Any] | None, bl
 @torch.no_grad()
 def decode(model: Any, batch: Batch) -> None:
     model.eval()
-    sentences, beams = len(batch.tensors[0]), 3
-    cache = model.start_cache(model.encode(*batch.tensors[:2]), batch.tensors[1], beams, 6)
+    src, lengths, beams = batch["src"], batch["src_lengths"], 3
+    sentences = len(src)
+    cache = model.start_cache(model.encode(src, lengths), lengths, beams, 6)
     model.step(torch.zeros(sentences, dtype=torch.int64), cache)
     cache.reorder(torch.arange(sentences * beams))
     model.logits(model.step(torch.zeros(sentences * beams, dtype=torch.int64), cache))
@@ -282,7 +282,7 @@ def layer_of(side: Side) -> dict[str, float]:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
         layer = build_layer(recipe.model, side, 1, 1).bfloat16().train()
         x, memory = (torch.zeros(1024, 28, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-        mask = key_mask(batch_of(1024, 28, 28).tensors[1], 28, x.dtype)
+        mask = key_mask(batch_of(1024, 28, 28)["src_lengths"], 28, x.dtype)
         grad = torch.zeros_like(x)
         trace.clear()
         layer(x, *[memory] * (side == "decoder"), mask, 1).backward(grad)
@@ -297,14 +297,14 @@ def decoding(name: str, length: int, sentences: int = 0, steps: int = 2, *change
     recipe = recipe_of(f"wmt14_en_de/{name}", *changes)
     settings, vocab = recipe.translate, recipe.vocab.size
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
-        model = Transformer(recipe.model, vocab, vocab, 1, 0.1, after_build=lambda part: None).eval()
+        model = Transformer(recipe.model, vocab, vocab, 1, after_build=lambda part: None).eval()
         longest = translate._most_steps(model, settings, length)
         asked = settings.batch_tokens // (length * settings.beam)
         weights = trace.held
         torch.cuda.mem_get_info = lambda *_: (int(80e9 - 2.5 * 2**30) - weights, int(80e9))
         if not sentences:
             sentences = min(asked, translate._sentences_that_fit(model, length, longest, settings.beam))
-        src = batch_of(sentences, length, 1).tensors
+        batch = batch_of(sentences, length, 1)
         begun: list[tuple[float, int]] = []
 
         class Counted(CachedStepper):
@@ -312,7 +312,8 @@ def decoding(name: str, length: int, sentences: int = 0, steps: int = 2, *change
                 begun.append((trace.launches, trace.waits.total()))
                 return super().step(tokens)
 
-        stepper, limits = Counted(model, *src[:2], settings.beam, longest), torch.zeros(sentences, dtype=torch.int64)
+        stepper = Counted(model, batch["src"], batch["src_lengths"], settings.beam, longest)
+        limits = torch.zeros(sentences, dtype=torch.int64)
         limits.known = [steps] * sentences  # type: ignore[attr-defined]
         beam_search(stepper, limits, settings.beam, 1, LengthPenalty("average", 1.0))
         stepper.select(list(range(1, sentences // 2)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import twins
 from refusals import user_error
-from small_models import BLOCKS, VOCAB, batch, model_of, shapes
+from small_models import BLOCKS, VOCAB, batch, batch_of, model_of, shapes
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -88,7 +88,7 @@ def computed(block: str, dropout: float, watched: bool = False) -> Tensor:
     """The loss of a small model and all its gradients."""
     model = new_model(shapes(block, dropout=dropout), VOCAB, VOCAB, 1, 0.1)
     handles = [m.register_forward_pre_hook(lambda *_: None) for m in model.modules() if watched]
-    loss = model(*batch([5, 9, 3], [4, 6, 7]), 5).loss
+    loss = model(batch_of(*batch([5, 9, 3], [4, 6, 7]), key=5)).loss
     loss.backward()
     for handle in handles:
         handle.remove()

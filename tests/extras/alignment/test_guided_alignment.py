@@ -66,7 +66,7 @@ def test_alignment_error_falls_and_a_run_resumes_to_the_bit(toy: Path, threads: 
     # a kill after the checkpoint in the middle, which is also in the middle of an epoch
     middle = toy / "guided" / "checkpoints" / f"update-{UPDATES // 2:08d}"
     state = json.loads((middle / "state.json").read_text())
-    assert state["micro_batch"] > 0 and state["extra"]["interval"]["alignment"] > 0
+    assert state["micro_batch"] > 0 and state["extra"]["interval"]["figures"]["alignment_loss"] > 0
     shutil.copytree(middle, toy / "resumed" / "checkpoints" / middle.name)
     resumed = train(toy, "resumed", "train.guided_alignment=1")
     whole, again = (toy / run / "checkpoints" / f"update-{UPDATES:08d}" / WEIGHTS for run in ("guided", "resumed"))
@@ -87,10 +87,10 @@ def test_a_run_without_the_alignments_is_refused(prepared: Path, toy: Path, refu
 
 def with_links(batch: Batch) -> Batch:
     """Each target position but the last is linked with one position of the source, and every third with two."""
-    src, trg = batch.tensors[0], batch.tensors[2]
+    src, trg = batch["src"], batch["trg_in"]
     rows = [(b, t, (t + k) % 3, 1 + (t % 3 == 0)) for b in range(len(src)) for t in range(min(2, trg.size(1) - 1))
             for k in range(1 + (t % 3 == 0))]
-    return Batch((*batch.tensors, torch.tensor(rows).T.contiguous()), batch.key, batch.tokens)
+    return batch.with_tensors(links=torch.tensor(rows).T.contiguous())
 
 
 def trial(folder: str, layout: str) -> None:
@@ -110,7 +110,7 @@ def trial(folder: str, layout: str) -> None:
             found.append([*step(engine, plan, ranks)[:2]])
             engine.evaluate(batches(update, 1))  # ZeRO-3 has another course of modules then
         stats = engine.train_step(plan[engine.data_rank :: engine.data_world], 100, 0.0)
-        found.append([stats.alignment, stats.nll])
+        found.append([stats.figures["alignment_loss"], stats.nll])
         if ranks.first:
             Path(folder, f"{layout}.json").write_text(json.dumps(found), encoding="utf-8")
         engine.close()

@@ -1,9 +1,8 @@
-"""The progress of a run as state.json of a checkpoint holds it, and its types: the file may come from anywhere."""
+"""The types of state.json, which may come from anywhere."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -48,8 +47,8 @@ class _LossScale(_Types):
     clean: _Natural
 
 
-class _StateTypes(BaseModel, strict=True, extra="forbid"):
-    """Of `SavedState`."""
+class StateTypes(BaseModel, strict=True, extra="forbid"):
+    """Of `checkpoint.TrainingState`."""
 
     update: _Natural
     epoch: Annotated[int, Field(ge=0, lt=2**30)]  # with the number of a micro-batch it makes a key of 63 bits
@@ -58,32 +57,3 @@ class _StateTypes(BaseModel, strict=True, extra="forbid"):
     loss_scale: _LossScale | None
     best: _Best
     extra: _Extra = _Extra()
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """The progress of a run, as state.json holds it.
-
-    Attributes:
-        update: updates applied.
-        epoch, micro_batch: position in the batch plan.
-        optimizer_step: updates as the optimizer counts them.
-        loss_scale: the fp16 loss scale, the last one if the run has left fp16, None if it never used fp16.
-        best: the best validation.
-        extra: anything JSON can hold. `validations`, if present, is a list of objects with `update` and `value`, where
-            a lower value is a better model.
-    """
-
-    update: int
-    epoch: int
-    micro_batch: int
-    optimizer_step: int
-    loss_scale: dict[str, float | int] | None
-    best: dict[str, Any]
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, content: Any) -> SavedState:
-        """From what state.json holds. Raises pydantic's `ValidationError` if that is none."""
-        _StateTypes.model_validate(content)
-        return cls(**content)

@@ -6,14 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from small_models import VOCAB, batch, shapes
+from small_models import VOCAB, batch, batch_of, shapes
 from torch import Tensor
 
-from deepnmt.model.attention import key_mask
-from deepnmt.model.guided import alignment_loss, attention_scores, guided, guided_index
+from deepnmt.extras.alignment.objective import Guided, alignment_loss
+from deepnmt.model.attention import attention_scores, key_mask, layer_index
 from deepnmt.model.init import Initialiser, fill
+from deepnmt.model.objective import CrossEntropy, Objective, RDrop
 from deepnmt.model.ops import split_heads
-from deepnmt.model.transformer import Transformer, fill_with_nan
+from deepnmt.model.transformer import Transformer
 
 LINKS = {0: {0: [1], 2: [0, 3], 3: [3]}, 2: {1: [2], 4: [0, 1, 2]}}  # sentence: target: sources
 WEIGHT = 0.3
@@ -24,10 +25,10 @@ def links() -> Tensor:
     return torch.tensor(rows).T.contiguous()
 
 
-def model_of(weight: float = WEIGHT, layer: int = 0, **settings: float) -> Transformer:
+def model_of(weight: float = WEIGHT, layer: int = 0, r_drop: float = 0.0) -> Transformer:
     shape = shapes("pre_ln", (1, 2), 0.1)
-    build = partial(Transformer, shape, VOCAB, VOCAB, 1, 0.1, **settings)
-    model = guided(build, layer, weight, fill_with_nan) if weight else build(fill_with_nan)
+    objective: Objective = RDrop(CrossEntropy(0.1), r_drop) if r_drop else CrossEntropy(0.1)
+    model = Transformer(shape, VOCAB, VOCAB, 1, Guided(objective, layer, weight) if weight else objective)
     fill(model, Initialiser(shape, VOCAB, VOCAB, 1))
     return model.train()
 
@@ -56,25 +57,27 @@ def test_the_loss_is_the_papers_in_float64() -> None:
 @pytest.mark.parametrize(("layer", "r_drop", "recompute"), [(0, 0.0, 0), (2, 4.0, 0), (1, 0.0, 2)])
 def test_a_model_in_training_adds_it_to_its_loss(layer: int, r_drop: float, recompute: int) -> None:
     """Masks of dropout are as without it, and only the layer's own attention counts."""
-    inputs, plain = batch([5, 3, 4], [6, 4, 5]), model_of(0.0, r_drop=r_drop)
+    inputs = batch([5, 3, 4], [6, 4, 5])
+    linked, plain = batch_of(*inputs, key=7, links=links()), model_of(0.0, r_drop=r_drop)
     model = model_of(layer=layer, r_drop=r_drop)
     model.recompute = recompute
-    attention, seen = plain.decoder_layers[guided_index(layer, 2)].cross_attn, []
+    attention, seen = plain.decoder_layers[layer_index(layer, 2)].cross_attn, []
     attention.register_forward_pre_hook(lambda module, given: seen.append(
         (split_heads(module.q(given[0]), 4) @ given[1].transpose(2, 3) / 2).masked_fill(~given[3], -torch.inf)))
     with torch.no_grad():
-        before = plain(*inputs, 7)
-    sums = model(*inputs, links(), 7)
+        before = plain(batch_of(*inputs, key=7))
+    sums = model(linked)
     expected = [reference(part) for part in seen[0].detach().softmax(3).chunk(2 if r_drop else 1)]
-    assert float(sums.alignment) == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    found = float(sums.others["alignment_loss"])
+    assert found == pytest.approx(sum(expected) / len(expected), rel=1e-5)
     assert torch.equal(sums.nll, before.nll)
-    assert float(sums.loss.detach()) == pytest.approx(float(before.loss) + WEIGHT * float(sums.alignment), rel=1e-6)
+    assert float(sums.loss.detach()) == pytest.approx(float(before.loss) + WEIGHT * found, rel=1e-6)
     sums.loss.backward()
     other = model_of(layer=layer, r_drop=r_drop)
-    other(*inputs, links(), 7).loss.backward()
+    other(linked).loss.backward()
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]  # with recomputation or without
-    assert len(model(*inputs, 7)) == len(model.eval()(*inputs, links(), 7)) == 2  # without links, and in validation
+    assert model(batch_of(*inputs, key=7)).others == model.eval()(linked).others == {}  # no links, and in validation
 
 
 def test_scores_take_both_kinds_of_masks() -> None:
@@ -83,4 +86,4 @@ def test_scores_take_both_kinds_of_masks() -> None:
     assert mask is not None
     added = torch.where(mask, 0.0, -torch.inf)  # as on a GPU
     assert torch.equal(attention_scores(q, keys, mask), attention_scores(q, keys, added))
-    assert [guided_index(0, 6), guided_index(0, 1), guided_index(6, 6)] == [4, 0, 5]
+    assert [layer_index(0, 6), layer_index(0, 1), layer_index(6, 6)] == [4, 0, 5]

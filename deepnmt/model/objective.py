@@ -1,0 +1,113 @@
+"""What training minimises, as objects that every engine, pipeline stage and probe calls in the same way.
+
+`B` sentences, `T` target length, `D` width, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepnmt.batch import TRANSLATION, Batch
+from deepnmt.config import Recipe
+from deepnmt.config.plugins import Table
+from deepnmt.model.loss import LossSums, divergence, label_smoothed_loss
+from deepnmt.tokens import PAD
+from deepnmt.visitors import require_visitor, visitor_modules
+
+
+class Objective(nn.Module):
+    """A loss. In `training` it may differ from what validation measures; it has no parameters.
+
+    Attributes:
+        figures: names of the further sums in the `LossSums` of training, of which the log has the mean over target
+            tokens.
+    """
+
+    figures: tuple[str, ...] = ()
+
+    def __init__(self, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.smoothing = smoothing  # `train.label_smoothing`
+
+    def attach(self, model: Any) -> None:
+        """Called once with the whole `Transformer`, in which a loss may watch modules by hooks."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The micro-batch that the model computes instead of this one; called on every stage of a pipeline."""
+        return batch
+
+    def loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSums:
+        """The sums of a prepared micro-batch.
+
+        Args:
+            hidden: the decoder's output [B, T, D].
+            weight: the output projection [V, D].
+        """
+        raise NotImplementedError
+
+
+class CrossEntropy(Objective):
+    """Label-smoothed cross-entropy, see `label_smoothed_loss`."""
+
+    def loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSums:
+        return label_smoothed_loss(hidden, weight, batch["trg_out"], self.smoothing, PAD, batch.tokens)
+
+
+class RDrop(Objective):
+    """The mean of another loss over two passes with two dropout masks, plus α/4 (KL(p‖q) + KL(q‖p)), p and q the
+    predictions of a token in the two. Liang et al. 2021, R-Drop, eq. 4, halved, so that it is the loss of one pass
+    where the two agree. Evaluation takes one pass."""
+
+    def __init__(self, inner: Objective, alpha: float) -> None:
+        super().__init__(inner.smoothing)
+        self.inner, self.alpha = inner, alpha
+        self.figures = inner.figures
+
+    def attach(self, model: Any) -> None:
+        self.inner.attach(model)
+
+    def prepare(self, batch: Batch) -> Batch:
+        batch = self.inner.prepare(batch)
+        if not self.training:
+            return batch
+        twice = batch.with_tensors(**{name: torch.cat([batch[name], batch[name]]) for name in TRANSLATION})
+        return Batch(twice.tensors, batch.key, 2 * batch.tokens)
+
+    def loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSums:
+        sums = self.inner.loss(hidden, weight, batch)
+        if not self.training:
+            return sums
+        first, second = hidden.chunk(2)
+        targets = batch["trg_out"].chunk(2)[0]
+        apart = divergence(first, second, weight, targets, PAD, batch.tokens // 2)
+        others = {name: value / 2 for name, value in sums.others.items()}
+        return LossSums((sums.loss + self.alpha / 2 * apart) / 2, sums.nll / 2, others)
+
+
+def _fault(objective: Any) -> str | None:
+    """What a plug-in's objective must be, if it is not."""
+    if isinstance(objective, type) and issubclass(objective, Objective):
+        return None
+    return f"is {objective!r}, must be a subclass of deepnmt.model.objective.Objective"
+
+
+OBJECTIVES: Table[type[Objective]] = Table("OBJECTIVES", {"cross_entropy": CrossEntropy}, _fault)
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """What a recipe minimises: `train.objective`, in R-Drop and in what visitors add to it.
+
+    Raises:
+        UserError: the recipe needs a visitor whose folder is not there.
+    """
+    objective = OBJECTIVES[recipe.train.objective](recipe.train.label_smoothing)
+    if recipe.train.r_drop:
+        objective = RDrop(objective, recipe.train.r_drop)
+    if recipe.train.guided_alignment:
+        require_visitor("alignment", "train.guided_alignment")
+    for visitor in visitor_modules("objective"):
+        objective = visitor.around(objective, recipe)
+    return objective
