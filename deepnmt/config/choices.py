@@ -180,25 +180,36 @@ INITS = Choices({
     "fairseq": Choice(line="as in fairseq 0.12.2"),
 })
 
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormFacts(Choice):
+    """`centres`: it subtracts the mean, and has a bias."""
+
+    centres: bool = True
+
+
 # model/blocks.py, `NORMS`
 NORMS = Choices({
-    "layer_norm": Choice(line="LayerNorm", paper="Ba et al. 2016"),
-    "rms_norm": Choice(line="RMSNorm, which neither centres nor has a bias", paper="Zhang and Sennrich 2019"),
+    "layer_norm": NormFacts(line="LayerNorm", paper="Ba et al. 2016"),
+    "rms_norm": NormFacts(line="RMSNorm", paper="Zhang and Sennrich 2019", centres=False),
 })
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationFacts(Choice):
-    """`gated`: it takes two outputs of fc1 for each input of fc2."""
+    """`gated`: it takes two outputs of fc1 for each input of fc2. `kept`: the tensors of the FFN's inner width that
+    autograd keeps."""
 
     gated: bool = False
+    kept: int = 4
 
 
 # model/feedforward.py, `ACTIVATIONS`
 ACTIVATIONS = Choices({
-    "relu": ActivationFacts(line="max(0, x)"),
-    "gelu": ActivationFacts(line="x·Φ(x)", paper="Hendrycks and Gimpel 2016"),
-    "silu": ActivationFacts(line="x·σ(x)", paper="Hendrycks and Gimpel 2016"),
+    "relu": ActivationFacts(line="max(0, x)", kept=1),
+    "gelu": ActivationFacts(line="x·Φ(x)", paper="Hendrycks and Gimpel 2016", kept=2),
+    "silu": ActivationFacts(line="x·σ(x)", paper="Hendrycks and Gimpel 2016", kept=2),
     "reglu": ActivationFacts(line="relu with a gate", paper="Shazeer 2020", gated=True),
     "geglu": ActivationFacts(line="gelu with a gate", paper="Shazeer 2020", gated=True),
     "swiglu": ActivationFacts(line="silu with a gate", paper="Shazeer 2020", gated=True),
@@ -263,19 +274,22 @@ VOCAB_KINDS = Choices({
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts(Choice):
     """`moments`: what it keeps of each parameter, a `momentum_buffer` only with a momentum. `counts`: it counts its
-    steps. `whole_matrices`: it cannot work on a part of one."""
+    steps. `whole_matrices`: it cannot work on a part of one. `plain`: what it is without rectification."""
 
     moments: tuple[Literal["exp_avg", "exp_avg_sq", "momentum_buffer"], ...] = ("exp_avg", "exp_avg_sq")
     counts: bool = True
     whole_matrices: bool = False
+    plain: str = ""
 
 
 # optim/optimizers.py, `OPTIMIZERS`
 OPTIMIZERS = Choices({
     "adam": OptimizerFacts(line="Adam", paper="Kingma and Ba 2015", options=("betas", "eps")),
     "adamw": OptimizerFacts(line="AdamW", paper="Loshchilov and Hutter 2019", options=("betas", "eps")),
-    "radam": OptimizerFacts(line="RAdam", paper="Liu et al. 2020", options=("betas", "eps", "unrectified")),
-    "radamw": OptimizerFacts(line="RAdam with AdamW's weight decay", options=("betas", "eps", "unrectified")),
+    "radam": OptimizerFacts(
+        line="RAdam", paper="Liu et al. 2020", options=("betas", "eps", "unrectified"), plain="adam"),
+    "radamw": OptimizerFacts(
+        line="RAdam with AdamW's weight decay", options=("betas", "eps", "unrectified"), plain="adamw"),
     "sgd": OptimizerFacts(line="SGD", options=("momentum",), moments=("momentum_buffer",), counts=False),
     "muon": OptimizerFacts(line="Muon for the matrices of the layers, AdamW for the rest", paper="Jordan et al. 2024",
                       options=("betas", "eps"), needs={"momentum": "such as 0.95"}, whole_matrices=True),

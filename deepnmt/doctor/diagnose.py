@@ -30,6 +30,7 @@ from deepnmt.checkpoint.checkpoint import (
     weights_in,
 )
 from deepnmt.config import Recipe, with_settings
+from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.doctor.faults import wrong_outputs, wrong_sizes, wrong_training, wrong_wiring
@@ -302,9 +303,8 @@ def examine(
 def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
     """The first update of a fresh model, in place, but at the peak rate, and by Adam instead of RAdam, whose first five
     updates are plain momentum or none (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
-    if recipe.optimizer.name.startswith("radam"):
-        recipe = with_settings(recipe, {"optimizer.name": recipe.optimizer.name[1:],
-                                        "optimizer.unrectified": "momentum"})
+    if plain := OPTIMIZERS[recipe.optimizer.name].plain:
+        recipe = with_settings(recipe, {"optimizer.name": plain, "optimizer.unrectified": "momentum"})
     LocalEngine(model, recipe, batch.device).train_step([batch], batch.tokens, recipe.optimizer.lr)
 
 

@@ -12,6 +12,7 @@ from ctranslate2.specs import common_spec, transformer_spec
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Translate
+from deepnmt.config.choices import NORMS
 from deepnmt.export.plain import EPSILON, Pair, Plain, Values, to_plain
 from deepnmt.export.searcher import FORMATS, CTranslate2
 from deepnmt.model.blocks import SIDES, Side
@@ -33,7 +34,7 @@ def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32"
     encoder, decoder = (
         spec(plain.model.stack(side).layers, plain.heads(side), pre_norm=plain.kind(side) == "pre_ln",
              activation=_ACTIVATIONS[plain.model.activation], ffn_glu=ACTIVATIONS[plain.model.activation].rows == 2,
-             rms_norm=plain.model.norm == "rms_norm" and not plain.norm_free(side))
+             rms_norm=not NORMS[plain.model.norm].centres and not plain.norm_free(side))
         for side, spec in zip(SIDES, (transformer_spec.TransformerEncoderSpec, transformer_spec.TransformerDecoderSpec),
                               strict=True))
     _fill_stack(encoder, encoder.embeddings[0], plain, "encoder")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
+from deepnmt.config import choices
 from deepnmt.errors import UserError
 from deepnmt.export.proof import Native
 from deepnmt.model.blocks import RMSNorm, Stream
@@ -37,7 +38,8 @@ _AXES = {"src": {0: "B", 1: "S"}, "src_lengths": {0: "B"}, "source": {2: "B", 4:
 def write_onnx(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
     """Writes encoder.onnx and decoder.onnx, which also hold the weights. Raises `UserError` for rotary positions."""
     del precision
-    if (positions := loaded.recipe.model.positions) == "rotary":
+    positions = loaded.recipe.model.positions
+    if not choices.POSITIONS[positions].added:
         raise UserError(f"model.positions is {positions}, which deepnmt cannot write for ONNX; use the model as it is")
     model = copy.deepcopy(loaded.model)
     for stack in (model.encoder, model.decoder):  # positions beyond `model.max_length` have values, too

@@ -23,12 +23,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
-from deepnmt.config import Model
-from deepnmt.config.choices import BLOCKS
+from deepnmt.config import Model, choices
+from deepnmt.config.choices import BLOCKS, NORMS
 from deepnmt.errors import UserError
 from deepnmt.export.post_ln import fold_weights
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
-from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.model.positions import POSITIONS
 from deepnmt.tokens import PAD
 
@@ -43,8 +42,9 @@ def to_plain(loaded: LoadedModel, program: str, takes: Sequence[str] = ()) -> Pl
     """The model in plain form. `takes`: settings of which the program also knows the newer values, `norm` (RMSNorm) and
     `activation` (gated FFNs). Raises `UserError` if one of its blocks has none."""
     model = loaded.recipe.model
-    for name, other in (("norm", model.norm != "layer_norm"), ("positions", model.positions == "rotary"),
-                        ("activation", ACTIVATIONS[model.activation].rows > 1)):
+    for name, other in (("norm", not NORMS[model.norm].centres),
+                        ("positions", not choices.POSITIONS[model.positions].added),
+                        ("activation", choices.ACTIVATIONS[model.activation].gated)):
         if other and name not in takes:
             raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
                             "use the model as it is, or without rotary positions export it with --to onnx")
@@ -112,7 +112,7 @@ class Plain:
         if self.norm_free(side):
             return np.full(self.width(side), math.sqrt(np.float32(EPSILON)) / SMALL), np.zeros(self.width(side))
         weight = self._get(f"{name}.weight")
-        return weight, np.zeros_like(weight) if self.model.norm == "rms_norm" else self._get(f"{name}.bias")
+        return weight, np.zeros_like(weight) if not NORMS[self.model.norm].centres else self._get(f"{name}.bias")
 
     def linear(self, name: str) -> Pair:
         """W and b of a linear map of a layer, by the name of the latter as in `encoder.layers.3.ffn.fc1`."""

@@ -11,7 +11,7 @@ import torch
 from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
-from deepnmt.config.choices import Use
+from deepnmt.config.choices import ACTIVATIONS, Use
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import check_vocabularies, open_prepared, trained_on
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
@@ -40,7 +40,6 @@ _KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
 _BUSY = 2**14  # tokens of a micro-batch that keep a GPU busy at width 512
 _SURELY = 1.2  # times the memory that there is: what certainly does not fit, beyond the error of the estimate
 _ENDS = 2  # the same for the embeddings and outputs of a stack, once
-_INNER = {"relu": 1, "gelu": 2, "silu": 2}  # tensors of the FFN's inner width; those with a gate: 4
 
 
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
@@ -88,7 +87,7 @@ def memory_estimate(
     device = device or _device()
     each = _KEPT_ON_GPU if device == "cuda" else _KEPT_ON_CPU_IN_16_BITS if size == 2 else _KEPT
     # tensors of the FFN's inner width
-    inner = _INNER.get(model.activation, 4) + (1 if device == "cuda" else 2) * (model.activation_dropout > 0)
+    inner = ACTIVATIONS[model.activation].kept + (1 if device == "cuda" else 2) * (model.activation_dropout > 0)
     shapes = [(each[side], model.stack(side).layers, model.shape(side)) for side in SIDES]
     kept = float(sum(layers * (tensors * shape.width + inner * shape.ffn) for tensors, layers, shape in shapes))
     group = recipe.parallel.recompute_layers
