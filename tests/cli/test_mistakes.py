@@ -32,15 +32,15 @@ def test_every_fault_of_a_recipe_at_once(prepared: Path, tool: Tool, tmp_path: P
     tree["optimiser"] = {}
     del tree["train"]["updates"]
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-    done = tool("train", tmp_path / "recipe.yaml", "model.encoder.block=post")
+    done = tool("train", tmp_path / "recipe.yaml")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     head, *faults = done.stderr.rstrip("\n").split("\n")
-    assert head == f"deepnmt: {tmp_path / 'recipe.yaml'} has 9 faults:"
+    assert head == f"deepnmt: {tmp_path / 'recipe.yaml'} has 8 faults:"
     for words in ("model.widht: unknown setting; did you mean model.width?",
                   "width (16) must be a multiple of heads (3)",
                   "model.dropout: is 1.5", "vocab.size: is 'large'", "data.valid: give 'src' and 'trg' files",
                   "the environment variable DEEPNMT_NOWHERE is not set", "optimiser: unknown setting; did you mean",
-                  "train.updates: is missing", "model.encoder.block: is 'post'"):
+                  "train.updates: is missing"):
         assert sum(words in fault for fault in faults) == 1, words
     assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
 
