@@ -104,7 +104,7 @@ def train_one(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -
     last = [record for record in log if record["type"] == "train"][-1]
     return {
         "arm": arm, "seed": seed, "settings": [*plan.arms[arm], *settings], "commit": commit(),
-        "machine": platform.processor() or platform.machine(), "cpu_seconds": round(cpu, 1),
+        "machine": machine(), "cpu_seconds": round(cpu, 1),
         "updates": last["update"], "target_tokens": last["target_tokens"],
         "training_seconds": round(last["training_seconds"], 1),
         "training": [[record["update"], round(record["loss"], 4)] for record in log if record["type"] == "train"],
@@ -136,6 +136,14 @@ def deepnmt(*words: str) -> float:
         raise UserError(f"`deepnmt {' '.join(words)}` ended with exit code {code}; see what it said above, and run the "
                         "same command again to go on")
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def machine() -> str:
+    """The CPU's name, as Linux has it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def commit() -> str:
