@@ -401,7 +401,7 @@ def outcome_of(subject: Subject) -> dict[str, Any]:
     measured = measure_outcome(engine.evaluate, valid, frequencies(data.split("train"), subject.vocabs[1]), device)
     use = measure_source_use(engine, recipe, valid, range(len(valid)), Ranks.alone(device))
     return {**asdict(measured), "gain": measured.gain, "outcome": measured.outcome, "source": asdict(use),
-            "collapse": collapse_note(recipe, use)}
+            "collapse": collapse_note(recipe, recipe.train.updates, use)}  # asked for, so no update is too early
 
 
 def judge(
