@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from deepnmt.checkpoint.checkpoint import TrainingState
@@ -25,6 +26,23 @@ class Interval:
     rate: float = 0.0
     loss_scale: float = 1.0
     figures: dict[str, float] = field(default_factory=dict)
+
+    def to_saved(self) -> dict[str, float]:
+        """The form in which state.json holds it: all numbers by name."""
+        numbers = asdict(self)
+        return numbers | numbers.pop("figures")
+
+    @classmethod
+    def from_saved(cls, numbers: Mapping[str, float]) -> Interval:
+        """From the numbers of a checkpoint."""
+        own = {one.name for one in fields(cls)}
+        interval = cls(**{name: value for name, value in numbers.items() if name in own})  # type: ignore[arg-type]
+        for name, value in numbers.items():
+            if name == "alignment" and value:  # its name in 0.2.0
+                interval.figures["alignment_loss"] = value
+            elif name not in (*own, "alignment"):
+                interval.figures[name] = value
+        return interval
 
 
 @dataclass
@@ -67,7 +85,7 @@ class TrainState:
         """The form in which state.json holds it."""
         names = ("skipped", "target_tokens", "seconds", "validations", "interval", "data_fingerprint", "processes",
                  "warned")
-        own = asdict(self)
+        own = asdict(self) | {"interval": self.interval.to_saved()}
         return TrainingState(self.update, self.position.epoch, self.position.index, self.optimizer_step,
                              own["loss_scale"], self.best, {name: own[name] for name in names})
 
@@ -75,10 +93,9 @@ class TrainState:
     def from_saved(cls, saved: TrainingState) -> TrainState:
         """From the state.json of a run's checkpoint (not of an average)."""
         extra = saved.extra
-        interval = {name: value for name, value in extra.get("interval", {}).items() if name != "alignment"}  # of 0.2.0
         scale = saved.loss_scale
         return cls(saved.update, Position(saved.epoch, saved.micro_batch), saved.optimizer_step,
                    {"scale": float(scale["scale"]), "clean": int(scale["clean"])} if scale else None, saved.best,
                    extra["skipped"], extra["target_tokens"], extra["seconds"], extra["validations"],
-                   Interval(**interval), extra["data_fingerprint"], extra["processes"],
+                   Interval.from_saved(extra.get("interval", {})), extra["data_fingerprint"], extra["processes"],
                    extra.get("warned", False))

@@ -23,6 +23,7 @@ from deepnmt.errors import UserError
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training import trainer
+from deepnmt.training.state import Interval
 from deepnmt.training.task import TRANSLATION
 from deepnmt.training.trainer import train as train_here
 
@@ -164,3 +165,12 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory, train: Tra
     run = tmp_path_factory.mktemp("trained") / "run"
     train(prepared / "recipe.yaml", 1, f"run={run}")
     return run
+
+
+def test_sums_of_an_older_run_are_read() -> None:
+    """`alignment` is what the sum of guided alignment's loss was called."""
+    old = {"loss": 3.0, "nll": 2.0, "tokens": 5, "updates": 1, "alignment": 0.5}
+    read = Interval.from_saved(old)
+    assert (read.loss, read.tokens, read.figures) == (3.0, 5, {"alignment_loss": 0.5})
+    assert Interval.from_saved(read.to_saved()) == read and "alignment" not in read.to_saved()
+    assert Interval.from_saved(old | {"alignment": 0.0}).figures == {}
