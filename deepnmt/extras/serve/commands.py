@@ -42,8 +42,8 @@ def serve(words: list[str]) -> None:
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}, must be from 0 to 65535")
     checkpoints = checkpoints_of(args.checkpoint, recipe)
+    from deepnmt.extras.serve.server import serve
     from deepnmt.processes.launch import rank_from_environment
-    from deepnmt.serve.server import serve
 
     if (count := rank_from_environment()[1]) > 1:
         raise UserError(f"serve was started on {count} processes, but one model answers at one port; start it alone")

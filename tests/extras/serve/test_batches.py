@@ -11,7 +11,7 @@ import pytest
 
 from deepnmt.decode.translate import Hypothesis
 from deepnmt.errors import UserError
-from deepnmt.serve.batches import Batches, QueueFullError
+from deepnmt.extras.serve.batches import Batches, QueueFullError
 
 
 class Model:

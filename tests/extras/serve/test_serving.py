@@ -32,7 +32,7 @@ LINES = ["the old dog sees the house", "", "  two cats sleep ", "a child gives t
 
 def serve(*arguments: str) -> int:
     """What the process calls, in which patience is short."""
-    from deepnmt.serve import server
+    from deepnmt.extras.serve import server
 
     server.READ_SECONDS = server.WRITE_SECONDS = 1.5
     return main("serve", list(arguments))

@@ -21,11 +21,11 @@ from deepnmt.config import Recipe
 from deepnmt.decode.models import Folders, load_models, max_length
 from deepnmt.decode.translate import translate_lines
 from deepnmt.errors import UserError
+from deepnmt.extras.serve.app import App, Limits
+from deepnmt.extras.serve.batches import Batches, Hypothesis
+from deepnmt.extras.serve.metrics import Metrics
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.serve.app import App, Limits
-from deepnmt.serve.batches import Batches, Hypothesis
-from deepnmt.serve.metrics import Metrics
 
 CONNECTIONS = 500  # open at once; more are answered with 503. Many systems give a process 1,024 files.
 READ_SECONDS = 10.0  # for a request's headers, and again for its body

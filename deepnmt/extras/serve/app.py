@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.formats import as_record
 from deepnmt.errors import UserError, nearest
-from deepnmt.serve.batches import Batches, QueueFullError
-from deepnmt.serve.metrics import Metrics
+from deepnmt.extras.serve.batches import Batches, QueueFullError
+from deepnmt.extras.serve.metrics import Metrics
 
 READ_ON = 64  # times the largest body are read, and forgotten, so that a client with too large a one reads why
 PAGE = Path(__file__).with_name("page.html").read_bytes()

@@ -1,1 +1,0 @@
-"""Translation over HTTP: `deepnmt serve`. Needs the extra `serve`."""
