@@ -20,7 +20,7 @@ from deepnmt.config import Translate
 from deepnmt.data.text import read_lines
 from deepnmt.decode.models import load_models
 from deepnmt.decode.translate import translate_lines
-from deepnmt.export.searcher import FORMATS, load_exported
+from deepnmt.extras.export.searcher import FORMATS, load_exported
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 

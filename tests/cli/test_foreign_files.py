@@ -36,9 +36,9 @@ from deepnmt.config import Corpus, Translate, load, load_recipe, with_settings
 from deepnmt.data.batching import Stream, collate
 from deepnmt.data.prepared import PreparedData, publish
 from deepnmt.errors import UserError
-from deepnmt.export.imports import import_run
-from deepnmt.export.job import export_run
-from deepnmt.export.searcher import load_exported
+from deepnmt.extras.export.imports import import_run
+from deepnmt.extras.export.job import export_run
+from deepnmt.extras.export.searcher import load_exported
 from deepnmt.extras.fetch.fetch import _is_there, _read_record, _Text
 from deepnmt.files import read_log
 from deepnmt.model.admin import AdminProfile

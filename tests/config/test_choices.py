@@ -13,7 +13,7 @@ from deepnmt.data import subwords
 from deepnmt.decode import formats
 from deepnmt.errors import UserError
 from deepnmt.evaluate import metrics
-from deepnmt.export import job, post_ln, targets
+from deepnmt.extras.export import job, post_ln, targets
 from deepnmt.model import blocks, feedforward, positions, published
 from deepnmt.optim import optimizers, schedules
 from deepnmt.training import task, trainer

@@ -29,7 +29,7 @@ from deepnmt.decode.translate import translate_files, translate_lines
 from deepnmt.evaluate.evaluate import evaluate_run, load_test_sets, read_systems, scores_file
 from deepnmt.evaluate.metrics import EvaluationSet, compare, make_scorers, score_lines, score_systems
 from deepnmt.evaluate.significance import difference, score_of, sentence_statistics
-from deepnmt.export.post_ln import fold_run
+from deepnmt.extras.export.post_ln import fold_run
 from deepnmt.model.transformer import Transformer
 
 VERSION = sacrebleu.__version__

@@ -8,7 +8,7 @@ from deepnmt.arguments import parse, plain_parser, positive, recipe_parser, sett
 from deepnmt.commands import EXAMINE, Command
 from deepnmt.commands.options import CHECKPOINT, checkpoint_of, processes_of
 from deepnmt.errors import UserError
-from deepnmt.export.targets import EXPORTERS
+from deepnmt.extras.export.targets import EXPORTERS
 
 
 def export(words: list[str]) -> None:
@@ -50,11 +50,11 @@ def export(words: list[str]) -> None:
             if getattr(args, name) != parser.get_default(name):
                 raise UserError(f"--{name} has no effect with --to {args.to}, which compares logits in float64 and "
                                 "writes a checkpoint; remove it")
-        from deepnmt.export.post_ln import fold_run
+        from deepnmt.extras.export.post_ln import fold_run
 
         print(fold_run(recipe, checkpoint, args.output))
         return
-    from deepnmt.export.job import export_run
+    from deepnmt.extras.export.job import export_run
 
     with processes_of(recipe):
         print(export_run(recipe, args.to, checkpoint, args.output, precision=args.precision, text=args.text,
@@ -77,7 +77,7 @@ def import_model(words: list[str]) -> None:
     parser.add_argument("--langs", nargs=2, metavar=("SRC", "TRG"),
                         help="the languages, where the folder does not say (default: as it says)")
     args = parser.parse_args(words)
-    from deepnmt.export.imports import import_run
+    from deepnmt.extras.export.imports import import_run
 
     print(import_run(args.folder, args.run, args.langs))
 
@@ -96,7 +96,7 @@ def fold(words: list[str]) -> None:
     parser.add_argument("--output", metavar="FOLDER", help="the folder of the folded model (default: RUN/folded)")
     args, recipe = parse(parser, words)
     settable(args, "rewrite", "a trained model is folded as it is")
-    from deepnmt.export.post_ln import fold_run
+    from deepnmt.extras.export.post_ln import fold_run
 
     print(fold_run(recipe, checkpoint_of(args.checkpoint, recipe), args.output))
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Translate
 from deepnmt.errors import UserError
-from deepnmt.export.plain import Pair, Plain, to_plain
-from deepnmt.export.proof import Ids, padded
+from deepnmt.extras.export.plain import Pair, Plain, to_plain
+from deepnmt.extras.export.proof import Ids, padded
 from deepnmt.model.blocks import SIDES
 from deepnmt.tokens import BOS, EOS, PAD
 

@@ -22,10 +22,10 @@ from deepnmt import config
 from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, load_model
 from deepnmt.cli import main
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.export import job
-from deepnmt.export.card import SCRIPTS
-from deepnmt.export.plain import Plain, to_plain
-from deepnmt.export.proof import Native
+from deepnmt.extras.export import job
+from deepnmt.extras.export.card import SCRIPTS
+from deepnmt.extras.export.plain import Plain, to_plain
+from deepnmt.extras.export.proof import Native
 from studies.__main__ import main as main_of_studies
 
 LIBRARIES = {"ctranslate2": "ctranslate2", "huggingface": "transformers", "onnx": "onnxruntime"}
@@ -295,7 +295,7 @@ def test_the_backend_searches_as_deepnmt_does(
 def test_a_damaged_export_is_not_used(run: Path, tmp_path: Path, refused: Refused) -> None:
     """A flipped bit gave other translations without a word in three of six cases; so would a file of another export."""
     target("ctranslate2")
-    from deepnmt.export.searcher import load_exported
+    from deepnmt.extras.export.searcher import load_exported
 
     assert main("average", [str(run), "--last", "1", "--output", str(tmp_path / "averaged")]) == 0
     folder, average = tmp_path / "ctranslate2", str(tmp_path / "averaged")

@@ -26,7 +26,7 @@ from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Model, choices
 from deepnmt.config.choices import BLOCKS, NORMS
 from deepnmt.errors import UserError
-from deepnmt.export.post_ln import fold_weights
+from deepnmt.extras.export.post_ln import fold_weights
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
 from deepnmt.model.positions import POSITIONS
 from deepnmt.tokens import PAD

@@ -22,7 +22,7 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.cli import main
 from deepnmt.config.choices import BLOCKS
-from deepnmt.export.post_ln import _compute_in_float64, fold_weights, save_folded
+from deepnmt.extras.export.post_ln import _compute_in_float64, fold_weights, save_folded
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
@@ -271,7 +271,7 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_difference_too_large_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained_run(tmp_path / "run")
-    monkeypatch.setattr("deepnmt.export.post_ln.LARGEST_DIFFERENCE", 1e-12)
+    monkeypatch.setattr("deepnmt.extras.export.post_ln.LARGEST_DIFFERENCE", 1e-12)
     with user_error("an ω close to 0; use the checkpoint as it is"):
         save_folded(tmp_path / "run", tmp_path / "folded")
     assert not (tmp_path / "folded").exists()

@@ -11,7 +11,7 @@ import tiny_run
 
 from deepnmt.config import Translate
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.export.proof import Ids, Proof, compare
+from deepnmt.extras.export.proof import Ids, Proof, compare
 
 VOCAB = Vocabulary(tiny_run.VOCAB)
 PAIRS = [(text, text) for text in tiny_run.SENTENCES]

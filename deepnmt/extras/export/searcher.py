@@ -18,7 +18,7 @@ from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import Candidate
 from deepnmt.errors import UserError
-from deepnmt.export.exported import FACTS, read_exported, weights_of
+from deepnmt.extras.export.exported import FACTS, read_exported, weights_of
 from deepnmt.folders import locate
 from deepnmt.tokens import BOS, EOS
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Recipe, dump_recipe
-from deepnmt.export.proof import Proof
+from deepnmt.extras.export.proof import Proof
 from deepnmt.version import __version__
 
 SCRIPTS = {

@@ -16,10 +16,10 @@ from deepnmt.config import Corpus, Recipe, dump_recipe
 from deepnmt.data.prepared import PreparedData, on_this_machine
 from deepnmt.data.text import Pair, read_pairs
 from deepnmt.errors import UserError
-from deepnmt.export.card import model_card
-from deepnmt.export.exported import CARD, FACTS, KIND, weights_of
-from deepnmt.export.proof import Engine, Native, Proof, compare
-from deepnmt.export.targets import EXPORTERS
+from deepnmt.extras.export.card import model_card
+from deepnmt.extras.export.exported import CARD, FACTS, KIND, weights_of
+from deepnmt.extras.export.proof import Engine, Native, Proof, compare
+from deepnmt.extras.export.targets import EXPORTERS
 from deepnmt.progress import print_status
 
 
@@ -38,19 +38,19 @@ class Target:
 
 
 def _ctranslate2() -> Target:
-    from deepnmt.export.ctranslate2 import Engine, write_ctranslate2
+    from deepnmt.extras.export.ctranslate2 import Engine, write_ctranslate2
 
     return Target(write_ctranslate2, Engine)
 
 
 def _huggingface() -> Target:
-    from deepnmt.export.huggingface import Engine, write_huggingface
+    from deepnmt.extras.export.huggingface import Engine, write_huggingface
 
     return Target(write_huggingface, Engine, vocabularies=())
 
 
 def _onnx() -> Target:
-    from deepnmt.export.onnx import engine, write_onnx
+    from deepnmt.extras.export.onnx import engine, write_onnx
 
     return Target(write_onnx, engine)
 

@@ -13,8 +13,8 @@ from ctranslate2.specs import common_spec, transformer_spec
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Translate
 from deepnmt.config.choices import NORMS
-from deepnmt.export.plain import EPSILON, Pair, Plain, Values, to_plain
-from deepnmt.export.searcher import FORMATS, CTranslate2
+from deepnmt.extras.export.plain import EPSILON, Pair, Plain, Values, to_plain
+from deepnmt.extras.export.searcher import FORMATS, CTranslate2
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.feedforward import ACTIVATIONS
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import choices
 from deepnmt.errors import UserError
-from deepnmt.export.proof import Native
+from deepnmt.extras.export.proof import Native
 from deepnmt.model.blocks import RMSNorm, Stream
 from deepnmt.model.positions import POSITIONS
 from deepnmt.model.transformer import Transformer

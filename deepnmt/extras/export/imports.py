@@ -31,7 +31,7 @@ from deepnmt.checkpoint.checkpoint import Contents, TrainingState, first_differe
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.export.exported import FACTS, KIND, read_exported
+from deepnmt.extras.export.exported import FACTS, KIND, read_exported
 from deepnmt.files import write_text
 from deepnmt.folders import read_json
 from deepnmt.model.blocks import SIDES

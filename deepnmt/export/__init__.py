@@ -1,1 +1,0 @@
-"""Converts trained models for other programs, proves the result, and imports models of other programs."""
