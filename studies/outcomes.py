@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from deepnmt.doctor.outcome import MARGIN
 from deepnmt.evaluate.significance import Difference, difference
+from deepnmt.extras.doctor.outcome import MARGIN
 from deepnmt.files import markdown_table
 from studies.plots import Panel
 from studies.runs import Record

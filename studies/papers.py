@@ -14,10 +14,18 @@ from typing import Any
 
 from deepnmt.batch import Batch
 from deepnmt.config import Model, Optimizer, Schedule
-from deepnmt.doctor.measures import Gradients, Growth, displacement, fit_line, gradients, layer_similarity, noise_change
-from deepnmt.doctor.plots import plot_growth, plot_lines, plot_similarity
-from deepnmt.doctor.variants import fresh_model
 from deepnmt.errors import UserError
+from deepnmt.extras.doctor.measures import (
+    Gradients,
+    Growth,
+    displacement,
+    fit_line,
+    gradients,
+    layer_similarity,
+    noise_change,
+)
+from deepnmt.extras.doctor.plots import plot_growth, plot_lines, plot_similarity
+from deepnmt.extras.doctor.variants import fresh_model
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.transformer import Transformer

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
+from deepnmt.extras.doctor.variants import initialisation
 from deepnmt.files import drop_partial_line
 from deepnmt.model.blocks import BLOCKS
 

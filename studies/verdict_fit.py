@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deepnmt.doctor.outcome import OUTCOMES, Outcome
-from deepnmt.doctor.verdict import FEATURES, Line, VerdictRule
+from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome
+from deepnmt.extras.doctor.verdict import FEATURES, Line, VerdictRule
 
 Array = npt.NDArray[np.float64]
 

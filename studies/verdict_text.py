@@ -25,10 +25,19 @@ from deepnmt.config import Fact, Recipe, check_recipe
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
-from deepnmt.doctor.outcome import OUTCOMES, Measured, frequencies, measure_outcome
-from deepnmt.doctor.variants import alternatives, fresh_model, initialisation
-from deepnmt.doctor.verdict import SHIPPED, TRIAL, Trial, VerdictRule, expected_rank, features, run_trial, targets
 from deepnmt.errors import UserError
+from deepnmt.extras.doctor.outcome import OUTCOMES, Measured, frequencies, measure_outcome
+from deepnmt.extras.doctor.variants import alternatives, fresh_model, initialisation
+from deepnmt.extras.doctor.verdict import (
+    SHIPPED,
+    TRIAL,
+    Trial,
+    VerdictRule,
+    expected_rank,
+    features,
+    run_trial,
+    targets,
+)
 from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.transformer import Transformer

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.config.choices import BLOCKS
-from deepnmt.doctor.probes import mean_loss
-from deepnmt.doctor.variants import fresh_model
+from deepnmt.extras.doctor.probes import mean_loss
+from deepnmt.extras.doctor.variants import fresh_model
 from deepnmt.model.blocks import LayerNorm
 from deepnmt.model.init import new_model
 from deepnmt.model.ops import attend

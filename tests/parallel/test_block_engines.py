@@ -13,7 +13,7 @@ from tiny_engines import VOCAB, batches, parallel, recipe_with, step
 from warm import Warm
 
 from deepnmt.config import Recipe
-from deepnmt.doctor.training_probe import TrainingProbe
+from deepnmt.extras.doctor.training_probe import TrainingProbe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes

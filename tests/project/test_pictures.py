@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from deepnmt import plots
-from deepnmt.doctor import plots as doctor
-from deepnmt.doctor.measures import Growth
+from deepnmt.extras.doctor import plots as doctor
+from deepnmt.extras.doctor.measures import Growth
 from deepnmt.plots import plot_learning_curve  # a fixture takes it out of its module
 from studies import plots as studies
 

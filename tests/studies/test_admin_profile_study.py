@@ -10,8 +10,8 @@ import pytest
 from refusals import user_error
 
 from deepnmt.config import Model
-from deepnmt.doctor.measures import dependency
-from deepnmt.doctor.variants import fresh_model
+from deepnmt.extras.doctor.measures import dependency
+from deepnmt.extras.doctor.variants import fresh_model
 from deepnmt.model.admin import AdminProfile
 from deepnmt.processes.ranks import Ranks
 from studies.__main__ import main

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepnmt.doctor.measures import Gradients
+from deepnmt.extras.doctor.measures import Gradients
 from studies.__main__ import main
 from studies.papers import EXPERIMENTS, MIN_LAYERS, Small, gradient_factors, reproduce
 

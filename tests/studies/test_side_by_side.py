@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepnmt.doctor.variants import fresh_model
+from deepnmt.extras.doctor.variants import fresh_model
 from deepnmt.parallel.local import LocalEngine
 from studies.side_by_side import train_side_by_side
 from studies.toy_task import ToyTask

@@ -13,9 +13,9 @@ import torch
 from refusals import Refused
 
 from deepnmt.config import Recipe
-from deepnmt.doctor.outcome import OUTCOMES, Outcome
-from deepnmt.doctor.verdict import FEATURES, Trial, VerdictRule
 from deepnmt.errors import UserError
+from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome
+from deepnmt.extras.doctor.verdict import FEATURES, Trial, VerdictRule
 from studies import verdict_text
 from studies.verdict_fit import Example, Judged, choose, crossed, fit
 from studies.verdict_text import Choice, depth_group, draw, examples_of, fit_runs, judge_runs, key_hash, run_all

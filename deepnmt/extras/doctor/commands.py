@@ -53,7 +53,7 @@ def diagnose(words: list[str]) -> None:
         raise UserError(f"--fresh has no effect here because {args.recipe} is a recipe, whose model is always new; "
                         "remove it, or give the folder of a run")
     profiled(args, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
-    from deepnmt.doctor.diagnose import default_checkpoint, diagnose
+    from deepnmt.extras.doctor.diagnose import default_checkpoint, diagnose
     from deepnmt.processes.launch import rank_from_environment
 
     if (count := rank_from_environment()[1]) > 1:

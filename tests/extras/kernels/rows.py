@@ -24,8 +24,8 @@ from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import beam_search
 from deepnmt.decode.steppers import CachedStepper
 from deepnmt.device import upload
-from deepnmt.doctor import measures
-from deepnmt.doctor.nonfinite import first_non_finite
+from deepnmt.extras.doctor import measures
+from deepnmt.extras.doctor.nonfinite import first_non_finite
 from deepnmt.extras.kernels import replacements
 from deepnmt.model import overrides
 from deepnmt.model.attention import key_mask

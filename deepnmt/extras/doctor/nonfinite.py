@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.config.choices import BLOCKS
-from deepnmt.doctor.probes import hooks
+from deepnmt.extras.doctor.probes import hooks
 from deepnmt.model.objective import CrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from deepnmt.doctor import plots
-from deepnmt.doctor.outcome import OUTCOMES, WORDS
-from deepnmt.doctor.verdict import expected_rank
+from deepnmt.extras.doctor import plots
+from deepnmt.extras.doctor.outcome import OUTCOMES, WORDS
+from deepnmt.extras.doctor.verdict import expected_rank
 from deepnmt.model.blocks import SIDES
 from deepnmt.pages import folded, page, picture
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-import deepnmt.doctor.diagnose
-import deepnmt.doctor.verdict
+import deepnmt.extras.doctor.diagnose
+import deepnmt.extras.doctor.verdict
 from deepnmt.batch import Batch
 from deepnmt.config import load_recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.data.prepared import open_prepared
-from deepnmt.doctor.diagnose import Clock, Subject, examine, first_batch, judge, subject_of
-from deepnmt.doctor.faults import wrong_sizes, wrong_training, wrong_wiring
-from deepnmt.doctor.measures import HalfZeros, dependency
-from deepnmt.doctor.page import summary
-from deepnmt.doctor.verdict import SHIPPED, VerdictRule
+from deepnmt.extras.doctor.diagnose import Clock, Subject, examine, first_batch, judge, subject_of
+from deepnmt.extras.doctor.faults import wrong_sizes, wrong_training, wrong_wiring
+from deepnmt.extras.doctor.measures import HalfZeros, dependency
+from deepnmt.extras.doctor.page import summary
+from deepnmt.extras.doctor.verdict import SHIPPED, VerdictRule
 from deepnmt.model import objective, transformer
 from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import SIDES
@@ -133,7 +133,7 @@ def trial_of(subject: Subject, seed: Callable[[Transformer], None] | None = None
 
 @pytest.fixture
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepnmt.doctor.verdict, "TRIAL", 6)
+    monkeypatch.setattr(deepnmt.extras.doctor.verdict, "TRIAL", 6)
 
 
 @pytest.mark.usefixtures("short_trials")
@@ -171,7 +171,7 @@ def test_an_examination_names_all_faults(prepared: Path) -> None:
 def test_a_checkpoint_is_tested_for_what_training_does_not_change(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepnmt.doctor.diagnose, "has_moments", lambda folder: False)
+    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "has_moments", lambda folder: False)
     subject = subject_for(prepared, *block_settings("post_ln"))
     dead_relu(subject.model)
     subject.model.encoder.input.scale = 1.0  # of a trained model it is not judged
@@ -199,7 +199,7 @@ def test_a_rate_that_is_thirty_times_too_high(prepared: Path) -> None:
 
 
 def test_a_deep_post_ln_without_warm_up(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepnmt.doctor.verdict, "TRIAL", 20)
+    monkeypatch.setattr(deepnmt.extras.doctor.verdict, "TRIAL", 20)
     bare, good = (whole_trial(prepared, *block_settings(block, 8), "schedule.warmup=0", "optimizer.lr=0.01")
                   for block in ("post_ln", "pre_ln"))
     assert good == [] and bare[-1].startswith("collapse: the encoder"), bare

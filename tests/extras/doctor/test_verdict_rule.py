@@ -14,10 +14,11 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.config import load_recipe, with_settings
 from deepnmt.data.prepared import open_prepared
-from deepnmt.doctor import outcome
-from deepnmt.doctor.outcome import Measured, frequencies, guess, measure_outcome
-from deepnmt.doctor.variants import fresh_model
-from deepnmt.doctor.verdict import (
+from deepnmt.errors import UserError
+from deepnmt.extras.doctor import outcome
+from deepnmt.extras.doctor.outcome import Measured, frequencies, guess, measure_outcome
+from deepnmt.extras.doctor.variants import fresh_model
+from deepnmt.extras.doctor.verdict import (
     FEATURES,
     LEAST_DROP,
     LEAST_GAIN,
@@ -32,7 +33,6 @@ from deepnmt.doctor.verdict import (
     targets,
     trial_rates,
 )
-from deepnmt.errors import UserError
 from deepnmt.tokens import PAD
 
 CPU = torch.device("cpu")

@@ -26,9 +26,9 @@ from deepnmt.config import Fact, Precision, Recipe
 from deepnmt.data.batching import Stream, collate
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData
-from deepnmt.doctor.outcome import GAIN, MARGIN, OUTCOMES, Measured, Outcome, frequencies, measure_outcome
-from deepnmt.doctor.variants import initialisation
 from deepnmt.errors import UserError
+from deepnmt.extras.doctor.outcome import GAIN, MARGIN, OUTCOMES, Measured, Outcome, frequencies, measure_outcome
+from deepnmt.extras.doctor.variants import initialisation
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.local import LocalEngine

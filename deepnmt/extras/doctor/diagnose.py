@@ -33,8 +33,9 @@ from deepnmt.config import Recipe, with_settings
 from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
-from deepnmt.doctor.faults import wrong_outputs, wrong_sizes, wrong_training, wrong_wiring
-from deepnmt.doctor.measures import (
+from deepnmt.errors import UserError
+from deepnmt.extras.doctor.faults import wrong_outputs, wrong_sizes, wrong_training, wrong_wiring
+from deepnmt.extras.doctor.measures import (
     Changes,
     Gradients,
     Growth,
@@ -49,11 +50,11 @@ from deepnmt.doctor.measures import (
     restored,
     update_change,
 )
-from deepnmt.doctor.outcome import Outcome, frequencies, measure_outcome
-from deepnmt.doctor.page import summary, write_page
-from deepnmt.doctor.probes import plain_loss
-from deepnmt.doctor.variants import alternatives, fresh_model
-from deepnmt.doctor.verdict import (
+from deepnmt.extras.doctor.outcome import Outcome, frequencies, measure_outcome
+from deepnmt.extras.doctor.page import summary, write_page
+from deepnmt.extras.doctor.probes import plain_loss
+from deepnmt.extras.doctor.variants import alternatives, fresh_model
+from deepnmt.extras.doctor.verdict import (
     SHIPPED,
     TRIAL,
     Trial,
@@ -63,7 +64,6 @@ from deepnmt.doctor.verdict import (
     features,
     run_trial,
 )
-from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.folders import DamagedFolder, original_name
 from deepnmt.model.admin import AdminProfile

@@ -14,8 +14,8 @@ import torch
 
 from deepnmt import config
 from deepnmt.batch import Batch
-from deepnmt.doctor import nonfinite
-from deepnmt.doctor.nonfinite import NonFinite, RankReport, _advice, explain, first_non_finite
+from deepnmt.extras.doctor import nonfinite
+from deepnmt.extras.doctor.nonfinite import NonFinite, RankReport, _advice, explain, first_non_finite
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import StepStats

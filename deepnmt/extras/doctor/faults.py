@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepnmt.batch import TRANSLATION, Batch
-from deepnmt.doctor.measures import token_similarity
-from deepnmt.doctor.probes import evaluating, hooks, layers_of, matrices, outputs_of, real_positions
+from deepnmt.extras.doctor.measures import token_similarity
+from deepnmt.extras.doctor.probes import evaluating, hooks, layers_of, matrices, outputs_of, real_positions
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import BOS, PAD

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepnmt.batch import Batch
-from deepnmt.doctor.probes import (
+from deepnmt.extras.doctor.probes import (
     evaluating,
     hooks,
     layers_of,

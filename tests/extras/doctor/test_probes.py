@@ -20,9 +20,9 @@ from deepnmt.batch import Batch
 from deepnmt.config import load_recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.data.prepared import PreparedData
-from deepnmt.doctor import measures
-from deepnmt.doctor.diagnose import Subject, fp16_fault, working_scale
-from deepnmt.doctor.measures import (
+from deepnmt.extras.doctor import measures
+from deepnmt.extras.doctor.diagnose import Subject, fp16_fault, working_scale
+from deepnmt.extras.doctor.measures import (
     Growth,
     change,
     dependency,
@@ -36,7 +36,7 @@ from deepnmt.doctor.measures import (
     ranges,
     token_similarity,
 )
-from deepnmt.doctor.probes import mean_loss, sublayers, watching
+from deepnmt.extras.doctor.probes import mean_loss, sublayers, watching
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 
@@ -190,7 +190,7 @@ def test_half_precision_zeros() -> None:
 
 
 def test_fp16_fails_if_no_loss_scale_works() -> None:
-    demo = Path(__file__).parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml"
+    demo = Path(__file__).parents[3] / "recipes" / "demo" / "admin_18l-18l.yaml"
     recipe = load_recipe(demo, ["loss_scale.floor=0.25"])
     data = cast(PreparedData, None)  # which the check of fp16 does not read
     subject = Subject(recipe, data, model_of("post_ln", noise=0.2), batch(), (40, 40), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from deepnmt.doctor import plots
+from deepnmt.extras.doctor import plots
 
 
 def test_a_logarithmic_axis_spans_a_decade_around_its_values() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepnmt.doctor.measures import HALF_MAX, Growth
+from deepnmt.extras.doctor.measures import HALF_MAX, Growth
 from deepnmt.plots import COLOURS, DASHES, GREY, LEGEND, panels, save, style
 
 if TYPE_CHECKING:

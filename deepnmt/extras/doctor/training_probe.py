@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepnmt.config import Model, Recipe
-from deepnmt.doctor.probes import hooks, norms_of
+from deepnmt.extras.doctor.probes import hooks, norms_of
 from deepnmt.model.blocks import SIDES, SUBLAYERS, LayerPosition, Stream, last_output
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.processes.ranks import Ranks

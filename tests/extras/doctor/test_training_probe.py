@@ -14,9 +14,9 @@ from tiny_run import recipe_of
 from torch import Tensor
 
 from deepnmt.config import Model, with_settings
-from deepnmt.doctor.measures import gradients
-from deepnmt.doctor.probes import watching
-from deepnmt.doctor.training_probe import TrainingProbe
+from deepnmt.extras.doctor.measures import gradients
+from deepnmt.extras.doctor.probes import watching
+from deepnmt.extras.doctor.training_probe import TrainingProbe
 from deepnmt.model.blocks import BLOCKS, SUBLAYERS
 from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
