@@ -554,12 +554,11 @@ class Schedule(Section):
 class Train(Section):
     """How long a run is, and what it logs, validates and saves."""
 
-    # What ends a run: training/trainer.py, `STOP_CONDITIONS`.
-    updates: Count
+    updates: Annotated[Count, Fact.ENDS]
     """The update at which the run ends."""
-    epochs: Count | None = None
+    epochs: Annotated[Count | None, Fact.ENDS] = None
     """An earlier end, in passes over the training text; null: none."""
-    max_seconds: Positive | None = None
+    max_seconds: Annotated[Positive | None, Fact.ENDS] = None
     """An earlier end, in seconds of updates, not counting validations and checkpoints; null: none."""
     label_smoothing: Rate = 0.1
     """Probability mass that is spread over the vocabulary."""
@@ -603,7 +602,7 @@ class Train(Section):
     best_by: Annotated[Literal["loss", "bleu"], Fact.FIXED] = "loss"
     """What makes a validation the best: the lowest loss, or the highest BLEU, which needs
     `valid_bleu`."""
-    patience: CountOrZero = 0
+    patience: Annotated[CountOrZero, Fact.ENDS] = 0
     """Validations in a row without a new best after which the run ends; 0: never."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time, which costs a GPU some speed; a CPU always does."""
