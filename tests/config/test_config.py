@@ -248,7 +248,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["train.r_drop (5) has no effect because model.dropout and all other dropout is 0; set train.r_drop to 0, or a "
       "dropout"]),
     ({"plugins": ["gone.py"]},
-     ["plugins: there is no file gone.py, neither here nor beside the recipe; give the path of a plug-in"]),
+     ["plugins: there is no file gone.py; give the path of a plug-in"]),
     ({"task": "speech"}, ["task: is 'speech', must be one of translation"]),
     ({"train": {"updates": 10, "guided_alignment": 0.05}},
      ["train.guided_alignment (0.05) needs word alignments; name their files in data.train.alignments, or set "
