@@ -10,6 +10,8 @@ from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.model.blocks import Side
 from deepnmt.model.init import Initialiser, fill, new_model
 from deepnmt.model.layers import Layer
+from deepnmt.model.loss import LossSums
+from deepnmt.model.objective import CrossEntropy, RDrop
 from deepnmt.model.transformer import Transformer, build_layer
 from deepnmt.tokens import PAD
 
@@ -66,3 +68,11 @@ def batch_of(
     """A micro-batch of these tensors and of further ones by name, with its number of tokens."""
     named = dict(zip(TRANSLATION, (src, lengths, trg_in, trg_out), strict=True))
     return Batch({**named, **more}, key, int((trg_out != PAD).sum()))
+
+
+def r_drop_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, alpha: float) -> LossSums:
+    """Of the hidden states [2B, T, D] of two passes."""
+    ids = torch.zeros(len(targets), 1, dtype=torch.int64)
+    batch = batch_of(ids, ids[:, 0], targets, targets)
+    objective = RDrop(CrossEntropy(smoothing), alpha)
+    return objective.loss(hidden, weight, objective.prepare(batch))

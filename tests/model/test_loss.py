@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import batch_of
+from small_models import r_drop_loss
 from torch import Tensor
 from torch.nn import functional as F
 
 from deepnmt.model import loss as loss_module
-from deepnmt.model.loss import LossSums, label_smoothed_loss
-from deepnmt.model.objective import CrossEntropy, RDrop
+from deepnmt.model.loss import label_smoothed_loss
 
 PAD, V, D = 3, 29, 16
-
-
-def r_drop_loss(hidden: Tensor, weight: Tensor, targets: Tensor, smoothing: float, alpha: float) -> LossSums:
-    """Of the hidden states [2B, T, D] of two passes."""
-    ids = torch.zeros(len(targets), 1, dtype=torch.int64)
-    batch = batch_of(ids, ids[:, 0], targets, targets)
-    objective = RDrop(CrossEntropy(smoothing), alpha)
-    return objective.loss(hidden, weight, objective.prepare(batch))
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import user_error
 from small_models import VOCAB as WORDS
 from small_models import batch, batch_of, shapes
 from tiny_engines import VOCAB, batches, parallel, recipe_with
 from warm import Warm
 
+from deepnmt import visitors
 from deepnmt.config import load_recipe, plugins
 from deepnmt.errors import UserError
 from deepnmt.files import read_log
@@ -111,6 +113,14 @@ def test_an_objective_that_is_none_is_refused(tmp_path: Path) -> None:
     recipe = recipe_with(plugins=[str(plugin)], train={"updates": 10, "objective": "wrong"})
     with pytest.raises(UserError, match=r"objective wrong of .* is 3, must be a subclass of .*objective\.Obj"):
         objective_of(recipe)
+
+
+def test_a_loss_whose_folder_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(visitors, "PACKAGE", tmp_path)
+    data = {"folder": "x", "src_lang": "a", "trg_lang": "b", "valid": {"tsv": "x"},
+            "train": {"tsv": "x", "alignments": "links"}}
+    with user_error("train.guided_alignment needs deepnmt/extras/alignment, which is not installed"):
+        objective_of(recipe_with(data=data, train={"updates": 10, "guided_alignment": 0.1}))
 
 
 def test_a_recipe_without_a_plug_in_minimises_cross_entropy() -> None:

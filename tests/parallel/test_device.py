@@ -10,7 +10,7 @@ import pytest
 import torch
 from refusals import Refused, user_error
 from run_files import losses, records
-from small_models import VOCAB, batch, batch_of, shapes
+from small_models import VOCAB, batch, batch_of, r_drop_loss, shapes
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,7 +19,7 @@ from deepnmt import device, new
 from deepnmt.cli import main
 from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.init import new_model
-from deepnmt.model.loss import label_smoothed_loss, r_drop_loss
+from deepnmt.model.loss import label_smoothed_loss
 from deepnmt.parallel.deepspeed import supported_precisions
 from deepnmt.processes.launch import count_gpus
 from deepnmt.tokens import PAD
@@ -77,7 +77,7 @@ def test_a_gpus_r_drop_without_positions_of_tokens(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(device, "on_gpu", lambda tensor, on_gpu=on_gpu: on_gpu)
         hidden = torch.randn(8, 5, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()
         table = weight.clone().requires_grad_()
-        sums = r_drop_loss(hidden, table, targets, 0.1, PAD, 5.0)
+        sums = r_drop_loss(hidden, table, targets, 0.1, 5.0)
         sums.loss.backward()
         assert hidden.grad is not None and not hidden.grad[5, 2:].any()
         found.append([sums.loss, sums.nll, hidden.grad, table.grad])
