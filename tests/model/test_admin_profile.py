@@ -174,7 +174,7 @@ def test_where_padding_counts_the_decoders_self_attention_does_not_see_it() -> N
     built, data = new_model(model, VOCAB, VOCAB, SEED), batches(extra=2)
     attention, inputs, outputs = built.decoder.layers[0].self_attn, [], []
     for batch in data:
-        _, _, trg_in, trg_out = batch.tensors
+        _, _, trg_in, trg_out = batch.tensors.values()
         real = trg_out != PAD
         x = built.decoder.input(built.table("trg")(trg_in)) * real[..., None]
         q, k, v = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in attention.qkv(x).chunk(3, -1))
