@@ -1,7 +1,7 @@
 """The task that is trained: data, model and validation, which the trainer knows nothing about. Here: translation.
 
 Engines, trainer, checkpoints and schedules work with any task whose model is called as
-`model(batch)` and returns `LossSums`. Pipelines, ω, the doctor and decoding need translation.
+`model(batch)` and returns `LossSums`. Pipelines, ω and decoding need translation.
 """
 
 from __future__ import annotations
