@@ -29,7 +29,7 @@ class Fact(Enum):
     TRAINING_ONLY = "only training uses it, so that checkpoints which differ in it hold the same model"
     PREPARED = "prepared data depends on it"
     ENDS = "may end the run (training/trainer.py, `STOP_CONDITIONS`)"
-    SEEN = "changes what is learned; the doctor's rule lists the values that its runs had"
+    SEEN = "changes what is learned; a rule about learning lists the values that its runs had"
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ WORDS = {
     "alignment": r"guidedstream|guided\(",
     "demo": r"deepnmt demo|grammar\b|make_corpus",
     "doctor": r"doctor|diagnos",
-    "export": r"ctranslate2|hugging ?face|onnx|deepnmt (export|import|fold)\b",
+    "export": r"ctranslate2|hugging ?face|onnx|deepnmt export|deepnmt fold\b",
     "fetch": r"mtdata|deepnmt get\b|fetch_texts",
     "kernels": r"philox|packed_attention|has_kernels|add_norm|cross_entropy_\b",
     "serve": r"uvicorn|deepnmt serve|prometheus",
