@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Monitor:
         self.started = time.monotonic()
         self.warning: str | None = None  # stands in STATUS.json
         self.reporters: list[Reporter] = []
-        self._failing: set[str] = set()
+        self._failing: set[tuple[str, str]] = set()  # reporters, and what they fail at
         self._status = "running"
         self._speaking = threading.Lock()
         if not active:
@@ -41,10 +41,10 @@ class Monitor:
         make_run_folder(folder)
         self._console = Console(update, updates)
         log, board = LogFile(folder / "log.jsonl"), TensorBoard(folder / "tensorboard", update)
-        with self._attempt(log):
+        with self._attempt(log, "record"):
             if damaged := log.resume(update):
                 self.print_line(f"{folder / 'log.jsonl'} has {damaged} damaged line(s), which readers of it leave out")
-        with self._attempt(board):
+        with self._attempt(board, "record"):
             board.begin()
         self.reporters = [StatusFile(folder / "STATUS.json"), log, board, self._console]
 
@@ -95,29 +95,30 @@ class Monitor:
             content = {"status": status, "update": update, **facts}
             if self.warning:
                 content["warning"] = self.warning
-            self._tell(lambda reporter: reporter.status(content))
+            self._tell("status", content)
 
     def close(self) -> None:
         """Ends all reporters."""
-        self._tell(lambda reporter: reporter.close(self._status))
+        self._tell("close", self._status)
 
     def _record(self, kind: str, update: int, record: Mapping[str, Any]) -> None:
-        self._tell(lambda reporter: reporter.record(kind, update, record))
+        self._tell("record", kind, update, record)
 
-    def _tell(self, what: Callable[[Reporter], object]) -> None:
+    def _tell(self, method: str, *arguments: Any) -> None:
         for reporter in self.reporters:
-            with self._attempt(reporter):
-                what(reporter)
+            with self._attempt(reporter, method):
+                getattr(reporter, method)(*arguments)
 
     @contextmanager
-    def _attempt(self, reporter: Reporter) -> Iterator[None]:
-        """Lets a run go on if one of its reports cannot be written, and says so once."""
+    def _attempt(self, reporter: Reporter, method: str) -> Iterator[None]:
+        """Lets a run go on if one of its reports cannot be written, and says so once, until the same works again."""
+        failing = (reporter.name, method)
         try:
             yield
         except OSError as error:
-            if reporter.name not in self._failing:
+            if failing not in self._failing:
                 self.print_line(f"{self.folder / reporter.name} cannot be written: {error.strerror or error}; training "
                                 "continues, and it is tried again with every report")
-            self._failing.add(reporter.name)
+            self._failing.add(failing)
         else:
-            self._failing.discard(reporter.name)
+            self._failing.discard(failing)

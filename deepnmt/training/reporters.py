@@ -126,10 +126,11 @@ class LogFile(Reporter):
         return _cut_log(self._path, update)
 
     def record(self, kind: str, update: int, record: Mapping[str, Any]) -> None:
+        line = ""  # of a probe: what waits is written
         if kind != "probe":
             finite = {k: (v if not isinstance(v, float) or math.isfinite(v) else str(v)) for k, v in record.items()}
             line = json.dumps({"type": kind, "update": update, **finite}, ensure_ascii=False) + "\n"
-            self._file.write(line.encode())
+        self._file.write(line.encode())
 
     def close(self, status: str) -> None:
         self._file.close()
@@ -144,20 +145,15 @@ class TensorBoard(Reporter):
         self._file = _Appended(
             folder / f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}")
         self._update = update
-        self._begun = False
 
     def record(self, kind: str, update: int, record: Mapping[str, Any]) -> None:
-        figures = figures_of(kind, record)
-        if figures:
-            self.begin()
-            self._write(*({"step": update, "summary": scalar(name, value)} for name, value in figures.items()))
+        self._write(*({"step": update, "summary": scalar(name, value)}
+                      for name, value in figures_of(kind, record).items()))  # none: what waits is written
 
     def begin(self) -> None:
         """Writes the file's head. At its START TensorBoard forgets what a killed attempt wrote of later updates."""
-        if not self._begun:
-            self._begun = True
-            self._write({"file_version": "brain.Event:2"},
-                        {"step": self._update + 1, "session_log": SessionLog(status=SessionLog.START)})
+        self._write({"file_version": "brain.Event:2"},
+                    {"step": self._update + 1, "session_log": SessionLog(status=SessionLog.START)})
 
     def _write(self, *events: dict[str, Any]) -> None:
         records = io.BytesIO()
