@@ -33,7 +33,7 @@ def examine(copy: Path, tests: list[str]) -> int:
     assert main(None, ["--help"]) == 0
     import pytest
 
-    return int(pytest.main(["-q", "-p", "no:cacheprovider", *tests]))
+    return int(pytest.main(tests))
 
 
 def fork(copy: Path, tests: list[str]) -> int:
