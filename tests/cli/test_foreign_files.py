@@ -3,7 +3,7 @@
 A seeded loop over recipes, DeepSpeed JSONs, Admin profiles, logs, prepared data, every file of a checkpoint, models of
 Marian and fairseq, exported models and the records of `deepnmt get`. Half of the changed folders are sealed again, with
 hashes that fit: a hash protects from damage, not from a person. 2,400 changes; `DEEPNMT_MUTATIONS=24000` makes more,
-`DEEPNMT_SEED` others.
+`DEEPNMT_SEED` others. Arguments of the Python API are odd values in the same way.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ import torch
 from foreign_models import fairseq_folder, opus_folder
 from refusals import contents
 
+import deepnmt
+from deepnmt.api import Run
 from deepnmt.checkpoint.average import average_weights
 from deepnmt.checkpoint.checkpoint import load_model, load_state, newest_checkpoint, read_scores, verify
-from deepnmt.config import Corpus, Translate, load, load_recipe, with_settings
+from deepnmt.config import Corpus, Translate, dump_recipe, load, load_recipe, with_settings
 from deepnmt.data.batching import Stream, collate
 from deepnmt.data.prepared import PreparedData, publish
 from deepnmt.errors import UserError
@@ -158,6 +160,7 @@ def original(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "downloads": {"http://a/more.tsv": {"bytes": 9, "sha256": "c" * 64}}}))
     recipe = tiny_run.recipe_of(folder / "other", model={name: {"layers": 1, "block": "pre_ln"} for name in SIDES})
     tiny_run.write(recipe, 10)
+    (folder / "other" / "recipe.yaml").write_text(dump_recipe(recipe))
     texts = [folder / "other" / name for name in ("text.en", "text.de")]
     for text in texts:
         text.write_text("the small dog sees a red house\n")
@@ -360,6 +363,51 @@ def test_no_change_gives_a_traceback(
     for folder in (work, original):
         shutil.rmtree(folder / "run" / "tensorboard")
     assert contents(work) == contents(original)
+
+
+def odd_calls(run: Run) -> dict[str, Callable[[Any], Any]]:
+    """What the Python API takes, each with one argument left open."""
+    return {
+        "load": lambda odd: deepnmt.load(odd), "checkpoint": lambda odd: deepnmt.load(run.folder, checkpoint=odd),
+        "device": lambda odd: deepnmt.load(run.folder, device=odd),
+        "plugins": lambda odd: deepnmt.load(run.folder, plugins=odd),
+        "sentences": run.translate, "sentence": lambda odd: run.translate(["a dog", odd]),
+        "prefixes": lambda odd: run.translate(["a dog"], prefixes=odd),
+        "prefix": lambda odd: run.translate(["a dog"], prefixes=[odd]),
+        "seed": lambda odd: run.translate(["a dog"], seed=odd), "beam": lambda odd: run.translate(["a dog"], beam=odd),
+        "method": lambda odd: run.translate(["a dog"], method=odd),
+        "scored": lambda odd: run.score(odd, odd), "score": lambda odd: run.score(["a dog"], [odd]),
+        "top": lambda odd: run.score(["a dog"], ["a cat"], top=odd),
+        "ahead": lambda odd: list(run.stream(["a dog"], ahead=odd)),
+        "tests": lambda odd: run.evaluate(odd), "train": lambda odd: deepnmt.train(odd),
+        "prepare": lambda odd: deepnmt.prepare(odd), "read_recipe": lambda odd: deepnmt.read_recipe(odd),
+        "changes": lambda odd: deepnmt.read_recipe(run.recipe, odd),
+        "change": lambda odd: deepnmt.read_recipe(run.recipe, {"train.updates": odd, "data.train": odd}),
+        "average": lambda odd: deepnmt.average(odd), "last": lambda odd: deepnmt.average(run, last=odd),
+        "updates": lambda odd: deepnmt.average(run, updates=odd),
+    }
+
+
+@pytest.mark.usefixtures("no_hang")
+def test_no_argument_gives_a_traceback(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each argument of the Python API as eight odd values: taken, or refused in a sentence."""
+    shutil.copytree(original / "other", tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")  # "" and "." are the folder here
+    run = deepnmt.load(tmp_path / "run")
+    odd = [*[value for value in ODD if value not in ("/dev/zero", 10**8)], b"bytes", "\ud800", ["a"], [None],
+           ["\ud800"], {"a": 1}, 3.5, object()]
+    draw = random.Random(SEED)
+    for name, call in odd_calls(run).items():
+        for value in draw.sample(odd, 8):
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            try:
+                call(value)
+            except UserError as refusal:
+                assert "\x1b" not in str(refusal)
+            except BaseException as error:
+                raise AssertionError(f"{name}={str(value)[:80]!r}") from error
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def refusal_of(read: Callable[[Path], None], folder: Path) -> str | None:
