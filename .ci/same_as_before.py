@@ -150,7 +150,7 @@ def block_cases() -> Iterator[tuple[str, list[Step]]]:
 
 def translations(run: str, processes: int) -> list[Step]:
     """Steps that translate the test text, each hypothesis with its score, and evaluate the test set."""
-    return [Step(processes, f"translate {run} --input {{folder}}/text/test.en --output {run}/out.jsonl --form jsonl"),
+    return [Step(processes, f"translate {run} --input {{folder}}/text/test.en --output {run}/out.jsonl --format jsonl"),
             Step(processes, f"evaluate {run} translate.nbest=1 --output {run}/scores.json")]
 
 
