@@ -149,7 +149,7 @@ def _scale_branches(weights: Mapping[str, Tensor], model: Model, side: Side) -> 
 def _mirror_ffn(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict[str, Tensor]:
     """looks_linear: the FFN's (f(h), f(-h)) is f of one matrix that also holds the negative rows. With `init:
     published` it is so already."""
-    double = model.stack(side).facts.halves
+    double = LayerPosition.of(model, side, 0).block.feed_forward.copies == 2  # not as its authors have it
     mirrored = [f"{side}.layers.{layer}.ffn.fc1.{part}" for layer in range(model.stack(side).layers)
                 for part in ("weight", "bias")] if double else []
     return {**weights, **{name: torch.cat([weights[name], -weights[name]]) for name in mirrored}}
