@@ -394,13 +394,13 @@ def collapse(words: list[str]) -> None:
         "line of RUNS; the same command trains the missing ones.",
         "python -m studies collapse recipes/multi30k/compare_18l-18l.yaml",
     )
-    add_options(parser, ("--runs", "FILE", Path, "studies/collapse_runs.jsonl", "default: %(default)s"),
+    add_options(parser, ("--runs", "FILE", Path, None, "default: studies/collapse_runs.jsonl"),
                 ("--count", "N", int, 180, "number of runs (default: %(default)s)"), SECONDS)
     args, recipe = parse(parser, words)
     positive(args, "count")
     from studies.collapse import run_draws
 
-    print(run_draws(recipe, args.runs, args.count, args.seconds))
+    print(run_draws(recipe, args.runs or Path("studies/collapse_runs.jsonl"), args.count, args.seconds))
 
 
 def equal_systems(words: list[str]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import deepnmt
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
-from deepnmt.files import drop_partial_line, read_numbered_log
+from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
 from deepnmt.progress import print_status
 from studies.runs import Record, json_lines
 
@@ -75,6 +75,7 @@ def run_draws(recipe: Recipe, records: Path, count: int, seconds: float) -> str:
     Raises:
         UserError: the recipe's data are not prepared.
     """
+    make_parent_folder(records, "--runs")
     drop_partial_line(records)
     done: list[Record] = [record for _, record in read_numbered_log(records)] if records.exists() else []
     numbers = {record["number"] for record in done}

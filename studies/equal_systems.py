@@ -25,6 +25,8 @@ def count_stars(text: Path, pairs: int, sentences: int, metric: str) -> str:
     """
     if metric not in METRICS:
         raise UserError(f"--metric is {metric!r}, must be one of {', '.join(METRICS)}")
+    if not text.is_file():
+        raise UserError(f"there is no text file {text}; give one with a sentence a line")
     lines = [line for line in read_lines(text) if line.strip()]
     if len(lines) < sentences:
         raise UserError(f"{text} has {len(lines)} sentences, but --sentences is {sentences}; set it lower")

@@ -22,7 +22,7 @@ import yaml
 
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import make_scorers
-from deepnmt.files import drop_partial_line, read_numbered_log
+from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
 from deepnmt.progress import print_status
 from studies.runs import Record, json_lines
 from studies.scores import pack, sentence_counts
@@ -56,6 +56,8 @@ class Plan:
 
 def read_plan(path: Path) -> Plan:
     """Raises `UserError`: the file cannot be read or is no plan."""
+    if not path.exists():
+        raise UserError(f"there is no file {path}; give a plan of long runs, such as studies/deep.yaml")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         return Plan(Path(tree["recipe"]), dict(tree["arms"]), list(tree["seeds"]), list(tree.get("only_first", [])))
@@ -76,6 +78,7 @@ def run_plan(plan: Plan, records: Path, output: Path, settings: list[str], secon
     Raises:
         UserError: a command failed.
     """
+    make_parent_folder(records, "--runs")
     drop_partial_line(records)
     done = {(record["arm"], record["seed"]) for _, record in read_numbered_log(records)} if records.exists() else set()
     started = time.monotonic()

@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Functions that would run for minutes or write the demo's corpus: they fail once the arguments are accepted.
 LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
         "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "saves": "studies.benchmarks.saves.measure_saves",
-        "verdict-runs": "studies.verdict_text.run_all", "demo": "deepnmt.extras.demo.run.make_corpus",
+        "verdict-runs": "studies.verdict_text.run_all", "collapse": "studies.collapse.run_draws",
+        "demo": "deepnmt.extras.demo.run.make_corpus",
         "get": "deepnmt.extras.fetch.fetch.fetch_texts", "run": "deepnmt.steps.run_steps"}
 # Messages that an example may end with if there is no text, data or checkpoint.
 WANTED = ("no training has begun there", "there is nothing to compare", "there is no text file",
