@@ -12,6 +12,7 @@ from refusals import Refused
 from tiny_engines import options
 from torch.autograd.graph import saved_tensors_hooks
 
+from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.cli import main
 from deepnmt.config import Model, load_recipe
@@ -187,7 +188,7 @@ def test_activations_are_what_autograd_keeps(
 
     src, trg = torch.randint(4, 64, (2, 16, 16))
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(src, torch.full((16,), 16), trg, trg)
+        model(Batch(dict(zip(TRANSLATION, (src, torch.full((16,), 16), trg, trg))), key=0, tokens=256))
     estimate = memory_estimate(recipe, layout_of(recipe, 1), 0, 64)
     assert estimate["activations"] == pytest.approx(sum(kept.values()), rel=0.05)
 
