@@ -105,9 +105,13 @@ class _Growing:
 
     def __init__(self, past: Tensor) -> None:
         self.whole = past
+        self.new: list[Tensor] = []
 
     def __setitem__(self, slots: object, new: Tensor) -> None:
-        self.whole = torch.cat([self.whole, new], dim=3)
+        """Keys first, then values, each [B, H, 1, d]; see `ops.attend_step`."""
+        self.new.append(new)
+        if len(self.new) == 2:
+            self.whole = torch.cat([self.whole, torch.stack(self.new)], dim=3)
 
     def __getitem__(self, slots: object) -> Tensor:
         return self.whole
