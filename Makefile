@@ -30,6 +30,7 @@ lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/codespell
 	@$(BIN)/python .ci/prose.py
+	@$(BIN)/python .ci/size.py
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
