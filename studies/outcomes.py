@@ -20,12 +20,12 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from deepnmt.evaluate.significance import Difference, difference
+from deepnmt.evaluate.significance import Difference
 from deepnmt.extras.doctor.outcome import MARGIN
 from deepnmt.files import markdown_table
 from studies.plots import Panel
 from studies.runs import Record
-from studies.scores import bleu, surprising, unpack, with_totals
+from studies.scores import bleu, difference_of_runs, surprising, unpack, with_totals
 from studies.variants import REFERENCE, Variant
 
 TRIALS = 1000  # of a test, for each pair of runs
@@ -135,7 +135,7 @@ def _differences(group: _Group, test: str) -> dict[str, tuple[Difference, bool]]
     counts = {name: [with_totals(unpack(run["tests"][test]["counts"])) for run in runs if test in run.get("tests", {})]
               for name, runs in group.runs.items()}
     first, *others = (name for name, runs in counts.items() if runs)
-    found = [difference(counts[name], counts[first], bleu, TRIALS) for name in others]
+    found = [difference_of_runs(counts[name], counts[first], bleu, TRIALS) for name in others]
     return dict(zip(others, zip(found, surprising([each.p for each in found]), strict=True), strict=True))
 
 
@@ -150,7 +150,7 @@ def search_table(records: Sequence[Record]) -> str:
     rows = [["block", "model", *(f"{rate:g}" for rate in rates)]]
     for (name, model), runs in tried.items():
         best = max(runs, key=lambda rate: worth_of(runs[rate]))
-        cells = dict.fromkeys(rates, "")
+        cells = dict.fromkeys(rates, "–")
         for rate, run in runs.items():
             cells[rate] = f"{worth_of(run):+.2f} ({text_of(loss_of(run))})"
         cells[best] = f"**{cells[best]}**"

@@ -11,11 +11,15 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Sequence
+from itertools import product
+from statistics import fmean, variance
 from typing import Any
 
 import numpy as np
 from sacrebleu import BLEU
 from sacrebleu.metrics.base import Metric
+
+from deepnmt.evaluate.significance import TRIALS, Difference, ScoreOf, difference, shuffled_gains
 
 ORDER = 4  # longest n-grams of BLEU
 Counts = np.ndarray[Any, np.dtype[np.int64]]
@@ -51,6 +55,35 @@ def bleu(summed: Counts) -> float:
     """Corpus BLEU, 0 to 100, of counts summed over sentences, [10], by SacreBLEU's formula and default smoothing."""
     tokens, reference, *shared = map(int, summed)
     return float(BLEU.compute_bleu(shared[:ORDER], shared[ORDER:], tokens, reference, "exp").score)
+
+
+def difference_of_runs(
+    ours: Sequence[Counts], others: Sequence[Counts], score: ScoreOf, trials: int = TRIALS, seed: int = 12345
+) -> Difference:
+    """Compares two systems on one test set, by one run of each or by several.
+
+    With one run of each, p speaks of these two runs: the sentences alone are chance. With several, the variance of the
+    trials and that of the runs' scores are added, and p is that of Welch's t-test with this sum, and his degrees of
+    freedom.
+
+    Args:
+        ours, others: the statistics of each run, [N, S].
+        seed: of the trials.
+    """
+    if len(ours) == len(others) == 1:
+        return difference(ours[0], others[0], score, trials, seed)
+    from scipy.stats import t  # in the extra `studies`
+
+    scores = [[score(run.sum(0)) for run in runs] for runs in (ours, others)]
+    value = fmean(scores[0]) - fmean(scores[1])
+    by_sentences = fmean(gain**2 for gain in shuffled_gains(list(product(ours, others)), score, trials, seed))
+    by_seeds = [variance(runs) / len(runs) if len(runs) > 1 else 0.0 for runs in scores]
+    total = by_sentences + sum(by_seeds)
+    if not total:
+        return Difference(value, 0.0 if value else 1.0)
+    uncertain = sum(part**2 / (len(runs) - 1) for part, runs in zip(by_seeds, scores, strict=True) if part)
+    freedom = total**2 / (uncertain + by_sentences**2 / trials)
+    return Difference(value, float(2 * t.sf(abs(value) / total**0.5, freedom)))
 
 
 def surprising(values: Sequence[float], level: float = 0.05) -> list[bool]:

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
 
 from deepnmt import config
 from deepnmt.config.choices import VOCAB_KINDS
 from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 
-model_file: Any = sentencepiece_model_pb2  # its classes are made when it is imported
 SPACE = "\u2581"  # SentencePiece's character for a space
 
 
@@ -147,6 +145,9 @@ class Vocabulary:
     @property
     def kind(self) -> str:
         """The kind of model, by which SentencePiece segments; one that deepnmt does not train counts as unigram."""
+        from sentencepiece import sentencepiece_model_pb2  # needs protobuf, which tensorboard brings
+
+        model_file: Any = sentencepiece_model_pb2  # its classes are made when it is imported
         number = model_file.ModelProto.FromString(self.bytes).trainer_spec.model_type
         return next((name for name, row in VOCAB_KINDS.items() if row.model_type == number), "unigram")
 

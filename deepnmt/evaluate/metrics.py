@@ -226,7 +226,7 @@ def compare(
         first, *rest = (sentence_statistics(scorer, lines, test.references) for lines in systems.values())
         name = METRICS[metric].line
         for system, statistics, bootstrap in zip(others, rest, results[name][1:], strict=True):
-            found = difference([statistics], [first], score_of(scorer))
+            found = difference(statistics, first, score_of(scorer))
             comparisons.append(Comparison(test.name, metric, system, baseline, found.value, found.p,
                                           float(bootstrap.p_value), float(bootstrap.mean), float(bootstrap.ci),
                                           str(signatures[name])))

@@ -155,7 +155,7 @@ def test_p_is_the_chance_of_equal_systems() -> None:
         systems = [[" ".join(word for word in line.split() if draw.random() > 0.2) for line in references]
                    for _ in range(2)]
         one, other = (sentence_statistics(scorer, lines, [references]) for lines in systems)
-        stars += difference([one], [other], score_of(scorer), trials=100).p < 0.05
+        stars += difference(one, other, score_of(scorer), trials=100).p < 0.05
         test = PairedTest(list(zip("ab", systems, strict=True)), {"m": scorer}, [references], "bs", n_samples=100)
         bootstrap += test()[1]["BLEU"][1].p_value < 0.05
     assert 5 <= stars <= 27 < bootstrap, (stars, bootstrap)

@@ -125,8 +125,8 @@ def test_a_dropped_update_leaves_the_average() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = build_optimizer({"p": parameter}, recipe_with(train={"updates": 1, "ema": 0.5}))
     set_rate(optimizer, 0.5)
-    # it begins with the weight after the first step, which engines replace
-    for gradient, average in ((torch.ones(2), 0.5), (None, 0.5), (torch.ones(2), 0.25)):
+    # it begins with the weight before the first step
+    for gradient, average in ((torch.ones(2), 0.75), (None, 0.75), (torch.ones(2), 0.375)):
         parameter.grad = gradient
         optimizer.step()
         torch.testing.assert_close(optimizer.state[parameter]["ema"], torch.full((2,), average))

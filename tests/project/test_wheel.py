@@ -139,8 +139,8 @@ def test_translation_needs_the_listed_packages_alone(wheel: Path, prepared: Path
 
 
 # Modules that need more than every installation has, and are imported where that is asked for.
-OF_EXTRAS = {"export/ctranslate2", "export/searcher", "export/huggingface", "export/onnx", "extras/kernels/kernels",
-             "serve/app", "serve/metrics", "serve/server"}
+OF_EXTRAS = {"extras/export/ctranslate2", "extras/export/searcher", "extras/export/huggingface", "extras/export/onnx",
+             "extras/kernels/kernels", "extras/serve/app", "extras/serve/metrics", "extras/serve/server"}
 
 
 def packages_in(statements: Iterable[ast.AST]) -> set[str]:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from deepnmt.evaluate.significance import difference
-from studies.scores import Counts, bleu, pack, sentence_counts, surprising, unpack, with_totals
+from studies.scores import Counts, bleu, difference_of_runs, pack, sentence_counts, surprising, unpack, with_totals
 
 WORDS = ["a", "man", "in", "red", "shirt", "walks", "his", "dog", "along", "the", "beach", "while", "two", "girls"]
 
@@ -54,7 +53,7 @@ def test_equal_blocks_are_seldom_called_different(runs: int) -> None:
     for _ in range(50):
         hard = draw.uniform(0.2, 0.6, 150)
         first, second = (systems(draw, runs, hard, 0.0, 0.015) for _ in range(2))
-        wrong += difference(second, first, bleu, trials=60).p < 0.05
+        wrong += difference_of_runs(second, first, bleu, trials=60).p < 0.05
     assert wrong < 5
 
 
@@ -63,7 +62,7 @@ def test_different_blocks_are_called_different() -> None:
     right = 0
     for _ in range(20):
         hard = draw.uniform(0.2, 0.6, 150)
-        found = difference(systems(draw, 3, hard, 0.08, 0.01), systems(draw, 3, hard, 0.0, 0.01), bleu,
+        found = difference_of_runs(systems(draw, 3, hard, 0.08, 0.01), systems(draw, 3, hard, 0.0, 0.01), bleu,
                            trials=60)
         right += found.p < 0.05 and found.value > 0
     assert right > 16
@@ -73,11 +72,11 @@ def test_differences_in_special_cases() -> None:
     draw = np.random.default_rng(9)
     hard = draw.uniform(0.2, 0.6, 60)
     [one] = systems(draw, 1, hard, 0.0, 0.0)
-    same = difference([one], [one], bleu)
+    same = difference_of_runs([one], [one], bleu)
     assert (same.value, same.p) == (0.0, 1.0)
     [better] = systems(draw, 1, hard, 0.2, 0.0)  # one run each: the sentences alone are chance
-    assert difference([better], [one], bleu).p < 0.01
-    assert difference([better], [one], bleu).value == -difference([one], [better], bleu).value
+    assert difference_of_runs([better], [one], bleu).p < 0.01
+    assert difference_of_runs([better], [one], bleu).value == -difference_of_runs([one], [better], bleu).value
 
 
 def test_holm() -> None:

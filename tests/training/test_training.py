@@ -112,7 +112,7 @@ def test_data_with_a_flipped_bit_is_rejected(prepared: Path, tmp_path: Path, pro
     flip(tmp_path / "data" / "valid.trg.tokens", 0)
     message = train(prepared / "recipe.yaml", processes, f"run={tmp_path / 'run'}", f"data.folder={tmp_path / 'data'}",
                  "parallel.ds_config=ds_configs/zero1.json", code=2)
-    assert message.count("valid.trg.tokens differs from its manifest") == 1, message
+    assert message.count("SHA-256 of valid.trg.tokens differs from that in manifest.json") == 1, message
     assert not (tmp_path / "run").exists()
 
 
