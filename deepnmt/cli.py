@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
@@ -61,6 +62,10 @@ def run_command(
                 missing = [str(error.name)]
             raise UserError(f"{command} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
                             f"installed here; run pip install {' '.join(missing)}") from None
+        except OSError as error:
+            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise
+            raise UserError(f"{str(error.filename)[:60]}...: {os.strerror(error.errno)}; give another path") from None
     except UserError as error:
         if not (_is_later_process() if error.reported is None else error.reported):
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)

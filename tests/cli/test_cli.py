@@ -69,6 +69,12 @@ def test_a_limit_of_threads_is_said(
     assert capsys.readouterr().err.startswith("deepnmt: the system starts no more threads or processes: a limit is")
 
 
+def test_a_path_that_the_system_does_not_take(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "translate", "average", "evaluate"):
+        assert main(None, [command, "a" * 300]) == 2
+        assert "aaa...: File name too long; give another path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("local_rank", "said"), [("0", "deepnmt: interrupted\n"), ("1", "")])
 def test_ctrl_c(
         local_rank: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
