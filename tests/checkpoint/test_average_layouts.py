@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_optimizers import without_keys
-from tiny_engines import options
+from tiny_engines import options, without_keys
 from warm import Warm
 
 from deepnmt.checkpoint.average import average_run

@@ -1,8 +1,8 @@
 """Two processes save in shards, and one of them is killed, or gets an error of the file system, at each of its writes.
 
-The system calls are caught in a preloaded library (tests/faults.c); the package does not know of it. A write is also
-the making, syncing, renaming or deleting of a file or folder. Errors at all of them every day; kills, which need new
-processes each, at every third of the first process, and at all if DEEPNMT_LONG is set.
+The system calls are caught in a preloaded library (tests/support/faults.c); the package does not know of it. A write is
+also the making, syncing, renaming or deleting of a file or folder. Errors at all of them every day; kills, which need
+new processes each, at every third of the first process, and at all if DEEPNMT_LONG is set.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def failing(run: str, rank: str, count: str, found: str) -> None:
 def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     library = tmp_path_factory.mktemp("faults") / "faults.so"
     if shutil.which("cc") is None:
-        pytest.skip("no C compiler builds tests/faults.c here")
-    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, TESTS / "faults.c", "-ldl"], check=True)
+        pytest.skip("no C compiler builds tests/support/faults.c here")
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, TESTS / "support" / "faults.c", "-ldl"], check=True)
     warm = Warm(library)
     yield warm
     warm.close()

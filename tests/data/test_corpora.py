@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from corpus_recipes import recipe_of, text, tree_of
 from refusals import user_error
 from run_files import losses
 
@@ -28,22 +29,6 @@ from deepnmt.decode.translate import translate_lines
 from deepnmt.model.init import new_model
 
 CPU = torch.device("cpu")
-
-
-def tree_of(prepared: Path, folder: Path, **data: Any) -> dict[str, Any]:
-    """The small recipe with other data settings."""
-    tree = yaml.safe_load((prepared / "recipe.yaml").read_text(encoding="utf-8"))
-    tree["run"], tree["data"]["folder"] = str(folder / "run"), str(folder / "data")
-    tree["data"] |= data
-    return tree
-
-
-def recipe_of(prepared: Path, folder: Path, **data: Any) -> Recipe:
-    return check_recipe(tree_of(prepared, folder, **data), "recipe")
-
-
-def text(prepared: Path, name: str, **settings: Any) -> dict[str, Any]:
-    return {"src": str(prepared / "text" / f"{name}.en"), "trg": str(prepared / "text" / f"{name}.de"), **settings}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engines import batch_of, export_state, parallel, recipe_with, step
+from tiny_engines import batch_of, export_state, parallel, recipe_with, step, without_keys
 from warm import Warm
 
 from deepnmt.batch import Batch
@@ -105,17 +105,6 @@ def control(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     folder = tmp_path_factory.mktemp("local")
     warm.run(1, "test_optimizers:trial", folder, "local")
     return folder
-
-
-def without_keys(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The values to compare, without the keys' bias: it does not change the softmax, so its gradient is rounding error,
-    which Adam amplifies."""
-    kept = torch.ones(len(tensor), dtype=torch.bool)
-    if name.endswith("qkv.bias"):
-        kept[len(tensor) // 3 : 2 * len(tensor) // 3] = False
-    elif name.endswith("kv.bias"):
-        kept[: len(tensor) // 2] = False
-    return kept
 
 
 # The first updates, and how close their losses and norms are, with Muon. The first step is the same bit for bit, and so

@@ -57,8 +57,8 @@ def erased(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.rmtree(copy / "deepnmt" / "extras" / visitor)
             shutil.rmtree(copy / "tests" / "extras" / visitor, ignore_errors=True)
     environment = {**os.environ, "PYTHONPATH": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, ROOT / "tests" / "erasing.py", folder, *CORE], cwd=folder, env=environment,
-                   timeout=850, check=True)
+    subprocess.run([sys.executable, ROOT / "tests" / "support" / "erasing.py", folder, *CORE], cwd=folder,
+                   env=environment, timeout=850, check=True)
     return folder
 
 

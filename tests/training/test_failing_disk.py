@@ -1,10 +1,10 @@
 """The n-th change of a file fails, once with an input/output error and once on a full disk, for every n.
 
-As SQLite is tested. A preloaded library (tests/faults.c) makes the n-th making, writing, syncing, renaming or deleting
-of a file in the run folder fail; the package knows nothing of it. Whatever n: the user reads one sentence and no
-traceback, nothing that was saved is lost, and the same command goes on to the same bits. Some of the numbers are tried
-every day, all if DEEPNMT_LONG is set, or with `DEEPNMT_WRITES=1-100` those. And a disk that is really full: a run makes
-room for its checkpoints.
+As SQLite is tested. A preloaded library (tests/support/faults.c) makes the n-th making, writing, syncing, renaming or
+deleting of a file in the run folder fail; the package knows nothing of it. Whatever n: the user reads one sentence and
+no traceback, nothing that was saved is lost, and the same command goes on to the same bits. Some are tried every day,
+all if DEEPNMT_LONG is set, or with `DEEPNMT_WRITES=1-100` those. And a disk that is really full: a run makes room for
+its checkpoints.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     if compiler is None:
         pytest.skip("there is no C compiler for the library that makes writes fail")
     library = tmp_path_factory.mktemp("library") / "faults.so"
-    source = Path(__file__).resolve().parents[1] / "faults.c"
+    source = Path(__file__).resolve().parents[1] / "support" / "faults.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
     server = Warm(library, *(("matplotlib.backends.backend_agg", "matplotlib.ticker") if LONG else ()))
     yield server

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corpus_recipes import recipe_of, text
 from refusals import user_error
-from test_corpora import recipe_of, text
 
 from deepnmt.config import Recipe
 from deepnmt.data.alignments import Links

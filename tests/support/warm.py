@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 
 
@@ -185,5 +185,5 @@ def rank_of(job: dict[str, Any], rank: int) -> int:
 
 if __name__ == "__main__":
     rooms = (*TESTS.iterdir(), *TESTS.glob("extras/*"))
-    sys.path[:0] = [str(ROOT), str(TESTS), *(str(room) for room in rooms if room.is_dir())]
+    sys.path[:0] = [str(ROOT), *(str(room) for room in rooms if room.is_dir())]
     sys.exit(serve())

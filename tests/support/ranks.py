@@ -15,9 +15,9 @@ from deepnmt.processes.ranks import Ranks
 
 Gather = Callable[[bytes], "list[bytes] | None"]
 
-_TESTS = Path(__file__).resolve().parent
+_TESTS = Path(__file__).resolve().parents[1]
 _ROOMS = [room for room in (*_TESTS.iterdir(), *_TESTS.glob("extras/*")) if room.is_dir()]
-_PATHS = ":".join(map(str, (_TESTS.parent, _TESTS, *_ROOMS)))
+_PATHS = ":".join(map(str, (_TESTS.parent, *_ROOMS)))
 _CODE = "import sys; sys.path[:0] = sys.argv[1].split(':'); import importlib; m, f = sys.argv[2].split(':'); " \
         "getattr(importlib.import_module(m), f)(*sys.argv[3:])"
 

@@ -19,7 +19,7 @@ from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import PAD
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 40
 
 
@@ -151,3 +151,14 @@ def fairseq_rule(overflows: list[bool], scale: float, window: int, floor: float)
         elif (number - last_overflow) % window == 0:
             scale *= 2
     return trace
+
+
+def without_keys(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values to compare, without the keys' bias: it does not change the softmax, so its gradient is rounding error,
+    which Adam amplifies."""
+    kept = torch.ones(len(tensor), dtype=torch.bool)
+    if name.endswith("qkv.bias"):
+        kept[len(tensor) // 3 : 2 * len(tensor) // 3] = False
+    elif name.endswith("kv.bias"):
+        kept[: len(tensor) // 2] = False
+    return kept

@@ -1,7 +1,7 @@
 """Examines copies of deepnmt that lack some visitors: the program that tests/project/test_erasure.py starts.
 
-`python tests/erasing.py FOLDER TESTS...` imports the libraries once, and forks for each copy, a folder in FOLDER. What
-its process said is then in its `said.txt`, the exit code in its `code.txt`.
+`python tests/support/erasing.py FOLDER TESTS...` imports the libraries once, and forks for each copy, a folder in
+FOLDER. What its process said is then in its `said.txt`, the exit code in its `code.txt`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LIBRARIES = ("torch", "torch.distributed", "deepspeed", "transformers", "ctransl
 def examine(copy: Path, tests: list[str]) -> int:
     """Imports every module, prints the help, and runs tests, all of this copy."""
     os.chdir(copy)
-    sys.path[:0] = [str(copy), str(copy / "tests")]
+    sys.path[:0] = [str(copy), str(copy / "tests" / "support")]
     import deepnmt
 
     assert Path(deepnmt.__file__).parent == copy / "deepnmt", deepnmt.__file__

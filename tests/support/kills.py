@@ -1,5 +1,5 @@
 """kill -9 of a process just before it changes a file, by its own hand: Python tells of every such call beforehand, so
-that the package need not know. tests/faults.c does it for single writes."""
+that the package need not know. tests/support/faults.c does it for single writes."""
 
 from __future__ import annotations
 
