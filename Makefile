@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo demo-clean test check docs linkcheck lint clean
+.PHONY: install demo demo-clean quick changed test test-all check docs linkcheck lint clean
 
 install: $(STAMP)
 
@@ -23,8 +23,25 @@ demo: $(STAMP)
 demo-clean:
 	rm -rf runs/demo data/demo
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Visitors, studies, machines of a cluster and GPUs have tests of their own, which say nothing about the core.
+BESIDE := --ignore tests/extras --ignore tests/studies --ignore tests/nodes --ignore tests/gpu
+
+# The core, without what starts processes.
+quick: $(STAMP)
+	@$(PYTEST) $(BESIDE) --ignore tests/project --ignore tests/recipes -m quick
+
+# The tests that belong to what differs from main.
+changed: $(STAMP)
+	@$(BIN)/python .ci/changed.py
+
+# The core.
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) $(BESIDE)
+
+# Everything.
+test-all: $(STAMP)
+	@$(PYTEST)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
@@ -42,7 +59,7 @@ docs: $(STAMP)
 linkcheck: $(STAMP)
 	@$(BIN)/python -m sphinx -q -E -b linkcheck docs build/linkcheck
 
-check: lint docs test
+check: lint docs test-all
 
 clean: demo-clean
 	rm -rf $(VENV) build *.egg-info

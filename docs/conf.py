@@ -10,7 +10,9 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import generate  # noqa: E402
 
 from deepnmt import __version__  # noqa: E402
 
@@ -57,6 +59,7 @@ def _read(app: Sphinx, document: str, content: list[str]) -> None:
     file = app.env.doc2path(document)
     if file.suffix == ".ipynb":
         content[0] = notebook_as_markdown(content[0])
+    content[0] = generate.filled(document, content[0])
 
     def link(match: re.Match[str]) -> str:
         """MyST takes every link to Markdown for a page of the site, unless it is marked as a file to download, in

@@ -1,4 +1,7 @@
-"""Writes what follows from the code, pages of docs/reference/ and the recipe's schema: `python docs/generate.py`."""
+"""What follows from the code: `python docs/generate.py` writes the table of blocks and the recipe's schema.
+
+The tables of settings and the commands' `--help` are in no file: conf.py puts them into their pages of the site.
+"""
 
 from __future__ import annotations
 
@@ -27,46 +30,6 @@ from deepnmt.config.sections import Recipe, Section  # noqa: E402
 from deepnmt.shipped import SCHEMA  # noqa: E402
 from studies import __main__ as studies  # noqa: E402
 
-RECIPE = """\
-# Recipe
-
-<!-- Written by `python docs/generate.py` from deepnmt/config/sections.py. -->
-
-A recipe is one YAML file with every setting of a run. Settings that you leave out take their
-defaults; those marked *required* have none. A name that deepnmt does not know is rejected. All
-faults of a recipe are reported together, each in one sentence.
-
-[recipes/demo/admin_18l-18l.yaml](../../recipes/demo/admin_18l-18l.yaml) contains every setting,
-with comments. `deepnmt recipes` lists the recipes that come with deepnmt, and `deepnmt copy NAME
-my.yaml` copies one. `deepnmt train RECIPE --dry-run` prints a recipe with all its defaults filled
-in, and trains nothing.
-
-An editor with YAML support completes settings and marks mistakes if the recipe's first line names
-the schema, `deepnmt/config/recipe.schema.json`. `deepnmt copy` writes that line.
-
-Override any setting on the command line by its full name. Values are read as YAML:
-
-```text
-model.encoder.block=b2t model.encoder.layers=60 optimizer.betas=[0.9,0.98] train.epochs=null
-```
-
-Text values may contain environment variables: `${NAME}`, or `${NAME:-default}` for one that may be
-unset. Relative paths start from the current folder.
-"""
-
-COMMANDS_PAGE = """\
-# Commands
-
-<!-- Written by `python docs/generate.py` from the commands' own `--help`. -->
-
-This page shows what `--help` prints. From a checkout, `python tools/train.py` and its neighbours
-run the same commands as `deepnmt train`.
-
-Every command exits with 0 if it succeeded and with 2 after a user's mistake, which it reports in
-one sentence. `deepnmt train` exits with 75 if a signal made it stop early, once it has saved. The
-same command then resumes the run.
-"""
-
 STUDIES = """\
 ## Studies
 
@@ -77,23 +40,23 @@ The studies support the claims of [the results](../results/index.md). They run f
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
-def recipe_page() -> str:
+def settings() -> str:
     """Every section of a recipe, with a row for each of its settings."""
     paths: dict[type[Section], list[str]] = {}
-    for path, section in _sections("", Recipe):
+    for path, section in sections_in("", Recipe):
         paths.setdefault(section, []).append(path)
     headings = {section: ", ".join(there) or "Top level" for section, there in paths.items()}
     first: dict[str, str] = {}
-    return "\n".join([RECIPE, *(part for section in headings for part in _table(section, headings, first))])
+    return "\n".join(part for section in headings for part in _table(section, headings, first))
 
 
-def _sections(path: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
+def sections_in(path: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
     """A section and all within it, each with its dotted name."""
     yield path, section
     for name, field in section.model_fields.items():
         if kind := _section_of(field):
             inside = f"{path}.{name}" if path else name
-            yield from _sections(inside if kind is field.annotation else f"{inside}.NAME", kind)
+            yield from sections_in(inside if kind is field.annotation else f"{inside}.NAME", kind)
 
 
 def _section_of(field: FieldInfo) -> type[Section] | None:
@@ -162,9 +125,9 @@ def _reflowed(text: str) -> str:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def commands_page() -> str:
+def helps() -> str:
     """The `--help` of every command and study."""
-    parts = [COMMANDS_PAGE, _fenced(_help(main)), *_helps(main, COMMANDS, "##"),
+    parts = [_fenced(_help(main)), *_helps(main, COMMANDS, "##"),
              STUDIES, _fenced(_help(studies.main)), *_helps(studies.main, studies.STUDIES, "###")]
     return "\n".join(parts)
 
@@ -212,8 +175,21 @@ def blocks_page() -> str:
 
 def generated() -> dict[Path, str]:
     """Every file that this one writes, or a table in it."""
-    return {REFERENCE / "recipe.md": recipe_page(), REFERENCE / "commands.md": commands_page(),
-            REFERENCE / "blocks.md": blocks_page(), SCHEMA: recipe_schema()}
+    return {REFERENCE / "blocks.md": blocks_page(), SCHEMA: recipe_schema()}
+
+
+# Pages of the site, and what stands in them in place of the line that begins so.
+MARK = "*On the site"
+ON_THE_SITE = {"reference/recipe": settings, "reference/commands": helps}
+
+
+def filled(document: str, text: str) -> str:
+    """The text of a page as the site has it."""
+    if document not in ON_THE_SITE:
+        return text
+    before, mark, _ = text.partition(MARK)
+    assert mark, f"{document} has no line that begins with {MARK}"
+    return before + ON_THE_SITE[document]()
 
 
 if __name__ == "__main__":

@@ -95,9 +95,18 @@ LONGEST = [
 ]
 
 
+# What starts processes: fixtures, and names that a test file has imported.
+STARTS = {"warm", "installed", "wheel", "tool", "study", "subprocess", "run_on_ranks", "Warm"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first, so that no worker is left alone with one at the end."""
+    """The files that take longest come first, so that no worker is left alone with one at the end. Tests that start no
+    process are marked `quick`."""
     items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        if not STARTS & {*item.fixturenames, *vars(item.module)}:
+            item.add_marker("quick")
 
 
 @pytest.fixture(scope="session", autouse=True)

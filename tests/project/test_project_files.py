@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,22 @@ def test_hooks_are_the_tools_of_make_lint() -> None:
     hooks = [hook for repo in tree(".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
     called = {Path(hook["entry"].split()[0]).name for hook in hooks}
     assert called == set(re.findall(r"\$\(BIN\)/([a-z-]+)", makefile.partition("lint:")[2].partition("\n\n")[0]))
+
+
+def test_a_changed_file_names_its_tests() -> None:
+    """`make changed`: the table's paths and tests exist, and a file's room is found from its path."""
+    spec = importlib.util.spec_from_file_location("changed", ROOT / ".ci" / "changed.py")
+    assert spec and spec.loader
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    named = [*changed.TESTS, changed.REST, *(test for tests in changed.TESTS.values() for test in tests.split())]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert changed.tests_of("deepnmt/optim/schedules.py") == {"tests/optim", "tests/parallel/test_optimizers.py"}
+    assert "tests/extras/serve" in changed.tests_of("deepnmt/extras/serve/page.html")
+    assert changed.tests_of("deepnmt/steps.py") == {"tests/cli"}
+    assert changed.tests_of("tests/data/test_text.py") == {"tests/data/test_text.py"}
+    assert changed.tests_of("tests/extras/kernels/rows.py") == {"tests/extras/kernels"}
+    assert changed.tests_of("Makefile") == {changed.REST}
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
