@@ -2,12 +2,16 @@
 module of some name, and goes on without those that are gone.
 
 - `commands`: the commands of a visitor, see `deepnmt.commands`.
-- `objective`: `around(objective, recipe)` returns what is minimised instead, see `model.objective`.
+- `annotations`: what a corpus has beside its pairs, by the names of settings, see `data.annotations`.
+- `objective`: `around(objective, recipe)` returns what is minimised instead, see `model.objective`; in
+  `FORMER_FIGURES` today's names of figures by those in older checkpoints.
 - `stream`: `around(kind, recipe, data)` returns the kind of stream that training reads, see `training.task`.
 - `training`: what is called within training, see `training.trainer.Trainer`: `watch` and `explain`.
 - `steps`: what `deepnmt run` calls: `before_search`, from a recipe to the commands that its search needs before.
-- `reporters`: `track`, from a recipe that names `train.trackers` and a function that prints a line to a
+- `reporters`: `reporters`, from a recipe and a function that prints a line to a list of
   `training.reporters.Reporter`.
+- `validation`: `measure(recipe, data)` returns what measures sentences, or None, see `training.validate`; `describe`
+  what a progress line says of it.
 - `searchers`: from a model, settings and a device to a `decode.search.Searcher`, by the names of `translate.backend`.
 """
 
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from deepnmt.errors import UserError
 from deepnmt.version import PACKAGE
@@ -27,6 +31,12 @@ def visitor_modules(kind: str) -> list[ModuleType]:
     return [import_module(f"deepnmt.extras.{file.parent.name}.{kind}") for file in files]
 
 
+class NeedsVisitors(Protocol):
+    """A section of a recipe."""
+
+    def visitors(self) -> dict[str, str]: ...
+
+
 def find(kind: str, name: str) -> Any:
     """What a visitor's module `kind` has by this name; None if none has it."""
     for module in visitor_modules(kind):
@@ -35,8 +45,10 @@ def find(kind: str, name: str) -> Any:
     return None
 
 
-def require_visitor(folder: str, setting: str) -> None:
-    """Raises `UserError` if the visitor is not there that a setting needs."""
-    if not (PACKAGE / "extras" / folder).is_dir():
-        raise UserError(f"{setting} needs deepnmt/extras/{folder}, which is not installed; install deepnmt anew, or "
-                        "leave the setting out")
+def require_visitors(section: NeedsVisitors, name: str = "") -> None:
+    """Raises `UserError` if a visitor is not there that a setting of this section needs; `name`: the section's."""
+    for setting, folder in section.visitors().items():
+        if not (PACKAGE / "extras" / folder).is_dir():
+            where = f"{name}.{setting}" if name else setting
+            raise UserError(f"{where} needs deepnmt/extras/{folder}, which is not installed; install deepnmt anew, or "
+                            "leave the setting out")

@@ -30,6 +30,7 @@ class Fact(Enum):
     PREPARED = "prepared data depends on it"
     ENDS = "may end the run (training/trainer.py, `STOP_CONDITIONS`)"
     SEEN = "changes what is learned; a rule about learning lists the values that its runs had"
+    ANNOTATION = "of a corpus: further files, line by line as the corpus, which a visitor reads (data/annotations.py)"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class For:
 
     def __init__(self, *commands: str) -> None:
         object.__setattr__(self, "commands", commands)
+
+
+@dataclass(frozen=True)
+class By:
+    """The visitor, a folder of `deepnmt/extras`, without which the setting can only have its default."""
+
+    visitor: str
 
 
 def either(names: Sequence[str]) -> str:
@@ -117,6 +125,15 @@ class Section(BaseModel):
     def named(cls) -> dict[str, Choices[Any]]:
         """The settings that have a name, by their dotted keys, and the names."""
         return {key: choices for key, field in _fields(cls, "") if (choices := choices_of(field)) is not None}
+
+    def visitors(self) -> dict[str, str]:
+        """The settings of this section itself that are set and need a visitor, and its name."""
+        needed = {}
+        for name, field in type(self).model_fields.items():
+            for said in field.metadata:
+                if isinstance(said, By) and getattr(self, name) != self.default(name):
+                    needed[name] = said.visitor
+        return needed
 
 
 def choices_of(field: FieldInfo) -> Choices[Any] | None:

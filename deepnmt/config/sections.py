@@ -32,7 +32,7 @@ from deepnmt.config.choices import (
     Use,
     facts_of,
 )
-from deepnmt.config.fields import Fact, Fault, For, Section, either
+from deepnmt.config.fields import By, Fact, Fault, For, Section, either
 from deepnmt.config.plugins import as_mapping, have_run, known
 from deepnmt.errors import nearest
 
@@ -80,6 +80,12 @@ class Corpus(Section):
     translate: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     """Settings of that model's `translate` section to change for it, as in `{method: sample}`."""
 
+    @property
+    def annotations(self) -> dict[str, list[str]]:
+        """The files of each annotation that the corpus has, by its setting."""
+        files = {name: getattr(self, name) for name in type(self).model_fields if self.is_marked(name, Fact.ANNOTATION)}
+        return {name: named for name, named in files.items() if named}
+
     def faults(self) -> Iterator[Fault]:
         if self.tsv and (self.src or self.trg):
             yield Fault(("tsv", "src", "trg"), "give either 'tsv' or 'src' and 'trg', not both")
@@ -113,7 +119,7 @@ class ScoredCorpus(Corpus):
 class AlignedCorpus(Corpus):
     """A parallel corpus that may have word alignments."""
 
-    alignments: Files = Field(default_factory=list)
+    alignments: Annotated[Files, Fact.ANNOTATION, By("alignment")] = Field(default_factory=list)
     """Files of word alignments, line by line as the corpus: `0-0 1-2` links word 0 of the source with word 0 of the
     target, and 1 with 2. Words are what spaces separate, without the `tag`. For `train.guided_alignment`, and in the
     validation text for the alignment error."""
@@ -568,7 +574,7 @@ class Train(Section):
     """α of R-Drop: every sentence passes the model twice, with other dropout, and α/4 times the divergence of the two
     predictions, in both directions, is added to their mean loss; the paper takes 5. An update takes twice the time and
     activations. 0: none."""
-    guided_alignment: Annotated[float, Field(ge=0.0), Fact.SEEN] = 0.0
+    guided_alignment: Annotated[float, Field(ge=0.0), Fact.SEEN, By("alignment")] = 0.0
     """Weight of guided alignment: this times the cross-entropy of one cross-attention, from the word alignments of
     `data.train.alignments`, is added to the loss; 0.05 is usual. 0: none. Not in a pipeline."""
     guided_layer: Layers = 0
@@ -578,7 +584,7 @@ class Train(Section):
     """Largest gradient norm; 0: no clipping."""
     log_every: Count = 50
     """Updates between progress lines."""
-    trackers: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
+    trackers: Annotated[list[Literal["wandb", "mlflow"]], By("trackers")] = Field(default_factory=list)
     """Weights & Biases or MLflow, which get what TensorBoard gets; their own environment variables say where they
     are."""
     probe_every: CountOrZero = 0

@@ -19,7 +19,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from deepnmt.config import Corpus, Recipe
-from deepnmt.data.alignments import has_alignments, write_links
+from deepnmt.data.annotations import annotations_of
 from deepnmt.data.batching import random_order
 from deepnmt.data.encoding import CHUNK, SEED, EncodingJob, encode_pairs
 from deepnmt.data.filters import KEPT, Codes, filter_by_text, tally
@@ -71,6 +71,7 @@ def prepare(recipe: Recipe) -> Path:
         return folder
     for name, corpus in texts.items():
         input_files(corpus)
+        annotations_of(corpus)
         _warn_of_exchanged(recipe, name, corpus)
     with reporting(folder, KIND), _only_one_process(target):
         recover_after_kill(target.parent, glob.escape(target.name))
@@ -81,15 +82,18 @@ def prepare(recipe: Recipe) -> Path:
             publish(temporary, target, {**contents, "inputs": inputs})
     data = PreparedData.open(folder)
     for name, split in data.manifest["splits"].items():
-        links = split.get("alignments")
+        details: list[str] = []
+        sentences: list[str] = []
+        for setting, annotation in annotations_of(texts[name]).items():
+            clause, *more = annotation.describe(split[setting])
+            details.append(f"; {clause}")
+            sentences += more
         print_status(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; "
                      f"left out: {_format_reasons(split['left_out'])}; "
                      f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
-                     f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}"
-                     + (f"; word alignments of {links['aligned']:,} pairs, {links['links']:,} links" if links else ""))
-        if links and links["unlike"]:
-            print_status(f"{name}: word alignments of {links['unlike']:,} more pairs are left out, whose pieces have "
-                         "other words than their text")
+                     f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}{''.join(details)}")
+        for sentence in sentences:
+            print_status(f"{name}: {sentence}")
     plan = training_stream(recipe, data).plan(0)
     print_status(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
                  f"{plan.waste:.1%} of the positions are padding")
@@ -299,11 +303,11 @@ def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str,
     if empty := [part for part, pairs in corpora.items() if not pairs]:
         raise UserError(f"data.filters leave out all pairs of {', '.join(empty)} in data.{name}; loosen them, or "
                         "remove the corpus")
-    links = {}
-    if has_alignments(text):
+    annotated: dict[str, dict[str, int]] = {}
+    for setting, annotation in annotations_of(text).items():
         vocabs = Vocabulary(job.src_model), Vocabulary(job.trg_model)
-        links = {"alignments": write_links(folder, name, text, final, vocabs)}
-    return {**({} if "" in corpora else {"corpora": corpora}), **links, "read": len(final),
+        annotated[setting] = annotation.write(folder, name, text, final, vocabs)
+    return {**({} if "" in corpora else {"corpora": corpora}), **annotated, "read": len(final),
             "pairs": int(np.count_nonzero(final == KEPT)), "left_out": tally(final),
             "src_tokens": writers[0][0].end, "trg_tokens": writers[0][1].end, "src_unknown": unknown[0],
             "trg_unknown": unknown[1], "variants": job.variants}

@@ -8,7 +8,7 @@ size and hash of every other file, and no others are read. For a side of a split
     train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
     train.v03.src.tokens    the same for sampled segmentation 3 of the training text
     valid.src.txt           the text itself, one sentence a line; not for the training text
-    train.links.tokens      where there are word alignments: the words that are linked, source and target in turn
+    train.NAME.tokens       an annotation of the text, see `annotations.py`
 
 `open_prepared` opens the data of a recipe and checks that it was made with the recipe's settings.
 """
@@ -273,14 +273,14 @@ class PreparedData:
             UserError: the first difference.
         """
         folders.check_files(self.folder, self.manifest, None, (), KIND)
-        sizes = {**dict(zip(("src", "trg"), (vocab.size for vocab in self.vocabs()))), "links": 2**16}
+        sizes = {side: vocab.size for side, vocab in zip(("src", "trg"), self.vocabs())}
         for name in self.manifest["files"]:
             side, kind = name.split(".")[-2:]
-            if kind in TOKENS:
+            if kind in TOKENS and side in sizes:
                 highest = int(_array(self.folder / name, TOKENS[kind]).max(initial=0))
-                if highest >= sizes.get(side, 0):
+                if highest >= sizes[side]:
                     raise DamagedFolder(self.folder, f"{name} has a token {highest}, but the vocabulary {side}.spm has "
-                                                     f"{sizes.get(side, 0)}", KIND)
+                                                     f"{sizes[side]}", KIND)
 
     @property
     def fingerprint(self) -> str:
@@ -397,8 +397,7 @@ def check_vocabularies(model: Path) -> None:
 
 def on_this_machine(corpus: Corpus) -> bool:
     """Whether all files of a text are on this machine; prepared data can be used without them."""
-    return all(Path(file).exists() for one in corpora_of(corpus).values()
-               for file in [*one.src, *one.trg, *one.tsv, *getattr(one, "alignments", ())])
+    return all(file.exists() for file in named_files(corpus))
 
 
 def changed_texts_error(data: PreparedData, name: str) -> UserError:

@@ -1,7 +1,7 @@
 """Streaming readers of text: lines of plain or compressed files, and pairs from two such files or a TSV.
 
 Text is UTF-8; a byte order mark is removed. Only "\\n" ends a line, as for `wc -l`: characters such as U+2028 do not,
-so they cannot misalign the two sides. Error messages name file and line.
+so they cannot shift one side against the other. Error messages name file and line.
 """
 
 from __future__ import annotations
@@ -126,9 +126,12 @@ def corpora_of(text: Corpus) -> dict[str, Corpus]:
 
 
 def named_files(text: Corpus) -> list[Path]:
-    """The files of a text, in a fixed order, those of word alignments after each corpus, whether they exist or not."""
-    return [Path(name) for corpus in corpora_of(text).values() for name in
-            (*(corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))), *getattr(corpus, "alignments", ()))]
+    """The files of a text, in a fixed order, annotations after each corpus, whether they exist or not."""
+    files: list[str] = []
+    for corpus in corpora_of(text).values():
+        files += corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))
+        files += itertools.chain(*corpus.annotations.values())
+    return [Path(name) for name in files]
 
 
 def input_files(text: Corpus) -> list[Path]:
@@ -176,7 +179,7 @@ def read_pairs(text: Corpus, tags: bool = True) -> Iterator[Pair]:
         files = input_files(corpus)[:len(corpus.tsv or (*corpus.src, *corpus.trg))]
         empty = True
         tag = f"{corpus.tag} " if corpus.tag and tags else ""
-        for src, trg in (_tsv_pairs(files, corpus.columns) if corpus.tsv else _aligned_pairs(files)):
+        for src, trg in (_tsv_pairs(files, corpus.columns) if corpus.tsv else _pairs_of_two(files)):
             empty = False
             yield tag + src.strip(), trg.strip()
         if empty:
@@ -196,7 +199,7 @@ def write_pairs(files: Sequence[Path], pairs: Iterable[Pair]) -> int:
     return count
 
 
-def _aligned_pairs(files: list[Path]) -> Iterator[Pair]:
+def _pairs_of_two(files: list[Path]) -> Iterator[Pair]:
     for pair in zip(files[::2], files[1::2]):
         sides = [read_lines(file) for file in pair]
         for count, (src, trg) in enumerate(itertools.zip_longest(*sides)):

@@ -15,7 +15,7 @@ from deepnmt.config import Recipe
 from deepnmt.config.plugins import Table
 from deepnmt.model.loss import LossSums, divergence, label_smoothed_loss
 from deepnmt.tokens import PAD
-from deepnmt.visitors import require_visitor, visitor_modules
+from deepnmt.visitors import require_visitors, visitor_modules
 
 
 class Objective(nn.Module):
@@ -106,8 +106,7 @@ def objective_of(recipe: Recipe) -> Objective:
     objective = OBJECTIVES[recipe.train.objective](recipe.train.label_smoothing)
     if recipe.train.r_drop:
         objective = RDrop(objective, recipe.train.r_drop)
-    if recipe.train.guided_alignment:
-        require_visitor("alignment", "train.guided_alignment")
+    require_visitors(recipe.train, "train")
     for visitor in visitor_modules("objective"):
         objective = visitor.around(objective, recipe)
     return objective

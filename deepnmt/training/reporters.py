@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from deepnmt.files import as_json, is_record, write_json
 from deepnmt.progress import print_status
+from deepnmt.visitors import visitor_modules
 
 _GROUPS = {"train": "train", "valid": "valid", "look": "valid", "probe": "probe"}  # figures, by the kind of a record
 
@@ -245,7 +246,8 @@ def _validation_words(record: Mapping[str, Any]) -> str:
     bleu = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
     each = [f"{key.removesuffix('/bleu')} {value:.1f}" for key, value in record.items() if key.endswith("/bleu")]
     bleu += f" ({', '.join(each)})" if each else ""
-    bleu += f" alignment error {record['alignment_error']:.1%}" if "alignment_error" in record else ""
+    for visitor in visitor_modules("validation"):
+        bleu += visitor.describe(record)
     best = " (best so far)" if record["best"] else ""
     return f"loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}{_source_words(record)}{best}"
 

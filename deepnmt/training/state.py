@@ -9,6 +9,7 @@ from typing import Any
 from deepnmt.checkpoint.checkpoint import TrainingState
 from deepnmt.data.batching import START, Position
 from deepnmt.optim.scaler import ScalerState
+from deepnmt.visitors import visitor_modules
 
 
 @dataclass
@@ -36,12 +37,13 @@ class Interval:
     def from_saved(cls, numbers: Mapping[str, float]) -> Interval:
         """From the numbers of a checkpoint."""
         own = {one.name for one in fields(cls)}
+        former: dict[str, str] = {}
+        for visitor in visitor_modules("objective"):
+            former |= getattr(visitor, "FORMER_FIGURES", {})
         interval = cls(**{name: value for name, value in numbers.items() if name in own})  # type: ignore[arg-type]
         for name, value in numbers.items():
-            if name == "alignment" and value:  # its name in 0.2.0
-                interval.figures["alignment_loss"] = value
-            elif name not in (*own, "alignment"):
-                interval.figures[name] = value
+            if name not in own and value:
+                interval.figures[former.get(name, name)] = value
         return interval
 
 

@@ -39,7 +39,7 @@ from deepnmt.training.task import TASKS, Task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
 from deepnmt.training.validate import Validation
 from deepnmt.training.verification import AT_ONCE, Verification
-from deepnmt.visitors import find
+from deepnmt.visitors import require_visitors, visitor_modules
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
 _TOO_LARGE = ("set parallel.recompute_layers, or let ZeRO share more, and the same command resumes from the newest "
@@ -100,7 +100,7 @@ class Trainer:
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates)
             self.monitor.status("running", update)
-            ranks.raise_everywhere(self._add_trackers)
+            ranks.raise_everywhere(self._add_reporters)
             held.push(lambda kind, error, trace: self.report_failure(error))
             on = describe(ranks.device, ranks.world, ranks.local_world, layout.precision)
             self.monitor.event(update, "; ".join(on.values()), **on)
@@ -127,16 +127,12 @@ class Trainer:
                 heartbeat.current.on_lost = self._report_loss
             self._lock = held.pop_all()
 
-    def _add_trackers(self) -> None:
-        """Has a visitor's trackers called, too. Raises `UserError` if there is none, or it cannot begin."""
-        if not self.recipe.train.trackers:
-            return
-        track = find("reporters", "track")
-        if track is None:
-            raise UserError(f"train.trackers names {', '.join(self.recipe.train.trackers)}, which this installation "
-                            "lacks; remove it, or install all of deepnmt")
+    def _add_reporters(self) -> None:
+        """Adds those of visitors. Raises `UserError` if one that the recipe names is not there, or cannot begin."""
+        require_visitors(self.recipe.train, "train")
         if self.ranks.first:
-            self.monitor.reporters.append(track(self.recipe, self.monitor.print_line))
+            for visitor in visitor_modules("reporters"):
+                self.monitor.reporters += visitor.reporters(self.recipe, self.monitor.print_line)
 
     def _report_loss(self, sentence: str) -> None:
         self.monitor.status("lost", self.state.update, error=sentence)
@@ -271,26 +267,20 @@ class Trainer:
         """Validates; returns whether this is the best validation so far."""
         heartbeat.begin(heartbeat.VALIDATION)
         state, result = self.state, self._figures()
-        value = -(result.bleu or 0.0) if self.recipe.train.best_by == "bleu" else result.loss
         best = state.best
-        improved = not best or value < best["value"]
+        improved = not best or result.value < best["value"]
         if improved:
-            state.best = {"value": value, "update": state.update, "waited": 0}
+            state.best = {"value": result.value, "update": state.update, "waited": 0}
         else:
             state.best = {**best, "waited": best["waited"] + 1}
-        record = {"loss": result.loss, "perplexity": result.perplexity, "best": improved}
-        if result.bleu is not None:
-            record |= {"bleu": result.bleu, "signature": result.signature}
-        if result.alignment_error is not None:
-            record["alignment_error"] = result.alignment_error
-        record |= asdict(result.source) if result.source else {}
+        record = {"loss": result.loss, "perplexity": result.perplexity, "best": improved, **result.figures}
         for name, one in result.corpora.items():
-            figures = {"loss": one.loss, "perplexity": one.perplexity, "bleu": one.bleu,
-                       "alignment_error": one.alignment_error, **(asdict(one.source) if one.source else {})}
-            record |= {f"{name}/{figure}": value for figure, value in figures.items() if value is not None}
-        state.validations.append({"update": state.update, "value": value, **record})
+            for figure, number in {"loss": one.loss, "perplexity": one.perplexity, **one.figures}.items():
+                if not isinstance(number, str):
+                    record[f"{name}/{figure}"] = number
+        state.validations.append({"update": state.update, "value": result.value, **record})
         self.monitor.valid(state.update, {**record, "training_seconds": state.seconds})
-        self._warn(result.source)
+        self._warn(SourceUse.of(record))
         return improved
 
     def _figures(self) -> Validation:

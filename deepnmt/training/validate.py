@@ -1,29 +1,25 @@
-"""Validation during training: the loss over the whole set, and BLEU of a greedy translation, shared among ranks."""
+"""Validation during training: the loss over the whole set, BLEU of a greedy translation, and what visitors measure."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
-import torch
 
 from deepnmt.config import Recipe, Translate
-from deepnmt.data.alignments import Links
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split
-from deepnmt.decode.align import align
 from deepnmt.decode.translate import translate_shards
 from deepnmt.device import release
 from deepnmt.evaluate.metrics import make_scorers
-from deepnmt.model.attention import layer_index
-from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.source_use import SourceUse, measure_validation_text
+from deepnmt.visitors import visitor_modules
 
 # Micro-batches passed to the engine in one call. P pipeline stages idle (P - 1) / (64 + P - 1) of the time, 5 % for 4;
 # waiting micro-batches are integers, and a stage holds the activations of two.
@@ -32,17 +28,20 @@ BATCHES_PER_CALL = 64
 
 @dataclass(frozen=True)
 class Validation:
-    """Figures of one validation. `loss`: label-smoothed, nats a target token; `perplexity`: e to the power of the
-    plain loss; `alignment_error`: of the validation text's word alignments, 0 to 1; `corpora`: the same of each corpus,
-    by name, if there are several; `bleu` is then their mean, and so are `alignment_error` and `source`. `source`: how
-    much the model uses its source; None: not measured."""
+    """Figures of one validation.
+
+    Attributes:
+        loss: what is minimised, in nats a target token.
+        perplexity: e to the power of the plain loss.
+        value: by which validations are compared, lower is better.
+        figures: others by name; a text beside a figure says how it was measured.
+        corpora: the same of each corpus, by name, if there are several; `figures` are then their means.
+    """
 
     loss: float
     perplexity: float
-    bleu: float | None = None
-    signature: str | None = None
-    alignment_error: float | None = None
-    source: SourceUse | None = None
+    value: float
+    figures: Mapping[str, float | str] = field(default_factory=dict)
     corpora: Mapping[str, Validation] = field(default_factory=dict)
 
 
@@ -54,40 +53,52 @@ def look(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> So
 def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:
     """Validates; every rank returns the same figures. Collective."""
     split, text = data.split("valid"), recipe.data.valid
-    links = Links(data, "valid") if "alignments" in data.manifest["splits"]["valid"] else None
-    model = engine.gather_model() if recipe.train.valid_bleu or links else None
+    measures = []
+    for visitor in visitor_modules("validation"):
+        if measure := visitor.measure(recipe, data):
+            measures.append(measure)
+    model = engine.gather_model() if recipe.train.valid_bleu or measures else None
     uses = measure_validation_text(recipe, data, engine, ranks)
     sums, results, begin = np.zeros(3), {}, 0
     for name, size in data.corpora("valid").items():
         rows = range(begin, begin := begin + size)
         losses = ranks.sum(_losses(recipe, split.truncated(recipe.model.max_length), rows, engine, ranks))
-        bleu: tuple[float | None, str | None] = (None, None)
-        if model is not None and recipe.train.valid_bleu:
-            lang = text.corpora.get(name, text).trg_lang or recipe.data.trg_lang
-            bleu = _bleu(recipe, data, split, rows, lang, model, ranks)
-        error = _alignment_error(recipe, data, links, rows, model, ranks) if model is not None and links else None
+        figures: dict[str, float | str] = {}
         if model is not None:
+            if recipe.train.valid_bleu:
+                lang = text.corpora.get(name, text).trg_lang or recipe.data.trg_lang
+                figures["bleu"], figures["signature"] = _bleu(recipe, data, split, rows, lang, model, ranks)
+            for measure in measures:
+                figures |= measure(rows, model, ranks)
             release(ranks.device)  # what decoding kept, in shapes that training does not have
-        results[name] = _figures(losses, *bleu, error, uses.get(name))
+        if name in uses:
+            figures |= asdict(uses[name])
+        results[name] = _validation(recipe, losses, figures)
         sums += losses
     if len(results) == 1:
         return next(iter(results.values()))
-    bleus, errors = ([value for value in values if value is not None] for values in
-                     zip(*((result.bleu, result.alignment_error) for result in results.values()), strict=True))
-    mean = _figures(sums.tolist(), _mean(bleus), next(iter(results.values())).signature, _mean(errors),
-                    SourceUse.mean(uses.values()))
-    return replace(mean, corpora=results)
+    means = _means([result.figures for result in results.values()])
+    return replace(_validation(recipe, sums.tolist(), means), corpora=results)
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _means(parts: Iterable[Mapping[str, float | str]]) -> dict[str, float | str]:
+    """The mean of each figure over the parts that have it, and the first of each text."""
+    values: dict[str, list[float | str]] = {}
+    for figures in parts:
+        for name, value in figures.items():
+            values.setdefault(name, []).append(value)
+    means: dict[str, float | str] = {}
+    for name, all_values in values.items():
+        numbers = [value for value in all_values if not isinstance(value, str)]
+        means[name] = sum(numbers) / len(numbers) if numbers else all_values[0]
+    return means
 
 
-def _figures(
-    sums: Sequence[float], bleu: float | None, signature: str | None, error: float | None, source: SourceUse | None
-) -> Validation:
+def _validation(recipe: Recipe, sums: Sequence[float], figures: Mapping[str, float | str]) -> Validation:
+    """From the sums (loss, nll, target tokens) and the other figures."""
     loss, nll, tokens = map(float, sums)
-    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), bleu, signature, error, source)
+    value = -float(figures.get("bleu", 0.0)) if recipe.train.best_by == "bleu" else loss / tokens
+    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), value, figures)
 
 
 def _losses(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: Ranks) -> list[float]:
@@ -124,26 +135,3 @@ def _bleu(recipe: Recipe, data: PreparedData, split: Split, rows: range, lang: s
         score = json.dumps([value, str(metric.get_signature())]).encode()
     value, signature = json.loads(ranks.broadcast_bytes(score))
     return value, signature
-
-
-def _alignment_error(recipe: Recipe, data: PreparedData, links: Links, rows: range, model: Transformer, ranks: Ranks
-                     ) -> float | None:
-    """The alignment error rate of these sentences, 0 to 1, as `align` finds links in the guided layer; None if none has
-    alignments. It is 1 - 2·|A∩G| / (|A| + |G|), A the links found and G the given ones (Och and Ney 2003, A Systematic
-    Comparison of Various Statistical Alignment Models, eq. 21, where all given links are sure)."""
-    split = data.split("valid").truncated(recipe.model.max_length)
-    given = [row for row in rows if links.of(row)]
-    plan = plan_eval(split.src_lengths[given], split.trg_lengths[given], recipe.batch.tokens)
-    layer, vocabs = layer_index(recipe.train.guided_layer, len(model.decoder_layers)), data.vocabs()
-    right = found = 0.0
-    with evaluating(model), torch.inference_mode():
-        for index in range(ranks.rank, len(plan), ranks.world):
-            numbers = np.array(given)[plan[index]]
-            batch = collate(split, numbers, 0, ranks.device)
-            targets = [split.targets[row].tolist() for row in numbers]
-            aligned = align(model, layer, batch["src"], batch["src_lengths"], batch["trg_in"], targets, vocabs)
-            for row, own in zip(numbers, aligned, strict=True):
-                gold = set(links.of(row))
-                right, found = right + len(gold & set(own)), found + len(gold) + len(own)
-    right, found = ranks.sum([right, found])
-    return 1 - 2 * right / found if found else None

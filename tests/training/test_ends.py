@@ -34,7 +34,8 @@ def run(prepared: Path, tmp_path: Path, threads: None, monkeypatch: pytest.Monke
 
         def validated(*_: object) -> Validation:
             loss, bleu = next(coming)
-            return Validation(loss, math.exp(loss), bleu, "made up")
+            value = -bleu if recipe.train.best_by == "bleu" else loss
+            return Validation(loss, math.exp(loss), value, {"bleu": bleu, "signature": "made up"})
 
         monkeypatch.setattr("deepnmt.plots.plot_learning_curve", lambda *_: None)
         recipe = load_recipe(prepared / "recipe.yaml", [

@@ -79,7 +79,7 @@ class Walks:
 
 def validate(recipe: Recipe, data: Walks, engine: Engine, ranks: Ranks) -> Validation:
     [(loss, nll)] = engine.evaluate([batch := data.batch(10**6, ranks.device)])
-    return Validation(loss / batch.tokens, nll / batch.tokens)
+    return Validation(loss / batch.tokens, nll / batch.tokens, value=loss / batch.tokens)
 
 
 def start(recipe: Recipe, layout: Layout, data: Walks, ranks: Ranks, initialise: bool) -> Engine:

@@ -22,6 +22,8 @@ from deepnmt.model.loss import LossSums
 from deepnmt.model.objective import Objective
 from deepnmt.model.transformer import Transformer
 
+FORMER_FIGURES = {"alignment": "alignment_loss"}  # until version 0.2.0
+
 
 def around(objective: Objective, recipe: Recipe) -> Objective:
     """What a recipe minimises, with `train.guided_alignment`."""

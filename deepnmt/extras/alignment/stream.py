@@ -9,10 +9,10 @@ import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
-from deepnmt.data.alignments import Links
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import Indices, PreparedData, Split
 from deepnmt.device import upload
+from deepnmt.extras.alignment.annotations import Links
 
 
 def around(kind: Callable[..., Stream], recipe: Recipe, data: PreparedData) -> Callable[..., Stream]:

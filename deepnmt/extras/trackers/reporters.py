@@ -161,7 +161,9 @@ class Tracking(Reporter):
             self._failing.discard(name)
 
 
-track = Tracking  # the name by which training asks for it
+def reporters(recipe: Recipe, print_line: Callable[[str], None]) -> list[Reporter]:
+    """What reports to the trackers that a recipe names. Raises `UserError` if one cannot begin."""
+    return [Tracking(recipe, print_line)] if recipe.train.trackers else []
 
 
 def _identities(run: Path) -> dict[str, str]:

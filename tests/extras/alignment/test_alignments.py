@@ -12,12 +12,12 @@ from corpus_recipes import recipe_of, text
 from refusals import user_error
 
 from deepnmt.config import Recipe
-from deepnmt.data.alignments import Links
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
 from deepnmt.data.text import read_pairs
 from deepnmt.data.vocab import SPACE
+from deepnmt.extras.alignment.annotations import Links
 from deepnmt.extras.alignment.stream import GuidedStream
 from deepnmt.training.task import TRANSLATION
 

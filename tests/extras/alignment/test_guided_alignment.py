@@ -21,6 +21,7 @@ from deepnmt.files import read_log
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
+from deepnmt.training.state import Interval
 
 UPDATES = 60
 
@@ -74,6 +75,13 @@ def test_alignment_error_falls_and_a_run_resumes_to_the_bit(toy: Path, threads: 
     figures = [next(line for line in log if (line["type"], line["update"]) == ("valid", UPDATES))
                for log in (guided, resumed)]
     assert figures[0]["alignment_error"] == figures[1]["alignment_error"]
+
+
+def test_sums_of_an_older_run_are_read() -> None:
+    read = Interval.from_saved({"loss": 3.0, "tokens": 5, "alignment": 0.5})
+    assert read.figures == {"alignment_loss": 0.5}
+    assert Interval.from_saved(read.to_saved()) == read and "alignment" not in read.to_saved()
+    assert Interval.from_saved({"loss": 3.0, "alignment": 0.0}).figures == {}
 
 
 def test_a_run_without_the_alignments_is_refused(prepared: Path, toy: Path, refused: Refused) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 
 from deepnmt.config import Corpus
+from deepnmt.data.annotations import Annotation
 from deepnmt.data.encoding import CHUNK
 from deepnmt.data.filters import KEPT, Codes
 from deepnmt.data.prepared import REMEDY, Indices, PreparedData, Side, SideWriter, Split, Tokens
@@ -24,11 +25,6 @@ from deepnmt.errors import UserError
 
 _LINK = re.compile(r"(\d{1,9})-(\d{1,9})")
 _SIDES = ("source", "target")
-
-
-def has_alignments(text: Corpus) -> bool:
-    """Whether a text, or a corpus of it, has word alignments."""
-    return any(getattr(corpus, "alignments", ()) for corpus in corpora_of(text).values())
 
 
 def write_links(folder: Path, name: str, text: Corpus, codes: Codes, vocabs: tuple[Vocabulary, Vocabulary]
@@ -64,10 +60,21 @@ def write_links(folder: Path, name: str, text: Corpus, codes: Codes, vocabs: tup
     return {"aligned": aligned, "links": links, "unlike": unlike}
 
 
+def _describe(counts: Mapping[str, int]) -> list[str]:
+    said = [f"word alignments of {counts['aligned']:,} pairs, {counts['links']:,} links"]
+    if counts["unlike"]:
+        said.append(f"word alignments of {counts['unlike']:,} more pairs are left out, whose pieces have other words "
+                    "than their text")
+    return said
+
+
+alignments = Annotation(write_links, _describe)  # data.*.alignments
+
+
 def _read_links(text: Corpus) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
     """The links of every pair of a text, and its numbers of words; a corpus's tag is a word of the source."""
     for corpus in corpora_of(text).values():
-        files = [Path(name) for name in getattr(corpus, "alignments", ())]
+        files = [Path(name) for name in corpus.annotations.get("alignments", ())]
         tag = int(bool(corpus.tag))
         lines = ((file, number, line) for file in files for number, line in enumerate(read_lines(file), start=1))
         for count, (pair, line) in enumerate(zip_longest(read_pairs(corpus, tags=False), lines if files else ())):

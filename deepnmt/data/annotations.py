@@ -1,0 +1,42 @@
+"""Annotations: what a text has beside its pairs, line by line, such as word alignments. Visitors read them.
+
+A setting of a corpus that is marked `Fact.ANNOTATION` names the files, and a visitor's module `annotations` has an
+`Annotation` under the setting's name. `deepnmt prepare` hashes the files like those of the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepnmt.config import Corpus
+from deepnmt.data.filters import Codes
+from deepnmt.data.text import corpora_of
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.visitors import find, require_visitors
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """How an annotation is prepared.
+
+    Attributes:
+        write: (folder, name, text, codes, vocabularies) writes the arrays of the split `name`, for the pairs of the
+            text that `codes` keep; their pieces lie in the folder already. Returns counts for the manifest, where they
+            stand under the setting's name. Raises `UserError` if a file is faulty.
+        describe: (counts) returns what `prepare` says of them, a clause and then sentences.
+    """
+
+    write: Callable[[Path, str, Corpus, Codes, tuple[Vocabulary, Vocabulary]], dict[str, int]]
+    describe: Callable[[Mapping[str, int]], list[str]]
+
+
+def annotations_of(text: Corpus) -> dict[str, Annotation]:
+    """Those that a text, or a corpus of it, has, by their settings. Raises `UserError` where no visitor reads them."""
+    found: dict[str, Annotation] = {}
+    for corpus in corpora_of(text).values():
+        require_visitors(corpus)
+        for setting in corpus.annotations:
+            found[setting] = find("annotations", setting)
+    return found
