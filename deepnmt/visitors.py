@@ -5,14 +5,23 @@ module of some name, and goes on without those that are gone.
 - `annotations`: what a corpus has beside its pairs, by the names of settings, see `data.annotations`.
 - `objective`: `around(objective, recipe)` returns what is minimised instead, see `model.objective`; in
   `FORMER_FIGURES` today's names of figures by those in older checkpoints.
-- `stream`: `around(kind, recipe, data)` returns the kind of stream that training reads, see `training.task`.
+- `stream`: `around(kind, recipe, data)` returns the kind of stream that training reads, see `tasks/translation`.
 - `training`: what is called within training, see `training.trainer.Trainer`: `watch` and `explain`.
 - `steps`: what `deepnmt run` calls: `before_search`, from a recipe to the commands that its search needs before.
 - `reporters`: `reporters`, from a recipe and a function that prints a line to a list of
   `training.reporters.Reporter`.
-- `validation`: `measure(recipe, data)` returns what measures sentences, or None, see `training.validate`; `describe`
-  what a progress line says of it.
+- `validation`: `measure(recipe, data)` returns what measures sentences, or None, see `tasks/translation`;
+  `describe` what a progress line says of it.
 - `searchers`: from a model, settings and a device to a `decode.search.Searcher`, by the names of `translate.backend`.
+
+Tasks, the folders of `deepnmt/tasks`, are found in the same way. A folder has the name that a recipe's `task` gives,
+and in it are
+
+- `LINE` in the package itself: what the task is. It imports no torch.
+- `task`: `TASK`, see `training.task.Task`.
+- `commands`, if it has some of its own: as those of a visitor.
+- `settings`, if its recipes have other sections than those of translation: `RECIPE`, a subclass of `config.Recipe`. It
+  imports no torch.
 """
 
 from __future__ import annotations
@@ -27,8 +36,28 @@ from deepnmt.version import PACKAGE
 
 def visitor_modules(kind: str) -> list[ModuleType]:
     """The modules `deepnmt.extras.FOLDER.kind` that there are, by the folders' names."""
-    files = sorted(PACKAGE.glob(f"extras/*/{kind}.py"))
-    return [import_module(f"deepnmt.extras.{file.parent.name}.{kind}") for file in files]
+    return _modules("extras", kind)
+
+
+def task_modules(kind: str) -> list[ModuleType]:
+    """The modules `deepnmt.tasks.FOLDER.kind` that there are, by the folders' names."""
+    return _modules("tasks", kind)
+
+
+def task_module(name: str, kind: str) -> ModuleType | None:
+    """The module `kind` of a task; None if there is none."""
+    return next((module for module in task_modules(kind) if module.__name__.split(".")[-2] == name), None)
+
+
+def task_lines() -> dict[str, str]:
+    """The tasks that there are, and what each is, in a line. Imports no torch."""
+    names = sorted(file.parent.name for file in PACKAGE.glob("tasks/*/task.py"))
+    return {name: import_module(f"deepnmt.tasks.{name}").LINE for name in names}
+
+
+def _modules(room: str, kind: str) -> list[ModuleType]:
+    files = sorted(PACKAGE.glob(f"{room}/*/{kind}.py"))
+    return [import_module(f"deepnmt.{room}.{file.parent.name}.{kind}") for file in files]
 
 
 class NeedsVisitors(Protocol):

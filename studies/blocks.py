@@ -41,10 +41,10 @@ from deepnmt.parallel.settings import Layout
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
+from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.tokens import EOS, PAD
 from deepnmt.training.profile import profile_for
 from deepnmt.training.state import TrainState
-from deepnmt.training.task import TRANSLATION
 from deepnmt.training.updates import updates
 from studies.outcomes import INTERVAL, panels, search_table, table, text_of, worth_of
 from studies.plots import plot_study

@@ -1,4 +1,4 @@
-"""The commands of `deepnmt`: a module for each group here, and a module `commands` of each visitor.
+"""The commands of `deepnmt`: a module for each group here, and a module `commands` of each task and visitor.
 
 Such a module has the functions `COMMANDS` by name, the headline `GROUP` under which they are listed, and optionally the
 command `BEFORE` which they are listed, and `REQUIREMENTS`, the packages that an installation may lack. It imports
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
-from deepnmt.visitors import visitor_modules
+from deepnmt.visitors import task_modules, visitor_modules
 
 Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
@@ -20,12 +20,13 @@ RECIPES = "Recipes to begin with"
 TEXT = "From text to a score, in the order of use"
 EXAMINE = "Examine a model, or convert it"
 TRY = "Try deepnmt, or a cluster"
-_CORE = ("recipes", "text", "train", "translate", "evaluate", "convert", "cluster")
+_CORE = ("recipes", "text", "train", "convert", "cluster")
 
 
 def command_modules() -> list[ModuleType]:
-    """Those of the core, then those of visitors."""
-    return [*(import_module(f"deepnmt.commands.{name}") for name in _CORE), *visitor_modules("commands")]
+    """Those of the core, then those of tasks and visitors."""
+    core = [import_module(f"deepnmt.commands.{name}") for name in _CORE]
+    return [*core, *task_modules("commands"), *visitor_modules("commands")]
 
 
 def command_groups() -> dict[str, dict[str, Command]]:

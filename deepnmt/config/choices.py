@@ -15,6 +15,8 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import core_schema
 
+from deepnmt.visitors import task_lines
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -328,8 +330,8 @@ OBJECTIVES = Choices({
     "cross_entropy": Choice(line="label-smoothed cross-entropy", paper="Szegedy et al. 2016"),
 }, plugins="OBJECTIVES")
 
-# training/task.py, `TASKS`
-TASKS = Choices({"translation": Choice(line="from one language to another")}, plugins="TASKS")
+# tasks/NAME/task.py, `TASK`
+TASKS = Choices({name: Choice(line=line) for name, line in task_lines().items()}, plugins="TASKS")
 
 # -- translation and scores --------------------------------------------------------------------------------------------
 

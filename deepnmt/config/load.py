@@ -25,6 +25,7 @@ from deepnmt.config.plugins import name_plugins
 from deepnmt.config.sections import NAMED, Recipe
 from deepnmt.errors import UserError, nearest
 from deepnmt.shipped import find_shipped, shipped_recipes
+from deepnmt.visitors import task_module
 
 Part = TypeVar("Part", bound=BaseModel)
 
@@ -70,7 +71,14 @@ def check_recipe(tree: dict[str, Any], origin: str, plugins_by: Path | bool = Tr
     if faults:
         head = f"{origin} has {'a fault' if len(faults) == 1 else f'{len(faults)} faults'}:"
         raise UserError("\n".join([head, *(f"  {fault}" for fault in faults)]))
-    return Recipe.model_validate(tree)
+    return recipe_class(tree).model_validate(tree)
+
+
+def recipe_class(tree: Mapping[str, Any]) -> type[Recipe]:
+    """The recipes of a tree's task: its own, `RECIPE` in the module `settings` of its folder, or those of translation.
+    """
+    settings = task_module(str(tree.get("task")), "settings")
+    return Recipe if settings is None else settings.RECIPE
 
 
 _OLD_LAYOUT = re.compile(r"(.*/|)(pipeline_|)(zero[0-3](?:_offload)?)_(fp32|bf16|fp16)\.json")
@@ -297,8 +305,9 @@ def find_faults(tree: dict[str, Any]) -> list[str]:
 
 def _faults_of(tree: dict[str, Any]) -> Iterator[Fault]:
     """The faults that one check finds, with the dotted keys of their settings."""
+    recipe = recipe_class(tree)
     try:
-        Recipe.model_validate(tree)
+        recipe.model_validate(tree)
         return
     except ValidationError as error:
         errors = error.errors()
@@ -310,33 +319,34 @@ def _faults_of(tree: dict[str, Any]) -> Iterator[Fault]:
                             f"{where}: {text}" if where else text)
         else:
             setting = takewhile(lambda part: isinstance(part, str), fault["loc"])  # of a list's item: the list
-            yield Fault((".".join(map(str, setting)),), f"{where}: {_sentence(fault)}" if where else _sentence(fault))
+            text = _sentence(fault, recipe)
+            yield Fault((".".join(map(str, setting)),), f"{where}: {text}" if where else text)
 
 
-def _sentence(fault: ErrorDetails) -> str:
-    """One of Pydantic's errors as a sentence."""
+def _sentence(fault: ErrorDetails, recipe: type[Recipe]) -> str:
+    """One of Pydantic's errors of a recipe of this class as a sentence."""
     kind, given, way = fault["type"], fault["input"], [str(part) for part in fault["loc"]]
     if kind == "missing":
         return "is missing; this setting has no default"
     if kind == "extra_forbidden":
-        known = list(_known_at(way[:-1]))
+        known = list(_known_at(recipe, way[:-1]))
         near = nearest(way[-1], known)
         return (f"unknown setting; did you mean {'.'.join([*way[:-1], near])}?" if near
                 else f"unknown setting; known: {', '.join(known)}")
     if kind == "literal_error":
-        choices = allowed(way_to(Recipe, ".".join(way))[-1])
+        choices = allowed(way_to(recipe, ".".join(way))[-1])
         near = nearest(str(given), choices)
         return f"is {given!r}, must be one of {', '.join(choices)}" + (f"; did you mean {near}?" if near else "")
     if kind == "model_type":
-        return f"is {given!r}, must be a group of settings; known: {', '.join(_known_at(way))}"
+        return f"is {given!r}, must be a group of settings; known: {', '.join(_known_at(recipe, way))}"
     message = re.sub(r"^(Input|List|String) should", "must", fault["msg"])
     return f"is {given!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}"
 
 
-def _known_at(way: list[str]) -> Iterable[str]:
+def _known_at(recipe: type[Recipe], way: list[str]) -> Iterable[str]:
     """The settings of the section at a path."""
-    fields = way_to(Recipe, ".".join(way))
-    section = section_of(fields[-1]) if fields else Recipe
+    fields = way_to(recipe, ".".join(way))
+    section = section_of(fields[-1]) if fields else recipe
     return section.model_fields if section else []
 
 

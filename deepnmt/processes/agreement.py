@@ -25,7 +25,7 @@ _SHOW_LATE = 5.0  # seconds after which a network file system surely shows a new
 def agree_on_recipe(recipe: Recipe, ranks: Ranks) -> None:
     """Raises `UserError` on every process, naming settings and machines, if their recipes differ. Collective."""
     settings = {key: str(value) for key, value in flatten(recipe.model_dump()).items()
-                if recipe.parallel.same_paths or not Recipe.is_marked(key, Fact.PATH)}
+                if recipe.parallel.same_paths or not recipe.is_marked(key, Fact.PATH)}
     if not recipe.parallel.same_paths:
         settings["the SHA-256 of plugins"] = ", ".join(sorted(recipe.plugins.values()))
     agree(ranks, "the recipes", settings, "start all machines with the same recipe and overrides; if only paths of "

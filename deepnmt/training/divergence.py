@@ -6,9 +6,8 @@ each one, and at the floor, or without a loss scale, nothing changes that could 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import list_checkpoints
@@ -16,7 +15,6 @@ from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.source_use import SourceUse
 
 LIMIT = 25  # dropped updates in a row, at one loss scale
 
@@ -47,16 +45,14 @@ class DroppedUpdates:
 
 def diverged(
     recipe: Recipe, engine: Engine, ranks: Ranks, batches: Sequence[Batch], factor: float, scale: float,
-    explain: Explain | None = None, validation: Mapping[str, Any] | None = None,
+    explain: Explain | None = None, before: Sequence[str] = (),
 ) -> Diverged:
     """The error that ends the run; for the arguments see `Explain`. Collective.
 
     Args:
-        validation: the record of the last one.
+        before: sentences on what was seen before.
     """
     explanation = explain(recipe, engine, ranks, batches, factor, scale) if explain else []
-    if validation and (use := SourceUse.of(validation)):
-        explanation.append(f"At the validation of update {validation['update']}, {use}.")
     if not ranks.first:
         silent = Diverged("gradients stay non-finite; rank 0 reports where and what to try")
         silent.reported = True
@@ -68,4 +64,4 @@ def diverged(
         left = (f"{checkpoints[-1]} is untouched: the same command with the changed setting resumes from it. If it "
                 "breaks again soon, the weights had diverged before: move the newest checkpoints out of that folder.")
     return Diverged("\n  ".join([f"{LIMIT} updates in a row were dropped because their gradients were not finite, so "
-                                 f"the run ends{floor}.", *explanation, left]))
+                                 f"the run ends{floor}.", *explanation, *before, left]))

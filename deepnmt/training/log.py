@@ -12,7 +12,7 @@ from typing import Any
 
 from deepnmt.checkpoint.saving import Saved
 from deepnmt.files import make_run_folder
-from deepnmt.training.reporters import Console, LogFile, Reporter, StatusFile, TensorBoard
+from deepnmt.training.reporters import Console, Describe, LogFile, Reporter, StatusFile, TensorBoard
 
 
 class Monitor:
@@ -23,12 +23,14 @@ class Monitor:
         active: whether this process reports.
         update: the update a run resumes from; log lines of later updates, from a killed attempt, are removed.
         updates: the number of updates planned.
+        describe: what a progress line says of a record's figures.
 
     Raises:
         UserError: the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: Path, active: bool, update: int, updates: int) -> None:
+    def __init__(self, folder: Path, active: bool, update: int, updates: int,
+                 describe: Describe = lambda record: "") -> None:
         self.folder, self.active, self.first = folder, active, update
         self.started = time.monotonic()
         self.warning: str | None = None  # stands in STATUS.json
@@ -39,7 +41,7 @@ class Monitor:
         if not active:
             return
         make_run_folder(folder)
-        self._console = Console(update, updates)
+        self._console = Console(update, updates, describe)
         log, board = LogFile(folder / "log.jsonl"), TensorBoard(folder / "tensorboard", update)
         with self._attempt(log, "record"):
             if damaged := log.resume(update):
@@ -69,7 +71,7 @@ class Monitor:
         self._record("valid", update, record)
 
     def look(self, update: int, record: dict[str, float]) -> None:
-        """Reports how much the source is used at an update without a validation."""
+        """Reports figures of an update without a validation."""
         self._record("look", update, record)
 
     def saved(self, update: int, saved: Saved) -> None:

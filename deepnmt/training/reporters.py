@@ -15,7 +15,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from tqdm import tqdm
 
 from deepnmt.files import as_json, is_record, write_json
 from deepnmt.progress import print_status
-from deepnmt.visitors import visitor_modules
 
 _GROUPS = {"train": "train", "valid": "valid", "look": "valid", "probe": "probe"}  # figures, by the kind of a record
+
+Describe = Callable[[Mapping[str, Any]], str]
 
 
 class Reporter:
@@ -67,9 +68,11 @@ class Console(Reporter):
 
     Args:
         update, updates: the update a run resumes from, and the number of updates planned.
+        describe: what a line says of the figures of a record, see `training.task.Task`.
     """
 
-    def __init__(self, update: int, updates: int) -> None:
+    def __init__(self, update: int, updates: int, describe: Describe) -> None:
+        self._describe = describe
         self._updates = updates
         self._bar = tqdm(total=updates, initial=update, unit="update", dynamic_ncols=True,
                          disable=not sys.stderr.isatty(), bar_format="{n_fmt}/{total_fmt} |{bar:12}| {desc}")
@@ -83,9 +86,11 @@ class Console(Reporter):
         if kind == "train":
             self._progress(update, record)
         elif kind == "valid":
-            self.print(f"validation at update {update}: {_validation_words(record)}")
+            best = " (best so far)" if record["best"] else ""
+            self.print(f"validation at update {update}: loss {record['loss']:.4f} ppl {record['perplexity']:.2f}"
+                       f"{self._describe(record)}{best}")
         elif kind == "look":
-            self.print(f"a first look at update {update}:{_source_words(record)}")
+            self.print(f"a first look at update {update}:{self._describe(record)}")
         elif kind == "checkpoint":
             self.print(f"checkpoint of update {record['checkpoint']}: {record['bytes'] / 1e6:,.1f} MB, training waited "
                        f"{record['stall_seconds']:.2f} s, written in {record['write_seconds']:.2f} s")
@@ -240,24 +245,6 @@ def _cut_log(path: Path, update: int) -> int:
         if file.read(1) not in (b"", b"\n"):  # an editor left out the last line's end
             file.write(b"\n")
     return damaged
-
-
-def _validation_words(record: Mapping[str, Any]) -> str:
-    bleu = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
-    each = [f"{key.removesuffix('/bleu')} {value:.1f}" for key, value in record.items() if key.endswith("/bleu")]
-    bleu += f" ({', '.join(each)})" if each else ""
-    for visitor in visitor_modules("validation"):
-        bleu += visitor.describe(record)
-    best = " (best so far)" if record["best"] else ""
-    return f"loss {record['loss']:.4f} ppl {record['perplexity']:.2f}{bleu}{_source_words(record)}{best}"
-
-
-def _source_words(record: Mapping[str, Any]) -> str:
-    """How much the source is used (see `source_use.py`), for a line; "" if the record does not say."""
-    if "source_gain" not in record:
-        return ""
-    return (f" source {record['source_gain']:+.2f} common {record['encoder_common']:.2f} "
-            f"attention {record['cross_attention_entropy']:.2f}")
 
 
 def clock(seconds: float) -> str:

@@ -188,8 +188,8 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str],
         fixed.append(Fact.LOSS_SCALE)
 
     def is_fixed(key: str) -> bool:
-        of_an_epoch = key.startswith("data.train.") and Recipe.is_marked(key, Fact.EPOCH)
-        return of_an_epoch or any(Recipe.is_marked(key, fact) for fact in fixed)
+        of_an_epoch = key.startswith("data.train.") and recipe.is_marked(key, Fact.EPOCH)
+        return of_an_epoch or any(recipe.is_marked(key, fact) for fact in fixed)
 
     rejected = [change for change in changes if is_fixed(change.key)]
     if rejected:

@@ -1,34 +1,25 @@
-"""The task that is trained: data, model and validation, which the trainer knows nothing about. Here: translation.
+"""The task that is trained: data, model and validation, which the trainer knows nothing about.
 
-Engines, trainer, checkpoints and schedules work with any task whose model is called as
-`model(batch)` and returns `LossSums`. Pipelines, ω and decoding need translation.
+Engines, trainer, checkpoints and schedules work with any task whose model is called as `model(batch)` and returns
+`LossSums`. A task is a folder of `deepnmt/tasks`, see `deepnmt.visitors`, or comes from a plug-in. Pipelines, ω and
+decoding need a `Transformer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
 from deepnmt.config import Recipe
 from deepnmt.config.plugins import Table
-from deepnmt.data.batching import Stream
-from deepnmt.data.mixing import training_stream
-from deepnmt.data.prepared import PreparedData, open_prepared
-from deepnmt.evaluate.metrics import make_scorers
-from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.fine_tuning import check_parts, trained_weights
-from deepnmt.training.plan import check_memory
-from deepnmt.training.profile import profile_for, save_profile
-from deepnmt.training.source_use import SourceUse
 from deepnmt.training.updates import Batches
-from deepnmt.training.validate import Validation, look, validate
-from deepnmt.visitors import visitor_modules
+from deepnmt.visitors import task_module
+
+Figures = Mapping[str, float | str]
 
 
 class Epochs(Batches, Protocol):
@@ -39,6 +30,38 @@ class Epochs(Batches, Protocol):
 
     def waste(self, epoch: int) -> float:
         """The share of padding in an epoch's tokens, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Figures of one validation.
+
+    Attributes:
+        loss: what is minimised, in nats a target token.
+        perplexity: e to the power of the plain loss.
+        value: by which validations are compared, lower is better.
+        figures: others by name; a text beside a figure says how it was measured.
+        corpora: the same of each corpus, by name, if there are several; `figures` are then their means.
+    """
+
+    loss: float
+    perplexity: float
+    value: float
+    figures: Figures = field(default_factory=dict)
+    corpora: Mapping[str, Validation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A cheap look at a model that trains, once, where the first validation may be thousands of updates later.
+
+    Attributes:
+        due: (recipe) returns the update from which it says something.
+        measure: (recipe, data, engine, ranks) returns figures; none: not known. Collective.
+    """
+
+    due: Callable[[Recipe], int]
+    measure: Callable[[Recipe, Any, Engine, Ranks], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -56,8 +79,11 @@ class Task:
         validate: (recipe, data, engine, ranks) returns the same figures on every process. Collective.
         files: (data) returns the task's files in a checkpoint, beside weights, moments, state and recipe: name to
             content.
-        look: (recipe, data, engine, ranks) returns how much the model uses its source (None: not known), for an early
-            update. Collective. Without it there is no such look.
+        look: see `Look`.
+        describe: (record of a validation or a look) returns what a progress line says of its figures, after a space.
+        warn: (recipe, update, figures of a validation or a look) returns a sentence if training has gone wrong in a way
+            that the loss does not show. It stands in STATUS.json as long as it is so.
+        explain: (record of the last validation) returns what it says about a run that diverged after it.
     """
 
     check: Callable[[Recipe], None]
@@ -67,48 +93,17 @@ class Task:
     start: Callable[[Recipe, Layout, Any, Ranks, bool], Engine]
     validate: Callable[[Recipe, Any, Engine, Ranks], Validation]
     files: Callable[[Any], dict[str, bytes]]
-    look: Callable[[Recipe, Any, Engine, Ranks], SourceUse | None] | None = None
+    look: Look | None = None
+    describe: Callable[[Mapping[str, Any]], str] = lambda record: ""
+    warn: Callable[[Recipe, int, Figures], str | None] = lambda recipe, update, figures: None
+    explain: Callable[[Mapping[str, Any]], list[str]] = lambda record: []
 
-
-def _check(recipe: Recipe) -> None:
-    check_parts(recipe)
-    if recipe.train.valid_bleu:
-        for corpus in (recipe.data.valid, *recipe.data.valid.corpora.values()):
-            make_scorers(corpus.trg_lang or recipe.data.trg_lang)
-
-
-def _stream(recipe: Recipe, data: PreparedData) -> Stream:
-    kind: Callable[..., Stream] = Stream
-    for visitor in visitor_modules("stream"):
-        kind = visitor.around(kind, recipe, data)
-    return training_stream(recipe, data, kind)
-
-
-def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:
-    sizes = (data.vocabs()[0].size, data.vocabs()[1].size)
-    ratio = data.split("train").source_per_target
-    ranks.raise_everywhere(lambda: check_memory(recipe, layout, sizes, ratio, ranks))
-    trained = trained_weights(recipe, data.vocabs(), ranks) if initialise and recipe.train.init_from else None
-    fresh = initialise and trained is None
-    profile = profile_for(recipe, data, ranks) if fresh else None
-    if profile is not None:
-        ranks.raise_everywhere(lambda: save_profile(profile, Path(recipe.run)) if ranks.first else None)
-    if layout.stages and ranks.first:
-        print(partition_of(recipe, *sizes, ratio).table(recipe.batch.accumulation), flush=True)
-    engine = start_engine(recipe, layout, sizes, ranks, profile, ratio, fresh)
-    if trained is not None:
-        engine.fill(trained)
-    return engine
-
-
-def _files(data: PreparedData) -> dict[str, bytes]:
-    """The vocabularies. To put another file into every checkpoint, add its name and bytes here: it is hashed and
-    checked like the others, and copied into averages and folded models."""
-    return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
-
-
-TRANSLATION = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files, look)
 
 TASKS: Table[Task] = Table(
-    "TASKS", {"translation": TRANSLATION},
-    lambda task: None if isinstance(task, Task) else f"is {task!r}, must be a deepnmt.training.task.Task")
+    "TASKS", {}, lambda task: None if isinstance(task, Task) else f"is {task!r}, must be a deepnmt.training.task.Task")
+
+
+def find_task(name: str) -> Task:
+    """The task of a recipe: a folder of `deepnmt/tasks`, or a plug-in's. Raises `UserError` if neither has it."""
+    module = task_module(name, "task")
+    return TASKS[name] if module is None else module.TASK

@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,9 @@ from deepnmt.training.divergence import Explain, diverged
 from deepnmt.training.log import Monitor
 from deepnmt.training.plan import disk_note
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
-from deepnmt.training.source_use import SourceUse, collapse_note, settled
 from deepnmt.training.state import Interval, TrainState
-from deepnmt.training.task import TASKS, Task
+from deepnmt.training.task import Figures, Task, Validation, find_task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
-from deepnmt.training.validate import Validation
 from deepnmt.training.verification import AT_ONCE, Verification
 from deepnmt.visitors import require_visitors, visitor_modules
 
@@ -69,7 +66,7 @@ class Trainer:
         self, recipe: Recipe, ranks: Ranks, task: Task | None = None,
         watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None, explain: Explain | None = None,
     ) -> None:
-        task = task or TASKS[recipe.task]
+        task = task or find_task(recipe.task)
         self.recipe, self.ranks, self.task, self.explain = recipe, ranks, task, explain
         self.run = Path(recipe.run)
         self.checkpoints = self.run / "checkpoints"
@@ -98,7 +95,7 @@ class Trainer:
                 fingerprints = [self.data.fingerprint, *getattr(self.data, "former_fingerprints", ())]
                 changes, self.state = read_state(checkpoint, recipe, fingerprints, ranks)
             update = self.state.update
-            self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates)
+            self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates, task.describe)
             self.monitor.status("running", update)
             ranks.raise_everywhere(self._add_reporters)
             held.push(lambda kind, error, trace: self.report_failure(error))
@@ -221,9 +218,9 @@ class Trainer:
                            f"(loss scale {scale:g})", loss=str(done.stats.loss))
         if done.give_up:
             heartbeat.begin("")  # to be explained
+            before = self.task.explain(self.state.validations[-1]) if self.state.validations else []
             raise diverged(self.recipe, self.engine, self.ranks, done.update.batches,
-                           self.engine.data_world / done.update.tokens, scale, self.explain,
-                           next(iter(self.state.validations[-1:]), None))
+                           self.engine.data_world / done.update.tokens, scale, self.explain, before)
 
     def _ended(self) -> bool:
         return any(at_end(self.recipe.train, self.state) for at_end in STOP_CONDITIONS.values())
@@ -266,7 +263,7 @@ class Trainer:
     def _validate(self) -> bool:
         """Validates; returns whether this is the best validation so far."""
         heartbeat.begin(heartbeat.VALIDATION)
-        state, result = self.state, self._figures()
+        state, result = self.state, self._measure()
         best = state.best
         improved = not best or result.value < best["value"]
         if improved:
@@ -280,10 +277,10 @@ class Trainer:
                     record[f"{name}/{figure}"] = number
         state.validations.append({"update": state.update, "value": result.value, **record})
         self.monitor.valid(state.update, {**record, "training_seconds": state.seconds})
-        self._warn(SourceUse.of(record))
+        self._warn(result.figures)
         return improved
 
-    def _figures(self) -> Validation:
+    def _measure(self) -> Validation:
         """The figures of the weights, or of their running average."""
         averaged = self.recipe.train.ema is not None
         if averaged:
@@ -294,21 +291,22 @@ class Trainer:
         return result
 
     def _look_due(self) -> bool:
-        """Whether this is the first progress line at which a collapse counts, and no validation was before: it comes in
-        the first updates, and should not be seen thousands of updates later."""
-        update, begin = self.state.update, settled(self.recipe)
-        first = update - self.recipe.train.log_every < begin <= update
-        return first and self.task.look is not None and not self.state.validations and not self._validation_due()
+        """Whether this is the first progress line at which the task's look says something, and no validation was
+        before."""
+        if self.task.look is None or self.state.validations or self._validation_due():
+            return False
+        update, begin = self.state.update, self.task.look.due(self.recipe)
+        return update - self.recipe.train.log_every < begin <= update
 
     def _look(self) -> None:
         assert self.task.look is not None
-        if use := self.task.look(self.recipe, self.data, self.engine, self.ranks):
-            self.monitor.look(self.state.update, asdict(use))
-            self._warn(use)
+        if figures := self.task.look.measure(self.recipe, self.data, self.engine, self.ranks):
+            self.monitor.look(self.state.update, figures)
+            self._warn(figures)
 
-    def _warn(self, use: SourceUse | None) -> None:
-        """Says once if the encoder has collapsed; STATUS.json says it as long as it is so."""
-        note = collapse_note(self.recipe, self.state.update, use) if use else None
+    def _warn(self, figures: Figures) -> None:
+        """Says the task's warning once; STATUS.json has it as long as it is so."""
+        note = self.task.warn(self.recipe, self.state.update, figures)
         self.monitor.warning = note
         if note and not self.state.warned:
             self.state.warned = True

@@ -16,7 +16,8 @@ from deepnmt.evaluate import metrics
 from deepnmt.extras.export import job, post_ln, targets
 from deepnmt.model import blocks, feedforward, positions, published
 from deepnmt.optim import optimizers, schedules
-from deepnmt.training import task, trainer
+from deepnmt.training import trainer
+from deepnmt.training.task import Task, find_task
 
 
 @pytest.mark.parametrize(("names", "implemented"), [
@@ -28,7 +29,7 @@ from deepnmt.training import task, trainer
     (choices.VOCAB_KINDS, subwords.SAMPLERS),
     (choices.OPTIMIZERS, optimizers.OPTIMIZERS),
     (choices.SCHEDULES, schedules.SCHEDULES),
-    (choices.TASKS, task.TASKS),
+    (choices.TASKS, [name for name in choices.TASKS if isinstance(find_task(name), Task)]),
     (choices.METRICS, metrics.SCORERS),
     (targets.EXPORTERS.where(lambda target: not target.checkpoint), job.TARGETS),
     (choices.BLOCKS.where(lambda block: block.rewritable), post_ln.REWRITES),

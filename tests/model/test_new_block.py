@@ -25,7 +25,7 @@ from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
-from deepnmt.training.task import TASKS
+from deepnmt.training.task import find_task
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "add_a_block.md"
 
@@ -248,13 +248,13 @@ def test_names_of_no_plugin_and_hashes_that_differ(tmp_path: Path) -> None:
 
 def test_schedules_and_tasks_from_outside(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("from deepnmt.training.task import TRANSLATION\n"
+    file.write_text("from deepnmt.tasks.translation.task import TASK\n"
                     "def halves(peak, schedule, now):\n    return peak * schedule.step_factor ** (now.update // 10)\n"
-                    "SCHEDULES = {'halves': halves}\nTASKS = {'other': TRANSLATION}\n", encoding="utf-8")
+                    "SCHEDULES = {'halves': halves}\nTASKS = {'other': TASK}\n", encoding="utf-8")
     recipe = recipe_with(plugins=[str(file)], task="other",
                          schedule={"name": "halves", "warmup": 5, "step_factor": 0.5})
     assert [learning_rate(1.0, recipe.schedule, update, 100) for update in (1, 5, 25)] == [0.2, 1.0, 0.25]
-    assert TASKS[recipe.task] is TASKS["translation"]
+    assert find_task(recipe.task) is find_task("translation")
 
 
 def test_a_plugin_may_import_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from deepnmt.training.validate import validate
 from refusals import user_error
 from tiny_engines import export_state, options
 from warm import Warm
@@ -24,7 +25,6 @@ from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import Trainer
-from deepnmt.training.validate import validate
 
 
 def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -> None:
@@ -50,7 +50,7 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
         if ranks.first:  # decodes while no other process takes part
             assert len(translate_lines(whole, vocabs, data.split("valid").src_text(), Translate(method="greedy"))) == 20
         ranks.barrier()
-        with patch("deepnmt.training.source_use.BATCH", 100):  # more micro-batches than processes
+        with patch("deepnmt.tasks.translation.source_use.BATCH", 100):  # more micro-batches than processes
             found = validate(settings, data, engine, ranks)
         if ranks.first:
             assert found.source is not None

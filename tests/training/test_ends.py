@@ -18,10 +18,10 @@ from deepnmt.config import load_recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.processes.launch import processes
+from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training.log import Monitor
-from deepnmt.training.task import TRANSLATION
+from deepnmt.training.task import Validation
 from deepnmt.training.trainer import FINISHED, train
-from deepnmt.training.validate import Validation
 
 Run = Callable[..., Path]
 

@@ -17,6 +17,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_parent_folder, make_run_folder, read_log, write_text
 from deepnmt.plots import save
 from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training.log import Monitor
 from deepnmt.training.reporters import Console
 from deepnmt.training.resume import run_lock
@@ -31,7 +32,7 @@ def test_each_figure_is_on_screen_in_the_log_and_in_tensorboard(
 ) -> None:
     clock = iter([100.0, 180.0])  # the run's beginning, and after its twenty updates
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    monitor = Monitor(tmp_path, True, update=0, updates=120)
+    monitor = Monitor(tmp_path, True, update=0, updates=120, describe=TRANSLATION.describe)
     monitor.train(20, RECORD, 100)
     monkeypatch.undo()
     use = {"source_gain": 0.123, "encoder_common": 0.5, "decoder_common": 0.25, "cross_attention_entropy": 0.875}

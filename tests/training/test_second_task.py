@@ -1,115 +1,60 @@
-"""A second task, a decoder-only language model on the toy task, needs no change in deepnmt."""
+"""A second task, a decoder-only language model on the toy task, is a folder and needs no change in deepnmt."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-import torch
 from tiny_engines import recipe_of
-from torch import nn
+from walks.task import TASK
 from warm import Warm
 
-from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import verify
-from deepnmt.config import Recipe, with_settings
-from deepnmt.data.batching import Position, Update
+from deepnmt.config import with_settings
 from deepnmt.files import read_log
-from deepnmt.model.loss import LossSums, label_smoothed_loss
-from deepnmt.parallel.build import build_engine
-from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.launch import processes
-from deepnmt.processes.ranks import Ranks
-from deepnmt.tokens import PAD
-from deepnmt.training.task import Task
 from deepnmt.training.trainer import train
-from deepnmt.training.validate import Validation
 from studies.toy_task import ToyTask
 
-UPDATES, EPOCH = 16, 6  # micro-batches of an epoch
+ROOT = Path(__file__).resolve().parents[2]
+UPDATES = 16
+RECIPE = """
+run: {run}
+task: walks
+data: {{folder: alphabet}}
+model: {{width: 16, heads: 2, ffn: 25}}
+optimizer: {{lr: 0.02}}
+schedule: {{name: constant, warmup: 0}}
+train: {{updates: 16, log_every: 1, validate_every: 4, save_every: 4}}
+parallel: {{ds_config: null, threads: 1}}
+average_last: 1
+"""
+# What somebody does with a task whose folder lies in deepnmt/tasks.
+PROGRAM = """
+import sys
+import deepnmt
+from deepnmt import plots
+from deepnmt.cli import main
+
+plots.plot_learning_curve = lambda *_: None
+whole, broken = sys.argv[1:]
+print(deepnmt.__file__)
+assert main(None, ["--help"]) == 0
+assert main("train", [whole, "data.folder=nowhere"]) == 2
+assert main("train", [whole, "data.src_lang=de"]) == 2
+for words in ([whole], [broken, "train.updates=8"], [broken]):
+    assert main("train", words) == 0
+assert main("bits", [whole]) == 0
+"""
 
 
-class LanguageModel(nn.Module):
-    """One layer of causal attention between a table and its transpose."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__()
-        torch.manual_seed(recipe.seed)
-        width = recipe.model.width
-        self.table = nn.Embedding(ToyTask().vocabulary, width)
-        self.layer = nn.TransformerEncoderLayer(width, recipe.model.heads, recipe.model.ffn, 0.0, batch_first=True)
-
-    def forward(self, batch: Batch) -> LossSums:
-        given, following = batch["given"], batch["following"]
-        mask = nn.Transformer.generate_square_subsequent_mask(given.size(1), device=given.device)
-        hidden = self.layer(self.table(given), src_mask=mask, is_causal=True)
-        return label_smoothed_loss(hidden, self.table.weight, following, 0.0, PAD)
-
-    @staticmethod
-    def smallest_batch(device: torch.device) -> Batch:
-        ids = torch.full((1, 2), PAD + 1, device=device)
-        return Batch({"given": ids, "following": ids}, key=0, tokens=2)
-
-
-class Walks:
-    """The data, and the stream of its micro-batches."""
-
-    fingerprint = "walks"
-
-    def batch(self, number: int, device: torch.device) -> Batch:
-        made = ToyTask().batch(number, 8)
-        tensors = {"given": made["trg_in"], "following": made["trg_out"]}
-        return Batch(tensors, number, made.tokens).to(device)
-
-    def update(self, position: Position, count: int, rank: int, world: int, device: torch.device) -> Update:
-        first = position.epoch * EPOCH + position.index
-        batches = [self.batch(number, device) for number in range(first, first + count)]
-        return Update(batches[rank::world], sum(batch.tokens for batch in batches), first / EPOCH,
-                      Position(*divmod(first + count, EPOCH)))
-
-    def epoch_size(self, epoch: int) -> int:
-        return EPOCH
-
-    def waste(self, epoch: int) -> float:
-        return 0.0
-
-
-def validate(recipe: Recipe, data: Walks, engine: Engine, ranks: Ranks) -> Validation:
-    [(loss, nll)] = engine.evaluate([batch := data.batch(10**6, ranks.device)])
-    return Validation(loss / batch.tokens, nll / batch.tokens, value=loss / batch.tokens)
-
-
-def start(recipe: Recipe, layout: Layout, data: Walks, ranks: Ranks, initialise: bool) -> Engine:
-    engine = build_engine(lambda each: LanguageModel(recipe), recipe, layout, ranks)
-    if initialise:
-        engine.fill(LanguageModel(recipe).state_dict().__getitem__)
-    return engine
-
-
-LANGUAGE = Task(
-    check=lambda recipe: None, open=lambda recipe, texts: Walks(), verify=lambda data: None,
-    stream=lambda recipe, data: data, start=start, validate=validate,
-    files=lambda data: {"symbols.json": json.dumps(ToyTask().symbols).encode()})
-
-
-def trained(run: str, layout: str, updates: str) -> int:
-    """Runs on each rank."""
-    with processes(1, group=layout != "local") as ranks:
-        recipe = recipe_of(layout, 2 // ranks.world, updates=int(updates), log_every=1, validate_every=4, save_every=4,
-                           valid_bleu=False)
-        return train(with_settings(recipe, {
-            "run": run, "optimizer.lr": 0.02, "schedule.name": "constant", "schedule.warmup": 0, "average_last": 1,
-        }), ranks, LANGUAGE)
-
-
-@pytest.mark.parametrize(("world", "layout"), [(1, "local"), (2, "zero1_fp32")])
-def test_a_language_model_trains_and_resumes(world: int, layout: str, tmp_path: Path, warm: Warm) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for run, updates in ((whole, UPDATES), (broken, UPDATES // 2), (broken, UPDATES)):
-        warm.run(world, "test_second_task:trained", run, layout, updates)
+def check(whole: Path, broken: Path) -> None:
+    """Two runs, the second of which was stopped and went on, are the same, and have learned."""
     ours, theirs = ([r["loss"] for r in read_log(run / "log.jsonl") if "loss" in r] for run in (broken, whole))
     assert ours == theirs and len(ours) == UPDATES + UPDATES // 4
     assert ours[-1] < math.log(ToyTask().vocabulary) < ours[0]
@@ -118,3 +63,40 @@ def test_a_language_model_trains_and_resumes(world: int, layout: str, tmp_path: 
         verify(checkpoint)
         assert json.loads((checkpoint / "symbols.json").read_text()) == ToyTask().symbols
     assert len({(checkpoint / "weights.safetensors").read_bytes() for checkpoint in last}) == 1
+
+
+def test_a_folder_in_tasks_is_enough(tmp_path: Path) -> None:
+    """It has recipes, figures, a warning, files and a command of its own, and resumes to the bit."""
+    shutil.copytree(ROOT / "deepnmt", tmp_path / "deepnmt", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests" / "support" / "walks", tmp_path / "deepnmt" / "tasks" / "walks")
+    for name in ("whole", "broken"):
+        (tmp_path / f"{name}.yaml").write_text(RECIPE.format(run=tmp_path / name), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, "whole.yaml", "broken.yaml"], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(str(tmp_path / "deepnmt")) and "  bits " in done.stdout
+    assert "data.folder: walks lead somewhere; give another name" in done.stderr
+    assert "data.src_lang: unknown setting; known: folder" in done.stderr
+    check(tmp_path / "whole", tmp_path / "broken")
+    validations = [r for r in read_log(tmp_path / "whole" / "log.jsonl") if r["type"] == "valid"]
+    assert float(done.stdout.split()[-1]) == validations[-1]["bits"]
+    assert f" {validations[0]['bits']:.2f} bits a symbol" in done.stderr
+    assert json.loads((tmp_path / "whole" / "STATUS.json").read_text())["warning"] == "no bit is left to be learned"
+
+
+def trained(run: str, updates: str) -> int:
+    """Runs on each rank."""
+    with processes(1, group=True) as ranks:
+        recipe = recipe_of("zero1_fp32", 2 // ranks.world, updates=int(updates), log_every=1, validate_every=4,
+                           save_every=4, valid_bleu=False)
+        return train(with_settings(recipe, {
+            "run": run, "optimizer.lr": 0.02, "schedule.name": "constant", "schedule.warmup": 0, "average_last": 1,
+        }), ranks, TASK)
+
+
+def test_it_trains_and_resumes_with_zero(tmp_path: Path, warm: Warm) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for run, updates in ((whole, UPDATES), (broken, UPDATES // 2), (broken, UPDATES)):
+        warm.run(2, "test_second_task:trained", run, updates)
+    check(whole, broken)

@@ -26,12 +26,12 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.translation import source_use
+from deepnmt.tasks.translation.source_use import SourceUse, collapse_note, measure_source_use, measure_validation_text
+from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.tokens import PAD
-from deepnmt.training import source_use
 from deepnmt.training.divergence import diverged
-from deepnmt.training.source_use import SourceUse, collapse_note, measure_source_use, measure_validation_text
 from deepnmt.training.status import run_status
-from deepnmt.training.task import TRANSLATION
 from deepnmt.training.trainer import train
 
 ALONE = Ranks.alone()

@@ -22,9 +22,9 @@ from deepnmt.data.batching import Stream, Update
 from deepnmt.errors import UserError
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training import trainer
 from deepnmt.training.state import Interval
-from deepnmt.training.task import TRANSLATION
 from deepnmt.training.trainer import train as train_here
 
 Train = Callable[..., str]

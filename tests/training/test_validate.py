@@ -17,7 +17,7 @@ from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.translate import Hypothesis, translate_lines
 from deepnmt.model.init import new_model
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training import validate
+from deepnmt.tasks.translation import validate
 
 
 class Adding:

@@ -75,8 +75,8 @@ from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
+from deepnmt.tasks.translation.source_use import collapse_note, measure_source_use
 from deepnmt.training.profile import profile_for
-from deepnmt.training.source_use import collapse_note, measure_source_use
 
 MAX_LOST = 0.5  # of a layer's gradients; fp16 is predicted to fail above it; chosen by hand, not fitted
 LOSS_SCALE = 128.0  # of the fp16 measurement, where the layout is not fp16

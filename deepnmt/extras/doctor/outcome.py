@@ -21,8 +21,8 @@ from torch import Tensor
 
 from deepnmt.batch import Batch
 from deepnmt.data.prepared import Split
+from deepnmt.tasks.translation.source_use import BATCH, GAIN, SENTENCES, paired_batches
 from deepnmt.tokens import PAD
-from deepnmt.training.source_use import BATCH, GAIN, SENTENCES, paired_batches
 
 Outcome = Literal["stuck", "target only", "translates"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)  # from the worst to the best

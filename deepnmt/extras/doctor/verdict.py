@@ -34,7 +34,7 @@ from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress
-from deepnmt.training.source_use import measure_source_use
+from deepnmt.tasks.translation.source_use import measure_source_use
 
 SHIPPED = Path(__file__).with_name("verdict.json")
 TRIAL = 40  # updates

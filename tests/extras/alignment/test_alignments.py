@@ -19,7 +19,7 @@ from deepnmt.data.text import read_pairs
 from deepnmt.data.vocab import SPACE
 from deepnmt.extras.alignment.annotations import Links
 from deepnmt.extras.alignment.stream import GuidedStream
-from deepnmt.training.task import TRANSLATION
+from deepnmt.tasks.translation.task import TASK as TRANSLATION
 
 
 def with_links(prepared: Path, folder: Path, *, lines: list[str] | None = None, **data: object) -> Recipe:

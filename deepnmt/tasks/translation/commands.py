@@ -1,11 +1,15 @@
-"""Commands that use a model: `translate`, `score`."""
+"""The commands for a trained translation model: `translate`, `score`, `evaluate`, `report`."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import ENSEMBLE, checkpoints_of, processes_of
-from deepnmt.config.choices import FORMATS
+from deepnmt.config import load_recipe
+from deepnmt.config.choices import FORMATS, METRICS
 from deepnmt.config.fields import either
 from deepnmt.errors import UserError
 
@@ -91,5 +95,84 @@ def score(words: list[str]) -> None:
                     expected=expected_model(args, recipe, checkpoints))
 
 
+def evaluate(words: list[str]) -> None:
+    """Score a model, or ready translations, with SacreBLEU."""
+    parser = recipe_parser(
+        "evaluate",
+        "Translates the recipe's test sets (or those of --test) and scores the result. Further runs are compared with\n"
+        "the first on its test sets. With --hypotheses it scores ready translations instead, and compares several\n"
+        "systems. Scores are SacreBLEU's, each with its signature; p is by approximate randomization.\n\n"
+        "Reads a checkpoint of the run and the test sets. Prints a table and writes RUN/scores.json; scores of other\n"
+        "test sets, checkpoints, runs or settings go into a file beside it. Sources, references and translations are\n"
+        "kept in a folder of the file's name, as NAME.src, NAME.ref and NAME.hyp.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt evaluate runs/my\n"
+        "deepnmt evaluate runs/my --checkpoint best --test mine=test.en,test.de\n"
+        "deepnmt evaluate runs/my --hypotheses baseline=a.de --hypotheses ours=b.de\n"
+        "deepnmt evaluate runs/my runs/other --checkpoint best --metric bleu --metric chrf++",
+        more="[RUN ...]",
+    )
+    add = parser.add_argument
+    add("--test", action="append", metavar="SET",
+        help="a test set: a name in data.test, NAME=SRC,REF (two text files), or a name of SacreBLEU's such as "
+        "wmt14/full; repeat it for several (default: all of data.test)")
+    add("--hypotheses", action="append", metavar="SYSTEM=FILE[,FILE...]",
+        help="score these translations of the test sets, a file for each set; repeat it to compare systems with the "
+        "first one")
+    add("--metric", action="append", choices=list(METRICS), metavar="NAME",
+        help=f"{either(list(METRICS))}, the last two BLEU over FLORES's pieces, whose vocabulary "
+        "SacreBLEU downloads; repeat it for several (default: bleu, chrf and ter)")
+    add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
+    add("--output", metavar="FILE", help="the JSON file of the scores (default: RUN/scores.json or one beside it)")
+    args, recipe = parse(parser, words)
+    named = args.checkpoint or ["newest"]
+    if args.runs and (named[1:] or named[0] not in ("best", "newest", "averaged")):
+        raise UserError(f"--checkpoint {' '.join(args.checkpoint)} names checkpoints of one run, but "
+                        f"{1 + len(args.runs)} runs are given; take best, newest or averaged, which every run has")
+    if args.hypotheses:
+        settable(args, "evaluate --hypotheses", "ready translations are scored")
+    else:
+        settable(args, "evaluate", "a trained model translates as it is")
+    checkpoints = checkpoints_of(args.checkpoint, recipe)
+    from deepnmt.evaluate.evaluate import evaluate_run
+
+    others = {}
+    for run in args.runs:
+        other = load_recipe(run, [f"run={json.dumps(run)}", *args.overrides])
+        others[checkpoints_of(args.checkpoint, other)[0] if args.checkpoint else run] = other
+    with processes_of(recipe) as ranks:
+        table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoints=checkpoints,
+                             others=others, metrics=args.metric or METRICS.where(lambda metric: metric.usual),
+                             output=args.output, expected=expected_model(args, recipe, checkpoints), ranks=ranks)
+        if ranks.first:
+            print(table)
+
+
+def report(words: list[str]) -> None:
+    """Write a page about a run's scores and translations, or compare two runs."""
+    parser = recipe_parser(
+        "report",
+        "Writes a page about a run that was evaluated: its learning curve, its scores, the ten best and worst\n"
+        "sentences of each test set, and how it does on short and long sentences and on frequent and rare words. With\n"
+        "a second run it also shows where the two differ.\n\n"
+        "Reads RUN/scores.json and RUN/scores, which deepnmt evaluate writes, log.jsonl, and the training text, in\n"
+        "which words are counted. Writes RUN/report.html, one file that needs no network.",
+        "deepnmt report runs/my\n"
+        "deepnmt report runs/my runs/other --output comparison.html",
+        more="[RUN]",
+    )
+    add = parser.add_argument
+    add("--scores", default="scores.json", metavar="NAME", help="the file of scores in the run (default scores.json)")
+    add("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    args, recipe = parse(parser, words)
+    settable(args, "report", "what was scored is shown as it is")
+    if len(args.runs) > 1:
+        raise UserError(f"report was given {1 + len(args.runs)} runs, but it compares two; give one or two")
+    from deepnmt.evaluate.report import write_report
+
+    others = [load_recipe(run, [f"run={json.dumps(run)}"]) for run in args.runs]
+    print(write_report([recipe, *others], args.scores, args.output or Path(recipe.run) / "report.html"))
+
+
 GROUP = TEXT
-COMMANDS: dict[str, Command] = {"translate": translate, "score": score}
+COMMANDS: dict[str, Command] = {"translate": translate, "score": score, "evaluate": evaluate, "report": report}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -18,36 +18,13 @@ from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.source_use import SourceUse, measure_validation_text
+from deepnmt.tasks.translation.source_use import measure_validation_text
+from deepnmt.training.task import Figures, Validation
 from deepnmt.visitors import visitor_modules
 
 # Micro-batches passed to the engine in one call. P pipeline stages idle (P - 1) / (64 + P - 1) of the time, 5 % for 4;
 # waiting micro-batches are integers, and a stage holds the activations of two.
 BATCHES_PER_CALL = 64
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Figures of one validation.
-
-    Attributes:
-        loss: what is minimised, in nats a target token.
-        perplexity: e to the power of the plain loss.
-        value: by which validations are compared, lower is better.
-        figures: others by name; a text beside a figure says how it was measured.
-        corpora: the same of each corpus, by name, if there are several; `figures` are then their means.
-    """
-
-    loss: float
-    perplexity: float
-    value: float
-    figures: Mapping[str, float | str] = field(default_factory=dict)
-    corpora: Mapping[str, Validation] = field(default_factory=dict)
-
-
-def look(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> SourceUse | None:
-    """A cheap look at a model that trains. Collective."""
-    return SourceUse.mean(measure_validation_text(recipe, data, engine, ranks).values())
 
 
 def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:
@@ -81,7 +58,7 @@ def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -
     return replace(_validation(recipe, sums.tolist(), means), corpora=results)
 
 
-def _means(parts: Iterable[Mapping[str, float | str]]) -> dict[str, float | str]:
+def _means(parts: Iterable[Figures]) -> dict[str, float | str]:
     """The mean of each figure over the parts that have it, and the first of each text."""
     values: dict[str, list[float | str]] = {}
     for figures in parts:
@@ -94,7 +71,7 @@ def _means(parts: Iterable[Mapping[str, float | str]]) -> dict[str, float | str]
     return means
 
 
-def _validation(recipe: Recipe, sums: Sequence[float], figures: Mapping[str, float | str]) -> Validation:
+def _validation(recipe: Recipe, sums: Sequence[float], figures: Figures) -> Validation:
     """From the sums (loss, nll, target tokens) and the other figures."""
     loss, nll, tokens = map(float, sums)
     value = -float(figures.get("bleu", 0.0)) if recipe.train.best_by == "bleu" else loss / tokens

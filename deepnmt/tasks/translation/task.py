@@ -1,0 +1,95 @@
+"""Translation: prepared pairs of sentences, an encoder-decoder Transformer, validation by translating."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
+from deepnmt.config import Recipe
+from deepnmt.data.batching import Stream
+from deepnmt.data.mixing import training_stream
+from deepnmt.data.prepared import PreparedData, open_prepared
+from deepnmt.evaluate.metrics import make_scorers
+from deepnmt.parallel.build import partition_of, start_engine
+from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.settings import Layout
+from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.translation.source_use import SourceUse, collapse_note, measure_validation_text, settled
+from deepnmt.tasks.translation.validate import validate
+from deepnmt.training.fine_tuning import check_parts, trained_weights
+from deepnmt.training.plan import check_memory
+from deepnmt.training.profile import profile_for, save_profile
+from deepnmt.training.task import Figures, Look, Task
+from deepnmt.visitors import visitor_modules
+
+
+def _check(recipe: Recipe) -> None:
+    check_parts(recipe)
+    if recipe.train.valid_bleu:
+        for corpus in (recipe.data.valid, *recipe.data.valid.corpora.values()):
+            make_scorers(corpus.trg_lang or recipe.data.trg_lang)
+
+
+def _stream(recipe: Recipe, data: PreparedData) -> Stream:
+    kind: Callable[..., Stream] = Stream
+    for visitor in visitor_modules("stream"):
+        kind = visitor.around(kind, recipe, data)
+    return training_stream(recipe, data, kind)
+
+
+def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:
+    sizes = (data.vocabs()[0].size, data.vocabs()[1].size)
+    ratio = data.split("train").source_per_target
+    ranks.raise_everywhere(lambda: check_memory(recipe, layout, sizes, ratio, ranks))
+    trained = trained_weights(recipe, data.vocabs(), ranks) if initialise and recipe.train.init_from else None
+    fresh = initialise and trained is None
+    profile = profile_for(recipe, data, ranks) if fresh else None
+    if profile is not None:
+        ranks.raise_everywhere(lambda: save_profile(profile, Path(recipe.run)) if ranks.first else None)
+    if layout.stages and ranks.first:
+        print(partition_of(recipe, *sizes, ratio).table(recipe.batch.accumulation), flush=True)
+    engine = start_engine(recipe, layout, sizes, ranks, profile, ratio, fresh)
+    if trained is not None:
+        engine.fill(trained)
+    return engine
+
+
+def _files(data: PreparedData) -> dict[str, bytes]:
+    """The vocabularies. To put another file into every checkpoint, add its name and bytes here: it is hashed and
+    checked like the others, and copied into averages and folded models."""
+    return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
+
+
+def _look(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> dict[str, float]:
+    use = SourceUse.mean(measure_validation_text(recipe, data, engine, ranks).values())
+    return asdict(use) if use else {}
+
+
+def _describe(record: Mapping[str, Any]) -> str:
+    said = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
+    each = [f"{key.removesuffix('/bleu')} {value:.1f}" for key, value in record.items() if key.endswith("/bleu")]
+    if each:
+        said += f" ({', '.join(each)})"
+    for visitor in visitor_modules("validation"):
+        said += visitor.describe(record)
+    if "source_gain" in record:
+        said += (f" source {record['source_gain']:+.2f} common {record['encoder_common']:.2f} "
+                 f"attention {record['cross_attention_entropy']:.2f}")
+    return said
+
+
+def _warn(recipe: Recipe, update: int, figures: Figures) -> str | None:
+    use = SourceUse.of(figures)
+    return collapse_note(recipe, update, use) if use else None
+
+
+def _explain(record: Mapping[str, Any]) -> list[str]:
+    use = SourceUse.of(record)
+    return [f"At the validation of update {record['update']}, {use}."] if use else []
+
+
+TASK = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files, Look(settled, _look),
+            _describe, _warn, _explain)
