@@ -1,4 +1,4 @@
-"""Annotations: what a text has beside its pairs, line by line, such as word alignments. Visitors read them.
+"""Annotations: what a text has beside its pairs, line by line. Visitors read them.
 
 A setting of a corpus that is marked `Fact.ANNOTATION` names the files, and a visitor's module `annotations` has an
 `Annotation` under the setting's name. `deepnmt prepare` hashes the files like those of the text.

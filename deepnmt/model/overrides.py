@@ -1,6 +1,9 @@
 """Other operations in the place of the model's own: `parallel.overrides`.
 
-They are modules of deepnmt/extras/kernels, imported by name and only if a recipe lists them.
+A visitor's module `overrides` has `SETS`, from a name to another module of its folder, which is imported only if a
+recipe lists the name. That has `REPLACEMENTS`, rows (owner, attribute, make): `make(plain)` returns what takes the
+place of the owner's attribute, and computes the same. Its `check(device)` raises `UserError` if this machine cannot run
+them.
 """
 
 from __future__ import annotations
@@ -12,8 +15,7 @@ from typing import Any
 import torch
 
 from deepnmt.errors import UserError
-
-_ROOM = "deepnmt.extras.kernels"
+from deepnmt.visitors import visitor_modules
 
 _plain: list[tuple[Any, str, Any]] = []  # owner, attribute and value of what was replaced
 
@@ -22,13 +24,13 @@ def known_sets(names: Sequence[str]) -> dict[str, str]:
     """From a name to the module of its operations. Raises `UserError` if there is none for one of `names`."""
     if not names:
         return {}
-    try:
-        known = dict(importlib.import_module(_ROOM).SETS)
-    except ModuleNotFoundError:  # the folder was deleted
-        known = {}
+    known: dict[str, str] = {}
+    for visitor in visitor_modules("overrides"):
+        for name, module in visitor.SETS.items():
+            known[name] = f"{visitor.__package__}.{module}"
     for name in names:
         if name not in known:
-            way = f"set it to {' or '.join(known)}, or" if known else f"{_ROOM} is not installed;"
+            way = f"set it to {' or '.join(known)}, or" if known else "no set is installed;"
             raise UserError(f"parallel.overrides lists {name}, but there are no operations of that name; {way} leave "
                             "it out to compute by PyTorch's own")
     return known
@@ -43,9 +45,9 @@ def use(names: Sequence[str], device: torch.device) -> None:
     restore()
     known = known_sets(names)
     for name in names:
-        kernels = importlib.import_module(f"{_ROOM}.{known[name]}")
-        kernels.check(device)
-        for owner, attribute, make in kernels.REPLACEMENTS:
+        operations = importlib.import_module(known[name])
+        operations.check(device)
+        for owner, attribute, make in operations.REPLACEMENTS:
             plain = getattr(owner, attribute)
             _plain.append((owner, attribute, plain))
             setattr(owner, attribute, make(plain))

@@ -346,7 +346,7 @@ def test_profile_of_another_model(prepared: Path, trained: Path, refused: Refuse
     assert f"admin.profile is {trained}/admin_profile.json, which training reads instead of measuring" in found
 
 
-def test_comparing_timing_and_demo(prepared: Path, trained: Path, refused: Refused, tmp_path: Path) -> None:
+def test_comparing_and_timing(prepared: Path, trained: Path, refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     picture = tmp_path / "file" / "x.png"
     assert f"picture {picture} cannot be written" in refused("compare", trained, "--output", picture)
@@ -354,8 +354,4 @@ def test_comparing_timing_and_demo(prepared: Path, trained: Path, refused: Refus
     assert "--rounds is 0, must be 1 or more" in refused("benchmark", recipe, "--rounds", 0)
     assert "there is no prepared data" in refused("benchmark", recipe, f"data.folder={tmp_path}/none")
     assert "there is no folder" in refused("benchmark", recipe, "--translate", tmp_path / "none")
-    assert "data.train names others" in refused("demo", recipe, "data.train={tsv: x.tsv}")
-    assert "--pairs is 5, must be 10 or more" in refused("demo", recipe, "--pairs", 5)
-    mine = f"data.train={{src: {tmp_path}/train.en, trg: {tmp_path}/train.de}}"
-    assert f"{tmp_path} has other content than a demo corpus" in refused("demo", recipe, mine)
     assert contents(tmp_path) == {"file": b"mine"}

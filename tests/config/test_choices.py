@@ -13,7 +13,6 @@ from deepnmt.data import subwords
 from deepnmt.decode import formats
 from deepnmt.errors import UserError
 from deepnmt.evaluate import metrics
-from deepnmt.extras.export import job, post_ln, targets
 from deepnmt.model import blocks, feedforward, positions, published
 from deepnmt.optim import optimizers, schedules
 from deepnmt.training import trainer
@@ -31,8 +30,6 @@ from deepnmt.training.task import Task, find_task
     (choices.SCHEDULES, schedules.SCHEDULES),
     (choices.TASKS, [name for name in choices.TASKS if isinstance(find_task(name), Task)]),
     (choices.METRICS, metrics.SCORERS),
-    (targets.EXPORTERS.where(lambda target: not target.checkpoint), job.TARGETS),
-    (choices.BLOCKS.where(lambda block: block.rewritable), post_ln.REWRITES),
     (choices.FORMATS, formats.WRITERS),
 ])
 def test_each_name_has_its_implementation(names: Collection[str], implemented: Collection[str]) -> None:

@@ -37,15 +37,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def refuse(device: torch.device) -> None:
         raise overrides.UserError(f"no {device.type} can run it")
 
-    room, sets = ModuleType("room"), {name: ModuleType(f"room.{name}") for name in ("one", "two")}
-    vars(room).update(SETS={"counting": "one", "broken": "two"})
+    visitor, sets = ModuleType("room.overrides"), {name: ModuleType(f"room.{name}") for name in ("one", "two")}
+    vars(visitor).update(SETS={"counting": "one", "broken": "two"}, __package__="room")
     names = ("dropout", "self_attention", "attend_step")
     vars(sets["one"]).update(check=lambda device: None,
                              REPLACEMENTS=[(ops, name, counting(name)) for name in names])
     vars(sets["two"]).update(check=refuse, REPLACEMENTS=[])
-    for module in (room, *sets.values()):
+    for module in (ModuleType("room"), *sets.values()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(overrides, "_ROOM", "room")
+    monkeypatch.setattr(overrides, "visitor_modules", lambda kind: [visitor])
     yield found
     overrides.restore()
 
@@ -68,7 +68,7 @@ def test_operations_that_are_not_there_are_refused(calls: list[str], monkeypatch
         layout_of(recipe_with(parallel={"overrides": ["cuting"]}), 1)
     with user_error("no cpu can run it"):
         overrides.use(["broken"], CPU)
-    monkeypatch.setattr(overrides, "_ROOM", "deepnmt.extras.no_folder")
-    with user_error("parallel.overrides lists counting.*is not installed; leave it out"):
+    monkeypatch.setattr(overrides, "visitor_modules", lambda kind: [])
+    with user_error("parallel.overrides lists counting.*no set is installed; leave it out"):
         layout_of(recipe_with(parallel={"overrides": ["counting"]}), 1)
     overrides.use([], CPU)

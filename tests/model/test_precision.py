@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.config.choices import BLOCKS
-from deepnmt.extras.doctor.probes import mean_loss
-from deepnmt.extras.doctor.variants import fresh_model
+from deepnmt.model.admin import measure
 from deepnmt.model.blocks import LayerNorm
 from deepnmt.model.init import new_model
 from deepnmt.model.ops import attend
@@ -109,9 +108,10 @@ def test_every_block_in_fp16_as_documented() -> None:
         stack = {"block": block, "layers": 18}
         shape = Model.model_validate({"width": 128, "heads": 2, "ffn": 512, "dropout": 0.1, "encoder": stack,
                                       "decoder": stack})
-        model = fresh_model(shape, 1000, 1000, 1, [batch]).train()
+        profile = measure(shape, 1000, 1000, 1, [batch]) if shape.profiled else None
+        model = new_model(shape, 1000, 1000, 1, 0.0, profile.omega if profile else None).train()
         half, (largest, loss) = copy.deepcopy(model).half(), largest_output(model, batch)
-        in_fp16 = mean_loss(half, batch)
+        in_fp16 = half(batch).loss / batch.tokens
         (in_fp16.float() * 128).backward()
         grads = [p.grad for p in half.parameters() if p.grad is not None]
         zeros = sum(int((grad == 0).sum()) for grad in grads) / sum(grad.numel() for grad in grads)
@@ -131,7 +131,7 @@ def largest_output(model: Transformer, batch: Batch) -> tuple[float, float]:
                           if isinstance(x, Tensor) and x.is_floating_point())
 
     handles = [module.register_forward_hook(record) for name, module in model.named_modules() if name]
-    loss = float(mean_loss(model, batch))
+    loss = float(model(batch).loss / batch.tokens)
     for handle in handles:
         handle.remove()
     return max(magnitudes), loss

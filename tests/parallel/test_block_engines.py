@@ -13,7 +13,6 @@ from tiny_engines import VOCAB, batches, parallel, recipe_with, step
 from warm import Warm
 
 from deepnmt.config import Recipe
-from deepnmt.extras.doctor.training_probe import TrainingProbe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
@@ -48,32 +47,22 @@ def recipe(layout: str, world: int, encoder: str, decoder: str, settings: dict[s
 def trial(folder: str, layout: str) -> None:
     """Runs on each rank: losses and gradient norms of three updates for each pair."""
     with processes(threads=1, group=True) as ranks:
-        traces, probed = [], {}
+        traces = []
         for pair in PAIRS if layout.startswith("pipeline") else PAIRS + HISTORY:
             made = recipe(layout, ranks.world, *pair)
             engine = start_engine(made, layout_of(made, ranks.world), (VOCAB, VOCAB), ranks)
             traces.append([step(engine, batches(update, MICRO_BATCHES), ranks)[:2] for update in range(3)])
-            if pair == PAIRS[0]:
-                probe = TrainingProbe(engine.module, made.model, 1)
-                with probe.watching(True):
-                    scale = step(engine, batches(3, MICRO_BATCHES), ranks)[2]
-                probed = probe.read(scale * engine.data_world, ranks.sum, ranks.max)
             engine.close()
         if ranks.first:
-            Path(folder, f"{layout}_probe.json").write_text(json.dumps(probed), encoding="utf-8")
             Path(folder, f"{layout}.json").write_text(json.dumps(traces), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> tuple[torch.Tensor, dict[str, float]]:
-    """Losses and norms [pairs, updates, 2], and the training probe's figures of the first pair's fourth update."""
+def local(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> torch.Tensor:
+    """Losses and norms [pairs, updates, 2]."""
     folder = tmp_path_factory.mktemp("local")
     warm.run(1, "test_block_engines:trial", folder, "local")
-    probed = json.loads((folder / "local_probe.json").read_text())
-    return torch.tensor(json.loads((folder / "local.json").read_text())), probed
-
-
-PROBED = {"zero3_fp32": 1e-4, "pipeline_zero1_fp32": 1e-4, "zero1_fp16": 2e-2}  # of the probe of training
+    return torch.tensor(json.loads((folder / "local.json").read_text()))
 
 
 # fp16 rounds weights and activations to 11 bits.
@@ -81,13 +70,9 @@ PROBED = {"zero3_fp32": 1e-4, "pipeline_zero1_fp32": 1e-4, "zero1_fp16": 2e-2}  
     ("zero3_fp32", 1e-5), ("pipeline_zero1_fp32", 1e-5), ("zero1_fp16", 5e-3)
 ])
 def test_layout_equals_the_local_engine(
-    layout: str, tolerance: float, local: tuple[torch.Tensor, dict[str, float]], tmp_path: Path, warm: Warm
+    layout: str, tolerance: float, local: torch.Tensor, tmp_path: Path, warm: Warm
 ) -> None:
     warm.run(2, "test_block_engines:trial", tmp_path, layout)
     ours = torch.tensor(json.loads((tmp_path / f"{layout}.json").read_text()))
     assert len(ours) == len(PAIRS) + (0 if layout.startswith("pipeline") else len(HISTORY))
-    torch.testing.assert_close(ours, local[0][: len(ours)], rtol=tolerance, atol=0)
-    probed = json.loads((tmp_path / f"{layout}_probe.json").read_text())
-    # 6 of each of 3 + 2 layers; of each sub-layer 3 with LayerNorms (encoder), 2 without (decoder)
-    assert len(probed) == 6 * 5 + 3 * 2 * 3 + 2 * 3 * 2
-    assert probed == pytest.approx(local[1], rel=PROBED[layout], abs=0.01 * PROBED[layout])
+    torch.testing.assert_close(ours, local[: len(ours)], rtol=tolerance, atol=0)

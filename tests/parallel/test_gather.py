@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from deepnmt.training.validate import validate
 from refusals import user_error
 from tiny_engines import export_state, options
 from warm import Warm
@@ -24,6 +23,7 @@ from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.translation.validate import validate
 from deepnmt.training.trainer import Trainer
 
 

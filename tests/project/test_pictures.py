@@ -5,20 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pictures
 import pytest
 from matplotlib.figure import Figure
 
 from deepnmt import plots
-from deepnmt.extras.doctor import plots as doctor
-from deepnmt.extras.doctor.measures import Growth
 from deepnmt.plots import plot_learning_curve  # a fixture takes it out of its module
 from studies import plots as studies
 
 CURVES = {name: [(update, 5.0 / update) for update in range(1, 9)] for name in ("post_ln", "admin")}
-LOSSES = {name: [loss for _, loss in points] for name, points in CURVES.items()}
 PANEL = studies.Panel("6L-6L", CURVES, dict.fromkeys(CURVES, "learned"), {"even guess": 8.0})
 ROWS = [{"micro_batches": count, "idle": [0.5, 0.4], "mean": 0.45, "formula": 0.5, "expected": 0.4} for count in (1, 2)]
-GROWTH = Growth.of([1, 2, 4], [0.1, 0.2, 0.4])
 LOG = [{"type": "train", "update": 5, "loss": 3.5, "learning_rate": 1e-3},
        {"type": "valid", "update": 5, "loss": 3.0, "bleu": 12.5}]
 USE = [{"update": update, "loss": 3.0, "source_gain": 0.1, "encoder_common": 0.9} for update in (1, 2)]
@@ -28,10 +25,6 @@ PATH = Path("picture.png")
 PICTURES = {
     "curve": lambda: plot_learning_curve(LOG, PATH, "demo"),
     "curve with the use of the source": lambda: plot_learning_curve([*LOG, LOOK], PATH, "demo"),
-    "squares": lambda: doctor.plot_similarity({"encoder": [[1.0, 0.5], [0.5, 1.0]], "decoder": [[1.0]]}, PATH),
-    "growth": lambda: doctor.plot_growth({"noise": {"encoder": GROWTH}, "update": {"encoder": GROWTH}}, PATH, "title"),
-    "lines": lambda: doctor.plot_lines({"encoder": LOSSES}, PATH, title="title", xlabel="layer", ylabel="norm"),
-    "half": lambda: doctor.plot_half({"scale": 1.0, "shares": {"encoder": 0.1}, "shares_fp32": {"encoder": 0.0}}, PATH),
     "study": lambda: studies.plot_study([PANEL, PANEL], PATH, "title"),
     "idle": lambda: studies.plot_idle_time(ROWS, 2, PATH),
     "source use": lambda: studies.plot_source_use({"run": USE}, PATH, "title"),
@@ -42,18 +35,11 @@ PICTURES = {
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_has_title_and_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
-    for module in (plots, doctor, studies):
+    for module in (plots, studies):
         monkeypatch.setattr(module, "save", lambda figure, _path: figures.append(figure))
     PICTURES[name]()
     [figure] = figures
-    assert figure.get_suptitle() and figure.get_figwidth() == plots.WIDTH
-    axes = [axes for axes in figure.axes if axes.get_visible()]
-    named = {"half": "y"}.get(name, "xy")  # the others have words as ticks
-    for axis in named:
-        assert any([getattr(figure, f"get_sup{axis}label")(), *(getattr(a, f"get_{axis}label")() for a in axes)])
-    for each in axes:
-        lines = [line for line in each.get_lines() if line.get_label() and not line.get_label().startswith("_")]
-        assert len({(line.get_linestyle(), line.get_marker()) for line in lines}) == len(lines)
+    pictures.check(figure)
 
 
 @pytest.mark.parametrize(("records", "panels"), [(LOG, 3), ([*LOG, LOOK], 5), ([], 1)])

@@ -1,7 +1,8 @@
 """Examines copies of deepnmt that lack some visitors: the program that tests/project/test_erasure.py starts.
 
 `python tests/support/erasing.py FOLDER TESTS...` imports the libraries once, and forks for each copy, a folder in
-FOLDER. What its process said is then in its `said.txt`, the exit code in its `code.txt`.
+FOLDER. What its process said is then in its `said.txt`, the exit code in its `code.txt`. In the copy `without-all` all
+tests of the core are imported, too, and one that needs prepared data is run; see its `collected.txt`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,37 @@ import os
 import pkgutil
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 LIBRARIES = ("torch", "torch.distributed", "deepspeed", "transformers", "ctranslate2", "onnx", "onnxruntime",
              "matplotlib.pyplot", "pydantic", "sacrebleu", "sentencepiece", "pytest")
 
 
-def examine(copy: Path, tests: list[str]) -> int:
-    """Imports every module, prints the help, and runs tests, all of this copy."""
+# Tests of the core are all but those of visitors and studies, and those of the distribution as a whole.
+OTHERS = ("extras", "studies", "project")
+WITH_DATA = "tests/training/test_validate.py::test_bleu_is_that_of_the_target_language"
+
+
+def enter(copy: Path) -> None:
+    """Lets this process run the code of this copy."""
     os.chdir(copy)
     sys.path[:0] = [str(copy), str(copy / "tests" / "support")]
+
+
+def collect(copy: Path) -> int:
+    """Imports all tests of the core, and runs one that needs prepared data."""
+    enter(copy)
+    import pytest
+
+    core = ["tests", *(f"--ignore=tests/{room}" for room in OTHERS)]
+    return int(pytest.main(["--collect-only", *core])) or int(pytest.main([WITH_DATA]))
+
+
+def examine(copy: Path, tests: list[str]) -> int:
+    """Imports every module, prints the help, and runs tests, all of this copy."""
+    enter(copy)
     import deepnmt
 
     assert Path(deepnmt.__file__).parent == copy / "deepnmt", deepnmt.__file__
@@ -36,18 +58,18 @@ def examine(copy: Path, tests: list[str]) -> int:
     return int(pytest.main(tests))
 
 
-def fork(copy: Path, tests: list[str]) -> int:
-    """`examine` in a process of its own; returns its exit code."""
+def fork(work: Callable[[], int], output: Path) -> int:
+    """Does something in a process of its own, which prints into a file; returns its exit code."""
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     code = 1
     try:
-        with (copy / "said.txt").open("w", encoding="utf-8") as said:
+        with output.open("w", encoding="utf-8") as said:
             os.dup2(said.fileno(), 1)
             os.dup2(said.fileno(), 2)
             try:
-                code = examine(copy, tests)
+                code = work()
             except BaseException:
                 traceback.print_exc()
             sys.stdout.flush()
@@ -61,4 +83,8 @@ if __name__ == "__main__":
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
     for folder in sorted(Path(sys.argv[1]).iterdir()):
-        (folder / "code.txt").write_text(str(fork(folder, sys.argv[2:])))
+        code = fork(partial(examine, folder, sys.argv[2:]), folder / "said.txt")
+        (folder / "code.txt").write_text(str(code))
+    everything_gone = Path(sys.argv[1]) / "without-all"
+    code = fork(partial(collect, everything_gone), everything_gone / "collected.txt")
+    (everything_gone / "collected_code.txt").write_text(str(code))

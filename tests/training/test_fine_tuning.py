@@ -21,13 +21,14 @@ from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import open_prepared
-from deepnmt.extras.demo.corpus import make_corpus
 from deepnmt.model.init import fill, new_model
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.translation.validate import validate
 from deepnmt.training.fine_tuning import trained_weights
-from deepnmt.training.validate import validate
+
+OTHER_TEXT = Path(__file__).resolve().parents[1] / "fixtures" / "other_text"  # 150 pairs, 10 and 5
 
 pytestmark = pytest.mark.usefixtures("threads")
 
@@ -38,7 +39,7 @@ def base(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings of a run that fine-tunes it."""
     folder = tmp_path_factory.mktemp("fine_tuning")
     assert main("train", [f"{prepared}/recipe.yaml", f"run={folder}/old", "train.updates=6"]) == 0
-    make_corpus(folder / "new" / "text", pairs=150, valid=10, test=5, seed=9)
+    shutil.copytree(OTHER_TEXT, folder / "new" / "text")
     prepare(recipe_of(prepared, folder))
     return folder
 

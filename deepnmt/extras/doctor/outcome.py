@@ -1,7 +1,7 @@
 """What a trained model does with its source, measured on validation text: one of three outcomes.
 
 The same targets are scored twice, by the plain loss in nats a target token: with their own sources, and with shuffled
-ones (see `training/source_use.py`). The difference is the source's gain.
+ones (see `tasks/translation/source_use.py`). The difference is the source's gain.
 
     stuck        not finite, or less than `MARGIN` below the loss of a model that knows only how frequent each target
                  token is

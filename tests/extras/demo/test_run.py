@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny_run
+from refusals import Refused, contents
 
 from deepnmt import config
 from deepnmt.checkpoint.average import average_run
@@ -76,3 +77,13 @@ def test_training_is_launched_from_this_package(tmp_path: Path, monkeypatch: pyt
     done = subprocess.run([sys.executable, main, "train", "--help"], cwd=tmp_path, capture_output=True, text=True,
                           check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0 and "Trains the model" in done.stdout, done.stderr
+
+
+def test_mistakes(prepared: Path, refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    recipe = prepared / "recipe.yaml"
+    assert "data.train names others" in refused("demo", recipe, "data.train={tsv: x.tsv}")
+    assert "--pairs is 5, must be 10 or more" in refused("demo", recipe, "--pairs", 5)
+    mine = f"data.train={{src: {tmp_path}/train.en, trg: {tmp_path}/train.de}}"
+    assert f"{tmp_path} has other content than a demo corpus" in refused("demo", recipe, mine)
+    assert contents(tmp_path) == {"file": b"mine"}

@@ -5,10 +5,31 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pictures
 import pytest
 from matplotlib.figure import Figure
 
 from deepnmt.extras.doctor import plots
+from deepnmt.extras.doctor.measures import Growth
+
+PATH = Path("picture.png")
+GROWTH = Growth.of([1, 2, 4], [0.1, 0.2, 0.4])
+PICTURES = {
+    "squares": lambda: plots.plot_similarity({"encoder": [[1.0, 0.5], [0.5, 1.0]], "decoder": [[1.0]]}, PATH),
+    "growth": lambda: plots.plot_growth({"noise": {"encoder": GROWTH}, "update": {"encoder": GROWTH}}, PATH, "title"),
+    "lines": lambda: plots.plot_lines({"encoder": {"a": [5.0, 2.5], "b": [4.0, 3.0]}}, PATH, title="title",
+                                      xlabel="layer", ylabel="norm"),
+    "half": lambda: plots.plot_half({"scale": 1.0, "shares": {"encoder": 0.1}, "shares_fp32": {"encoder": 0.0}}, PATH),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_has_title_and_labels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(plots, "save", lambda figure, _path: figures.append(figure))
+    PICTURES[name]()
+    [figure] = figures
+    pictures.check(figure, "y" if name == "half" else "xy")  # which has words as ticks
 
 
 def test_a_logarithmic_axis_spans_a_decade_around_its_values() -> None:

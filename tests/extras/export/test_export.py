@@ -21,8 +21,9 @@ import deepnmt
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, load_model
 from deepnmt.cli import main
+from deepnmt.config.choices import BLOCKS
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.extras.export import job
+from deepnmt.extras.export import job, post_ln, targets
 from deepnmt.extras.export.card import SCRIPTS
 from deepnmt.extras.export.plain import Plain, to_plain
 from deepnmt.extras.export.proof import Native
@@ -69,6 +70,11 @@ def difference(to: job.Target, loaded: LoadedModel, folder: Path) -> float:
     sources = [[*source, 2] for source in sources]
     scores = [engine.score(sources, targets) for engine in (Native.of(loaded.model), to.engine(loaded, folder, "fp32"))]
     return max(abs(a - b) for ours, theirs in zip(*scores, strict=True) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_each_target_and_each_rewriting_has_its_function() -> None:
+    assert set(targets.EXPORTERS.where(lambda target: not target.checkpoint)) == set(job.TARGETS)
+    assert set(BLOCKS.where(lambda block: block.rewritable)) == set(post_ln.REWRITES)
 
 
 @pytest.mark.parametrize(("encoder", "decoder", "settings"), [

@@ -14,6 +14,7 @@ from refusals import user_error
 from torch import Tensor
 
 from deepnmt import config
+from deepnmt.checkpoint.average import average_run
 from deepnmt.checkpoint.checkpoint import (
     Contents,
     load_model,
@@ -22,7 +23,7 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.cli import main
 from deepnmt.config.choices import BLOCKS
-from deepnmt.extras.export.post_ln import _compute_in_float64, fold_weights, save_folded
+from deepnmt.extras.export.post_ln import _compute_in_float64, fold_run, fold_weights, save_folded
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
@@ -58,6 +59,16 @@ def folded(module: Transformer, model: config.Model) -> tuple[Transformer, confi
     assert {name for name, _ in other.named_parameters()} == weights.keys()
     other.load_state_dict(weights)
     return other, plain
+
+
+def test_an_outdated_average_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = tiny_run.recipe_of(tmp_path / "run")
+    tiny_run.write(recipe, 10)
+    folder, newest = average_run(recipe), tiny_run.write(recipe, 20)
+    with user_error("b2t"):  # which cannot be folded
+        fold_run(recipe)
+    [message] = caplog.messages
+    assert message.startswith(f"{folder} was averaged") and str(newest) in message
 
 
 @torch.no_grad()
