@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,35 +21,73 @@ class Parser(argparse.ArgumentParser):
 
     examples: str = ""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self._given: set[argparse.Action] = set()
+        try:
+            return super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            where = f"{error.argument_name}: " if error.argument_name else ""
+            raise UserError(f"{where}{error.message}; {self._see}") from None
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self._without_unknown(*self.parse_known_args(args, namespace))
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self._without_unknown(*self.parse_known_intermixed_args(args, namespace))
+
     def error(self, message: str) -> NoReturn:
-        see = f"see {self.prog} --help"
-        if missing := _after("the following arguments are required: ", message):
-            # argparse counts KEY=VALUE, of which there may be none, among them
-            names = [_NEEDED.get(name, name) for name in missing.split(", ") if name != "KEY=VALUE"]
+        """What argparse raises no exception for: arguments are missing, or those of a group."""
+        missing = [action for action in self._actions if action.required and action not in self._given]
+        names = [_NEEDED.get(_name(action), _name(action)) for action in missing if action.nargs != "*"]
+        if names:
             raise UserError(f"{self.prog.split()[-1]} needs {' and '.join(names)}, for example: "
-                            f"{self.examples.splitlines()[0]}; {see}")
-        if unknown := _after("unrecognized arguments: ", message):
-            word = next((word for word in unknown.split() if word.startswith("-")), "").partition("=")[0]
-            near = nearest(word, self._option_string_actions) if word else None
-            what = f"unknown option {word}" if word else f"unexpected argument {unknown.split()[0]}"
-            raise UserError(f"{what}; did you mean {near}? {see}" if near else f"{what}; {see}")
-        if choice := re.fullmatch(r"argument (.+): invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
-            option, value, choices = choice[1].partition("/")[0], choice[2], choice[3].replace("'", "")
-            near = nearest(value, choices.split(", "))
-            hint = f"did you mean {near}? {see}" if near else see
-            raise UserError(f"{option} is {value!r}, must be one of {choices}; {hint}")
-        if number := re.fullmatch(r"argument (.+): invalid (int|float) value: (.*)", message):
-            kind = {"int": "a whole number", "float": "a number"}[number[2]]
-            raise UserError(f"{number[1]} is {number[3]}, must be {kind}; {see}")
-        raise UserError(f"{message.removeprefix('argument ')}; {see}")
+                            f"{self.examples.splitlines()[0]}; {self._see}")
+        raise UserError(f"{message}; {self._see}")
+
+    @property
+    def _see(self) -> str:
+        return f"see {self.prog} --help"
+
+    def _without_unknown(self, args: argparse.Namespace, unknown: list[str]) -> argparse.Namespace:
+        """The arguments. Raises `UserError` if there are others that no option is for."""
+        if not unknown:
+            return args
+        options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        if not options:
+            raise UserError(f"unexpected argument {unknown[0]}; {self._see}")
+        near = nearest(options[0], self._option_string_actions)
+        hint = f"did you mean {near}? " if near else ""
+        raise UserError(f"unknown option {options[0]}; {hint}{self._see}")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        self._given.add(action)
+        return super()._get_values(action, arg_strings)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        kind: Any = action.type
+        if kind not in _NUMBERS:
+            return super()._get_value(action, arg_string)
+        try:
+            return kind(arg_string)
+        except ValueError:
+            raise UserError(f"{_name(action)} is {arg_string!r}, must be {_NUMBERS[kind]}; {self._see}") from None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        near = nearest(str(value), choices)
+        hint = f"did you mean {near}? " if near else ""
+        raise UserError(f"{_name(action)} is {value!r}, must be one of {', '.join(choices)}; {hint}{self._see}")
 
 
 _NEEDED = {"RECIPE": "a recipe (a YAML file) or the folder of a run"}
+_NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
-def _after(start: str, message: str) -> str:
-    """What follows `start` in a message; nothing where the message begins otherwise."""
-    return message.removeprefix(start) if message.startswith(start) else ""
+def _name(action: argparse.Action) -> str:
+    """What a user calls an argument."""
+    return next(iter(action.option_strings), None) or str(action.metavar or action.dest)
 
 
 def plain_parser(command: str, text: str, examples: str, program: str = "deepnmt") -> Parser:
@@ -58,7 +95,7 @@ def plain_parser(command: str, text: str, examples: str, program: str = "deepnmt
     lines = [line.strip() for line in examples.splitlines()]
     parser = Parser(
         prog=f"{program} {command}", description=text, epilog="\n  ".join(["examples:", *lines]),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, exit_on_error=False,
     )
     parser.examples = "\n".join(lines)
     return parser
