@@ -259,10 +259,10 @@ class Run:
         return pack(cast_weights(copy.deepcopy(self.model), "bf16"))
 
     def __repr__(self) -> str:
-        encoder, decoder = self.recipe.model.encoder, self.recipe.model.decoder
-        block = encoder.block if encoder.block == decoder.block else f"{encoder.block}/{decoder.block}"
-        return (f"Run({str(self.folder)!r}: {block} {encoder.layers}L-{decoder.layers}L, {self.parameters:,} "
-                f"parameters, checkpoint {self.checkpoint.name} on {self.device})")
+        model = self.recipe.model
+        blocks = "/".join(dict.fromkeys(model.block_names))  # one if both are the same
+        return (f"Run({str(self.folder)!r}: {blocks} {model.encoder.layers}L-{model.decoder.layers}L, "
+                f"{self.parameters:,} parameters, checkpoint {self.checkpoint.name} on {self.device})")
 
 
 def load(

@@ -382,7 +382,14 @@ class Model(Section):
     @property
     def blocks(self) -> str:
         """Both blocks, for a sentence on what they cannot do."""
-        return f"model.encoder.block is {self.encoder.block} and model.decoder.block {self.decoder.block}"
+        encoder, decoder = self.block_names
+        return f"model.encoder.block is {encoder} and model.decoder.block {decoder}"
+
+    @property
+    def block_names(self) -> tuple[str, str]:
+        """The block of the encoder and that of the decoder, for people; what can be done with them say `Stack.facts`.
+        """
+        return self.encoder.block, self.decoder.block
 
     @property
     def profiled(self) -> bool:
@@ -912,10 +919,11 @@ class Recipe(Section):
             yield Fault(("admin.profile", "train.init_from"), f"admin.profile ({profile}) has no effect with "
                         f"train.init_from ({init_from}), which has trained ω; remove one of them")
         if profile is not None and not self.model.profiled:
+            encoder, decoder = self.model.block_names
             yield Fault(("admin.profile", "model.encoder.block", "model.decoder.block"),
                         f"admin.profile ({profile}) needs block: "
                         f"{' or '.join(BLOCKS.where(lambda block: block.profiled))}, but model.encoder.block is "
-                        f"{self.model.encoder.block} and model.decoder.block is {self.model.decoder.block}; remove it")
+                        f"{encoder} and model.decoder.block is {decoder}; remove it")
 
 
 # Where a recipe may have a name from a plug-in.

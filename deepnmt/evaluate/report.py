@@ -118,10 +118,10 @@ def _facts(runs: Sequence[Evaluated], labels: Sequence[str]) -> str:
     columns = []
     for run in runs:
         model, scores = run.recipe.model, run.scores
+        blocks = model.block_names
         facts = {
             "languages": f"{run.recipe.data.src_lang} to {run.recipe.data.trg_lang}",
-            "model": f"{model.encoder.block} {model.encoder.layers}L, {model.decoder.block} {model.decoder.layers}L, "
-                     f"width {model.width}",
+            "model": f"{blocks[0]} {model.encoder.layers}L, {blocks[1]} {model.decoder.layers}L, width {model.width}",
         }
         if "checkpoint" in scores:  # none if ready translations were scored
             search = scores["translate"]

@@ -95,10 +95,12 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
     """
     path, stages, precision = recipe.parallel.ds_config, recipe.parallel.pipeline_stages, recipe.parallel.precision
     known_sets(recipe.parallel.overrides)
-    for stack in (recipe.model.encoder, recipe.model.decoder):
-        if recipe.parallel.compile and BLOCKS[stack.block].needs_history:
-            raise UserError(f"parallel.compile is true, but each layer of {stack.block} has another number of inputs, "
-                            "so each would be compiled by itself; set parallel.compile=false, or choose another block")
+    with_history: list[str] = []
+    if recipe.parallel.compile or stages:
+        with_history = [name for name in recipe.model.block_names if BLOCKS[name].needs_history]
+    if recipe.parallel.compile and with_history:
+        raise UserError(f"parallel.compile is true, but each layer of {with_history[0]} has another number of inputs, "
+                        "so each would be compiled by itself; set parallel.compile=false, or choose another block")
     if path is None:
         if stages:
             raise UserError(
@@ -112,10 +114,9 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
             )
         return Layout()
     check_stages(stages, recipe.model.encoder.layers, recipe.model.decoder.layers)
-    for stack in (recipe.model.encoder, recipe.model.decoder):
-        if stages and BLOCKS[stack.block].needs_history:  # a plug-in's; the config knows those of deepnmt
-            raise UserError(f"parallel.pipeline_stages is {stages}, but {stack.block} has needs_history = True, and a "
-                            "stage sends on only the last output; set parallel.pipeline_stages=0")
+    if stages and with_history:  # a plug-in's; the config knows those of deepnmt
+        raise UserError(f"parallel.pipeline_stages is {stages}, but {with_history[0]} has needs_history = True, and a "
+                        "stage sends on only the last output; set parallel.pipeline_stages=0")
     if stages and world % stages:
         near = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise UserError(

@@ -220,10 +220,11 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
     partition = partition_of(recipe, *sizes, ratio) if stages else None
     needed = memory_estimate(recipe, layout, parameters, sizes[1], partition, "cuda" if card else None)
     name = "plain PyTorch, fp32" if layout.config is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
-    encoder, decoder = recipe.model.encoder, recipe.model.decoder
+    model = recipe.model
+    widths = dict.fromkeys(str(model.shape(side).width) for side in SIDES)
     rows = {
-        "model": f"{encoder.layers}L-{decoder.layers}L, {encoder.block} / {decoder.block}, width "
-        + " / ".join(dict.fromkeys(str(recipe.model.shape(side).width) for side in SIDES)),
+        "model": f"{model.encoder.layers}L-{model.decoder.layers}L, {' / '.join(model.block_names)}, "
+        f"width {' / '.join(widths)}",
         "parameters": f"{parameters:,}",
         "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * data_parallel:,} at most, padding "
         f"included ({data_parallel} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",
