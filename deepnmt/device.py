@@ -80,8 +80,8 @@ def _sign_of_a_gpu() -> str:
         numbers_processes = name == "CUDA_VISIBLE_DEVICES" and _DEEPSPEED in os.environ
         if name in os.environ and not numbers_processes:
             return f"{name} is {os.environ[name]}"
-    found = sorted(_DEVICES.glob("nvidia[0-9]*"))
-    return f"this machine has {found[0]}" if found else ""
+    devices = sorted(_DEVICES.glob("nvidia[0-9]*"))
+    return f"this machine has {devices[0]}" if devices else ""
 
 
 def _cause() -> str:
@@ -180,8 +180,8 @@ def free_memory(device: torch.device) -> float:
     available and within `memory`."""
     if device.type != "cuda":
         return min(memory(device), psutil.virtual_memory().available)
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return float(torch.cuda.mem_get_info(device)[0] + kept)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def release(device: torch.device) -> None:
@@ -219,8 +219,8 @@ def describe(device: torch.device, processes: int, local: int, precision: str) -
 
 
 def _cpu_name() -> str:
-    found = re.search(r"^model name\s*: (.+)$", _cpu(), flags=re.MULTILINE)
-    return found[1] if found else platform.machine()
+    match = re.search(r"^model name\s*: (.+)$", _cpu(), flags=re.MULTILINE)
+    return match[1] if match else platform.machine()
 
 
 def _cpu() -> str:

@@ -232,7 +232,7 @@ def new_recipe(
     if valid and test:
         texts |= {"valid": valid, "test": test}
         pairs = seen.pairs
-        held = "given"
+        held_out = "given"
     else:
         shares = {part: max(1, min(50, round(1000 * wanted / seen.pairs)))
                   for part, wanted in (("valid", _HELD_OUT // 2), ("test", _HELD_OUT))}
@@ -240,11 +240,11 @@ def new_recipe(
         texts = {part: Corpus(src=[f"{folder}/{part}.{langs[0]}"], trg=[f"{folder}/{part}.{langs[1]}"])
                  for part in counts}
         pairs = counts["train"]
-        held = f"{shares['valid']} and {shares['test']} of 1,000 sentences, by a hash of the target sentence"
+        held_out = f"{shares['valid']} and {shares['test']} of 1,000 sentences, by a hash of the target sentence"
         said.append(f"{folder}: " + ", ".join(f"{count:,} {part}" for part, count in counts.items()))
     row = next(row for row in TABLE[kind] if pairs <= row.pairs)
     lengths = try_vocabulary(seen.sample, row.vocab)
-    text, numbers = _recipe(name, row, texts, langs, pairs, lengths, kind, precision, words, held, seen)
+    text, numbers = _recipe(name, row, texts, langs, pairs, lengths, kind, precision, words, held_out, seen)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -257,7 +257,7 @@ def new_recipe(
 
 def _recipe(
     name: str, row: Choice, texts: dict[str, Corpus], langs: tuple[str, str], pairs: int, lengths: Lengths,
-    hardware: Hardware, precision: str, machine: str, held: str, seen: Survey,
+    hardware: Hardware, precision: str, machine: str, held_out: str, seen: Survey,
 ) -> tuple[str, str]:
     """The recipe, and what it does in a few words."""
     for variants, longer in ((16, lengths.sampled), (0, lengths.longer)):  # noqa: B007
@@ -290,10 +290,10 @@ def _recipe(
         "  train:",
         *text("train", "    ", f"{pairs:,} pairs"),
         "  valid:",
-        *text("valid", "    ", f"held out: {held}" if held != "given" else "given"),
+        *text("valid", "    ", f"held out: {held_out}" if held_out != "given" else "given"),
         "  test:",
         "    test:",
-        *text("test", "      ", "shares no sentence with the others" if held != "given" else "given"),
+        *text("test", "      ", "shares no sentence with the others" if held_out != "given" else "given"),
         "  filters:",
         f"    max_tokens: {longest} # about one pair in 1,000 is longer" if longest < 250 else
         f"    max_tokens: {longest} # longer sentences cost memory, and attention is quadratic in them",

@@ -118,12 +118,12 @@ def choose_checkpoints(
         raise UserError(f"{count} {what} in {checkpoints} were requested, but there are {len(paths)}; {hint}")
     if last is None:
         return paths[:count]
-    kept = last_consecutive(checkpoints, last)
-    if len(kept) < last:
+    chosen = last_consecutive(checkpoints, last)
+    if len(chosen) < last:
         raise UserError(f"the last {last} checkpoints in {checkpoints} were requested, but train.keep_last kept only "
-                        f"{len(kept)} and older ones were kept for their validation; choose {len(kept)}, or name the "
-                        "others by their updates")
-    return kept
+                        f"{len(chosen)} and older ones were kept for their validation; choose {len(chosen)}, or name "
+                        "the others by their updates")
+    return chosen
 
 
 # -- their mean --------------------------------------------------------------------------------------------------------

@@ -385,22 +385,22 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, load_state(checkpoint), checkpoint)
 
 
-def _other_model(model: Model, src_vocab: int, trg_vocab: int, held: Mapping[str, tuple[int, ...]]) -> str | None:
-    """A clause on how `held` shapes differ from those of a model, which takes no more time or memory than they."""
+def _other_model(model: Model, src_vocab: int, trg_vocab: int, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """A clause on how these shapes differ from those of a model, which takes no more time or memory than they."""
     for side in SIDES:
-        if f"{side}.layers.{model.stack(side).layers - 1}.ffn.fc2.weight" not in held:
+        if f"{side}.layers.{model.stack(side).layers - 1}.ffn.fc2.weight" not in shapes:
             return f"the {side} has other than {model.stack(side).layers} layers"
     if TYINGS[model.tied].joint and src_vocab != trg_vocab:
         return f"{SRC_VOCAB} has {src_vocab} pieces and {TRG_VOCAB} {trg_vocab}, but model.tied is {model.tied}"
     with torch.device("meta"):
         planned = Transformer(model, src_vocab, trg_vocab, 0, after_build=lambda part: None)
-    return first_difference(shapes_of(dict(planned.named_parameters())), held)
+    return first_difference(shapes_of(dict(planned.named_parameters())), shapes)
 
 
 def require_model(folder: Path, expected: Model | None) -> None:
     """Raises `UserError` if an undamaged checkpoint holds another model than `expected`; None accepts any."""
-    held = load_recipe(folder / RECIPE)
-    changes = changed_settings(held, held.model_copy(update={"model": expected or held.model}))
+    old = load_recipe(folder / RECIPE)
+    changes = changed_settings(old, old.model_copy(update={"model": expected or old.model}))
     if changes:
         raise UserError(f"{folder} holds another model than requested:\n  " + "\n  ".join(map(str, changes))
                         + "\nthese settings of a trained model cannot change; remove them, or give another checkpoint")

@@ -49,8 +49,8 @@ def prune(folder: Path, train: Train, scores: Scores) -> list[Path]:
     """Deletes all checkpoints that no rule keeps; returns their folders. Raises `FolderWriteError` if one cannot be
     deleted."""
     paths = list_checkpoints(folder)
-    kept = {path for rule in RULES.values() for path in rule.keeps(train, paths, scores)}
-    deleted = [path for path in paths if path not in kept]
+    kept_paths = {path for rule in RULES.values() for path in rule.keeps(train, paths, scores)}
+    deleted = [path for path in paths if path not in kept_paths]
     for path in deleted:
         folders.delete(path)
     return deleted
@@ -89,8 +89,8 @@ def last_consecutive(checkpoints: Path, count: int) -> list[Path]:
     paths = list_checkpoints(checkpoints)[-count:]
     for path in paths:
         verify_files(path, (RECIPE,))
-    kept = [load_recipe(path / RECIPE).train.keep_last for path in paths]
-    whole = (start for start in range(len(paths)) if all(n <= keep for n, keep in enumerate(kept[start:], 1)))
+    counts = [load_recipe(path / RECIPE).train.keep_last for path in paths]
+    whole = (start for start in range(len(paths)) if all(n <= keep for n, keep in enumerate(counts[start:], 1)))
     return paths[next(whole, 0):]
 
 

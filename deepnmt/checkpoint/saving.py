@@ -182,23 +182,23 @@ class Saver:
             for slot in self._copy:
                 self.ranks.send(slot)
             return {}
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         own = iter(self._copy)
         for rank, owned in enumerate(self._all_owned):
             for name, shape, start, stop in owned:
                 for key in (name, *(f"{name}.{moment}" for moment in self._index["moments"])):
                     if rank == 0 and stop - start == math.prod(shape):
-                        found[key] = next(own).view(shape)  # needs no other copy
+                        tensors[key] = next(own).view(shape)  # needs no other copy
                         continue
-                    if key not in found:
-                        found[key] = torch.empty(shape)
-                    part = found[key].view(-1)[start:stop]
+                    if key not in tensors:
+                        tensors[key] = torch.empty(shape)
+                    part = tensors[key].view(-1)[start:stop]
                     if rank == 0:
                         part.copy_(next(own))
                     else:
                         self.ranks.receive(part, rank)
-        weights = {name: found.pop(name) for name in self._index["parameters"]}
-        return {WEIGHTS: weights, MOMENTS: found}
+        weights = {name: tensors.pop(name) for name in self._index["parameters"]}
+        return {WEIGHTS: weights, MOMENTS: tensors}
 
     def _write_tensors(self, groups: dict[str, dict[str, Tensor]], temporary: Path, target: Path) -> dict[str, Entry]:
         """Writes this process's files; returns their entries in the manifest. Raises `UserError`."""

@@ -190,11 +190,11 @@ class Tensors(_Named):
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of a tensor, flat. Nothing else is read, but for the rest of a matrix's rows."""
-        found = [self._read(piece, max(piece.start, start) - piece.start, min(piece.stop, stop) - piece.start)
+        pieces = [self._read(piece, max(piece.start, start) - piece.start, min(piece.stop, stop) - piece.start)
                  for piece in self._pieces.get(name, ()) if piece.start < stop and start < piece.stop]
-        if sum(map(len, found)) != stop - start:
+        if sum(map(len, pieces)) != stop - start:
             raise DamagedFolder(self.folder, f"it does not hold all of the tensor {name}")
-        return found[0] if len(found) == 1 else torch.cat([torch.empty(0), *found])
+        return pieces[0] if len(pieces) == 1 else torch.cat([torch.empty(0), *pieces])
 
     def _read(self, piece: Piece, start: int, stop: int) -> Tensor:
         """Elements of a stored tensor, which are numbers. What was read from an open file stays in memory, so all are
@@ -216,12 +216,12 @@ class Tensors(_Named):
             if shape:
                 row = math.prod(shape[1:])
                 first = start // row
-                found = stored[first : -(-stop // row)].flatten()[start - first * row :][: stop - start]
+                values = stored[first : -(-stop // row)].flatten()[start - first * row :][: stop - start]
             else:
-                found = self._open[piece.file].get_tensor(piece.key).view(1)
-        if bool(found.isnan().any()):
+                values = self._open[piece.file].get_tensor(piece.key).view(1)
+        if bool(values.isnan().any()):
             raise DamagedFolder(self.folder, f"{piece.key} in {piece.file} contains NaN")
-        return found
+        return values
 
 
 class Renamed(_Named):

@@ -100,9 +100,9 @@ def status(words: list[str]) -> int:
         folder = Path(parse(parser, words)[1].run)
     from deepnmt.training.status import run_status
 
-    found = run_status(folder)
-    print(found.sentence)
-    return found.code
+    result = run_status(folder)
+    print(result.sentence)
+    return result.code
 
 
 def average(words: list[str]) -> None:

@@ -96,14 +96,14 @@ class Section(BaseModel):
         """The settings that have no effect with what the setting `by` chooses, but are set; and the names with which
         they would have one. A plug-in may use any."""
         choices, chosen = choices_of(type(self).model_fields[by]), getattr(self, by)
-        found: dict[str, tuple[str, ...]] = {}
+        names_by_setting: dict[str, tuple[str, ...]] = {}
         if choices is None or chosen not in choices:
-            return found
+            return names_by_setting
         for setting in type(self).model_fields:
             names = choices.with_option(setting)
             if names and chosen not in names and getattr(self, setting) != self.default(setting):
-                found[setting] = names
-        return found
+                names_by_setting[setting] = names
+        return names_by_setting
 
     @classmethod
     def marked(cls, fact: Fact | str) -> list[str]:

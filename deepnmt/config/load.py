@@ -294,13 +294,13 @@ def find_faults(tree: dict[str, Any]) -> list[str]:
     rest is checked again, until there is nothing new; what contradicts a setting that was left out is nothing new.
     Where a setting without a default is missing, combinations of different sections wait until it is there.
     """
-    found: list[Fault] = []
+    faults: list[Fault] = []
     while True:
-        faulty = {key for fault in found for key in fault.settings}
+        faulty = {key for fault in faults for key in fault.settings}
         new = [fault for fault in _faults_of(_without(tree, faulty)) if faulty.isdisjoint(fault.settings)]
         if not new:
-            return [fault.text for fault in found]
-        found += new
+            return [fault.text for fault in faults]
+        faults += new
 
 
 def _faults_of(tree: dict[str, Any]) -> Iterator[Fault]:

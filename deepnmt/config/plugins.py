@@ -83,14 +83,14 @@ def name_plugins(tree: dict[str, Any], named: Mapping[str, Choices[Any]], by: Pa
                 f"{why}: add {_way(_found(str(file), beside) or file)}, or move the recipe"
                 for file, sha256 in wanted.items() if not sha256]  # with a hash it is what a run remembers
     own = {str(choices.plugins): choices for choices in named.values()}
-    found, faults = {}, []
+    hashes, faults = {}, []
     for name, sha256 in wanted.items():
         try:
             plugin = _run(str(name), beside, sha256, own)
-            found[plugin.file] = plugin.sha256
+            hashes[plugin.file] = plugin.sha256
         except UserError as error:
             faults.append(f"plugins: {error}")
-    tree["plugins"] = found
+    tree["plugins"] = hashes
     return faults
 
 

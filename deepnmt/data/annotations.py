@@ -34,9 +34,9 @@ class Annotation:
 
 def annotations_of(text: Corpus) -> dict[str, Annotation]:
     """Those that a text, or a corpus of it, has, by their settings. Raises `UserError` where no visitor reads them."""
-    found: dict[str, Annotation] = {}
+    annotations: dict[str, Annotation] = {}
     for corpus in corpora_of(text).values():
         require_visitors(corpus)
         for setting in corpus.annotations:
-            found[setting] = find("annotations", setting)
-    return found
+            annotations[setting] = find("annotations", setting)
+    return annotations

@@ -89,9 +89,9 @@ class Encoder:
         if filters:
             src, trg = (_pack(side).lengths for side in plain)
             codes = filter_by_length(src, trg, filters)
-        kept = np.flatnonzero(codes == KEPT).tolist()
-        texts = [[side[i] for i in kept] for side in texts]
-        plain = [[side[i] for i in kept] for side in plain]
+        chosen = np.flatnonzero(codes == KEPT).tolist()
+        texts = [[side[i] for i in chosen] for side in texts]
+        plain = [[side[i] for i in chosen] for side in plain]
         sides = [[_pack(side) for side in plain]]
         for variant in range(self._job.variants):
             sides.append([])

@@ -61,11 +61,11 @@ def filter_by_text(pairs: Iterable[Pair], filters: Filters) -> Codes:
             hashes.append(int.from_bytes(digest, "little"))
     result = np.frombuffer(codes, dtype=np.uint8).copy()
     if filters.drop_duplicates:
-        kept = np.flatnonzero(result == KEPT)
+        chosen = np.flatnonzero(result == KEPT)
         _, first = np.unique(np.frombuffer(hashes, dtype=np.uint64), return_index=True)
-        repeated = np.ones(len(kept), dtype=bool)
+        repeated = np.ones(len(chosen), dtype=bool)
         repeated[first] = False
-        result[kept[repeated]] = code_of("duplicate")
+        result[chosen[repeated]] = code_of("duplicate")
     return result
 
 

@@ -369,12 +369,12 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
     defaults = _decisive({"data": {"filters": Filters().model_dump()}, "vocab": Vocab().model_dump()})
     then = defaults | data.manifest["settings"]
     now = prepared_settings(recipe)
-    given, held = recipe.vocab.model, [data.manifest["vocab"].get(side, {}).get("sha256") for side in ("src", "trg")]
+    given, hashes = recipe.vocab.model, [data.manifest["vocab"].get(side, {}).get("sha256") for side in ("src", "trg")]
     if bool(given) != bool(then.get("vocab.model")):
         raise UserError(f"prepared data {data.folder} was made with a vocabulary "
                         + (f"of its own, but vocab.model is {given}" if given else
                            "that vocab.model named, but the recipe has none") + f"; {REMEDY}")
-    if given and (files := vocabulary_files(Path(given))) and [sha256(file) for file in files] != held:
+    if given and (files := vocabulary_files(Path(given))) and [sha256(file) for file in files] != hashes:
         raise UserError(f"prepared data {data.folder} has another vocabulary than {given}, which vocab.model names; "
                         f"{REMEDY}")
     for key in (*now, "data.train.corpora", "data.valid.corpora"):
@@ -462,9 +462,9 @@ def trained_on(recipe: Recipe, inputs: Mapping[str, Sequence[Mapping[str, Any]]]
     trained = {file.get("sha256") for file in inputs.get("train", ())}
     sentences = []
     for name, files in inputs.items():
-        found = [file["name"] for file in files if file.get("sha256") in trained and "name" in file]
-        if found and name != "train":
-            sentences.append(f"{name} has {' and '.join(found)} of the training text, so that its scores tell nothing "
+        names = [file["name"] for file in files if file.get("sha256") in trained and "name" in file]
+        if names and name != "train":
+            sentences.append(f"{name} has {' and '.join(names)} of the training text, so that its scores tell nothing "
                              "about other text; give sentences that are held out of training")
     return sentences
 

@@ -69,9 +69,9 @@ def split_corpus(
         if name != "train":
             first[name].setdefault(normalised(pair[1]), pair)
             sources[name].add(normalised(pair[0]))
-    kept = {name: list(pairs.values()) for name, pairs in first.items()}
-    kept["valid"] = [pair for pair in kept["valid"] if normalised(pair[0]) not in sources["test"]]
-    if not (kept["valid"] and kept["test"]):
+    texts = {name: list(pairs.values()) for name, pairs in first.items()}
+    texts["valid"] = [pair for pair in texts["valid"] if normalised(pair[0]) not in sources["test"]]
+    if not (texts["valid"] and texts["test"]):
         raise UserError(f"{files[0]} has too few sentences to hold {valid} + {test} of 1,000 out; give a larger text "
                         "or larger shares")
 
@@ -81,7 +81,7 @@ def split_corpus(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         counts = {name: write_pairs([folder / f"{name}.{lang}" for lang in langs], pairs)
-                  for name, pairs in (("train", train), *kept.items())}
+                  for name, pairs in (("train", train), *texts.items())}
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None
     if not counts["train"]:

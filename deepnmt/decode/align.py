@@ -60,12 +60,12 @@ def align(
     """
     with recorded_attention(model.decoder_layers[layer].cross_attn) as weights:
         model.decode(trg_in, model.encode(src, lengths), lengths)
-    found = []
+    alignments = []
     for row, source, length, target in zip(weights[0], src.tolist(), lengths.tolist(), targets, strict=True):
         sources, targeted = words_of(source[: length - 1], vocabs[0]), words_of(target, vocabs[1], count_tags=False)
         best = row[: len(target), : length - 1].argmax(1).tolist() if length > 1 and target else []
-        found.append(sorted({(sources[s], t) for s, t in zip(best, targeted, strict=True) if t >= 0}))
-    return found
+        alignments.append(sorted({(sources[s], t) for s, t in zip(best, targeted, strict=True) if t >= 0}))
+    return alignments
 
 
 def words_of(ids: Sequence[int], vocab: Vocabulary, count_tags: bool = True) -> list[int]:

@@ -60,8 +60,8 @@ def _jsonl(number: int, hypotheses: Sequence[Hypothesis]) -> str:
 
 def _jsonl_scores(number: int, line: Sequence[Scored]) -> str:
     """One object."""
-    found = [{name: value for name, value in asdict(scored).items() if name != "pieces" or value} for scored in line]
-    return json.dumps({"line": number, "translations": found}, ensure_ascii=False) + "\n"
+    objects = [{name: value for name, value in asdict(scored).items() if name != "pieces" or value} for scored in line]
+    return json.dumps({"line": number, "translations": objects}, ensure_ascii=False) + "\n"
 
 
 WRITERS: dict[str, Writers] = {

@@ -231,21 +231,31 @@ def score_lines(
         while done < len(order):
             longest = max(len(ids) for ids in rows[order[done]][1:3])
             batch = order[done : done + max(1, settings.batch_tokens // longest)]
-            found = _score(models, [rows[r][1] for r in batch], [rows[r][2] for r in batch], settings.ensemble, top)
-            for r, (log_probs, padding, likeliest) in zip(batch, found, strict=True):
+            sources, targets = [rows[r][1] for r in batch], [rows[r][2] for r in batch]
+            results_of_batch = _score(models, sources, targets, settings.ensemble, top)
+            for r, (log_probs, padding, likeliest) in zip(batch, results_of_batch, strict=True):
                 ids, given = rows[r][2], rows[r][3]
                 total = math.fsum(log_probs)
-                told = zip(trg_vocab.to_pieces(ids), log_probs, likeliest) if pieces else ()
                 scored[r] = Scored(
                     one_line(given.text), total / penalty.divisor(max(1, len(ids))), total, len(ids) - given.ended,
-                    given.ended, padding - total, [Piece(piece, log_prob, [(trg_vocab.to_pieces([token])[0], value)
-                                                          for token, value in best]) for piece, log_prob, best in told])
+                    given.ended, padding - total, _pieces(trg_vocab, ids, log_probs, likeliest) if pieces else [])
             done += len(batch)
             progress(len(lines) * done // len(order))
     results: list[list[Scored]] = [[] for _ in lines]
     for (i, *_), each in zip(rows, scored, strict=True):
         results[i].append(each)
     return results
+
+
+def _pieces(
+    vocab: Vocabulary, ids: Sequence[int], log_probs: Sequence[float], likeliest: Sequence[Sequence[tuple[int, float]]]
+) -> list[Piece]:
+    """The pieces of a translation, each with its log-probability and the likeliest tokens at its place."""
+    pieces = []
+    for piece, log_prob, best in zip(vocab.to_pieces(ids), log_probs, likeliest):
+        others = [(vocab.to_pieces([token])[0], value) for token, value in best]
+        pieces.append(Piece(piece, log_prob, others))
+    return pieces
 
 
 def _ids(given: Given, vocab: Vocabulary, number: int) -> list[int]:
@@ -284,10 +294,12 @@ def _score(
             pad = (hidden[0][start : start + size] @ models[0].output_weight[PAD]).float()[:, None]
         parts.append((chosen - norms, torch.logaddexp(norms, pad) - norms, best.values - norms, best.indices))
     log_probs, padding, values, tokens = (torch.cat(column).tolist() for column in zip(*parts))
-    found, start = [], 0
+    results, start = [], 0
     for target in targets:
-        end = start + len(target)
-        found.append(([value for (value,) in log_probs[start:end]], math.fsum(value for (value,) in padding[start:end]),
-                      [list(zip(*best)) for best in zip(tokens[start:end], values[start:end])]))
-        start = end
-    return found
+        span = slice(start, start + len(target))
+        own = [value for (value,) in log_probs[span]]
+        with_pad = math.fsum(value for (value,) in padding[span])
+        likeliest = [list(zip(*best)) for best in zip(tokens[span], values[span])]
+        results.append((own, with_pad, likeliest))
+        start = span.stop
+    return results

@@ -182,11 +182,11 @@ def read_text(name: str) -> Iterator[str]:
 
 def in_step(lines: Sequence[str], others: Iterable[str], name: str, other: str) -> list[str]:
     """The lines of another text, as many as `lines`. Raises `UserError` if they are not."""
-    found = list(others)
-    if len(found) != len(lines):
-        raise UserError(f"{name} has {len(lines)} lines and {other} has {len(found)}; line N of one must belong to "
+    result = list(others)
+    if len(result) != len(lines):
+        raise UserError(f"{name} has {len(lines)} lines and {other} has {len(result)}; line N of one must belong to "
                         "line N of the other, so give files of equal length")
-    return found
+    return result
 
 
 @contextmanager
@@ -407,7 +407,7 @@ def _aligned(
     src, lengths = padded([source] * len(targets), device), torch.tensor([len(source)] * len(targets), device=device)
     links = align(model, layer, src, lengths, padded([[BOS, *target] for target in targets], device)
                   [:, : max_length(model)], targets, vocabs)
-    return [replace(h, alignment=found) for h, found in zip(hypotheses, links, strict=True)]
+    return [replace(h, alignment=alignment) for h, alignment in zip(hypotheses, links, strict=True)]
 
 
 def cut(ids: list[int], limit: int, name: str, used: str, warn: bool) -> list[int]:

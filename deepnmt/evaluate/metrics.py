@@ -226,8 +226,8 @@ def compare(
         first, *rest = (sentence_statistics(scorer, lines, test.references) for lines in systems.values())
         name = METRICS[metric].line
         for system, statistics, bootstrap in zip(others, rest, results[name][1:], strict=True):
-            found = difference(statistics, first, score_of(scorer))
-            comparisons.append(Comparison(test.name, metric, system, baseline, found.value, found.p,
+            result = difference(statistics, first, score_of(scorer))
+            comparisons.append(Comparison(test.name, metric, system, baseline, result.value, result.p,
                                           float(bootstrap.p_value), float(bootstrap.mean), float(bootstrap.ci),
                                           str(signatures[name])))
     return comparisons

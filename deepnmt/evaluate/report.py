@@ -209,16 +209,16 @@ def _by_frequency(runs: Sequence[Evaluated], labels: Sequence[str], name: str, c
     if counts is None:
         return "<h3>By frequency of words</h3><p>The training text is not there any more, so nothing is known.</p>"
     rows = [["times in the training text", "words of the reference", *(f"translated, {label}" for label in labels)]]
-    total, found = Counter[int](), [Counter[int]() for _ in runs]
+    total, matches = Counter[int](), [Counter[int]() for _ in runs]
     for i, reference in enumerate(runs[0].sets[name].references[0]):
         wanted = Counter(_split(reference))
         for word, count in wanted.items():
             total[_group(counts[word], FREQUENCIES)] += count
-        for run, hits in zip(runs, found, strict=True):
+        for run, hits in zip(runs, matches, strict=True):
             for word, count in (wanted & Counter(_split(run.translations[name][i]))).items():
                 hits[_group(counts[word], FREQUENCIES)] += count
     rows += [[_span(number, FREQUENCIES), f"{total[number]:,}",
-              *(f"{100 * hits[number] / total[number]:.1f} %" for hits in found)] for number in sorted(total)]
+              *(f"{100 * hits[number] / total[number]:.1f} %" for hits in matches)] for number in sorted(total)]
     return ("<h3>By frequency of words</h3><p>The share of the reference's words that the translation of the same "
             "sentence contains, by how often they come in the training text.</p>") + html_table(rows)
 
@@ -275,14 +275,20 @@ def _sentences(runs: Sequence[Evaluated], labels: Sequence[str], name: str, chos
 
 def _marked(text: str, reference: str) -> str:
     """The text as HTML, with marks on words that are not the reference's."""
-    (wanted, _), (words, ends) = (list(zip(*re.findall(r"(\w+|[^\w\s])(\s*)", line))) or [(), ()]
-                                  for line in (reference, text))
-    found = []
+    wanted, _ = _words_and_spaces(reference)
+    words, ends = _words_and_spaces(text)
+    parts = []
     for kind, _, _, start, stop in SequenceMatcher(None, wanted, words, autojunk=False).get_opcodes():
         if start < stop:
             part = escape("".join(map("".join, zip(words[start:stop], ends[start:stop]))))
-            found.append(part if kind == "equal" else f"<mark>{part.rstrip()}</mark>{ends[stop - 1]}")
-    return "".join(found).strip() or "<small>nothing</small>"
+            parts.append(part if kind == "equal" else f"<mark>{part.rstrip()}</mark>{ends[stop - 1]}")
+    return "".join(parts).strip() or "<small>nothing</small>"
+
+
+def _words_and_spaces(text: str) -> tuple[list[str], list[str]]:
+    """The words and marks of a text, and what space follows each."""
+    pairs = re.findall(r"(\w+|[^\w\s])(\s*)", text)
+    return [word for word, _ in pairs], [space for _, space in pairs]
 
 
 def _split(text: str) -> list[str]:

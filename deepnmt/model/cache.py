@@ -71,7 +71,7 @@ class Cache:
         count, filled, device = len(sentences), self.position * self.beams, self.past.device
         moves = [(target, source) for target, source in enumerate(sentences) if target != source]
         targets, sources = (indices([move[side] for move in moves], device) for side in (0, 1))
-        kept = indices(sentences, device)
+        rows = indices(sentences, device)
         for layer in self.past:  # one by one, so that the copy in between takes little memory
             _copy_rows(layer[..., :filled, :], 1, targets, sources)
         self.past = self.past[:, :, :count]
@@ -79,5 +79,5 @@ class Cache:
             _copy_rows(k, 0, targets, sources)
             _copy_rows(v, 0, targets, sources)
         self.source = [(k[:count], v[:count]) for k, v in self.source]
-        self.lineage = self.lineage.unflatten(0, (-1, self.beams)).index_select(0, kept).flatten(0, 1)
-        self.mask = None if self.mask is None else self.mask.index_select(0, kept)
+        self.lineage = self.lineage.unflatten(0, (-1, self.beams)).index_select(0, rows).flatten(0, 1)
+        self.mask = None if self.mask is None else self.mask.index_select(0, rows)

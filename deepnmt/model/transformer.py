@@ -257,10 +257,10 @@ class Transformer(nn.Module):
         """The memory of decoding one sentence of `length` tokens, in bytes: `start_cache`'s keys and values of `steps`
         positions, and what a step and a search make beside them."""
         (width, _, inner), vocab, size = self.shape, len(self.output_weight), self.output_weight.element_size()
-        kept = 2 * len(self.decoder_layers) * (length + steps * beams) * width * size
-        kept += 2 * steps * beams**2 * size  # which hypothesis continues which, and its copy when they are reordered
+        cached = 2 * len(self.decoder_layers) * (length + steps * beams) * width * size
+        cached += 2 * steps * beams**2 * size  # which hypothesis continues which, and its copy when they are reordered
         # a layer at work, in the encoder with its FFN; logits, their fp32 copy, and what ranks them; tokens
-        return kept + max(length, beams) * (8 * width + 2 * inner) * size + beams * (vocab * (size + 10) + 40 * steps)
+        return cached + max(length, beams) * (8 * width + 2 * inner) * size + beams * (vocab * (size + 10) + 40 * steps)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Decodes one position: the last tokens [B·K] to the last layer's output [B·K, D]. Advances `cache`.

@@ -139,11 +139,11 @@ def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 def _skip_unrectified(radam: torch.optim.RAdam) -> None:
     """Makes the updates that RAdam cannot rectify update the moments alone, and decay the weights where that is
     decoupled."""
-    kept: list[float] = []  # the groups' rates during a step; ZeRO-3 takes several steps an update
+    rates: list[float] = []  # the groups' rates during a step; ZeRO-3 takes several steps an update
 
     @torch.no_grad()
     def before(*_: Any) -> None:
-        kept[:] = [group["lr"] for group in radam.param_groups]
+        rates[:] = [group["lr"] for group in radam.param_groups]
         for group in radam.param_groups:
             done = max((float(radam.state[p]["step"]) for p in group["params"] if radam.state.get(p)), default=0.0)
             if rectifiable(group["betas"][1], int(done) + 1):
@@ -155,7 +155,7 @@ def _skip_unrectified(radam: torch.optim.RAdam) -> None:
             group["lr"] = 0.0
 
     def after(*_: Any) -> None:
-        for group, rate in zip(radam.param_groups, kept, strict=True):
+        for group, rate in zip(radam.param_groups, rates, strict=True):
             group["lr"] = rate
 
     radam.register_step_pre_hook(before)
@@ -173,10 +173,10 @@ def rectifiable(beta2: float, step: int) -> bool:
 def moment_names(recipe: config.Recipe) -> tuple[Moment, ...]:
     """The tensors that the optimizer keeps for each parameter, by their names in PyTorch and in checkpoints."""
     average: tuple[Moment, ...] = () if recipe.train.ema is None else ("ema",)
-    kept = choices.OPTIMIZERS[recipe.optimizer.name].moments
+    moments = choices.OPTIMIZERS[recipe.optimizer.name].moments
     if not recipe.optimizer.momentum:
-        kept = tuple(name for name in kept if name != "momentum_buffer")
-    return (*kept, *average)
+        moments = tuple(name for name in moments if name != "momentum_buffer")
+    return (*moments, *average)
 
 
 def initial_moment(moment: Moment, weight: torch.Tensor) -> torch.Tensor:

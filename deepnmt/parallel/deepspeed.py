@@ -231,8 +231,8 @@ class DeepSpeedEngine:
 
     def _write(self, p: Any, values: Sequence[torch.Tensor]) -> None:
         """Sets the fp32 weight and moments of `_kept`."""
-        for held, value in zip(self._state(p), values, strict=True):
-            held.data.copy_(value)
+        for tensor, value in zip(self._state(p), values, strict=True):
+            tensor.data.copy_(value)
 
     @torch.no_grad()
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
@@ -241,9 +241,12 @@ class DeepSpeedEngine:
             if start == stop:
                 continue
             weight = part_from(source, name, shape, start, stop).to(self.device, torch.float32)
-            kept = [part_from(moments, f"{name}.{m}", shape, start, stop) if moments else initial_moment(m, weight)
-                    for m in self.moments]
-            self._write(p, [weight, *(value.to(self.device, torch.float32) for value in kept)])
+            values = [weight]
+            for moment in self.moments:
+                value = (part_from(moments, f"{name}.{moment}", shape, start, stop) if moments
+                         else initial_moment(moment, weight))
+                values.append(value.to(self.device, torch.float32))
+            self._write(p, values)
         self._refresh()
         for state in self._optimizer.state.values():
             if "step" in state:  # SGD counts none

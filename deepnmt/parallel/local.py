@@ -63,17 +63,17 @@ class LocalEngine:
     def owned(self) -> Iterator[Part]:
         for name, parameter in self.module.named_parameters():
             weight, state = parameter.detach(), self.optimizer.state[parameter]
-            kept = {moment: state[moment] if moment in state else initial_moment(moment, weight)
+            moments = {moment: state[moment] if moment in state else initial_moment(moment, weight)
                     for moment in self.moments}
-            yield Part(name, tuple(weight.shape), 0, weight.view(-1), {m: t.view(-1) for m, t in kept.items()})
+            yield Part(name, tuple(weight.shape), 0, weight.view(-1), {m: t.view(-1) for m, t in moments.items()})
 
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         fill(self.module, source)
         for name, parameter in self.module.named_parameters():
-            kept = {m: moments(f"{name}.{m}").to(parameter) if moments else initial_moment(m, parameter.detach())
+            own_moments = {m: moments(f"{name}.{m}").to(parameter) if moments else initial_moment(m, parameter.detach())
                     for m in self.moments}
             counted = {"step": torch.tensor(float(step))} if self.counts else {}
-            self.optimizer.state[parameter] = {**counted, **kept}
+            self.optimizer.state[parameter] = {**counted, **own_moments}
         self._applied = step
 
     @torch.no_grad()

@@ -42,13 +42,13 @@ def agree_on_contents(
         fingerprint: of the training data.
         files: that a checkpoint takes from the data, such as vocabularies.
     """
-    held = {f"{key} in parallel.ds_config": str(value) for key, value in flatten(config or {}).items()}
+    contents = {f"{key} in parallel.ds_config": str(value) for key, value in flatten(config or {}).items()}
     if recipe.admin.profile is not None:
         with suppress(OSError):
-            held["the content of admin.profile"] = sha256(Path(recipe.admin.profile))[:8]
-    held["the data's fingerprint"] = fingerprint[:16]
-    held |= {f"the vocabulary {name}": hashlib.sha256(content).hexdigest()[:8] for name, content in files.items()}
-    agree(ranks, "the contents", held, "give all machines the same files; the data are best prepared once, into a "
+            contents["the content of admin.profile"] = sha256(Path(recipe.admin.profile))[:8]
+    contents["the data's fingerprint"] = fingerprint[:16]
+    contents |= {f"the vocabulary {name}": hashlib.sha256(content).hexdigest()[:8] for name, content in files.items()}
+    agree(ranks, "the contents", contents, "give all machines the same files; the data are best prepared once, into a "
           "folder that all of them see")
 
 

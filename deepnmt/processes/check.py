@@ -39,21 +39,21 @@ def check_cluster(recipe: Recipe, ranks: Ranks, megabytes: int = 64) -> tuple[st
     if ranks.store is None:
         raise UserError("check-cluster was started as one process, so there is nothing to compare; start it as you "
                         "start training, for example srun deepnmt check-cluster my.yaml")
-    told = facts(ranks.device)
-    told["gpus"] = torch.cuda.device_count() if ranks.device.type == "cuda" else 0
-    told["clock"] = _clock(ranks)
-    told |= _folders(Path(recipe.run), Path(recipe.data.folder), ranks)
-    told["seconds"] = _all_reduce_seconds(ranks, megabytes * 2**20)
-    told["link"] = _link(ranks, [n["machine"] for n in _everybody(ranks, {"machine": told["machine"]}, "links")])
-    judged = decide_on_rank0(ranks.store, ranks.rank, ranks.world, "the cluster", told,
+    own = facts(ranks.device)
+    own["gpus"] = torch.cuda.device_count() if ranks.device.type == "cuda" else 0
+    own["clock"] = _clock(ranks)
+    own |= _folders(Path(recipe.run), Path(recipe.data.folder), ranks)
+    own["seconds"] = _all_reduce_seconds(ranks, megabytes * 2**20)
+    own["link"] = _link(ranks, [n["machine"] for n in _everybody(ranks, {"machine": own["machine"]}, "links")])
+    judged = decide_on_rank0(ranks.store, ranks.rank, ranks.world, "the cluster", own,
                              lambda reports: _judge(reports, megabytes))
     return judged["text"], judged["faults"]
 
 
-def _everybody(ranks: Ranks, told: Facts, subject: str) -> list[Facts]:
+def _everybody(ranks: Ranks, own: Facts, subject: str) -> list[Facts]:
     """What all processes told, on every process."""
     assert ranks.store is not None
-    return decide_on_rank0(ranks.store, ranks.rank, ranks.world, subject, told, lambda all_: {"all": list(all_)})["all"]
+    return decide_on_rank0(ranks.store, ranks.rank, ranks.world, subject, own, lambda all_: {"all": list(all_)})["all"]
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -61,12 +61,12 @@ def _everybody(ranks: Ranks, told: Facts, subject: str) -> list[Facts]:
 
 def _clock(ranks: Ranks) -> float:
     """Seconds by which this machine's clock is ahead of the first one's, to within the time of a barrier."""
-    found = []
+    offsets = []
     for _ in range(_REPEATS):
         ranks.barrier()
         now = time.time()
-        found.append(now - ranks.sum([now if ranks.first else 0.0])[0])
-    return statistics.median(found)
+        offsets.append(now - ranks.sum([now if ranks.first else 0.0])[0])
+    return statistics.median(offsets)
 
 
 def _folders(run: Path, data: Path, ranks: Ranks) -> Facts:
@@ -111,15 +111,15 @@ def _try_folder(run: Path, name: str, mine: Path) -> str:
 def _all_reduce_seconds(ranks: Ranks, size: int) -> float:
     """The time of an all-reduce of `size` bytes on the slowest process, the best of some."""
     tensor = torch.zeros(size // 4, device=ranks.device)
-    found = []
+    times = []
     for _ in range(_REPEATS):
         ranks.barrier()
         started = time.monotonic()
         dist.all_reduce(tensor)
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
-        found.append(ranks.max([time.monotonic() - started])[0])
-    return min(found)
+        times.append(ranks.max([time.monotonic() - started])[0])
+    return min(times)
 
 
 def _link(ranks: Ranks, machines: Sequence[str], size: int = 16 * 2**20) -> float | None:
@@ -166,24 +166,24 @@ def _judge(everything: Sequence[Facts], megabytes: int) -> dict[str, Any]:
 def _faults(everything: Sequence[Facts], groups: Sequence[Sequence[Facts]]) -> list[str]:
     """A phrase for each difference between the machines, and for each thing that would go wrong."""
     names, first = [told["node"] for told in everything], everything[0]
-    found = differences(everything, MUST_MATCH | SHOULD_MATCH)
-    found.append(differing("the data's fingerprint", [told["data"] for told in everything], names))
-    found.append(differing("the number of processes", [str(len(group)) for group in groups],
+    faults = differences(everything, MUST_MATCH | SHOULD_MATCH)
+    faults.append(differing("the data's fingerprint", [told["data"] for told in everything], names))
+    faults.append(differing("the number of processes", [str(len(group)) for group in groups],
                            [group[0]["node"] for group in groups]))
     if first["data"].startswith("missing"):
-        found.append(f"{first['node']} has no prepared data")
+        faults.append(f"{first['node']} has no prepared data")
     for group in groups:
         node = group[0]
         if abs(node["clock"]) > _CLOCKS:
-            found.append(f"the clock of {node['node']} is {node['clock']:+.1f} s off that of {first['node']}")
+            faults.append(f"the clock of {node['node']} is {node['clock']:+.1f} s off that of {first['node']}")
         if node["run"] != "shared":
-            found.append(f"the run folder on {node['node']}: {node['run']}; all machines must read and write the same")
+            faults.append(f"the run folder on {node['node']}: {node['run']}; all machines must read and write the same")
     unseen = sorted({names[rank] for rank in first["not_seen"] if everything[rank]["run"] == "shared"})
     if unseen:
-        found.append(f"{first['node']} does not see what {', '.join(unseen)} wrote into the run folder")
+        faults.append(f"{first['node']} does not see what {', '.join(unseen)} wrote into the run folder")
     links = {group[0]["node"]: group[0]["link"] for group in groups if group[0]["link"]}
     if len(links) > 2:
         usual = statistics.median(links.values())
-        found += [f"{node} gets {speed / 1e9:.2f} GB/s from {first['node']}, the median is {usual / 1e9:.2f}"
+        faults += [f"{node} gets {speed / 1e9:.2f} GB/s from {first['node']}, the median is {usual / 1e9:.2f}"
                   for node, speed in links.items() if speed < _SLOW * usual]
-    return [phrase for phrase in found if phrase]
+    return [phrase for phrase in faults if phrase]

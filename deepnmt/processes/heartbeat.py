@@ -163,16 +163,16 @@ class HeartbeatMonitor:
 
     def _place(self) -> tuple[str, bool]:
         """Where the training of this process is, and whether one of its threads is in a collective."""
-        waits, found = False, ""
+        waits, place = False, ""
         frame: FrameType | None
         for thread, frame in sys._current_frames().items():
             while frame is not None:
                 file = frame.f_code.co_filename
                 waits |= any(part in file for part in _COLLECTIVES)
-                if thread == self._thread and not found and file.startswith(_PACKAGE):
-                    found = f"{frame.f_code.co_name} ({file.removeprefix(_PACKAGE)}, line {frame.f_lineno})"
+                if thread == self._thread and not place and file.startswith(_PACKAGE):
+                    place = f"{frame.f_code.co_name} ({file.removeprefix(_PACKAGE)}, line {frame.f_lineno})"
                 frame = frame.f_back
-        return found, waits
+        return place, waits
 
     def _end(self, notice: ExitNotice) -> None:
         """Ends this process, after rank 0's heartbeat has told the others."""

@@ -195,7 +195,7 @@ def _where_they_meet() -> str:
 
 def _wait_for_store(address: str, port: int, wait: timedelta) -> None:
     """Waits until somebody listens: PyTorch's store would wait two to three times as long, and print a traceback."""
-    start, told = time.monotonic(), rank_from_environment()[2] > 0  # one process of every machine tells
+    start, announced = time.monotonic(), rank_from_environment()[2] > 0  # one process of every machine tells
     while True:
         try:
             socket.create_connection((address, port), timeout=10).close()
@@ -206,8 +206,8 @@ def _wait_for_store(address: str, port: int, wait: timedelta) -> None:
         if waited > wait.total_seconds():
             raise UserError(f"{fault}; see that process 0 runs, and that its machine has this name and lets the port "
                             "through")
-        if not told and waited > NOTICE.total_seconds():
-            told = True
+        if not announced and waited > NOTICE.total_seconds():
+            announced = True
             print_status(f"{fault}; waiting up to {wait.total_seconds() - waited:.0f} s more; if process 0 has ended, "
                          "stop all and start them again")
         time.sleep(0.2)

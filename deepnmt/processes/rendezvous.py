@@ -52,7 +52,7 @@ SHOULD_MATCH = {"python": "Python's version", "gpu": "the GPU", "driver": "the G
 
 def facts(device: torch.device) -> Facts:
     """What this process tells about itself and its machine."""
-    found = {
+    own = {
         "node": socket.gethostname(),
         "machine": f"{socket.gethostname()} {_first_line('/proc/sys/kernel/random/boot_id')}",  # names may be the same
         "address": address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")),
@@ -68,9 +68,9 @@ def facts(device: torch.device) -> Facts:
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         slices = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU that is split, which may have one UUID
-        found |= {"gpu": gpu.name, "driver": _first_line("/proc/driver/nvidia/version"),
+        own |= {"gpu": gpu.name, "driver": _first_line("/proc/driver/nvidia/version"),
                   "gpu_id": f"{getattr(gpu, 'uuid', device.index)} {slices if 'MIG' in slices else ''}"}
-    return found
+    return own
 
 
 def code_hash() -> str:

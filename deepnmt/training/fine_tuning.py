@@ -68,15 +68,15 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
     Raises:
         UserError: the models differ; the message names the first tensor that does, and the setting or vocabulary.
     """
-    old, held = load_recipe(folder / RECIPE).model, model_in(folder).shapes
+    old, shapes = load_recipe(folder / RECIPE).model, model_in(folder).shapes
     with torch.device("meta"):
         planned = Transformer(recipe.model, vocabs[0].size, vocabs[1].size, 0, after_build=lambda part: None)
     expected = shapes_of(dict(planned.named_parameters()))
     grown = _grown(recipe, old, folder)
     names = {name: _origin(name, grown, recipe.train.grow) for name in expected}
-    found = {name: held[origin] for name, origin in names.items() if origin in held}
+    found = {name: shapes[origin] for name, origin in names.items() if origin in shapes}
     placed = set(names.values())
-    found |= {name: shape for name, shape in held.items() if name not in placed}
+    found |= {name: shape for name, shape in shapes.items() if name not in placed}
     difference = first_difference(expected, found)
     for key, was, now in changed_settings(old, recipe.model):
         side, _, name = key.rpartition(".")

@@ -89,24 +89,24 @@ def memory_estimate(
     # tensors of the FFN's inner width
     inner = ACTIVATIONS[model.activation].kept + (1 if device == "cuda" else 2) * (model.activation_dropout > 0)
     shapes = [(each[side], model.stack(side).layers, model.shape(side)) for side in SIDES]
-    kept = float(sum(layers * (tensors * shape.width + inner * shape.ffn) for tensors, layers, shape in shapes))
+    activations = float(sum(layers * (tensors * shape.width + inner * shape.ffn) for tensors, layers, shape in shapes))
     group = recipe.parallel.recompute_layers
     if group:
         count, inputs = sum(layers for _, layers, _ in shapes), sum(layers * shape.width for _, layers, shape in shapes)
-        kept = kept * min(1.0, group / count) + inputs / group
+        activations = activations * min(1.0, group / count) + inputs / group
     state, processes = 4 * (1 + len(moment_names(recipe))), world * max(1, layout.stages)
     put_together = parameters if processes > 1 and not in_shards(recipe, parameters, processes) else 0
     if partition is not None:
         parameters = max(map(partition.parameters, range(partition.stages)))
         in_flight = min(partition.stages, recipe.batch.accumulation)
         share_of_layers = in_flight * max(map(partition.cost, range(partition.stages)))
-        kept *= share_of_layers
+        activations *= share_of_layers
     copied = state * (parameters / world + put_together)  # see `checkpoint.saving`
     return {
         "weights": parameters * size / share[0],
         "gradients": parameters * 4 / share[1],
         "optimizer": parameters * kept_by_optimizer / share[2],
-        "activations": tokens * size * (kept + _ENDS * sum(shape.width for _, _, shape in shapes)),
+        "activations": tokens * size * (activations + _ENDS * sum(shape.width for _, _, shape in shapes)),
         "loss": loss_bytes(tokens, vocab, model.shape("decoder").width, size, device),
         **({"checkpoint copy": copied} if device == "cpu" else {}),  # a GPU's is in the machine's memory
     }
@@ -141,14 +141,14 @@ def memory_fault(
     zero = (layout.config or {}).get("zero_optimization", {})
     elsewhere = {"optimizer": zero.get("offload_optimizer"), "weights": zero.get("offload_param")}
     offloads = (device or _device()) == "cuda"
-    held = {name: size for name, size in needed.items() if not (elsewhere.get(name) and offloads)}
-    held["positions"] = 4 * recipe.model.max_length * sum(recipe.model.shape(side).width for side in SIDES)
-    if sum(held.values()) <= most:
+    on_device = {name: size for name, size in needed.items() if not (elsewhere.get(name) and offloads)}
+    on_device["positions"] = 4 * recipe.model.max_length * sum(recipe.model.shape(side).width for side in SIDES)
+    if sum(on_device.values()) <= most:
         return None
-    part, size = max(held.items(), key=lambda item: item[1])
+    part, size = max(on_device.items(), key=lambda item: item[1])
     way = {"activations": "batch.tokens, or set parallel.recompute_layers", "loss": "batch.tokens",
            "positions": "model.max_length"}.get(part, "model.width or its layers, or let ZeRO share them")
-    need, held_by_part, have = (f"{each / 2**30:,.2f}" for each in (sum(held.values()), size, most))
+    need, held_by_part, have = (f"{each / 2**30:,.2f}" for each in (sum(on_device.values()), size, most))
     return (f"training needs about {need} GiB of memory per process, {held_by_part} of it for the {part}, but a "
             f"process can have {have} GiB; lower {way}")
 
@@ -169,9 +169,9 @@ def disk_note(recipe: Recipe, parameters: int) -> str:
     train, folder = recipe.train, Path(recipe.run) / "checkpoints"
     each = 4 * parameters * (1 + len(moment_names(recipe)))
     count = most_at_once(train)
-    held = sum(file.stat().st_size for file in folder.glob("*/*") if file.is_file())
+    used = sum(file.stat().st_size for file in folder.glob("*/*") if file.is_file())
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free + held
+    free = shutil.disk_usage(there).free + used
     note = (f"checkpoints take up to {count * each / 2**20:,.1f} MiB ({count} of {each / 2**20:,.1f}, one of them "
             "while it is written)")
     if count * each <= free:

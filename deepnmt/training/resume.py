@@ -63,7 +63,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def _take_lock(file: Path, held: ExitStack) -> None:
+def _take_lock(file: Path, stack: ExitStack) -> None:
     """Locks `file` until `held` is closed, and writes the holder into it. Waits `LOCK_WAIT` seconds for another holder.
 
     Raises:
@@ -72,7 +72,7 @@ def _take_lock(file: Path, held: ExitStack) -> None:
     until, waiting = time.monotonic() + LOCK_WAIT, False
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        held.callback(os.close, descriptor)
+        stack.callback(os.close, descriptor)
         while not _locked(descriptor):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             other = f"another process{holder and f' ({holder})'} is training in {file.parent}"
@@ -89,7 +89,7 @@ def _take_lock(file: Path, held: ExitStack) -> None:
         raise UserError(f"{file} cannot be locked: {error.strerror}; if no other run uses it, delete it or make it "
                         "writable, else train into another folder with run=FOLDER") from None
     _write_holder(descriptor, file.parent, f"process {os.getpid()} on {socket.gethostname()}\n")
-    held.callback(_write_holder, descriptor, file.parent, "")
+    stack.callback(_write_holder, descriptor, file.parent, "")
 
 
 def _locked(descriptor: int) -> bool:
@@ -124,8 +124,8 @@ def agree_on_checkpoint(checkpoints: Path, ranks: Ranks) -> Path | None:
                             "copy, train into another folder with run=FOLDER, or delete them to start over")
         return f"{newest.name} {sha256(newest / MANIFEST)}".encode() if newest else b""
 
-    found = ranks.raise_everywhere(lambda: find() if ranks.first else b"")
-    name, _, manifest = ranks.broadcast_bytes(found).decode().partition(" ")
+    newest = ranks.raise_everywhere(lambda: find() if ranks.first else b"")
+    name, _, manifest = ranks.broadcast_bytes(newest).decode().partition(" ")
 
     def compare() -> None:
         file = checkpoints / name / MANIFEST

@@ -202,12 +202,13 @@ class Trainer:
 
     def _stop_cause(self) -> tuple[str, str]:
         """The signal at which the run stops, and why it was sent, on rank 0."""
-        told = b""
+        own = b""
         if self.stop_signal:
             name = signal.Signals(self.stop_signal).name
             where = f" to rank {self.ranks.rank} on {socket.gethostname()}" if self.ranks.world > 1 else ""
-            told = json.dumps([name, f"because {lost_launcher()}" if lost_launcher() else f"by {name}{where}"]).encode()
-        causes = self.ranks.gather_bytes(told) or [told]
+            cause = f"because {lost_launcher()}" if lost_launcher() else f"by {name}{where}"
+            own = json.dumps([name, cause]).encode()
+        causes = self.ranks.gather_bytes(own) or [own]
         name, cause = json.loads(next(filter(None, causes), b'["SIGTERM", "by a signal"]'))
         return name, cause
 
