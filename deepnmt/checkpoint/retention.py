@@ -49,8 +49,10 @@ def prune(folder: Path, train: Train, scores: Scores) -> list[Path]:
     """Deletes all checkpoints that no rule keeps; returns their folders. Raises `FolderWriteError` if one cannot be
     deleted."""
     paths = list_checkpoints(folder)
-    kept_paths = {path for rule in RULES.values() for path in rule.keeps(train, paths, scores)}
-    deleted = [path for path in paths if path not in kept_paths]
+    needed: set[Path] = set()
+    for rule in RULES.values():
+        needed.update(rule.keeps(train, paths, scores))
+    deleted = [path for path in paths if path not in needed]
     for path in deleted:
         folders.delete(path)
     return deleted
@@ -90,8 +92,10 @@ def last_consecutive(checkpoints: Path, count: int) -> list[Path]:
     for path in paths:
         verify_files(path, (RECIPE,))
     counts = [load_recipe(path / RECIPE).train.keep_last for path in paths]
-    whole = (start for start in range(len(paths)) if all(n <= keep for n, keep in enumerate(counts[start:], 1)))
-    return paths[next(whole, 0):]
+    for start in range(len(paths)):
+        if all(number <= keep for number, keep in enumerate(counts[start:], start=1)):
+            return paths[start:]
+    return paths
 
 
 def check_average_last(recipe: Recipe) -> None:

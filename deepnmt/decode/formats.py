@@ -48,8 +48,10 @@ def _tsv_scores(number: int, line: Sequence[Scored]) -> str:
         if not scored.pieces:
             rows.append([number, rank, f"{scored.log_prob:.6f}", f"{scored.score:.6f}", scored.text])
         for position, piece in enumerate(scored.pieces, start=1):
-            top = [cell for each, value in piece.top for cell in (each, f"{value:.6f}")]
-            rows.append([number, rank, position, piece.piece, f"{piece.log_prob:.6f}", *top])
+            row: list[object] = [number, rank, position, piece.piece, f"{piece.log_prob:.6f}"]
+            for each, value in piece.top:
+                row += [each, f"{value:.6f}"]
+            rows.append(row)
     return "".join("\t".join(map(str, row)) + "\n" for row in rows)
 
 
@@ -60,7 +62,10 @@ def _jsonl(number: int, hypotheses: Sequence[Hypothesis]) -> str:
 
 def _jsonl_scores(number: int, line: Sequence[Scored]) -> str:
     """One object."""
-    objects = [{name: value for name, value in asdict(scored).items() if name != "pieces" or value} for scored in line]
+    objects = [asdict(scored) for scored in line]
+    for each in objects:
+        if not each["pieces"]:
+            del each["pieces"]
     return json.dumps({"line": number, "translations": objects}, ensure_ascii=False) + "\n"
 
 

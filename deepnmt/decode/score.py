@@ -146,7 +146,10 @@ def score_files(
     def formatted(progress: Progress) -> Iterator[str]:
         items = _tab_separated(source) if translations is None else _side_by_side(source, translations)
         for number, line in enumerate(share(items, lambda item: len(item[0]), work, ranks, progress), start=1):
-            scored = [Scored(**{**each, "pieces": [Piece(**piece) for piece in each["pieces"]]}) for each in line]
+            scored = []
+            for each in line:
+                pieces_of_it = [Piece(**piece) for piece in each["pieces"]]
+                scored.append(Scored(**{**each, "pieces": pieces_of_it}))
             totals.add(scored)
             yield WRITERS[output_format].scores(number, scored)
 

@@ -67,9 +67,9 @@ def evaluate_run(
     """
     others = others or {}
     if hypotheses and (checkpoints or others):
-        raise UserError(f"hypotheses are scored without a model, so the "
-                        f"{f'checkpoint {checkpoints[0]}' if checkpoints else f'run {next(iter(others))}'} would have "
-                        "no effect; give one of the two")
+        model = f"checkpoint {checkpoints[0]}" if checkpoints else f"run {next(iter(others))}"
+        raise UserError(f"hypotheses are scored without a model, so the {model} would have no effect; give one of the "
+                        "two")
     ranks = ranks or Ranks.alone(choose(recipe.parallel.device))
     sets = load_test_sets(recipe, tests)
     make_scorers(recipe.data.trg_lang, metrics)
@@ -140,11 +140,12 @@ def _translate_sets(
                                           progress=progress)
             translations.append([best[0].text for best in translated])
     first, *rest = models.members
-    return translations, {
-        "checkpoint": str(first.folder), "update": first.state.update,
-        "averaged_updates": first.state.extra.get("averaged_updates", []),
-        **({"ensemble": [str(other.folder) for other in rest]} if rest else {}),
-        "translate": recipe.translate.model_dump()}
+    facts: dict[str, Any] = {"checkpoint": str(first.folder), "update": first.state.update,
+                             "averaged_updates": first.state.extra.get("averaged_updates", [])}
+    if rest:
+        facts["ensemble"] = [str(other.folder) for other in rest]
+    facts["translate"] = recipe.translate.model_dump()
+    return translations, facts
 
 
 def texts_folder(scores: Path) -> Path:
@@ -164,12 +165,16 @@ def _keep_texts(folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequ
     for number, test in enumerate(sets):
         stem = folder / text_name(test.name)
         texts = {"src": test.sources}
-        texts |= {f"ref{count if count > 1 else ''}": lines for count, lines in enumerate(test.references, start=1)}
-        hyps = {f"{text_name(system)}.hyp" if len(systems) > 1 else "hyp": translations[number]
-                for system, translations in systems.items()}
-        for ending, lines in {**texts, **hyps}.items():
+        for count, lines in enumerate(test.references, start=1):
+            texts["ref" if count == 1 else f"ref{count}"] = lines
+        hypotheses = []
+        for system, translations in systems.items():
+            ending = f"{text_name(system)}.hyp" if len(systems) > 1 else "hyp"
+            texts[ending] = translations[number]
+            hypotheses.append(f"{stem}.{ending}")
+        for ending, lines in texts.items():
             write_text(Path(f"{stem}.{ending}"), "".join(f"{line}\n" for line in lines))
-        commands.append(f"comet-score -s {stem}.src -t {' '.join(f'{stem}.{ending}' for ending in hyps)} -r {stem}.ref")
+        commands.append(f"comet-score -s {stem}.src -t {' '.join(hypotheses)} -r {stem}.ref")
     return "\n".join(commands)
 
 
@@ -197,8 +202,11 @@ def scores_file(
     """
     run = Path(recipe.run)
     own = load_recipe(run) if (run / RECIPE).is_file() else recipe
-    parts = [part for folder in checkpoints for part in _checkpoint_parts(Path(folder).resolve(), run.resolve())]
-    parts += [*(spec.partition("=")[0] for spec in hypotheses or ()), *others]
+    parts = []
+    for folder in checkpoints:
+        parts += _checkpoint_parts(Path(folder).resolve(), run.resolve())
+    parts += [spec.partition("=")[0] for spec in hypotheses or ()]
+    parts += others
 
     def settings(of: Recipe) -> dict[str, Any]:
         search = {} if hypotheses else {"seed": of.seed, **of.translate.model_dump()}

@@ -129,9 +129,10 @@ def _facts(runs: Sequence[Evaluated], labels: Sequence[str]) -> str:
             facts["averaged updates"] = ", ".join(f"{update:,}" for update in scores["averaged_updates"]) or "none"
             facts["search"] = f"{search['method']}, beam {search['beam']}, length penalty {search['length_penalty']}"
         columns.append(facts)
-    facts = max(columns, key=len)
-    return html_table([["", *labels], *([fact, *(column.get(fact, "not told") for column in columns)]
-                                        for fact in facts)], numbers=False)
+    rows = [["", *labels]]
+    for fact in max(columns, key=len):
+        rows.append([fact, *(column.get(fact, "not told") for column in columns)])
+    return html_table(rows, numbers=False)
 
 
 def _curves(runs: Sequence[Evaluated], labels: Sequence[str]) -> list[str]:
@@ -153,8 +154,9 @@ def _source_use(records: Sequence[dict[str, Any]], label: str) -> list[str]:
     if not measured:
         return []
     last = measured[-1]
-    rows = [[f"{label}, validation at update {last['update']:,}", ""],
-            *([words, f"{float(last[name]):.3f}"] for name, words in SOURCE_USE.items())]
+    rows = [[f"{label}, validation at update {last['update']:,}", ""]]
+    for name, words in SOURCE_USE.items():
+        rows.append([words, f"{float(last[name]):.3f}"])
     return [html_table(rows)]
 
 
@@ -163,8 +165,8 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
     metrics = [metric for metric in METRICS if all(metric in run.scores["sets"][names[0]] for run in runs)]
     for metric in metrics:
         rows = [[METRICS[metric].line + " (lower is better)" * METRICS[metric].lower_is_better, *names]]
-        rows += [[label, *(f"{run.scores['sets'][name][metric]:.2f}" for name in names)]
-                 for run, label in zip(runs, labels, strict=True)]
+        for run, label in zip(runs, labels, strict=True):
+            rows.append([label, *(f"{run.scores['sets'][name][metric]:.2f}" for name in names)])
         signatures = dict.fromkeys(run.scores["sets"][name][f"{metric}_signature"] for run in runs for name in names)
         parts.append(html_table(rows))
         parts += [f"<p><small>{METRICS[metric].line}|{escape(signature)}</small></p>" for signature in signatures]
@@ -193,15 +195,19 @@ def _by_length(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> s
     groups: dict[int, list[int]] = {}
     for i, source in enumerate(test.sources):
         groups.setdefault(_group(len(source.split()), LENGTHS), []).append(i)
-    rows = [["words of the source", "sentences",
-             *(f"{metric}, {label}" for label in labels for metric in ("BLEU", "chrF2"))]]
+    head = ["words of the source", "sentences"]
+    for label in labels:
+        head += [f"BLEU, {label}", f"chrF2, {label}"]
+    rows = [head]
     for number in sorted(groups):
         lines = groups[number]
         references = [[reference[i] for i in lines] for reference in test.references]
-        values = [score_lines([run.translations[name][i] for i in lines], references, test.lang or "",
-                              metrics=("bleu", "chrf")).values for run in runs]
-        rows.append([_span(number, LENGTHS), f"{len(lines):,}",
-                     *(f"{of[metric]:.1f}" for of in values for metric in ("bleu", "chrf"))])
+        row = [_span(number, LENGTHS), f"{len(lines):,}"]
+        for run in runs:
+            translations = [run.translations[name][i] for i in lines]
+            values = score_lines(translations, references, test.lang or "", metrics=("bleu", "chrf")).values
+            row += [f"{values['bleu']:.1f}", f"{values['chrf']:.1f}"]
+        rows.append(row)
     return "<h3>By length</h3>" + html_table(rows)
 
 
@@ -217,8 +223,9 @@ def _by_frequency(runs: Sequence[Evaluated], labels: Sequence[str], name: str, c
         for run, hits in zip(runs, matches, strict=True):
             for word, count in (wanted & Counter(_split(run.translations[name][i]))).items():
                 hits[_group(counts[word], FREQUENCIES)] += count
-    rows += [[_span(number, FREQUENCIES), f"{total[number]:,}",
-              *(f"{100 * hits[number] / total[number]:.1f} %" for hits in matches)] for number in sorted(total)]
+    for number in sorted(total):
+        shares = [f"{100 * hits[number] / total[number]:.1f} %" for hits in matches]
+        rows.append([_span(number, FREQUENCIES), f"{total[number]:,}", *shares])
     return ("<h3>By frequency of words</h3><p>The share of the reference's words that the translation of the same "
             "sentence contains, by how often they come in the training text.</p>") + html_table(rows)
 
@@ -227,19 +234,23 @@ def _best_and_worst(run: Evaluated, name: str) -> list[str]:
     chrf = run.chrf[name]
     order = sorted(range(len(chrf)), key=lambda i: (-chrf[i], i))
     some = min(SHOWN, (len(order) + 1) // 2)
-    return [f"<h3>The {some} {kind} sentences</h3><p>By chrF2, which is in brackets. {_MARKS}</p>"
-            f"{_sentences([run], ['translation'], name, chosen)}"
-            for kind, chosen in (("best", order[:some]), ("worst", order[::-1][:some]))]
+    parts = []
+    for kind, chosen in (("best", order[:some]), ("worst", order[::-1][:some])):
+        parts.append(f"<h3>The {some} {kind} sentences</h3><p>By chrF2, which is in brackets. {_MARKS}</p>"
+                     f"{_sentences([run], ['translation'], name, chosen)}")
+    return parts
 
 
 def _differences(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> list[str]:
     gains = [theirs - ours for ours, theirs in zip(*(run.chrf[name] for run in runs), strict=True)]
     order = sorted(range(len(gains)), key=lambda i: (-gains[i], i))
-    better, worse = ([i for i in order if gains[i] > 0], [i for i in order[::-1] if gains[i] < 0])
+    better = [i for i in order if gains[i] > 0]
+    worse = [i for i in order[::-1] if gains[i] < 0]
+    same = sum(a == b for a, b in zip(*(run.translations[name] for run in runs)))
     title = f"chrF2 of every sentence, {labels[1]} less {labels[0]}"
     parts = [f"<h3>Differences</h3><p>{escape(labels[1])} is better in {len(better):,} sentences of {len(gains):,}, "
-             f"worse in {len(worse):,}; {sum(a == b for a, b in zip(*(run.translations[name] for run in runs))):,} "
-             "translations are the same.</p>", plotted(partial(_plot_gains, gains, title), title)]
+             f"worse in {len(worse):,}; {same:,} translations are the same.</p>",
+             plotted(partial(_plot_gains, gains, title), title)]
     for kind, chosen in (("better", better), ("worse", worse)):
         if chosen:
             some = chosen[:SHOWN]
@@ -266,10 +277,11 @@ def _sentences(runs: Sequence[Evaluated], labels: Sequence[str], name: str, chos
         test = runs[0].sets[name]
         reference = test.references[0][i]
         lines = [(f"source {i + 1:,}", escape(test.sources[i])), ("reference", escape(reference))]
-        lines += [(f"{label} ({run.chrf[name][i]:.0f})", _marked(run.translations[name][i], reference))
-                  for run, label in zip(runs, labels, strict=True)]
-        rows += [f"<tr{'' if number else ' class=first'}><td class='label'>{escape(label)}</td><td>{text}</td></tr>"
-                 for number, (label, text) in enumerate(lines)]
+        for run, label in zip(runs, labels, strict=True):
+            lines.append((f"{label} ({run.chrf[name][i]:.0f})", _marked(run.translations[name][i], reference)))
+        for number, (label, text) in enumerate(lines):
+            row = "<tr>" if number else "<tr class=first>"
+            rows.append(f"{row}<td class='label'>{escape(label)}</td><td>{text}</td></tr>")
     return f"<table class='sentences'>{''.join(rows)}</table>"
 
 

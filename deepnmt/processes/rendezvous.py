@@ -178,13 +178,16 @@ def agree(ranks: Ranks, subject: str, items: Mapping[str, str], remedy: str) -> 
     def decide(reports: Sequence[Facts]) -> Facts:
         names = dict.fromkeys(name for report in reports for name in report["items"])
         nodes = [report["node"] for report in reports]
-        found = []
+        phrases = []
         for name in names:
             values = [report["items"].get(name, "not set") for report in reports]
             if phrase := differing(name, values, nodes):
-                found.append(phrase)
-        more = [f"{len(found) - _NAMED} more differ"] if len(found) > _NAMED else []
-        return {"refused": "; ".join([*found[:_NAMED], *more, remedy]) if found else ""}
+                phrases.append(phrase)
+        if not phrases:
+            return {"refused": ""}
+        if len(phrases) > _NAMED:
+            phrases[_NAMED:] = [f"{len(phrases) - _NAMED} more differ"]
+        return {"refused": "; ".join([*phrases, remedy])}
 
     report = {"node": socket.gethostname(), "items": dict(items)}
     decide_on_rank0(ranks.store, ranks.rank, ranks.world, subject, report, decide)
@@ -198,10 +201,12 @@ def differing(what: str, values: Sequence[str], nodes: Sequence[str]) -> str:
     """
     if len(set(values)) < 2:
         return ""
-    split = {node for node in nodes if len({v for v, n in zip(values, nodes) if n == node}) > 1}
+    values_of: dict[str, set[str]] = {}
+    for value, node in zip(values, nodes):
+        values_of.setdefault(node, set()).add(value)
     places: dict[str, list[str]] = {}
     for rank, (value, node) in enumerate(zip(values, nodes)):
-        place = f"rank {rank} of {node}" if node in split else node
+        place = f"rank {rank} of {node}" if len(values_of[node]) > 1 else node
         if place not in places.setdefault(value, []):
             places[value].append(place)
     most = max(places, key=lambda value: len(places[value]))
@@ -295,8 +300,11 @@ def decide_on_start(reports: Sequence[Facts], differ: bool = False) -> Facts:
 def differences(reports: Sequence[Facts], items: Mapping[str, str]) -> list[str]:
     """A phrase for each of `items`, phrases by the key in `facts`, that is not the same everywhere."""
     nodes = [report["node"] for report in reports]
-    found = (differing(what, [report.get(key, "") for report in reports], nodes) for key, what in items.items())
-    return [phrase for phrase in found if phrase]
+    phrases = []
+    for key, what in items.items():
+        if phrase := differing(what, [report.get(key, "") for report in reports], nodes):
+            phrases.append(phrase)
+    return phrases
 
 
 def core_shares(reports: Sequence[Facts]) -> list[int]:

@@ -39,6 +39,8 @@ _KEPT_ON_GPU = {"encoder": 9, "decoder": 15.5}
 _KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
 _BUSY = 2**14  # tokens of a micro-batch that keep a GPU busy at width 512
 _SURELY = 1.2  # times the memory that there is: what certainly does not fit, beyond the error of the estimate
+_WAYS = {"activations": "batch.tokens, or set parallel.recompute_layers", "loss": "batch.tokens",
+         "positions": "model.max_length"}  # what needs less memory when it is lower, by what needs most
 _ENDS = 2  # the same for the embeddings and outputs of a stack, once
 
 
@@ -85,14 +87,23 @@ def memory_estimate(
     kept_by_optimizer = 4 * len(moment_names(recipe)) + 4 * (stage > 0 or size == 2)
     tokens, model = recipe.batch.tokens * (2 if recipe.train.r_drop else 1), recipe.model
     device = device or _device()
-    each = _KEPT_ON_GPU if device == "cuda" else _KEPT_ON_CPU_IN_16_BITS if size == 2 else _KEPT
-    # tensors of the FFN's inner width
-    inner = ACTIVATIONS[model.activation].kept + (1 if device == "cuda" else 2) * (model.activation_dropout > 0)
-    shapes = [(each[side], model.stack(side).layers, model.shape(side)) for side in SIDES]
-    activations = float(sum(layers * (tensors * shape.width + inner * shape.ffn) for tensors, layers, shape in shapes))
+    if device == "cuda":
+        each = _KEPT_ON_GPU
+    elif size == 2:
+        each = _KEPT_ON_CPU_IN_16_BITS
+    else:
+        each = _KEPT
+    inner = ACTIVATIONS[model.activation].kept  # tensors of the FFN's inner width
+    if model.activation_dropout > 0:
+        inner += 1 if device == "cuda" else 2
+    activations, count, inputs = 0.0, 0, 0  # of all layers: numbers a token, layers, numbers of their inputs
+    for side in SIDES:
+        layers, shape = model.stack(side).layers, model.shape(side)
+        activations += layers * (each[side] * shape.width + inner * shape.ffn)
+        count += layers
+        inputs += layers * shape.width
     group = recipe.parallel.recompute_layers
     if group:
-        count, inputs = sum(layers for _, layers, _ in shapes), sum(layers * shape.width for _, layers, shape in shapes)
         activations = activations * min(1.0, group / count) + inputs / group
     state, processes = 4 * (1 + len(moment_names(recipe))), world * max(1, layout.stages)
     put_together = parameters if processes > 1 and not in_shards(recipe, parameters, processes) else 0
@@ -102,14 +113,17 @@ def memory_estimate(
         share_of_layers = in_flight * max(map(partition.cost, range(partition.stages)))
         activations *= share_of_layers
     copied = state * (parameters / world + put_together)  # see `checkpoint.saving`
-    return {
+    ends = _ENDS * sum(model.shape(side).width for side in SIDES)
+    needed = {
         "weights": parameters * size / share[0],
         "gradients": parameters * 4 / share[1],
         "optimizer": parameters * kept_by_optimizer / share[2],
-        "activations": tokens * size * (activations + _ENDS * sum(shape.width for _, _, shape in shapes)),
+        "activations": tokens * size * (activations + ends),
         "loss": loss_bytes(tokens, vocab, model.shape("decoder").width, size, device),
-        **({"checkpoint copy": copied} if device == "cpu" else {}),  # a GPU's is in the machine's memory
     }
+    if device == "cpu":  # a GPU's is in the machine's memory
+        needed["checkpoint copy"] = copied
+    return needed
 
 
 def _device() -> str:
@@ -141,16 +155,19 @@ def memory_fault(
     zero = (layout.config or {}).get("zero_optimization", {})
     elsewhere = {"optimizer": zero.get("offload_optimizer"), "weights": zero.get("offload_param")}
     offloads = (device or _device()) == "cuda"
-    on_device = {name: size for name, size in needed.items() if not (elsewhere.get(name) and offloads)}
-    on_device["positions"] = 4 * recipe.model.max_length * sum(recipe.model.shape(side).width for side in SIDES)
-    if sum(on_device.values()) <= most:
+    on_device = dict(needed)
+    for name in on_device:
+        if offloads and elsewhere.get(name):
+            on_device[name] = 0.0
+    widths = sum(recipe.model.shape(side).width for side in SIDES)
+    on_device["positions"] = 4 * recipe.model.max_length * widths
+    total = sum(on_device.values())
+    if total <= most:
         return None
     part, size = max(on_device.items(), key=lambda item: item[1])
-    way = {"activations": "batch.tokens, or set parallel.recompute_layers", "loss": "batch.tokens",
-           "positions": "model.max_length"}.get(part, "model.width or its layers, or let ZeRO share them")
-    need, held_by_part, have = (f"{each / 2**30:,.2f}" for each in (sum(on_device.values()), size, most))
-    return (f"training needs about {need} GiB of memory per process, {held_by_part} of it for the {part}, but a "
-            f"process can have {have} GiB; lower {way}")
+    way = _WAYS.get(part, "model.width or its layers, or let ZeRO share them")
+    return (f"training needs about {total / 2**30:,.2f} GiB of memory per process, {size / 2**30:,.2f} of it for the "
+            f"{part}, but a process can have {most / 2**30:,.2f} GiB; lower {way}")
 
 
 def check_memory(recipe: Recipe, layout: Layout, vocabs: tuple[int, int], ratio: float, ranks: Ranks) -> None:
@@ -197,11 +214,11 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
     data_parallel = layout.data_ranks
     folder = Path(recipe.data.folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        sizes = (recipe.vocab.size, recipe.vocab.size)
         if recipe.vocab.model:
             check_vocabularies(Path(recipe.vocab.model))
-        files = vocabulary_files(Path(recipe.vocab.model)) if recipe.vocab.model else None
-        src, trg = (Vocabulary.load(file).size for file in files) if files else (recipe.vocab.size, recipe.vocab.size)
-        sizes = (src, trg)
+            if files := vocabulary_files(Path(recipe.vocab.model)):
+                sizes = (Vocabulary.load(files[0]).size, Vocabulary.load(files[-1]).size)
         epoch, ratio, warnings = "not prepared yet", 1.0, trained_on(recipe)
     else:
         data = open_prepared(recipe)
@@ -222,6 +239,9 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
     name = "plain PyTorch, fp32" if layout.config is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
     model = recipe.model
     widths = dict.fromkeys(str(model.shape(side).width) for side in SIDES)
+    memory_parts = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in needed.items())
+    if stages:
+        name += f", pipeline of {stages} stages on {world} process(es)"
     rows = {
         "model": f"{model.encoder.layers}L-{model.decoder.layers}L, {' / '.join(model.block_names)}, "
         f"width {' / '.join(widths)}",
@@ -229,9 +249,8 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
         "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * data_parallel:,} at most, padding "
         f"included ({data_parallel} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",
         "updates per epoch": epoch,
-        "memory per process": f"about {sum(needed.values()) / 2**20:,.0f} MiB + libraries ("
-        + ", ".join(f"{k} {v / 2**20:,.0f}" for k, v in needed.items()) + ")",
-        "layout": name + (f", pipeline of {stages} stages on {world} process(es)" if stages else ""),
+        "memory per process": f"about {sum(needed.values()) / 2**20:,.0f} MiB + libraries ({memory_parts})",
+        "layout": name,
     }
     if warnings:
         rows["warning"] = "; ".join(warnings)
