@@ -20,7 +20,7 @@ BUDGETS = {
     "deepnmt/decode": 13_700, "deepnmt/evaluate": 7_600, "deepnmt/model": 19_800, "deepnmt/optim": 3_100,
     "deepnmt/parallel": 13_600, "deepnmt/processes": 10_300, "deepnmt/training": 14_700,
     "deepnmt/tasks": 5_400,
-    "deepnmt": 16_200,  # its own files, not those of the rooms
+    "deepnmt": 16_500,  # its own files, not those of the rooms
     "deepnmt/extras": 69_700, "studies": 40_800, "tests": 290_000,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
