@@ -101,12 +101,16 @@ STARTS = {"warm", "installed", "wheel", "tool", "study", "subprocess", "run_on_r
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first, so that no worker is left alone with one at the end. Tests that start no
-    process are marked `quick`."""
+    """The files that take longest come first, so that no worker is left alone with one at the end.
+
+    Marks the tests that work from a wheel, and those that start no process and are in none of these files.
+    """
     items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
     for item in items:
         assert isinstance(item, pytest.Function)
-        if not STARTS & {*item.fixturenames, *vars(item.module)}:
+        if {"wheel", "installed"} & {*item.fixturenames}:
+            item.add_marker("wheel")
+        elif item.path.stem not in LONGEST and not STARTS & {*item.fixturenames, *vars(item.module)}:
             item.add_marker("quick")
 
 

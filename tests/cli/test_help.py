@@ -116,7 +116,7 @@ def test_every_example_is_accepted(
 NOT_RUN = {
     "deepnmt get": "needs a network; tests/extras/fetch/test_fetch.py has a server of its own",
     "deepnmt demo": "takes minutes; tests/project/test_wheel.py runs a smaller one",
-    "deepnmt serve": "stays; tests/extras/serve and tests/project/test_tutorial.py",
+    "deepnmt serve": "stays; tests/extras/serve and tests/extras/test_tutorial.py",
     "deepnmt import": "needs a model of OPUS-MT; tests/extras/export/test_imports.py makes one",
     "deepnmt run multi30k/student_6l-2l": "takes hours; tests/project/test_steps.py trains such a chain",
     "deepnmt run my.yaml --launcher": "starts eight processes",

@@ -15,7 +15,10 @@ import pytest
 from installed import environment
 
 from deepnmt.cli import main
+from deepnmt.config import load_recipe
 from deepnmt.data.text import read_lines
+from deepnmt.parallel.build import partition_of
+from deepnmt.training.reporters import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
@@ -49,6 +52,38 @@ def test_messages_that_the_guide_explains_exist() -> None:
     code = "\n".join(text for file in (ROOT / "deepnmt").rglob("*.py") for text in strings(file))
     pieces = [piece.strip(" ,") for words in quoted for piece in words.split("...")]
     assert quoted and [piece for piece in pieces if piece not in code] == []
+
+
+FIGURES = {"loss": "loss", "ppl": "perplexity", "lr": "learning_rate", "gnorm": "gradient_norm", "scale": "loss_scale",
+           "epoch": "epoch", "BLEU": "bleu", "source": "source_gain", "common": "encoder_common",
+           "attention": "cross_attention_entropy"}  # as on a line, and as in a record
+
+
+def test_quoted_lines_of_a_run_are_as_a_run_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines of progress and validations in blocks of text: their figures, printed again, give the same line."""
+    blocks = [block for page in sorted(GUIDE.glob("*.md"))
+              for block in re.findall(r"^```text\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)]
+    lines = [line for line in "".join(blocks).splitlines() if re.match(r"update \d+/|validation at update ", line)]
+    assert len(lines) >= 8
+    for line in lines:
+        record: dict[str, float] = {name: float(figure) for word, name in FIGURES.items()
+                                    for figure in re.findall(rf" {word} ([-+.e\d]+)", line)}
+        update, updates = re.findall(r"update (\d+)(?:/(\d+))?", line)[0]
+        kind = "train" if updates else "valid"
+        if updates:
+            speed, minutes, seconds = re.findall(r"(\d+) tok/s ETA (\d+):(\d+)", line)[0]
+            record |= {"target_tokens_per_second": float(speed), "seconds_left": 60 * int(minutes) + int(seconds),
+                       "skipped_updates": 0}
+        Console(0, int(updates or 0)).record(kind, int(update), {**record, "best": "(best so far)" in line})
+        assert capsys.readouterr().err.strip() == line
+
+
+def test_the_quoted_table_of_stages() -> None:
+    page = (GUIDE / "which_layout.md").read_text(encoding="utf-8")
+    recipe = load_recipe("wmt14_en_de/60l-12l", ["model.encoder.block=admin", "model.decoder.block=admin",
+                                                "parallel.ds_config=ds_configs/zero1.json",
+                                                "parallel.precision=fp32", "parallel.pipeline_stages=4"])
+    assert f"```text\n{partition_of(recipe, 32_000, 32_000).table(16)}\n```" in page
 
 
 # Runs commands in one process, and tells which one failed.

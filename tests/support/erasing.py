@@ -1,4 +1,4 @@
-"""Examines copies of deepnmt that lack some visitors: the program that tests/project/test_erasure.py starts.
+"""Examines copies of deepnmt that lack some visitors: the program that tests/extras/test_erasure.py starts.
 
 `python tests/support/erasing.py FOLDER TESTS...` imports the libraries once, and forks for each copy, a folder in
 FOLDER. What its process said is then in its `said.txt`, the exit code in its `code.txt`. In the copy `without-all` all
