@@ -1,9 +1,8 @@
 """Checks that pages are easy to read: `python .ci/prose.py [PAGE ...]`; without arguments, all pages for readers.
 
 Each fault is printed as file:line. Lines have at most 100 columns, in code 120; single long words do not count, nor do
-rows of tables, which cannot be broken. Tables have at most six columns. Over all sentences together the median has at
-most 16 words and the 90th percentile at most 30; no sentence has more than 45. Tables, code, headings and the targets
-of links are left out of the sentences, and a piece of `code` counts as one word.
+rows of tables, which cannot be broken. No sentence has more than 45 words. Tables, code, headings and the targets of
+links are left out of the sentences, and a piece of `code` counts as one word.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS, CODE_COLUMNS, CELLS, MEDIAN, NINETIETH, LONGEST = 100, 120, 6, 16, 30, 45
+COLUMNS, CODE_COLUMNS, LONGEST = 100, 120, 45
 
 _FENCE = re.compile(r"\s*(```+|~~~+)")
 _NOT_PROSE = re.compile(r"\s*(#|\||<|\(.*\)=$|---+$|\[[^\]]+\]: )")  # headings, tables, HTML, labels, rules, references
@@ -87,50 +86,24 @@ def sentences(file: Path) -> Iterator[Sentence]:
             start = end
 
 
-def cells(row: str) -> int:
-    """Columns of a table's row; a bar in code or after a backslash is no separator."""
-    return len(re.sub(r"`[^`]*`|\\\|", "", row).strip().strip("|").split("|"))
-
-
-def layout_faults(file: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are too wide, and tables."""
+def wide_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Lines that have too many columns."""
     prose = {number for number, _ in prose_lines(file)}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         limit = COLUMNS if number in prose else CODE_COLUMNS
         if len(line) > limit and not line.startswith("|") and " " in line.strip().lstrip("-*+> "):
             yield number, f"{len(line)} columns, must be {limit} or fewer"
-    previous = ""
-    for number, line in prose_lines(file):
-        if line.startswith("|") and not previous.startswith("|") and (count := cells(line)) > CELLS:
-            yield number, f"a table of {count} columns, must be {CELLS} or fewer"
-        previous = line
-
-
-def quantile(counts: list[int], share: float) -> int:
-    return sorted(counts)[min(len(counts) - 1, int(share * len(counts)))] if counts else 0
 
 
 def main(names: list[str]) -> int:
     files = [Path(name) for name in names] or [Path(os.path.relpath(page)) for page in pages()]
     faults = 0
-    counts: dict[Path, list[int]] = {}
     for file in files:
-        found = list(layout_faults(file))
-        every = list(sentences(file))
-        found += [(s.line, f"a sentence of {s.words} words, must be {LONGEST} or fewer: {s.text[:60]}…")
-                  for s in every if s.words > LONGEST]
-        counts[file] = [s.words for s in every if s.words]
-        faults += len(found)
+        found = [*wide_lines(file), *((s.line, f"a sentence of {s.words} words, must be {LONGEST} or fewer: "
+                                               f"{s.text[:60]}…") for s in sentences(file) if s.words > LONGEST)]
         for line, fault in sorted(found):
             print(f"{file}:{line}: {fault}")
-    together = [count for one in counts.values() for count in one]
-    median, ninetieth = quantile(together, 0.5), quantile(together, 0.9)
-    print(f"{len(together)} sentences in {len(files)} pages: median {median} words, 90th percentile {ninetieth}")
-    if median > MEDIAN or ninetieth > NINETIETH:
-        faults += 1
-        print(f"the median must be {MEDIAN} or lower and the 90th percentile {NINETIETH} or lower; page by page:")
-        for file, one in sorted(counts.items(), key=lambda item: -quantile(item[1], 0.9)):
-            print(f"  {file}: {quantile(one, 0.5)}, {quantile(one, 0.9)}")
+        faults += len(found)
     return 1 if faults else 0
 
 

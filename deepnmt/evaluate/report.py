@@ -194,7 +194,7 @@ def _by_length(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> s
     test = runs[0].sets[name]
     groups: dict[int, list[int]] = {}
     for i, source in enumerate(test.sources):
-        groups.setdefault(_group(len(source.split()), LENGTHS), []).append(i)
+        groups.setdefault(group_of(len(source.split()), LENGTHS), []).append(i)
     head = ["words of the source", "sentences"]
     for label in labels:
         head += [f"BLEU, {label}", f"chrF2, {label}"]
@@ -202,7 +202,7 @@ def _by_length(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> s
     for number in sorted(groups):
         lines = groups[number]
         references = [[reference[i] for i in lines] for reference in test.references]
-        row = [_span(number, LENGTHS), f"{len(lines):,}"]
+        row = [group_words(number, LENGTHS), f"{len(lines):,}"]
         for run in runs:
             translations = [run.translations[name][i] for i in lines]
             values = score_lines(translations, references, test.lang or "", metrics=("bleu", "chrf")).values
@@ -219,13 +219,13 @@ def _by_frequency(runs: Sequence[Evaluated], labels: Sequence[str], name: str, c
     for i, reference in enumerate(runs[0].sets[name].references[0]):
         wanted = Counter(_split(reference))
         for word, count in wanted.items():
-            total[_group(counts[word], FREQUENCIES)] += count
+            total[group_of(counts[word], FREQUENCIES)] += count
         for run, hits in zip(runs, matches, strict=True):
             for word, count in (wanted & Counter(_split(run.translations[name][i]))).items():
-                hits[_group(counts[word], FREQUENCIES)] += count
+                hits[group_of(counts[word], FREQUENCIES)] += count
     for number in sorted(total):
         shares = [f"{100 * hits[number] / total[number]:.1f} %" for hits in matches]
-        rows.append([_span(number, FREQUENCIES), f"{total[number]:,}", *shares])
+        rows.append([group_words(number, FREQUENCIES), f"{total[number]:,}", *shares])
     return ("<h3>By frequency of words</h3><p>The share of the reference's words that the translation of the same "
             "sentence contains, by how often they come in the training text.</p>") + html_table(rows)
 
@@ -278,14 +278,14 @@ def _sentences(runs: Sequence[Evaluated], labels: Sequence[str], name: str, chos
         reference = test.references[0][i]
         lines = [(f"source {i + 1:,}", escape(test.sources[i])), ("reference", escape(reference))]
         for run, label in zip(runs, labels, strict=True):
-            lines.append((f"{label} ({run.chrf[name][i]:.0f})", _marked(run.translations[name][i], reference)))
+            lines.append((f"{label} ({run.chrf[name][i]:.0f})", marked(run.translations[name][i], reference)))
         for number, (label, text) in enumerate(lines):
             row = "<tr>" if number else "<tr class=first>"
             rows.append(f"{row}<td class='label'>{escape(label)}</td><td>{text}</td></tr>")
     return f"<table class='sentences'>{''.join(rows)}</table>"
 
 
-def _marked(text: str, reference: str) -> str:
+def marked(text: str, reference: str) -> str:
     """The text as HTML, with marks on words that are not the reference's."""
     wanted, _ = _words_and_spaces(reference)
     words, ends = _words_and_spaces(text)
@@ -327,12 +327,12 @@ def _training_words(recipe: Recipe, words: set[str]) -> Counter[str] | None:
     return counts
 
 
-def _group(value: int, begins: Sequence[int]) -> int:
+def group_of(value: int, begins: Sequence[int]) -> int:
     """The last group that begins at or below a value."""
     return max(number for number, begin in enumerate(begins) if begin <= max(value, begins[0]))
 
 
-def _span(number: int, begins: Sequence[int]) -> str:
+def group_words(number: int, begins: Sequence[int]) -> str:
     """The values of a group, in words."""
     if number + 1 == len(begins):
         return f"{begins[number]:,} or more"

@@ -130,7 +130,7 @@ class DeepSpeedEngine:
         self._applied = 0
         self._reading = Reading(device, dist.get_world_size())  # of the present update
         self._out_of_memory = torch.zeros(1, device=device)  # a flag; allocated now, while the device has room
-        _check_device(layout)
+        check_device(layout)
         for p in local.values():  # the step that creates the moments needs finite weights
             p.detach().zero_()
 
@@ -341,7 +341,7 @@ def supported_precisions() -> list[str]:
     return [precision for precision, supported in support.items() if supported]
 
 
-def _check_device(layout: Layout) -> None:
+def check_device(layout: Layout) -> None:
     """Raises `UserError` for a precision that the device does not support (fp16 on most CPUs)."""
     device, supported = get_accelerator(), supported_precisions()
     if layout.precision not in supported:

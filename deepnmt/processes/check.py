@@ -46,7 +46,7 @@ def check_cluster(recipe: Recipe, ranks: Ranks, megabytes: int = 64) -> tuple[st
     own["seconds"] = _all_reduce_seconds(ranks, megabytes * 2**20)
     own["link"] = _link(ranks, [n["machine"] for n in _everybody(ranks, {"machine": own["machine"]}, "links")])
     judged = decide_on_rank0(ranks.store, ranks.rank, ranks.world, "the cluster", own,
-                             lambda reports: _judge(reports, megabytes))
+                             lambda reports: judge(reports, megabytes))
     return judged["text"], judged["faults"]
 
 
@@ -142,7 +142,7 @@ def _link(ranks: Ranks, machines: Sequence[str], size: int = 16 * 2**20) -> floa
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
-def _judge(everything: Sequence[Facts], megabytes: int) -> dict[str, Any]:
+def judge(everything: Sequence[Facts], megabytes: int) -> dict[str, Any]:
     """The table and the faults, from what all processes told."""
     nodes: dict[str, list[Facts]] = {}
     for told in everything:

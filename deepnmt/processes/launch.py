@@ -61,7 +61,7 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
     for_all = timedelta(seconds=wait)
     try:
         if world > 1 or group:
-            store = _open_store(rank, world, for_all)
+            store = open_store(rank, world, for_all)
         try:
             place = _device(local_rank, local_world, device)
         except UserError as error:
@@ -106,7 +106,7 @@ def end_others(fault: str) -> None:
     rank, world, *_ = rank_from_environment()
     if world > 1:
         with contextlib.suppress(UserError, RuntimeError, OSError):
-            store = _open_store(rank, world, _TELLING)
+            store = open_store(rank, world, _TELLING)
             tell_fault(store, rank, world, fault, _TELLING)
 
 
@@ -169,12 +169,12 @@ def free_port() -> int:
             return int(probe.getsockname()[1])
 
 
-def _open_store(rank: int, world: int, wait: timedelta) -> dist.Store:
+def open_store(rank: int, world: int, wait: timedelta) -> dist.Store:
     """Opens the store in which the processes find each other; rank 0 serves it unless torchrun's own process does."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listener = _listener(address, int(env.get("MASTER_PORT", "0"))) if rank == 0 and not agent else None
+    listener = listen_at(address, int(env.get("MASTER_PORT", "0"))) if rank == 0 and not agent else None
     env.setdefault("MASTER_PORT", str(listener.getsockname()[1] if listener else free_port()))
     if rank > 0 or agent:
         _wait_for_store(address, int(env["MASTER_PORT"]), wait)
@@ -213,7 +213,7 @@ def _wait_for_store(address: str, port: int, wait: timedelta) -> None:
         time.sleep(0.2)
 
 
-def _listener(address: str, port: int) -> socket.socket | None:
+def listen_at(address: str, port: int) -> socket.socket | None:
     """A socket that listens at `address` alone, where the store would listen on every interface. None if others know
     this machine by an address that it has not, or does not tell: that of a container's host, say.
 

@@ -179,28 +179,28 @@ class Report:
     def run(self) -> int:
         """Runs every part, and writes the report after each. Updates are timed after `prepare` has ended, because both
         need the CPU cores, and before the training, which can use whatever time is left."""
-        self._part("corpus", self._corpus)
+        self.part("corpus", self._corpus)
         preparing = self._start_preparing()  # on the CPU, while the GPU computes matrix products
-        self._part("machine", lambda: self._measure("machine", self.size.machine, "machine"))
-        self._part("prepare", lambda: self._prepared(preparing))
+        self.part("machine", lambda: self._measure("machine", self.size.machine, "machine"))
+        self.part("prepare", lambda: self._prepared(preparing))
         if self.subject == "training":
-            self._step_rates()
-            self._part("train", self._train, needs="prepare")
-            self._part("average", lambda: self._command("average", "average"), needs="train")
-            self._part("score", self._score, needs="average")
+            self.step_rates()
+            self.part("train", self._train, needs="prepare")
+            self.part("average", lambda: self._command("average", "average"), needs="train")
+            self.part("score", self._score, needs="average")
         else:
             for layout, recipe in self.layouts.items():
-                self._part(f"updates {layout}", partial(
+                self.part(f"updates {layout}", partial(
                     self._measure, "updates", {"recipe": recipe.model_dump()}, f"updates_{layout}"), needs="prepare")
-            self._step_rates()
+            self.step_rates()
             for layout in self.compiled:
-                self._part(f"60L-12L {layout}", partial(self._step, layout))
+                self.part(f"60L-12L {layout}", partial(self.step, layout))
         print((self.output / "report.md").read_text(encoding="utf-8"))
         return int(any(part.status == "failed" for part in self.parts))
 
-    def _step_rates(self) -> None:
+    def step_rates(self) -> None:
         for layout in self.deep:
-            self._part(f"60L-12L {layout}", partial(self._step, layout))
+            self.part(f"60L-12L {layout}", partial(self.step, layout))
 
     def stop_jobs(self) -> None:
         """Kills the processes that are still running."""
@@ -211,7 +211,7 @@ class Report:
         """Seconds left of the budget."""
         return self.budget - (time.monotonic() - self.started)
 
-    def _part(self, name: str, work: Callable[[], dict[str, Any]], needs: str | None = None) -> None:
+    def part(self, name: str, work: Callable[[], dict[str, Any]], needs: str | None = None) -> None:
         part, started = Part(name), time.monotonic()
         try:
             machine = next((part.figures for part in self.parts if part.name == "machine"), {})
@@ -260,7 +260,7 @@ class Report:
         job.wait_for_success(self._limit("prepare"))
         return {}
 
-    def _step(self, layout: str) -> dict[str, Any]:
+    def step(self, layout: str) -> dict[str, Any]:
         """Times updates: with half the tokens if memory runs out, with the fewest if not even one update ends in time.
         For a device with time for some updates see `gpu_measure.timed_updates`."""
         recipe = {**self.deep, **self.compiled}[layout]

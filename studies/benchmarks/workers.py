@@ -51,7 +51,7 @@ def run_workers(module: str, job: dict[str, Any], count: int, threads: int) -> A
         }
         command = module_command(module, str(task), str(answer))
         running = [subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(count)]
-        codes = _wait_for_all(running)
+        codes = wait_for_all(running)
         if user_error.exists():
             raise UserError(user_error.read_text(encoding="utf-8"))
         if any(codes):
@@ -66,7 +66,7 @@ def module_command(module: str, *words: str) -> list[str]:
     return [sys.executable, "-c", start, *words]
 
 
-def _wait_for_all(running: list[subprocess.Popen[bytes]]) -> list[int]:
+def wait_for_all(running: list[subprocess.Popen[bytes]]) -> list[int]:
     """Waits until all processes have ended; returns their exit codes.
 
     Once one has failed, the others get `_GRACE` seconds: they might otherwise wait half an hour for it.

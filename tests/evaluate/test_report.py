@@ -19,7 +19,7 @@ from deepnmt.cli import main
 from deepnmt.decode.translate import translate_files
 from deepnmt.evaluate.evaluate import evaluate_run, texts_folder
 from deepnmt.evaluate.metrics import EvaluationSet, compare, make_scorers, score_lines
-from deepnmt.evaluate.report import _group, _marked, _span, write_report
+from deepnmt.evaluate.report import group_of, group_words, marked, write_report
 
 SOURCES = [*tiny_run.SENTENCES, "a dog sings", "the <red> house", "two old cats see the small tree & run"] * 3
 TARGETS = ["der kleine Hund sieht ein rotes Haus", "eine Katze läuft zum alten Baum", "zwei Vögel singen im Garten",
@@ -188,8 +188,8 @@ def test_a_report_of_two_runs(
 
 
 def test_groups_and_marks() -> None:
-    assert [_group(value, (0, 1, 10)) for value in (0, 1, 9, 10, 99)] == [0, 1, 1, 2, 2]
-    assert [_span(number, (0, 1, 10)) for number in range(3)] == ["0", "1 to 9", "10 or more"]
-    assert _group(0, (1, 11)) == 0
-    assert _marked("a x c", "a b c") == "a <mark>x</mark> c" and _marked("", "a") == "<small>nothing</small>"
-    assert _marked("The dog & cat.", "A dog.") == "<mark>The</mark> dog <mark>&amp; cat</mark>."
+    assert [group_of(value, (0, 1, 10)) for value in (0, 1, 9, 10, 99)] == [0, 1, 1, 2, 2]
+    assert [group_words(number, (0, 1, 10)) for number in range(3)] == ["0", "1 to 9", "10 or more"]
+    assert group_of(0, (1, 11)) == 0
+    assert marked("a x c", "a b c") == "a <mark>x</mark> c" and marked("", "a") == "<small>nothing</small>"
+    assert marked("The dog & cat.", "A dog.") == "<mark>The</mark> dog <mark>&amp; cat</mark>."

@@ -41,7 +41,7 @@ from deepnmt.errors import UserError
 from deepnmt.extras.export.imports import import_run
 from deepnmt.extras.export.job import export_run
 from deepnmt.extras.export.searcher import load_exported
-from deepnmt.extras.fetch.fetch import _is_there, _read_record, _Text
+from deepnmt.extras.fetch.fetch import Text, is_there, read_record
 from deepnmt.files import read_log
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.blocks import SIDES
@@ -239,11 +239,11 @@ def read_export(folder: Path) -> None:
     load_exported(load_model(folder / "other"), Translate(), "cpu")
 
 
-def read_record(folder: Path) -> None:
+def read_fetched(folder: Path) -> None:
     corpus = Corpus(src=["text"], trg=["text.de"], mtdata=["Mine-more-1-eng-deu"])
-    text = _Text("data.train", corpus, (folder / "text", folder / "text.de"))
-    _read_record(text)
-    _is_there(text)
+    text = Text("data.train", corpus, (folder / "text", folder / "text.de"))
+    read_record(text)
+    is_there(text)
 
 
 def seal_checkpoint(folder: Path) -> None:
@@ -286,7 +286,7 @@ KINDS: list[tuple[list[str], Callable[..., bytes], Callable[[Path], None], Calla
     (["opus/*.safetensors"], header, read_opus, None, 1),
     (["fairseq/*"], change, read_fairseq, None, 2),
     (["other/ctranslate2/*.json"], change, read_export, None, 2),
-    (["text.source.json"], change, read_record, None, 2),
+    (["text.source.json"], change, read_fetched, None, 2),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from refusals import Refused
 from warm import Warm
 
 from deepnmt.cli import main
-from deepnmt.processes.check import _faults, _judge
+from deepnmt.processes.check import judge
 from deepnmt.processes.rendezvous import core_shares, decide_on_start, differing
 
 HEALTHY: dict[str, Any] = {
@@ -25,10 +24,6 @@ def told(**changes: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**HEALTHY, "node": node, "machine": node, "cores": [2 * local, 2 * local + 1], "gpu_id": f"{node}{local}",
              "link": None if node == "n1" or local else 1e10, **changes.get(node, {})}
             for node in ("n1", "n2", "n3", "n4") for local in (0, 1)]
-
-
-def groups(everything: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    return [[one for one in everything if one["node"] == node] for node in ("n1", "n2", "n3", "n4")]
 
 
 @pytest.mark.parametrize(("change", "phrase"), [
@@ -46,17 +41,17 @@ def groups(everything: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 ])
 def test_each_difference_is_named_by_node(change: dict[str, Any], phrase: str) -> None:
     everything = told(n3=change)
-    (found,) = _faults(everything, groups(everything))
+    (found,) = judge(everything, 64)["faults"]
     assert found.startswith(phrase), found
-    assert not _faults(told(), groups(told()))
+    assert not judge(told(), 64)["faults"]
     refused = decide_on_start(everything)["refused"]
     assert bool(refused) == (change.keys() <= {"deepnmt", "torch", "deepspeed"}) and (not refused or phrase in refused)
 
 
 def test_what_the_first_machine_does_not_see() -> None:
     everything = [{**one, "not_seen": [4, 5]} for one in told()]
-    assert _faults(everything, groups(everything)) == ["n1 does not see what n3 wrote into the run folder"]
-    text = _judge(told(), 64)["text"]
+    assert judge(everything, 64)["faults"] == ["n1 does not see what n3 wrote into the run folder"]
+    text = judge(told(), 64)["text"]
     assert "2 of 2 H100" in text and "PyTorch 2.13.0" in text and "1.17 GB/s in and out of each" in text
 
 

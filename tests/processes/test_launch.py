@@ -251,11 +251,11 @@ def test_the_store_listens_at_the_given_address_alone(monkeypatch: pytest.Monkey
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    store = launch._open_store(0, 2, timedelta(seconds=5))
+    store = launch.open_store(0, 2, timedelta(seconds=5))
     assert [found.laddr.ip for found in psutil.Process().net_connections("tcp")
             if found.status == psutil.CONN_LISTEN and found.laddr.port == port] == ["127.0.0.3"]
     with user_error(f"port {port}, where the processes meet, cannot be opened: Address already in use"):
-        launch._open_store(0, 2, timedelta(seconds=5))
+        launch.open_store(0, 2, timedelta(seconds=5))
     del store
 
 
@@ -270,12 +270,12 @@ def test_waiting_for_others_is_told_and_ends(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
     with user_error(f"127.0.0.1:{port} .* where the processes meet, does not answer on {socket.gethostname()}: "):
-        launch._open_store(1, 3, wait)
+        launch.open_store(1, 3, wait)
     said = capfd.readouterr().err
     assert re.search("does not answer on .*; waiting up to [01] s more; if process 0 has ended, stop all", said)
     assert "frame #" not in said
-    store = launch._open_store(0, 3, wait)
-    other = launch._open_store(2, 3, wait)
+    store = launch.open_store(0, 3, wait)
+    other = launch.open_store(2, 3, wait)
     other.set("the machines/2", '{"node": "n2"}')
     with user_error(r"1 of 3 processes did not come within 1.2 s: rank 1; there are 1 on .*, 1 on n2; see what"):
         rendezvous.rendezvous(store, 0, 3, torch.device("cpu"), False, wait)
@@ -293,7 +293,7 @@ def test_where_an_address_is_not_the_whole_truth(
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo",
                         lambda host, *rest, **named: real(means if host == address else host, *rest, **named))
-    listener = launch._listener(address, 0)
+    listener = launch.listen_at(address, 0)
     assert (listener and listener.getsockname()[0]) == listens
     if listener:
         listener.close()

@@ -22,7 +22,7 @@ from warm import Warm, without_pictures
 
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
-from deepnmt.parallel.deepspeed import _check_device
+from deepnmt.parallel.deepspeed import check_device
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.training.trainer import FINISHED, train
@@ -101,16 +101,16 @@ def test_a_precision_that_the_accelerator_lacks_is_skipped(tmp_path: Path, monke
     machine = measure.machine(8, 8, 8, 8, 8)
     assert machine["precisions"] == ["fp32"]
     report = Report(tmp_path, ROOT / "recipes" / "tatoeba", None, 8.0, 590.0, TOY, None, "training")
-    report._part("corpus", dict)
-    report._part("machine", lambda: machine)
-    report._step_rates()
+    report.part("corpus", dict)
+    report.part("machine", lambda: machine)
+    report.step_rates()
     assert [(part.status, part.note) for part in report.parts[2:]] == [
         ("skipped", f"this machine's {machine['device']} does not compute in {precision}")
         for precision in ("fp16", "bf16")]
     recipe = load_recipe(ROOT / "recipes" / "demo" / "admin_18l-18l.yaml",
                          ["parallel.ds_config=ds_configs/zero1.json", "parallel.precision=bf16"])
     with pytest.raises(UserError, match="has no bf16; set parallel"):
-        _check_device(layout_of(recipe, 1))
+        check_device(layout_of(recipe, 1))
 
 
 def test_updates_in_each_layout(prepared: Path, tmp_path: Path, warm: Warm) -> None:
@@ -184,7 +184,7 @@ def test_a_device_too_slow_for_one_update_gets_smaller_ones(tmp_path: Path, monk
     monkeypatch.setattr(Report, "_measure", measure)
     report = Report(tmp_path, ROOT / "recipes" / "tatoeba", None, 8.0, 590.0, FULL, None, "training")
     with pytest.raises(TooSlow):
-        report._step("zero1_fp16")
+        report.step("zero1_fp16")
     assert [tokens for tokens, _ in requests] == [32768, 2048]
     assert all(0 < left <= FULL.limits["step"] - SHUTDOWN for _, left in requests)
 

@@ -98,7 +98,7 @@ def test_processes_that_wait_for_a_failed_one_are_ended(monkeypatch: pytest.Monk
     running = [subprocess.Popen(["sh", "-c", command]) for command in commands]
     started = time.monotonic()
     try:
-        assert workers._wait_for_all(running) == [-9, -15, 0, 2]
+        assert workers.wait_for_all(running) == [-9, -15, 0, 2]
     finally:
         for process in running:
             process.kill()
@@ -107,4 +107,4 @@ def test_processes_that_wait_for_a_failed_one_are_ended(monkeypatch: pytest.Monk
 
 def test_no_process_is_ended_while_none_failed() -> None:
     running = [subprocess.Popen(["sh", "-c", f"sleep {seconds}"]) for seconds in (0, 0.2)]
-    assert workers._wait_for_all(running) == [0, 0]
+    assert workers.wait_for_all(running) == [0, 0]

@@ -132,7 +132,7 @@ def explain(
     try:
         current = engine.gather_model()
     except torch.OutOfMemoryError:  # raised on all processes
-        return _advice(RankReport(kind, enough_memory=False), recipe)
+        return advise(RankReport(kind, enough_memory=False), recipe)
     try:
         vocabs = (current.table("src").num_embeddings, current.table("trg").num_embeddings)
         model = Transformer(recipe.model, *vocabs, recipe.seed, CrossEntropy(recipe.train.label_smoothing))
@@ -147,10 +147,10 @@ def explain(
     del current  # gathering the reports needs memory, too
     data = ranks.gather_bytes(json.dumps(asdict(report)).encode())
     reports = [RankReport(**json.loads(each)) for each in data or ()]
-    return _advice(next((each for each in reports if each.tensor), reports[0]), recipe) if reports else []
+    return advise(next((each for each in reports if each.tensor), reports[0]), recipe) if reports else []
 
 
-def _advice(report: RankReport, recipe: Recipe) -> list[str]:
+def advise(report: RankReport, recipe: Recipe) -> list[str]:
     """Where the numbers stopped being finite, and what to try: a sentence each."""
     where = f"First non-finite in {report.kind}: {report.tensor}; the tensor before it reached {report.largest:.3g}."
     if not report.enough_memory:

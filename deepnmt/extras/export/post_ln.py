@@ -212,7 +212,7 @@ def _compare(loaded: LoadedModel, weights: Mapping[str, Tensor], recipe: Recipe)
     lengths = torch.tensor([longest, longest, max(1, longest // 2), 1])
 
     def logits(model: Transformer) -> Tensor:
-        _compute_in_float64(model)
+        compute_in_float64(model)
         all_logits = model.logits(model.decode(trg, model.encode(src, lengths), lengths))
         return torch.cat([all_logits[..., :PAD], all_logits[..., PAD + 1 :]], dim=-1)  # that of pad is -inf
 
@@ -224,7 +224,7 @@ def _compare(loaded: LoadedModel, weights: Mapping[str, Tensor], recipe: Recipe)
     return float((ours - theirs).abs().max()), float(ours.abs().max())
 
 
-def _compute_in_float64(model: Transformer) -> None:
+def compute_in_float64(model: Transformer) -> None:
     """Makes the model compute in float64, its layers one at a time: all at once would need 8 more bytes a parameter.
     Each layer then gets its old fp32 tensors back; allocating new ones would fragment the memory."""
     narrow: list[Tensor] = []

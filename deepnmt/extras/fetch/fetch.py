@@ -59,7 +59,7 @@ class _Record(BaseModel):
 
 
 @dataclass
-class _Text:
+class Text:
     """A text to fetch: its name in the recipe, its files, and where it comes from."""
 
     name: str
@@ -96,13 +96,13 @@ def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
         UserError: the recipe names nothing to fetch, or something unknown; a server cannot be reached; a checksum is
             wrong; the disk is too small; a file is there that was not fetched.
     """
-    texts = [_Text(f"data.{name}{part and '.' + part}", corpus, (Path(corpus.src[0]), Path(corpus.trg[0])))
+    texts = [Text(f"data.{name}{part and '.' + part}", corpus, (Path(corpus.src[0]), Path(corpus.trg[0])))
              for name, text in corpora(recipe).items() for part, corpus in corpora_of(text).items()
              if corpus.mtdata or corpus.sacrebleu]
     if not texts:
         raise UserError("the recipe names nothing to fetch; give a text of its data section mtdata: [NAME, ...] or "
                         "sacrebleu: NAME, or put the files there yourself")
-    missing = [text for text in texts if not _is_there(text)]
+    missing = [text for text in texts if not is_there(text)]
     with _mtdata_is_quiet():
         for text in missing:
             text.sources = (_mtdata_sources(text.corpus.mtdata) if text.corpus.mtdata else
@@ -116,13 +116,13 @@ def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
                 _fetch(text, recipe)
     rows = [["text", "lines", "file", "SHA-256"]]
     for text in texts:
-        record = _read_record(text)
+        record = read_record(text)
         rows += [[text.name, f"{record.lines:,}" if record else "-", str(file),
                   record.sha256[side][:16] if record else "not fetched"] for side, file in enumerate(text.files)]
     return table(rows, left=4)
 
 
-def _read_record(text: _Text) -> _Record | None:
+def read_record(text: Text) -> _Record | None:
     """The record of a text. Raises `UserError` where there is one that cannot be read."""
     try:
         return _Record.model_validate_json(text.record.read_bytes())
@@ -133,10 +133,10 @@ def _read_record(text: _Text) -> _Record | None:
                         "whatever the server has now") from None
 
 
-def _is_there(text: _Text) -> bool:
+def is_there(text: Text) -> bool:
     """Whether a text was fetched already. Raises `UserError` if files are there that were not."""
     there = [file for file in text.files if file.exists()]
-    record = _read_record(text)
+    record = read_record(text)
     if record and record.origin != text.origin:
         raise UserError(f"{text.files[0]} was fetched from {record.origin}, but {text.name} names {text.origin}; "
                         f"remove it and {text.record}, or name other files")
@@ -195,7 +195,7 @@ def _sacrebleu_source(name: str, recipe: Recipe) -> _Source:
     return _Source(name, known, known.data or [], "SacreBLEU names none")
 
 
-def _say(texts: list[_Text], sizes: dict[str, int | None]) -> None:
+def _say(texts: list[Text], sizes: dict[str, int | None]) -> None:
     rows = [["text", "corpus", "size", "licence", "from"]]
     for text in texts:
         for source in text.sources:
@@ -209,7 +209,7 @@ def _say(texts: list[_Text], sizes: dict[str, int | None]) -> None:
                      "licence that is not named here may be on the corpus's own page")
 
 
-def _require_room(texts: list[_Text], sizes: dict[str, int | None]) -> None:
+def _require_room(texts: list[Text], sizes: dict[str, int | None]) -> None:
     """Refuses before the downloads what would end in the middle of them. Packed text is about a third of its size."""
     needed = 4 * sum(size or 0 for size in sizes.values())
     for text in texts:
@@ -222,9 +222,9 @@ def _require_room(texts: list[_Text], sizes: dict[str, int | None]) -> None:
 # -- fetching ----------------------------------------------------------------------------------------------------------
 
 
-def _fetch(text: _Text, recipe: Recipe) -> None:
+def _fetch(text: Text, recipe: Recipe) -> None:
     """Downloads a text's sources, writes its two files, and the record once both are complete."""
-    record = _read_record(text)
+    record = read_record(text)
     downloads: dict[str, _Download] = {}
     for file in text.files:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -280,7 +280,7 @@ def _checked(source: _Source, pairs: Iterable[tuple[str, str]]) -> Iterator[tupl
 
 
 def _mtdata_pairs(
-    source: _Source, text: _Text, recipe: Recipe, record: _Record | None, downloads: dict[str, _Download]
+    source: _Source, text: Text, recipe: Recipe, record: _Record | None, downloads: dict[str, _Download]
 ) -> Iterator[tuple[str, str]]:
     """The pairs of a corpus, the recipe's source first. Writes what was downloaded into `downloads`."""
     from mtdata import cache_dir
@@ -336,7 +336,7 @@ def _mtdata_pairs(
 
 
 def _download_once(
-    file: Path, flag: Path, url: str, text: _Text, record: _Record | None, downloads: dict[str, _Download]
+    file: Path, flag: Path, url: str, text: Text, record: _Record | None, downloads: dict[str, _Download]
 ) -> None:
     """Downloads a file into mtdata's folder unless it is there, as a flag beside it says. Raises `UserError` if the
     record of the text names another one."""

@@ -15,7 +15,7 @@ import torch
 from deepnmt import config
 from deepnmt.batch import Batch
 from deepnmt.extras.doctor import nonfinite
-from deepnmt.extras.doctor.nonfinite import NonFinite, RankReport, _advice, explain, first_non_finite
+from deepnmt.extras.doctor.nonfinite import NonFinite, RankReport, advise, explain, first_non_finite
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import StepStats
@@ -125,12 +125,12 @@ def test_advice(tmp_path: Path) -> None:
     run = tiny_run.recipe_of(tmp_path)
     narrow = RankReport("fp16", "the output of X", 6e4)
     wide = replace(narrow, fp32="the input of Y")
-    assert "fp16 is too narrow" in _advice(narrow, run)[0]
-    assert _advice(narrow, run)[1].startswith("Try parallel.precision=bf16 or fp32")
-    where, advice = _advice(wide, run)
+    assert "fp16 is too narrow" in advise(narrow, run)[0]
+    assert advise(narrow, run)[1].startswith("Try parallel.precision=bf16 or fp32")
+    where, advice = advise(wide, run)
     assert "first in the input of Y" in where and "optimizer.lr (now 0.0005)" in advice
-    assert "each micro-batch of the last update is finite" in _advice(RankReport("bf16"), run)[0]
-    assert "not enough memory left" in _advice(RankReport("bf16", enough_memory=False), run)[0]
+    assert "each micro-batch of the last update is finite" in advise(RankReport("bf16"), run)[0]
+    assert "not enough memory left" in advise(RankReport("bf16", enough_memory=False), run)[0]
 
 
 @pytest.mark.parametrize("failing", ["gather_model", "copy_weights"])

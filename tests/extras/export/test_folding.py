@@ -23,7 +23,7 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.cli import main
 from deepnmt.config.choices import BLOCKS
-from deepnmt.extras.export.post_ln import _compute_in_float64, fold_run, fold_weights, save_folded
+from deepnmt.extras.export.post_ln import compute_in_float64, fold_run, fold_weights, save_folded
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
@@ -222,7 +222,7 @@ def test_one_layer_at_a_time_is_in_float64() -> None:
     def count(*_: object) -> None:
         wide.append(sum(next(layer.parameters()).dtype == torch.float64 for layer in layers))
 
-    _compute_in_float64(module)
+    compute_in_float64(module)
     for layer in layers:
         layer.register_forward_pre_hook(count)
     assert torch.equal(logits(module), whole) and not torch.equal(single.double(), whole)
