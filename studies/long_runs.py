@@ -16,16 +16,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
 
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import make_scorers
-from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
+from deepnmt.files import drop_partial_line, make_parent_folder, markdown_table, read_numbered_log
 from deepnmt.progress import print_status
+from studies.plots import plot_comparison
 from studies.runs import Record, json_lines
-from studies.scores import pack, sentence_counts
+from studies.scores import bleu, difference_of_runs, pack, sentence_counts, unpack, with_totals
 
 _VALIDATION = ("update", "perplexity", "bleu", "source_gain", "encoder_common", "cross_attention_entropy")
 
@@ -153,3 +155,56 @@ def commit() -> str:
     """The commit of this checkout."""
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
                           cwd=Path(__file__).parent).stdout.strip()
+
+
+def report(file: Path, picture: Path | None) -> str:
+    """The table of the arms in Markdown, in the order in which they came to an end, each compared with the first.
+
+    A score is the mean over seeds, ± their standard deviation if there are several. A difference has its p, of the
+    permutation test of `scores.difference_of_runs`.
+
+    Args:
+        file: the records.
+        picture: a PNG to write, with the validation perplexity of each arm's first seed.
+
+    Raises:
+        UserError: there is no record.
+    """
+    if not file.exists() or not file.stat().st_size:
+        raise UserError(f"{file} holds no run yet; train some first, without --report")
+    arms: dict[str, list[Record]] = {}
+    for _, record in read_numbered_log(file):
+        arms.setdefault(record["arm"], []).append(record)
+    first, *_ = arms.values()
+    tests = list(first[0]["tests"])
+    rows = [["arm", "seeds", *(f"{test}: BLEU, chrF" for test in tests), "perplexity", "CPU hours", "commit",
+             *(f"{test}: BLEU beside the first, p" for test in tests)]]
+    for name, runs in arms.items():
+        row = [name, str(len(runs))]
+        for test in tests:
+            row.append(", ".join(mean_and_deviation([run["tests"][test][metric] for run in runs])
+                                 for metric in ("bleu", "chrf")))
+        row.append(mean_and_deviation([run["validations"][-1]["perplexity"] for run in runs], digits=2))
+        row.append(mean_and_deviation([run["cpu_seconds"] / 3600 for run in runs], digits=2))
+        row.append(", ".join(sorted({run["commit"] for run in runs})))
+        for test in tests:
+            row.append("" if runs is first else compare(runs, first, test))
+        rows.append(row)
+    if picture:
+        curves = {name: {point["update"]: point["perplexity"] for point in runs[0]["validations"][1:]}
+                  for name, runs in arms.items()}
+        plot_comparison(curves, picture, "Trained to their end, seed 1", "validation perplexity")
+    return markdown_table(rows)
+
+
+def mean_and_deviation(values: list[float], digits: int = 1) -> str:
+    """As `38.5 ± 0.2`; of one value there is no deviation."""
+    mean = f"{fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {stdev(values):.{digits}f}"
+
+
+def compare(runs: list[Record], others: list[Record], test: str) -> str:
+    """The difference of two arms' BLEU on a test set, and its p."""
+    ours, theirs = ([with_totals(unpack(run["tests"][test]["counts"])) for run in arm] for arm in (runs, others))
+    gain = difference_of_runs(ours, theirs, bleu)
+    return f"{gain.value:+.2f}, {gain.p:.2g}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from refusals import Refused, Tool
 
-from studies.long_runs import Plan, read_plan
-from studies.scores import bleu, unpack, with_totals
+from deepnmt.errors import UserError
+from studies.long_runs import Plan, read_plan, report
+from studies.scores import bleu, pack, unpack, with_totals
 
 
 def test_a_plan_is_trained_to_its_end_and_goes_on(prepared: Path, study: Tool, tmp_path: Path) -> None:
@@ -32,6 +34,9 @@ arms:
     assert [validation["update"] for validation in record["validations"]] == [5, 6]
     [score] = record["tests"].values()
     assert bleu(with_totals(unpack(score["counts"])).sum(axis=0)) == pytest.approx(score["bleu"], abs=0.01)
+    first = study(*words, "--report", "--plot", tmp_path / "curves.png")
+    assert f"| shallow | 1 | {score['bleu']:.1f}, {score['chrf']:.1f} |" in first.stdout, first.stderr
+    assert (tmp_path / "curves.png").stat().st_size
     again = study(*words)
     assert again.returncode == 0 and len((tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
@@ -39,6 +44,25 @@ arms:
 def test_all_arms_with_the_first_seed_come_before_the_second() -> None:
     plan = Plan(Path("recipe.yaml"), {"deep": [], "shallow": []}, [1, 2], ["shallow"])
     assert list(plan.runs()) == [("deep", 1), ("shallow", 1), ("deep", 2)]
+
+
+def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path) -> None:
+    records = tmp_path / "runs.jsonl"
+    counts = np.tile([20, 20, 15, 12, 9, 6], (50, 1))
+    better = np.tile([20, 20, 18, 16, 14, 12], (50, 1))
+    runs = [("deep", 1, counts, 30.0), ("deep", 2, counts, 31.0), ("wide", 1, better, 60.0), ("wide", 2, better, 60.0)]
+    records.write_text("".join(json.dumps({
+        "arm": arm, "seed": seed, "commit": "abc", "cpu_seconds": 3600 * seed,
+        "validations": [{"update": 10, "perplexity": 6.0}],
+        "tests": {"held_out": {"bleu": score, "chrf": 50.0, "counts": pack(of_run)}}}) + "\n"
+        for arm, seed, of_run, score in runs))
+    header, _, deep, wide = report(records, None).splitlines()
+    assert "held_out: BLEU" in header
+    assert deep == "| deep | 2 | 30.5 ± 0.7, 50.0 ± 0.0 | 6.00 ± 0.00 | 1.50 ± 0.71 | abc |  |"
+    gain = bleu(with_totals(better).sum(axis=0)) - bleu(with_totals(counts).sum(axis=0))
+    assert wide.split(" | ")[-1].startswith(f"{gain:+.2f}, ") and float(wide.split(", ")[-1].strip("| ")) < 0.01
+    with pytest.raises(UserError, match="holds no run yet"):
+        report(tmp_path / "none.jsonl", None)
 
 
 def test_a_file_that_is_no_plan(refused: Refused, tmp_path: Path) -> None:
