@@ -109,6 +109,32 @@ def place(prepared: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def shape(text: str) -> str:
+    """A text with a mark in place of each number."""
+    return re.sub(r"\d[\d,.]*", "#", text)
+
+
+def test_quoted_answers_have_the_shape_of_what_is_printed(
+        place: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of `split`, `prepare` and `new`, whatever their numbers, which are those of another text."""
+    monkeypatch.chdir(place)
+    texts = [str(prepared / "text" / f"train.{lang}") for lang in ("de", "en")]
+    assert main("split", ["all.tsv", "data/text", "--langs", "de", "en", "--valid", "25", "--test", "25"]) == 0
+    assert main("prepare", ["my.yaml", "data.folder=data/again"]) == 0
+    (place / "new").mkdir()
+    monkeypatch.chdir(place / "new")
+    assert main("new", ["my.yaml", "--src", texts[0], "--trg", texts[1]]) == 0
+    said = shape("".join(capsys.readouterr()).replace("test.held_out", "test.test"))
+    begins = {"your_own_text": ("pairs: ", "training the vocab", "test.test: ", "train: ", "valid: ", "an epoch is "),
+              "new_recipe": ("5,000 pairs", "data/my/text", "my.yaml: ", "next: ")}
+    for page, words in begins.items():
+        blocks = re.findall(r"^```text\n(.*?)^```", (GUIDE / f"{page}.md").read_text(encoding="utf-8"), re.M | re.S)
+        lines = [line for line in "".join(blocks).splitlines() if line.startswith(words)]
+        assert len(lines) == len(words), lines
+        pieces = [piece for line in lines for piece in line.removesuffix("...").strip(" ;,").split("; ")]
+        assert [piece for piece in pieces if "left out" not in piece and shape(piece) not in said] == [], said
+
+
 def commands(page: str) -> list[list[str]]:
     """The words of the commands in a page's bash blocks, without what follows a `>` or a `#`."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (GUIDE / f"{page}.md").read_text(encoding="utf-8"), re.M | re.S)
