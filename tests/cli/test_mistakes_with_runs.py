@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 import torch
-from refusals import Refused, Tool, contents, truncate, user_error
+from refusals import Refused, contents, truncate, user_error
 from warm import Warm
 
 from deepnmt.checkpoint.checkpoint import Contents, load_model
@@ -281,10 +281,9 @@ def test_a_run_that_was_moved_is_still_a_run(run: Path, tmp_path: Path, threads:
 # -- translating, scoring and the rest ---------------------------------------------------------------------------------
 
 
-def test_translation_files(trained: Path, refused: Refused, tool: Tool, tmp_path: Path) -> None:
-    done = tool("translate", trained, "--input", tmp_path / "none", "--output", tmp_path / "out")
-    assert done.returncode == 2 and f"there is no input file {tmp_path}/none" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_translation_files(trained: Path, refused: Refused, tmp_path: Path) -> None:
+    found = refused("translate", trained, "--input", tmp_path / "none", "--output", tmp_path / "out")
+    assert f"there is no input file {tmp_path}/none" in found
     source = tmp_path / "in"
     source.write_bytes(b"a dog\n\xff\n")
     found = refused("translate", trained, "--input", source, "--output", tmp_path / "out")

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from refusals import Refused, Tool
+from refusals import Refused
 
+from studies.__main__ import main
 from studies.compare import compare_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +24,12 @@ def write_log(run: Path, losses: dict[int, float]) -> None:
     (run / "log.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def test_compare_plots_and_tabulates(study: Tool, tmp_path: Path) -> None:
+def test_compare_plots_and_tabulates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_log(tmp_path / "one", {10: 6.0, 20: 5.0, 30: 4.5})
     write_log(tmp_path / "two", {10: 6.5, 20: 6.25})
-    done = study("compare", tmp_path / "one", tmp_path / "two", "--output", tmp_path / "picture.png")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
+    words = (tmp_path / "one", tmp_path / "two", "--output", tmp_path / "picture.png")
+    assert main("compare", [str(word) for word in words]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[:3] == [["update", "10", "20"], ["one", "6.000", "5.000"], ["two", "6.500", "6.250"]]
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 

@@ -10,11 +10,13 @@ import pytest
 from refusals import Refused, Tool
 
 from deepnmt.errors import UserError
+from studies.__main__ import main
 from studies.long_runs import Plan, read_plan, report
 from studies.scores import bleu, pack, unpack, with_totals
 
 
-def test_a_plan_is_trained_to_its_end_and_goes_on(prepared: Path, study: Tool, tmp_path: Path) -> None:
+def test_a_plan_is_trained_to_its_end_and_goes_on(
+        prepared: Path, study: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"""
 recipe: {prepared / "recipe.yaml"}
@@ -22,10 +24,10 @@ seeds: [3]
 arms:
   shallow: [train.updates=6, model.encoder.layers=1]
 """, encoding="utf-8")
-    words = ("long-runs", plan, "translate.beam=1", "--runs", tmp_path / "runs.jsonl", "--output", tmp_path / "runs")
-    stopped = study(*words, "--seconds", "0")
-    assert stopped.returncode == 0 and "1 of 1 runs are missing" in stopped.stdout, stopped.stderr
-    done = study(*words)
+    words = [str(plan), "translate.beam=1", "--runs", str(tmp_path / "runs.jsonl"), "--output", str(tmp_path / "runs")]
+    assert main("long-runs", [*words, "--seconds", "0"]) == 0
+    assert "1 of 1 runs are missing" in capsys.readouterr().out
+    done = study("long-runs", *words)
     assert done.returncode == 0 and "0 of 1 runs are missing" in done.stdout, done.stderr
     record = json.loads((tmp_path / "runs.jsonl").read_text(encoding="utf-8"))
     assert (record["arm"], record["seed"], record["updates"]) == ("shallow", 3, 6)
@@ -34,11 +36,11 @@ arms:
     assert [validation["update"] for validation in record["validations"]] == [5, 6]
     [score] = record["tests"].values()
     assert bleu(with_totals(unpack(score["counts"])).sum(axis=0)) == pytest.approx(score["bleu"], abs=0.01)
-    first = study(*words, "--report", "--plot", tmp_path / "curves.png")
-    assert f"| shallow | 1 | {score['bleu']:.1f}, {score['chrf']:.1f} |" in first.stdout, first.stderr
+    assert main("long-runs", [*words, "--report", "--plot", str(tmp_path / "curves.png")]) == 0
+    assert f"| shallow | 1 | {score['bleu']:.1f}, {score['chrf']:.1f} |" in capsys.readouterr().out
     assert (tmp_path / "curves.png").stat().st_size
-    again = study(*words)
-    assert again.returncode == 0 and len((tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+    assert main("long-runs", words) == 0
+    assert len((tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
 def test_all_arms_with_the_first_seed_come_before_the_second() -> None:
