@@ -40,7 +40,6 @@ test: $(STAMP)
 	@$(PYTEST) $(BESIDE) -m "not wheel"
 
 # Everything.
-test-all: export DEEPNMT_MUTATIONS ?= 2000
 test-all: $(STAMP)
 	@$(PYTEST)
 
