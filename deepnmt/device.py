@@ -60,8 +60,12 @@ def choose(wanted: Wanted = "auto") -> Literal["cuda", "cpu"]:
     kind: Literal["cuda", "cpu"] = "cpu"
     if wanted != "cpu" and named != "cpu":
         usable = torch.cuda.is_available() or (named == "cuda" and torch.cuda.device_count() > 0)
-        reason = ("parallel.device is cuda" if wanted == "cuda" else "DS_ACCELERATOR is cuda" if named == "cuda"
-                  else _sign_of_a_gpu())
+        if wanted == "cuda":
+            reason = "parallel.device is cuda"
+        elif named == "cuda":
+            reason = "DS_ACCELERATOR is cuda"
+        else:
+            reason = _sign_of_a_gpu()
         if not usable and reason:
             raise UserError(f"{reason}, but PyTorch cannot use a GPU: {_cause()}; mend that, or set "
                             "parallel.device=cpu to compute on the CPU")
@@ -211,7 +215,9 @@ def describe(device: torch.device, processes: int, local: int, precision: str) -
     else:
         name = f"cpu, {_cpu_name()}, {torch.get_num_threads()} thread(s)"
         software = "no GPU"
-    backend = "one process" if processes == 1 else "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if processes == 1:
+        backend = "one process"
     slow = precision == "bf16" and emulates_bf16(device)
     return {"device": name, "memory": f"{memory(device, local) / 2**30:.1f} GiB", "driver": software,
             "torch": f"PyTorch {torch.__version__}", "backend": backend,

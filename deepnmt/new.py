@@ -170,10 +170,12 @@ def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
                 raise
             size = size * 3 // 4 // 50 * 50
     vocab = Vocabulary(model)
-    src, trg = ([len(ids) + 1 for ids in vocab.encode_batch([pair[side] for pair in sample])] for side in (0, 1))
+    src = [len(ids) + 1 for ids in vocab.encode_batch([pair[0] for pair in sample])]
+    trg = [len(ids) + 1 for ids in vocab.encode_batch([pair[1] for pair in sample])]
     sampler, some = SAMPLERS["bpe"](vocab, _ALPHA), random.Random(1).sample(sample, min(2000, len(sample)))
-    sampled = [max(len(ids) + 1 for ids in sampler.sample_batch(list(pair), number))
-               for number, pair in enumerate(some)]
+    sampled = []
+    for number, pair in enumerate(some):
+        sampled.append(1 + max(map(len, sampler.sample_batch(list(pair), number))))
     longest = sorted(map(max, src, trg))
     ratios = sorted((t - 10) / s for s, t in zip(src, trg, strict=True))
     rare = len(sample) * 999 // 1000

@@ -48,9 +48,14 @@ def run_steps(
     if file in asking:
         raise UserError(f"data.translated_by goes round in a circle, {' -> '.join((*asking, file))}; let one of these "
                         "recipes do without the other's translations")
-    wanted = [(corpus, load_recipe(corpus.translated_by, [*_place(corpus.translated_by), *_search(corpus)]))
-              for text in corpora(recipe).values() for corpus in corpora_of(text).values() if corpus.translated_by]
-    jobs = [job for corpus, maker in wanted for job in _missing(recipe, corpus, maker)]  # all faults come first
+    wanted = []
+    for text in corpora(recipe).values():
+        for corpus in corpora_of(text).values():
+            if by := corpus.translated_by:
+                wanted.append((corpus, load_recipe(by, [*_place(by), *_search(corpus)])))
+    jobs = []
+    for corpus, maker in wanted:  # all faults come first
+        jobs += _missing(recipe, corpus, maker)
     for by in dict.fromkeys(str(corpus.translated_by) for corpus, *_ in jobs):
         if not Path(by).is_dir() and (code := run_steps(by, load_recipe(by), (), start, (*asking, file))):
             return code

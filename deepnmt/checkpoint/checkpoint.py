@@ -269,9 +269,13 @@ def _stored_as(manifest: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     """The files of these names, or what a checkpoint in shards has in their place."""
     if manifest["format"] != folders.SHARDED:
         return set(names)
-    shards = {name: {INDEX, *(file for file in manifest["files"] if kind_of(file) == name)}
-              for name in (WEIGHTS, MOMENTS)}
-    return {file for name in names for file in shards.get(name, {name})}
+    stored: set[str] = set()
+    for name in names:
+        if name in (WEIGHTS, MOMENTS):
+            stored |= {INDEX, *(file for file in manifest["files"] if kind_of(file) == name)}
+        else:
+            stored.add(name)
+    return stored
 
 
 def task_files(folder: Path) -> list[str]:

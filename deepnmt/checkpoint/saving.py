@@ -11,7 +11,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -60,6 +60,13 @@ class Saved:
     size: int
 
 
+def _tensors_of(parts: Iterable[Part]) -> Iterator[Tensor]:
+    """Weights and moments, one after the other: an engine may make each only when it is asked for."""
+    for part in parts:
+        yield part.weight
+        yield from part.moments.values()
+
+
 class Saver:
     """Writes the checkpoints of a run. Its construction, `save`, `done` and `wait` are collective.
 
@@ -104,7 +111,7 @@ class Saver:
             then: called on rank 0 when the checkpoint is complete.
         """
         started = time.monotonic()
-        for slot, tensor in zip(self._copy, (t for p in parts for t in (p.weight, *p.moments.values())), strict=True):
+        for slot, tensor in zip(self._copy, _tensors_of(parts), strict=True):
             slot.copy_(tensor, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

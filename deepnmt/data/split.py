@@ -80,8 +80,9 @@ def split_corpus(
              if split_of(pair[1], valid, test) == "train" and normalised(pair[0]) not in held_out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        counts = {name: write_pairs([folder / f"{name}.{lang}" for lang in langs], pairs)
-                  for name, pairs in (("train", train), *texts.items())}
+        counts = {}
+        for name, pairs in (("train", train), *texts.items()):
+            counts[name] = write_pairs([folder / f"{name}.{lang}" for lang in langs], pairs)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None
     if not counts["train"]:
@@ -93,7 +94,9 @@ def split_corpus(
 def split_of(sentence: str, valid: int, test: int) -> str:
     """The text for the pairs of a target sentence, if `valid` and `test` of every 1,000 sentences are held out."""
     bucket = int.from_bytes(hashlib.blake2b(normalised(sentence).encode(), digest_size=8).digest(), "big") % 1000
-    return "test" if bucket < test else "valid" if bucket < test + valid else "train"
+    if bucket < test:
+        return "test"
+    return "valid" if bucket < test + valid else "train"
 
 
 def normalised(sentence: str) -> str:

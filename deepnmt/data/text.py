@@ -12,9 +12,10 @@ import os
 import select
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from xopen import xopen
 
@@ -49,8 +50,7 @@ def read_lines(source: Path | None) -> Iterator[str]:
     suffix = source.suffix if source and source.suffix in COMPRESSED else ""  # by its name, not by its first bytes
     number = 0
     try:
-        with (nullcontext(sys.stdin.buffer) if source is None else
-              xopen(source, "rb", threads=0) if suffix else source.open("rb")) as stream:
+        with _opened(source, suffix) as stream:
             for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE + 1), b""), start=1):
                 yield _sentence(line, number, name)
     except EOFError:
@@ -65,6 +65,12 @@ def read_lines(source: Path | None) -> Iterator[str]:
         if isinstance(error, OSError):
             raise UserError(f"{name} cannot be read: {error.strerror or error}; give an existing text file") from None
         raise
+
+
+def _opened(source: Path | None, suffix: str) -> AbstractContextManager[BinaryIO]:
+    if source is None:
+        return nullcontext(sys.stdin.buffer)
+    return xopen(source, "rb", threads=0) if suffix else source.open("rb")
 
 
 def arriving_lines(descriptor: int, name: str) -> Iterator[list[str]]:

@@ -21,12 +21,11 @@ def expected_chrf(texts: Sequence[str]) -> list[float]:
     distinct = list(copies)
     for i, one in enumerate(distinct):
         for other in distinct[i:]:
-            matches = [sum(min(count, theirs[gram]) for gram, count in ours.items() if gram in theirs)
-                       for ours, theirs in zip(grams[one], grams[other], strict=True)]
-            sizes = [[counts.total() for counts in grams[text]] for text in (one, other)]
-            sums[one] += copies[other] * _chrf(matches, *sizes)
+            matches = [(ours & theirs).total() for ours, theirs in zip(grams[one], grams[other], strict=True)]
+            size, other_size = ([counts.total() for counts in grams[text]] for text in (one, other))
+            sums[one] += copies[other] * _chrf(matches, size, other_size)
             if other != one:
-                sums[other] += copies[one] * _chrf(matches, *reversed(sizes))
+                sums[other] += copies[one] * _chrf(matches, other_size, size)
     return [sums[text] / len(texts) for text in texts]
 
 

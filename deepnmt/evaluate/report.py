@@ -51,8 +51,12 @@ class Evaluated:
     def chrf(self) -> dict[str, list[float]]:
         """The chrF of every sentence of each test set."""
         metric = sacrebleu.CHRF()
-        return {name: [metric.sentence_score(line, list(references)).score for line, *references in
-                       zip(self.translations[name], *test.references, strict=True)] for name, test in self.sets.items()}
+        scores: dict[str, list[float]] = {}
+        for name, test in self.sets.items():
+            scores[name] = []
+            for line, *references in zip(self.translations[name], *test.references, strict=True):
+                scores[name].append(metric.sentence_score(line, list(references)).score)
+        return scores
 
 
 def write_report(recipes: Sequence[Recipe], scores: str, output: Path) -> Path:

@@ -67,8 +67,9 @@ def shuffled_gains(
     while len(gains) < trials:
         count = min(_AT_ONCE, trials - len(gains))
         stay = draw.integers(0, 2, (count, len(pairs[0][0]))).astype(np.float64)  # [R, N]
-        by_pair = [[score(a) - score(b) for a, b in zip(stay @ (one - other) + other.sum(0),
-                                                        stay @ (other - one) + one.sum(0), strict=True)]
-                   for one, other in pairs]
+        by_pair = []
+        for one, other in pairs:
+            first, second = stay @ (one - other) + other.sum(0), stay @ (other - one) + one.sum(0)
+            by_pair.append([score(a) - score(b) for a, b in zip(first, second, strict=True)])
         gains += np.mean(by_pair, axis=0).tolist()
     return gains

@@ -66,11 +66,12 @@ class AdminProfile:
     @property
     def omega(self) -> dict[str, float]:
         """ω by canonical name, as in `encoder.layers.3.ffn`."""
-        return {
-            f"{side}.layers.{i // len(names)}.{names[i % len(names)]}": value
-            for (side, names), values in zip(SUBLAYERS.items(), (self.encoder, self.decoder), strict=True)
-            for i, value in enumerate(values)
-        }
+        omega = {}
+        for (side, names), values in zip(SUBLAYERS.items(), (self.encoder, self.decoder), strict=True):
+            for number, value in enumerate(values):
+                layer, sublayer = divmod(number, len(names))
+                omega[f"{side}.layers.{layer}.{names[sublayer]}"] = value
+        return omega
 
     def save(self, path: str | Path) -> None:
         """Writes the profile as JSON, atomically; its folder is made if it does not exist."""

@@ -77,7 +77,8 @@ class MuonAndAdam(torch.optim.Optimizer):
             raise UserError(f"optimizer.name is muon, which PyTorch has from 2.9 on, but {torch.__version__} is here; "
                             "install a newer one, or set another optimizer")
         super().__init__(groups, {"lr": settings.lr})
-        matrices, rest = ([group for group in self.param_groups if group["muon"] is muon] for muon in (True, False))
+        matrices = [group for group in self.param_groups if group["muon"]]
+        rest = [group for group in self.param_groups if not group["muon"]]
         beta1, beta2 = settings.betas
         self.parts: list[torch.optim.Optimizer] = []  # their groups are those of this one, rates included
         if matrices:
@@ -90,7 +91,10 @@ class MuonAndAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for p in (p for group in self.param_groups if group["muon"] for p in group["params"] if p.grad is not None):
+        matrices = [p for group in self.param_groups if group["muon"] for p in group["params"]]
+        for p in matrices:
+            if p.grad is None:
+                continue
             state = self.state[p]
             if "exp_avg" not in state:
                 state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))

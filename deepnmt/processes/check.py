@@ -142,21 +142,27 @@ def _link(ranks: Ranks, machines: Sequence[str], size: int = 16 * 2**20) -> floa
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
+_SOFTWARE = {"deepnmt": "deepnmt", "torch": "PyTorch", "deepspeed": "DeepSpeed", "python": "Python",
+             "driver": "driver"}
+
+
 def judge(everything: Sequence[Facts], megabytes: int) -> dict[str, Any]:
     """The table and the faults, from what all processes told."""
     nodes: dict[str, list[Facts]] = {}
-    for told in everything:
-        nodes.setdefault(told["machine"], []).append(told)
+    for report in everything:
+        nodes.setdefault(report["machine"], []).append(report)
     world, first = len(everything), everything[0]
     rows = [["machine", "processes", "device", "cores", "clock", "run folder", "data", f"from {first['node']}"]]
     for group in nodes.values():
-        node, gpus = group[0], f"{len(group)} of {group[0]['gpus']} " if group[0]["gpus"] else ""
-        rows.append([node["node"], str(len(group)), f"{gpus}{node['gpu'] or node['device']}",
-                     str(len({core for told in group for core in told["cores"]})), f"{node['clock']:+.2f} s",
-                     node["run"], node["data"], f"{node['link'] / 1e9:.2f} GB/s" if node["link"] else ""])
+        node, cores = group[0], set[int]()
+        for report in group:
+            cores.update(report["cores"])
+        gpus = f"{len(group)} of {node['gpus']} " if node["gpus"] else ""
+        link = f"{node['link'] / 1e9:.2f} GB/s" if node["link"] else ""
+        rows.append([node["node"], str(len(group)), f"{gpus}{node['gpu'] or node['device']}", str(len(cores)),
+                     f"{node['clock']:+.2f} s", node["run"], node["data"], link])
     bus = 2 * (world - 1) / world * megabytes * 2**20 / first["seconds"] / 1e9
-    common = [f"{name} {first[key]}" for key, name in (("deepnmt", "deepnmt"), ("torch", "PyTorch"), (
-        "deepspeed", "DeepSpeed"), ("python", "Python"), ("driver", "driver")) if first[key]]
+    common = [f"{name} {first[key]}" for key, name in _SOFTWARE.items() if first[key]]
     lines = [table(rows), f"\n{first['node']} has {', '.join(common)}",
              f"all-reduce of {megabytes} MiB over {world} processes: {first['seconds'] * 1e3:.1f} ms, "
              f"{bus:.2f} GB/s in and out of each"]
@@ -165,9 +171,9 @@ def judge(everything: Sequence[Facts], megabytes: int) -> dict[str, Any]:
 
 def _faults(everything: Sequence[Facts], groups: Sequence[Sequence[Facts]]) -> list[str]:
     """A phrase for each difference between the machines, and for each thing that would go wrong."""
-    names, first = [told["node"] for told in everything], everything[0]
+    names, first = [report["node"] for report in everything], everything[0]
     faults = differences(everything, MUST_MATCH | SHOULD_MATCH)
-    faults.append(differing("the data's fingerprint", [told["data"] for told in everything], names))
+    faults.append(differing("the data's fingerprint", [report["data"] for report in everything], names))
     faults.append(differing("the number of processes", [str(len(group)) for group in groups],
                            [group[0]["node"] for group in groups]))
     if first["data"].startswith("missing"):

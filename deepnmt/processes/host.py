@@ -71,5 +71,7 @@ def interface_to(host: str) -> str:
     gloo would take the one that this machine's own name stands for, which on many systems is the loopback.
     """
     own = address_towards(host)
-    return next((name for name, addresses in psutil.net_if_addrs().items()
-                 if any(address.address.split("%")[0] == own for address in addresses)), "")
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in [address.address.split("%")[0] for address in addresses]:
+            return name
+    return ""
