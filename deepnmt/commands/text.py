@@ -74,7 +74,7 @@ def prepare(words: list[str]) -> None:
         "deepnmt prepare my.yaml vocab.size=4000 data.folder=data/small",
     )
     _, recipe = parse(parser, words)
-    from deepnmt.data.prepare import prepare
+    from deepnmt.training.task import prepare
 
     print(prepare(recipe))
 

@@ -63,11 +63,11 @@ def train(words: list[str]) -> int:
         raise UserError("--card has no effect without --dry-run; add it, or remove --card")
     if args.dry_run:
         from deepnmt.device import CARDS
-        from deepnmt.training.plan import describe
+        from deepnmt.training.task import plan
 
         if args.card not in (None, *CARDS):
             raise UserError(f"--card is {args.card}, must be one of {', '.join(CARDS)}")
-        print(describe(recipe, args.card))
+        print(plan(recipe, args.card))
         return 0
     from deepnmt.training.trainer import train
 

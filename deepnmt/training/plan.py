@@ -87,6 +87,7 @@ def memory_estimate(
     kept_by_optimizer = 4 * len(moment_names(recipe)) + 4 * (stage > 0 or size == 2)
     tokens, model = recipe.batch.tokens * (2 if recipe.train.r_drop else 1), recipe.model
     device = device or _device()
+    each: Mapping[str, float]
     if device == "cuda":
         each = _KEPT_ON_GPU
     elif size == 2:

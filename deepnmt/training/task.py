@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from deepnmt.config import Recipe
 from deepnmt.config.plugins import Table
+from deepnmt.errors import UserError
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
@@ -79,6 +81,8 @@ class Task:
         validate: (recipe, data, engine, ranks) returns the same figures on every process. Collective.
         files: (data) returns the task's files in a checkpoint, beside weights, moments, state and recipe: name to
             content.
+        prepare: (recipe) prepares the data for `open` and returns their folder; None: there is nothing to prepare.
+        plan: (recipe, card) returns what `train --dry-run` prints; `card`: for which GPU, see `training.plan.describe`.
         look: see `Look`.
         describe: (record of a validation or a look) returns what a progress line says of its figures, after a space.
         warn: (recipe, update, figures of a validation or a look) returns a sentence if training has gone wrong in a way
@@ -93,6 +97,8 @@ class Task:
     start: Callable[[Recipe, Layout, Any, Ranks, bool], Engine]
     validate: Callable[[Recipe, Any, Engine, Ranks], Validation]
     files: Callable[[Any], dict[str, bytes]]
+    prepare: Callable[[Recipe], Path] | None = None
+    plan: Callable[[Recipe, str | None], str] | None = None
     look: Look | None = None
     describe: Callable[[Mapping[str, Any]], str] = lambda record: ""
     warn: Callable[[Recipe, int, Figures], str | None] = lambda recipe, update, figures: None
@@ -107,3 +113,19 @@ def find_task(name: str) -> Task:
     """The task of a recipe: a folder of `deepnmt/tasks`, or a plug-in's. Raises `UserError` if neither has it."""
     module = task_module(name, "task")
     return TASKS[name] if module is None else module.TASK
+
+
+def prepare(recipe: Recipe) -> Path:
+    """Prepares a recipe's data, as its task does. Raises `UserError` if the task has none to prepare."""
+    task = find_task(recipe.task)
+    if task.prepare is None:
+        raise UserError(f"task: {recipe.task} has no data to prepare; run deepnmt train")
+    return task.prepare(recipe)
+
+
+def plan(recipe: Recipe, card: str | None) -> str:
+    """What a run will be, as its task tells it. Raises `UserError` if the task does not."""
+    task = find_task(recipe.task)
+    if task.plan is None:
+        raise UserError(f"task: {recipe.task} says nothing of a run beforehand; leave out --dry-run")
+    return task.plan(recipe, card)

@@ -47,6 +47,8 @@ print(deepnmt.__file__)
 assert main(None, ["--help"]) == 0
 assert main("train", [whole, "data.folder=nowhere"]) == 2
 assert main("train", [whole, "data.src_lang=de"]) == 2
+assert main("prepare", [whole]) == 2
+assert main("train", [whole, "--dry-run"]) == 0
 for words in ([whole], [broken, "train.updates=8"], [broken]):
     assert main("train", words) == 0
 assert main("bits", [whole]) == 0
@@ -78,6 +80,8 @@ def test_a_folder_in_tasks_is_enough(tmp_path: Path) -> None:
     assert done.stdout.startswith(str(tmp_path / "deepnmt")) and "  bits " in done.stdout
     assert "data.folder: walks lead somewhere; give another name" in done.stderr
     assert "data.src_lang: unknown setting; known: folder" in done.stderr
+    assert "task: walks has no data to prepare; run deepnmt train" in done.stderr
+    assert "16 wide, walks called alphabet" in done.stdout
     check(tmp_path / "whole", tmp_path / "broken")
     validations = [r for r in read_log(tmp_path / "whole" / "log.jsonl") if r["type"] == "valid"]
     assert float(done.stdout.split()[-1]) == validations[-1]["bits"]

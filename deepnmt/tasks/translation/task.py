@@ -20,7 +20,7 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.source_use import SourceUse, collapse_note, measure_validation_text, settled
 from deepnmt.tasks.translation.validate import validate
 from deepnmt.training.fine_tuning import check_parts, trained_weights
-from deepnmt.training.plan import check_memory
+from deepnmt.training.plan import check_memory, describe
 from deepnmt.training.profile import profile_for, save_profile
 from deepnmt.training.task import Figures, Look, Task
 from deepnmt.visitors import visitor_modules
@@ -63,6 +63,12 @@ def _files(data: PreparedData) -> dict[str, bytes]:
     return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
 
 
+def _prepare(recipe: Recipe) -> Path:
+    from deepnmt.data.prepare import prepare  # which training does without
+
+    return prepare(recipe)
+
+
 def _look(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> dict[str, float]:
     use = SourceUse.mean(measure_validation_text(recipe, data, engine, ranks).values())
     return asdict(use) if use else {}
@@ -91,5 +97,5 @@ def _explain(record: Mapping[str, Any]) -> list[str]:
     return [f"At the validation of update {record['update']}, {use}."] if use else []
 
 
-TASK = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files, Look(settled, _look),
-            _describe, _warn, _explain)
+TASK = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files, prepare=_prepare,
+            plan=describe, look=Look(settled, _look), describe=_describe, warn=_warn, explain=_explain)

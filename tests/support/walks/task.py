@@ -94,4 +94,6 @@ def start(recipe: Recipe, layout: Layout, data: Walks, ranks: Ranks, initialise:
 TASK = Task(
     check=lambda recipe: None, open=lambda recipe, texts: Walks(), verify=lambda data: None,
     stream=lambda recipe, data: data, start=start, validate=validate,
-    files=lambda data: {"symbols.json": json.dumps(ToyTask().symbols).encode()}, describe=describe, warn=warn)
+    files=lambda data: {"symbols.json": json.dumps(ToyTask().symbols).encode()},
+    plan=lambda recipe, card: f"{recipe.model.width} wide, walks called {recipe.data.folder}",
+    describe=describe, warn=warn)
