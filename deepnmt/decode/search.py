@@ -127,9 +127,9 @@ class _Record:
         self._ranked = 0
         self.select(torch.arange(len(sums), device=sums.device))
 
-    def select(self, sentences: Tensor, kept: Tensor | None = None) -> None:
-        """Goes on with `sentences` [b], which were at the positions `kept`; all finished ones must be ranked."""
-        self.best = self.best if kept is None else self.best[kept]
+    def select(self, sentences: Tensor, positions: Tensor | None = None) -> None:
+        """Goes on with `sentences` [b], which were at these positions; all finished ones must be ranked."""
+        self.best = self.best if positions is None else self.best[positions]
         self._parts.append((sentences, [], [], []))
         self._ranked = 0
 
@@ -247,11 +247,11 @@ def _grow_hypotheses(
                 break
             if len(stay) <= (1 - COMPACT_AT) * len(done):
                 stepper.select(stay)
-                kept = indices(stay, device)
+                positions = indices(stay, device)
                 sentences, limits, tokens, sums, nexts = (
-                    each[kept] for each in (sentences, limits, tokens, sums, nexts))
-                parents = None if parents is None else parents[kept]
-                record.select(sentences, kept)
+                    each[positions] for each in (sentences, limits, tokens, sums, nexts))
+                parents = None if parents is None else parents[positions]
+                record.select(sentences, positions)
         # After the first step all rows of a sentence in the stepper are still equal.
         if parents is not None and length > 1 and (on or not torch.equal(parents, order.expand_as(parents))):
             if len(first) != len(parents):

@@ -45,10 +45,10 @@ def _in_training(layer: Layer, plain: Callable[..., Any], backend: str) -> Calla
 
 def _check_compiler(device: torch.device) -> None:
     if device.type == "cuda":
-        names, needed = [os.environ.get("CC", "cc"), "gcc", "clang"], "Triton and a C compiler"
-        found = find_spec("triton") is not None
+        compilers, needed = [os.environ.get("CC", "cc"), "gcc", "clang"], "Triton and a C compiler"
+        complete = find_spec("triton") is not None
     else:
-        names, needed, found = [os.environ.get("CXX", "c++"), "g++", "clang++"], "a C++ compiler", True
-    if not found or not any(map(shutil.which, names)):
+        compilers, needed, complete = [os.environ.get("CXX", "c++"), "g++", "clang++"], "a C++ compiler", True
+    if not complete or not any(map(shutil.which, compilers)):
         raise UserError(f"parallel.compile is true, which needs {needed}, but this machine has none; install g++"
                         f"{' and triton' if device.type == 'cuda' else ''}, or set parallel.compile=false")

@@ -74,10 +74,10 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
     expected = shapes_of(dict(planned.named_parameters()))
     grown = _grown(recipe, old, folder)
     names = {name: _origin(name, grown, recipe.train.grow) for name in expected}
-    found = {name: shapes[origin] for name, origin in names.items() if origin in shapes}
+    actual = {name: shapes[origin] for name, origin in names.items() if origin in shapes}
     placed = set(names.values())
-    found |= {name: shape for name, shape in shapes.items() if name not in placed}
-    difference = first_difference(expected, found)
+    actual |= {name: shape for name, shape in shapes.items() if name not in placed}
+    difference = first_difference(expected, actual)
     for key, was, now in changed_settings(old, recipe.model):
         side, _, name = key.rpartition(".")
         if (Model.is_marked(key, Fact.TRAINING_ONLY) and not (name == "init" and "published" in (was, now))) or (
