@@ -42,17 +42,17 @@ def write_links(folder: Path, name: str, text: Corpus, codes: Codes, vocabs: tup
     flat: list[int] = []
     lengths: list[int] = []
     row = aligned = unlike = links = 0
-    for (found, sizes), code in zip(_read_links(text), codes, strict=True):
+    for (linked, sizes), code in zip(_read_links(text), codes, strict=True):
         if code != KEPT:
             continue
         pieces = [_words(side[row], start) for side, start in zip((split.sources, split.targets), starts, strict=True)]
         row += 1
         if sizes != tuple(words[-1] + 1 if len(words) else 0 for words in pieces):
-            unlike += bool(found)
-            found = []
-        flat += (number for link in found for number in link)
-        lengths.append(2 * len(found))
-        aligned, links = aligned + bool(found), links + len(found)
+            unlike += bool(linked)
+            linked = []
+        flat += (number for link in linked for number in link)
+        lengths.append(2 * len(linked))
+        aligned, links = aligned + bool(linked), links + len(linked)
         if len(lengths) == CHUNK:
             writer.add(np.array(flat, dtype=np.uint16), np.array(lengths))
             flat, lengths = [], []
@@ -84,8 +84,8 @@ def _read_links(text: Corpus) -> Iterator[tuple[list[tuple[int, int]], tuple[int
                                 f"alignments for {count if pair is None else f'at least {count + 1}'} sentence pairs; "
                                 "line N of one must align line N of the other")
             words = [len(side.split(" ")) - side.split(" ").count("") for side in pair]
-            found = [] if line is None else [(s + tag, t) for s, t in _links(line, words)]
-            yield found, (words[0] + tag, words[1])
+            linked = [] if line is None else [(s + tag, t) for s, t in _links(line, words)]
+            yield linked, (words[0] + tag, words[1])
 
 
 def _links(given: tuple[Path, int, str], words: list[int]) -> Iterator[tuple[int, int]]:
@@ -136,5 +136,5 @@ class Links:
             for (ids, lengths), starts in zip((side.with_eos(rows) for side in (split.sources, split.targets)),
                                               self._starts, strict=True))
         gold = linked[np.arange(len(rows))[:, None, None], target[:, :, None], source[:, None, :]]
-        found = np.nonzero(gold)
-        return np.stack([*found, gold.sum(2)[found[:2]]]).astype(np.int64)
+        places = np.nonzero(gold)
+        return np.stack([*places, gold.sum(2)[places[:2]]]).astype(np.int64)

@@ -53,7 +53,7 @@ def make_corpus(
     if folder.exists() and not (folder.is_dir() and ((folder / _STAMP).is_file() or not any(folder.iterdir()))):
         raise UserError(f"{folder} has other content than a demo corpus; choose a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         stamp = {"settings": settings, "counts": {"test": test, "valid": valid, "train": pairs}, "words": {},
                  "sha256": {}}
@@ -61,15 +61,15 @@ def make_corpus(
         for split, size in stamp["counts"].items():  # test first, so that `pairs` does not change it
             stamp["words"][split] = {}
             for lang, sentences in zip(("en", "de"), zip(*islice(stream, size))):
-                file = aside / f"{split}.{lang}"
+                file = temporary / f"{split}.{lang}"
                 file.write_text("".join(f"{sentence}\n" for sentence in sentences), encoding="utf-8", newline="\n")
                 stamp["sha256"][file.name] = sha256(file)
                 stamp["words"][split][lang] = sum(len(sentence.split()) for sentence in sentences)
-        (aside / _STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
-        aside.chmod(0o755)
+        (temporary / _STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
+        temporary.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)
-        aside.rename(folder)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return stamp

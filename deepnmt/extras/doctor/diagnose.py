@@ -351,15 +351,15 @@ def growth(
         for number, depth in enumerate(models, 1):
             depths = {side: max(1, round(depth * layers[side] / deep)) for side in SIDES}
             other = with_settings(recipe, {f"model.{side}.layers": depths[side] for side in SIDES})
-            found = noise, changes, whole
+            figures = noise, changes, whole
             if depth < deep:
                 model = _fresh(other, subject.vocabs, batch)
                 update = partial(one_update, model, other, batch)
-                found = noise_change(model, batch), update_change(model, batch, update)[0], gradients(model, batch)
-            for kind, moved in zip(kinds, found[:2], strict=True):
+                figures = noise_change(model, batch), update_change(model, batch, update)[0], gradients(model, batch)
+            for kind, moved in zip(kinds, figures[:2], strict=True):
                 for side in SIDES:
                     by_depth[kind][side][depths[side]] = moved[side][0]
-            last[depths["decoder"]] = found[2].last_ffn
+            last[depths["decoder"]] = figures[2].last_ffn
             progress(number)
     return ({kind: {side: Growth.of([*changes], [*changes.values()]) for side, changes in sides.items()}
              for kind, sides in by_depth.items()},

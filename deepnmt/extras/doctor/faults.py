@@ -36,30 +36,30 @@ _END = 10  # updates at the end of a trial
 def wrong_wiring(model: Transformer, batch: Batch) -> list[str]:
     """Faults of the batch's labels, of the causal mask and of the masks of padding, in words."""
     src, lengths, trg_in, trg_out = (batch[name] for name in TRANSLATION)
-    found, vocab = [], model.table("trg").num_embeddings
+    faults, vocab = [], model.table("trg").num_embeddings
     after = (trg_out != PAD)[:, 1:]
     if bool((trg_in[:, 0] != BOS).any()) or bool((trg_in[:, 1:] != trg_out[:, :-1])[after].any()):
-        found.append("labels: the decoder's input is not the target one position later, begun by bos")
+        faults.append("labels: the decoder's input is not the target one position later, begun by bos")
     with evaluating(model):
         memory = model.encode(src, lengths, batch.key)
         hidden, half = model.decode(trg_in, memory, lengths, batch.key), trg_in.size(1) // 2
         other = trg_in.clone()
         other[:, half:] = (other[:, half:] + 1) % vocab
         if not _agree(model.decode(other, memory, lengths, batch.key)[:, :half], hidden[:, :half]):
-            found.append("causal mask: later target tokens change earlier outputs of the decoder")
+            faults.append("causal mask: later target tokens change earlier outputs of the decoder")
         room = min(2, model.encoder.input.positions.size(0) - src.size(1))  # further columns of padding
         longer = F.pad(src, (0, room), value=PAD)
         padding = torch.arange(longer.size(1), device=src.device) >= lengths[:, None]
         real = real_positions(batch)["decoder"]
         moved = model.decode(trg_in, model.encode(longer.masked_fill(padding, PAD + 1), lengths, batch.key), lengths)
         if not _agree(moved[real], hidden[real]):
-            found.append("padding: what stands in the source's padding changes the decoder's outputs")
+            faults.append("padding: what stands in the source's padding changes the decoder's outputs")
         room = min(2, model.decoder.input.positions.size(0) - trg_in.size(1))
         ends = {name: F.pad(batch[name], (0, room), value=PAD) for name in ("trg_in", "trg_out")}
         losses = [float(model(each).nll) for each in (batch, batch.with_tensors(**ends))]
         if not math.isclose(*losses, rel_tol=_EQUAL):
-            found.append("padding: the target's padding counts in the loss")
-    return found
+            faults.append("padding: the target's padding counts in the loss")
+    return faults
 
 
 def _agree(after: Tensor, before: Tensor) -> bool:
@@ -75,7 +75,7 @@ def wrong_sizes(
     Args:
         dependency: β of both stacks, see `measures.dependency`.
     """
-    found, real = [], real_positions(batch)
+    faults, real = [], real_positions(batch)
     with evaluating(model):
         for side, table, ids in zip(SIDES, (model.table("src"), model.table("trg")),
                                     (batch["src"], batch["trg_in"]), strict=True):
@@ -83,19 +83,20 @@ def wrong_sizes(
             places = layer(torch.zeros_like(embedded))
             sizes = [float(x[real[side]].square().mean().sqrt()) for x in (layer(embedded) - places, places)]
             if sizes[0] < _FAINT * sizes[1]:
-                found.append(f"embeddings: at the {side}'s input they have {sizes[0]:.2g} where the positions have "
-                             f"{sizes[1]:.2g}, so the words are drowned; scale them by sqrt(width)")
+                faults.append(f"embeddings: at the {side}'s input they have {sizes[0]:.2g} where the positions have "
+                              f"{sizes[1]:.2g}, so the words are drowned; scale them by sqrt(width)")
         [hidden] = outputs_of(model, batch)["decoder"]
     spread = float(F.linear(hidden, model.output_weight).std(-1).median())
     if not spread < _SPREAD:
-        found.append(f"logits: before training they spread by {spread:.3g} over the vocabulary, not by about 1; the "
-                     "embeddings or the decoder's outputs are too large")
+        faults.append(f"logits: before training they spread by {spread:.3g} over the vocabulary, not by about 1; the "
+                      "embeddings or the decoder's outputs are too large")
     for side, rows in dependency.items():
         own = [row[-1] ** 2 for row in rows[1:]]
         if (large := sum(not share < _OWN for share in own)) > len(own) / 2:
-            found.append(f"branches: in {large} of {len(own)} sub-layers of the {side} the branch makes up more than "
-                         f"{100 * _OWN:.0f} % of the output, so the residual stream is cut; the matrices are too large")
-    return found
+            faults.append(f"branches: in {large} of {len(own)} sub-layers of the {side} the branch makes up more than "
+                          f"{100 * _OWN:.0f} % of the output, so the residual stream is cut; the matrices are too "
+                          "large")
+    return faults
 
 
 @torch.no_grad()
@@ -145,14 +146,14 @@ def wrong_training(
                    if not all(map(math.isfinite, values))), None)
     if broken is not None:
         return [f"divergence: loss or gradient is not finite at update {broken} of the trial"]
-    found = []
+    faults = []
     if (end := fmean(losses[-_END:])) > losses[0]:
-        found.append(f"rising loss: {losses[0]:.2f} nats at the first update of the trial, {end:.2f} over the last "
-                     f"{min(_END, len(losses))}; the rate is too high, or the warm-up too short")
+        faults.append(f"rising loss: {losses[0]:.2f} nats at the first update of the trial, {end:.2f} over the last "
+                      f"{min(_END, len(losses))}; the rate is too high, or the warm-up too short")
     moved = ((name, parameter - old) for (name, parameter), old in zip(model.named_parameters(), before, strict=True)
              if parameter.requires_grad and parameter.ndim == 2)  # no gradient: the recipe freezes it
     still = [name for pair in moved for name, rows in matrices([pair]) if not bool(rows.any())]
-    return [*found, *([f"frozen: {_some(still)} did not change in {len(losses)} updates"] if still else [])]
+    return [*faults, *([f"frozen: {_some(still)} did not change in {len(losses)} updates"] if still else [])]
 
 
 def _some(names: Sequence[str], shown: int = 4) -> str:

@@ -70,7 +70,7 @@ def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licen
 
 def _scores(loaded: LoadedModel, recipe: Recipe) -> list[tuple[str, float, str]]:
     """What `deepnmt evaluate` has found for this checkpoint: metric and test set, score, signature."""
-    found = []
+    rows = []
     for file in sorted(Path(recipe.run).glob("scores*.json")):
         try:
             report: dict[str, Any] = json.loads(file.read_bytes())
@@ -79,6 +79,6 @@ def _scores(loaded: LoadedModel, recipe: Recipe) -> list[tuple[str, float, str]]
         if Path(report.get("checkpoint", "")).resolve() != loaded.folder.resolve():
             continue
         for test, scores in report.get("sets", {}).items():
-            found += [(f"{metric}, {test}", scores[metric], scores[f"{metric}_signature"])
-                      for metric in ("bleu", "chrf", "ter") if f"{metric}_signature" in scores]
-    return found
+            rows += [(f"{metric}, {test}", scores[metric], scores[f"{metric}_signature"])
+                     for metric in ("bleu", "chrf", "ter") if f"{metric}_signature" in scores]
+    return rows

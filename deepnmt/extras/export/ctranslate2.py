@@ -101,5 +101,5 @@ class Engine:
         return self._model.score([source[:-1] for source in sources], targets)
 
     def search(self, sources: Sequence[Sequence[int]], limit: int, settings: Translate) -> list[list[int]]:
-        found = self._model.search(sources, [limit] * len(sources), settings, [])
-        return [candidates[0].tokens for candidates in found]
+        best = self._model.search(sources, [limit] * len(sources), settings, [])
+        return [candidates[0].tokens for candidates in best]

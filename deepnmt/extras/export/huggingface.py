@@ -93,13 +93,13 @@ def _ids(names: Sequence[str]) -> dict[str, int]:
 
 def _weights(plain: Plain) -> dict[str, Tensor]:
     """The weights under the names of both classes."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
 
     def put(name: str, values: Pair) -> None:
-        found[f"{name}.weight"], found[f"{name}.bias"] = map(_fp32, values)
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = map(_fp32, values)
 
     for side in SIDES:
-        found[f"model.{side}.embed_tokens.weight"] = _fp32(plain.table(side))
+        weights[f"model.{side}.embed_tokens.weight"] = _fp32(plain.table(side))
         for index in range(plain.model.stack(side).layers):
             ours, theirs = f"{side}.layers.{index}", f"model.{side}.layers.{index}"
             attentions = [("self_attn", "self_attn", {"qkv": "qkv"})]
@@ -120,8 +120,8 @@ def _weights(plain: Plain) -> dict[str, Tensor]:
         if plain.kind(side) == "pre_ln":
             put(f"model.{side}.layer_norm", plain.norm(f"{side}.norm"))
     weight, bias = plain.output()
-    found["lm_head.weight"], found["final_logits_bias"] = _fp32(weight), _fp32(bias[None])
-    return found
+    weights["lm_head.weight"], weights["final_logits_bias"] = _fp32(weight), _fp32(bias[None])
+    return weights
 
 
 def _fp32(values: Any) -> Tensor:
@@ -147,10 +147,10 @@ class Engine:
     def search(self, sources: Ids, limit: int, settings: Translate) -> list[list[int]]:
         src, lengths = padded(sources)
         beams = settings.beam if settings.method == "beam" else 1
-        found = self._model.generate(
+        best = self._model.generate(
             input_ids=src, attention_mask=_mask(src, lengths), max_length=1 + limit, min_new_tokens=settings.min_length,
             num_beams=beams, do_sample=False, early_stopping=beams > 1, length_penalty=settings.alpha)
-        return [_without_end(row) for row in found[:, 1:].tolist()]
+        return [_without_end(row) for row in best[:, 1:].tolist()]
 
 
 def _without_end(tokens: list[int]) -> list[int]:

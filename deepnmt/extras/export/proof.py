@@ -68,11 +68,11 @@ class Native:
         src, lengths = padded(sources)
         wanted = pad_sequence([torch.tensor([*target, EOS]) for target in targets], True, PAD)
         state = self._stepper(src, lengths, 1, wanted.size(1))
-        found, last = [], torch.full((len(sources),), BOS)
+        scores, last = [], torch.full((len(sources),), BOS)
         for nexts in wanted.unbind(1):
-            found.append(state.step(last).float().log_softmax(1).gather(1, nexts[:, None]).squeeze(1))
+            scores.append(state.step(last).float().log_softmax(1).gather(1, nexts[:, None]).squeeze(1))
             last = nexts
-        table = torch.stack(found, dim=1).tolist()
+        table = torch.stack(scores, dim=1).tolist()
         return [row[: len(target) + 1] for row, target in zip(table, targets, strict=True)]
 
     @torch.inference_mode()
@@ -82,10 +82,11 @@ class Native:
         penalty = LengthPenalty(settings.length_penalty, settings.alpha)
         beams = settings.beam if settings.method == "beam" else 1
         state = self._stepper(src, lengths, beams, limit)
-        found = (beam_search(state, limits, beams, 1, penalty, settings.patience, settings.finish)
-                 if settings.method == "beam" else
-                 decode_independently(state, limits, 1, choose_greedily, penalty))
-        return [candidates[0].tokens for candidates in found]
+        if settings.method == "beam":
+            best = beam_search(state, limits, beams, 1, penalty, settings.patience, settings.finish)
+        else:
+            best = decode_independently(state, limits, 1, choose_greedily, penalty)
+        return [candidates[0].tokens for candidates in best]
 
 
 @dataclass(frozen=True)

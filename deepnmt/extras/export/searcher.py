@@ -115,7 +115,7 @@ class CTranslate2:
             return_scores=True,
             return_end_token=True,
         )
-        found = []
+        by_sentence = []
         for source, limit, result in zip(sources, limits, results, strict=True):
             candidates = []
             for pieces, score in zip(result.hypotheses, result.scores, strict=True):
@@ -125,8 +125,8 @@ class CTranslate2:
                 candidates.append(Candidate(tokens[:-1] if ended else tokens, score, score * divisor, ended))
             if limit < max(limits) and len(candidates[0].tokens) + candidates[0].ended > limit:
                 candidates = self.search([source], [limit], settings, barred)[0]
-            found.append(candidates)
-        return found
+            by_sentence.append(candidates)
+        return by_sentence
 
     def _pieces(self, source: Sequence[int]) -> list[str]:
         return [self._src[i] for i in source]

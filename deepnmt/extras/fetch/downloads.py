@@ -207,14 +207,14 @@ def _unpack_tar(packed: tarfile.TarFile, archive: Path, patterns: Sequence[str],
 def _named(names: Iterable[str], archive: Path, patterns: Sequence[str]) -> Iterator[str]:
     """The name that each pattern means."""
     for pattern in patterns:
-        found = [name for name in names if name == pattern]
-        found = found or [name for name in names if PurePosixPath(name).match(pattern)]
-        found = found or fnmatch.filter(names, pattern)
-        if len(found) != 1:
-            has = "no such file" if not found else f"{len(found)}: {', '.join(found[:3])}, ..."
+        matches = [name for name in names if name == pattern]
+        matches = matches or [name for name in names if PurePosixPath(name).match(pattern)]
+        matches = matches or fnmatch.filter(names, pattern)
+        if len(matches) != 1:
+            has = "no such file" if not matches else f"{len(matches)}: {', '.join(matches[:3])}, ..."
             raise UserError(f"{archive} should hold one file {pattern}, but has {has}; mtdata's index may be older "
                             "than the archive: try a newer mtdata, or put the text's files there yourself")
-        yield found[0]
+        yield matches[0]
 
 
 def _require_plain(plain: bool, archive: Path, name: str) -> None:

@@ -160,7 +160,7 @@ def _mtdata_sources(names: Iterable[str]) -> list[_Source]:
     from mtdata.entry import DatasetId
     from mtdata.index import INDEX
 
-    found = []
+    sources = []
     for name in names:
         try:
             key = DatasetId.parse(name)
@@ -177,8 +177,8 @@ def _mtdata_sources(names: Iterable[str]) -> list[_Source]:
             urls += entry.in_paths
         licence = (entry.meta or {}).get("license") or "mtdata names none"
         cited = f"; cite {', '.join(entry.cite)} (mtdata's refs.bib)" if entry.cite else ""
-        found.append(_Source(name, entry, urls, f"{licence}{cited}"))
-    return found
+        sources.append(_Source(name, entry, urls, f"{licence}{cited}"))
+    return sources
 
 
 def _sacrebleu_source(name: str, recipe: Recipe) -> _Source:

@@ -48,11 +48,11 @@ Function = Callable[..., Any]
 def check(device: torch.device) -> None:
     """Raises `UserError` if this machine has a GPU but no Triton, or no C compiler for what starts its kernels. A CPU
     computes by the plain operations."""
-    found = importlib.util.find_spec("triton") is not None
+    installed = importlib.util.find_spec("triton") is not None
     compilers = os.environ.get("CC", "cc"), "gcc", "clang"
-    if device.type == "cuda" and not (found and any(map(shutil.which, compilers))):
+    if device.type == "cuda" and not (installed and any(map(shutil.which, compilers))):
         raise UserError("parallel.overrides lists triton, which needs Triton and a C compiler, but this machine has no "
-                        f"{'C compiler; install gcc' if found else 'Triton; pip install triton'}, or set "
+                        f"{'C compiler; install gcc' if installed else 'Triton; pip install triton'}, or set "
                         "parallel.overrides=[]")
 
 
@@ -198,12 +198,12 @@ def decoder_layer(plain: Function) -> Function:
 def added(plain: Function) -> Function:
     """Leaves out the adds that nobody looks at, which change nothing."""
     def run(block: Block, branches: Sequence[Branch]) -> list[Branch]:
-        found: list[Branch] = plain(block, branches)
+        summands: list[Branch] = plain(block, branches)
         for i, (add, branch) in enumerate(zip(block.adds, branches, strict=True)):
             unseen = isinstance(branch, Sublayer) and not (add._forward_hooks or add._forward_pre_hooks)
             if unseen:
-                found[i] = branch
-        return found
+                summands[i] = branch
+        return summands
 
     return run
 
