@@ -20,15 +20,16 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = ROOT / "docs" / "reference"
+REFERENCE, PICTURES = ROOT / "docs" / "reference", ROOT / "docs" / "pictures"
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from deepnmt.cli import COMMANDS, main  # noqa: E402
-from deepnmt.config.choices import BLOCKS  # noqa: E402
+from deepnmt.config.choices import BLOCKS, BlockFacts  # noqa: E402
 from deepnmt.config.sections import Recipe, Section  # noqa: E402
 from deepnmt.shipped import SCHEMA  # noqa: E402
 from studies import __main__ as studies  # noqa: E402
+from studies.draw_blocks import blocks_picture  # noqa: E402
 
 STUDIES = """\
 ## Studies
@@ -163,19 +164,31 @@ def recipe_schema() -> str:
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
+def by_family(head: tuple[str, ...], cells: Callable[[BlockFacts], tuple[str, ...]]) -> str:
+    """A table of all blocks, a row for each family above its own."""
+    rows = [" | ".join(head), "|".join(["---"] * len(head))]
+    for family in dict.fromkeys(row.family for row in BLOCKS.values()):
+        rows.append(" | ".join([f"*{family}*", *[""] * (len(head) - 1)]))
+        rows += [" | ".join([f"`{name}`", *cells(row)]) for name, row in BLOCKS.items() if row.family == family]
+    return "".join(f"| {row} |\n".replace("| ---", "|---").replace("--- |", "---|") for row in rows)
+
+
 def blocks_page() -> str:
-    """The page on blocks, its table of formulas written anew."""
+    """The page on blocks, its two tables of all blocks written anew."""
     page = (REFERENCE / "blocks.md").read_text(encoding="utf-8")
-    head = "| block | formula | paper |\n|---|---|---|\n"
-    before, _, rest = page.partition(head)
-    _, _, after = rest.partition("\n\n")
-    rows = [f"| `{name}` | {row.line} | {row.paper} |" for name, row in BLOCKS.items()]
-    return f"{before}{head}{chr(10).join(rows)}\n\n{after}"
+    for new in (by_family(("block", "formula", "factors and starting values", "paper"),
+                          lambda row: (row.line, row.start, row.paper)),
+                by_family(("block", "costs a layer", "its authors report", "seen here", "take it for"),
+                          lambda row: (row.cost, row.claim, row.seen, row.take))):
+        head, _, _ = new.partition("\n")
+        before, _, rest = page.partition(f"{head}\n")
+        page = f"{before}{new}\n{rest.partition(chr(10) * 2)[2]}"
+    return page
 
 
 def generated() -> dict[Path, str]:
     """Every file that this one writes, or a table in it."""
-    return {REFERENCE / "blocks.md": blocks_page(), SCHEMA: recipe_schema()}
+    return {REFERENCE / "blocks.md": blocks_page(), PICTURES / "blocks.svg": blocks_picture(), SCHEMA: recipe_schema()}
 
 
 # Pages of the site, and what stands in them in place of the line that begins so.

@@ -35,7 +35,7 @@ from deepnmt.config.plugins import require_same
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.folders import MANIFEST, Buffer, DamagedFolder, FolderWriteError
-from deepnmt.model.blocks import SIDES
+from deepnmt.model.blocks import SIDES, set_clock
 from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 
@@ -386,7 +386,9 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
                         "checkpoint as training wrote it")
     model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
     fill(model, model_in(checkpoint))
-    return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, load_state(checkpoint), checkpoint)
+    state = load_state(checkpoint)
+    set_clock(model, state.update)
+    return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, state, checkpoint)
 
 
 def _other_model(model: Model, src_vocab: int, trg_vocab: int, shapes: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -296,6 +296,15 @@ class Stack(Section):
     """Outputs below a layer that it sums, the last ones (with dlcl and dlcl_post only); 0: all."""
     history_softmax: Annotated[bool, Fact.SEEN] = False
     """Whether the weights of these sums go through a softmax (with dlcl and dlcl_post only)."""
+    residual_blocks: Annotated[int, Field(ge=1, le=100_000), Fact.SEEN] = 8
+    """Sums of sub-layers that later ones attend to, at most (with block_attn_res only)."""
+    streams: Annotated[int, Field(ge=2, le=64), Fact.SEEN] = 4
+    """Residual streams side by side (with hyper and mhc only)."""
+    mix: Annotated[Literal["sinkhorn", "identity"], Fact.SEEN] = "sinkhorn"
+    """How a layer mixes its streams (with mhc only): by a doubly stochastic matrix, or not at all."""
+    ramp: Annotated[int, Field(ge=0, le=10**9), Fact.TRAINING_ONLY, Fact.SEEN] = 0
+    """ProRes, with any block: layer l, from 1, has the full weight of its sub-layers after this many updates times l,
+    and proportionally less before; 0: from the start."""
     input_gain: Annotated[bool, Fact.SEEN] = False
     """A trainable vector on the stack's input, 1 at first; a folded model keeps its first ω there."""
     word_dropout: Annotated[Rate, Fact.TRAINING_ONLY, Fact.SEEN] = 0.0
@@ -861,13 +870,10 @@ class Recipe(Section):
 
     def _faults_of_training(self) -> Iterator[Fault]:
         model, train, stages = self.model, self.train, self.parallel.pipeline_stages
-        history = [f"model.{side}.block: {stack.block}" for side, stack in
-                   (("encoder", model.encoder), ("decoder", model.decoder)) if stack.facts.needs_history]
-        if stages and history:
-            yield Fault(("parallel.pipeline_stages", "model.encoder.block", "model.decoder.block"),
-                        f"parallel.pipeline_stages ({stages}) cannot be combined with {' and '.join(history)}: each "
-                        "of its layers needs the outputs of all layers below, but a stage sends on only the last; "
-                        "set parallel.pipeline_stages: 0, or choose another block")
+        if self.parallel.compile and (model.encoder.ramp or model.decoder.ramp):
+            yield Fault(("parallel.compile", "model.encoder.ramp", "model.decoder.ramp"), "parallel.compile cannot be "
+                        "combined with ramp, which would have the layers compiled anew in every update; set "
+                        "parallel.compile: false, or ramp: 0")
         if train.r_drop and not any((model.dropout, model.attention_dropout, model.activation_dropout,
                                      model.encoder.word_dropout, model.decoder.word_dropout)):
             yield Fault(("train.r_drop", "model.dropout"), f"train.r_drop ({train.r_drop:g}) has no effect because "
@@ -912,6 +918,10 @@ class Recipe(Section):
     def _faults_of_beginning(self) -> Iterator[Fault]:
         """Faults in what the weights begin with."""
         profile, init_from = self.admin.profile, self.train.init_from
+        for side, stack in (("encoder", self.model.encoder), ("decoder", self.model.decoder)):
+            if stack.ramp and init_from is not None:
+                yield Fault((f"model.{side}.ramp", "train.init_from"), f"model.{side}.ramp ({stack.ramp}) would begin "
+                            f"with a trained model (train.init_from: {init_from}) without its layers; set it to 0")
         if self.train.grow is not None and init_from is None:
             yield Fault(("train.grow", "train.init_from"), f"train.grow ({self.train.grow}) needs train.init_from, "
                         "whose layers it repeats; remove train.grow")

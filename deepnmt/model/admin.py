@@ -37,12 +37,12 @@ from deepnmt.device import default_generator
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import SIDES, SUBLAYERS, Branch, Side, Stream, last_output, profiled_sublayers
+from deepnmt.model.blocks import SIDES, SUBLAYERS, Branch, Side, Stream, profiled_sublayers, tensors
 from deepnmt.model.blocks import Admin as AdminBlock
 from deepnmt.model.embedding import InputLayer
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.layers import Layer
-from deepnmt.model.transformer import build_layer, build_top
+from deepnmt.model.transformer import build_layer, build_top, start_stream
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import no_progress, show_progress
 from deepnmt.tokens import PAD
@@ -220,7 +220,8 @@ def _enter(
             if side == "decoder":
                 visible = counted[:, None, None] & counted.new_ones(x.size(1), x.size(1)).tril()
             x, counted = x * counted[..., None], torch.ones_like(counted)
-        flows.append(_Flow(x, counted, (*memory, key_mask(lengths, src.size(1), x.dtype)), batch.key, visible))
+        context = (*memory, key_mask(lengths, src.size(1), x.dtype))
+        flows.append(_Flow(start_stream(model, side, x), counted, context, batch.key, visible))
     return flows
 
 
@@ -232,7 +233,7 @@ def _run_stack(
     device = flows[0].counted.device if flows else ranks.device
     variances = [1.0]  # of the stack's input and of each sub-layer's output
     if profiled and settings.input_variance == "measured":
-        variances = [_variance([last_output(flow.x)[flow.counted] for flow in flows], ranks)]
+        variances = [_variance([tensors(flow.x)[-1][flow.counted] for flow in flows], ranks)]
     with show_progress(f"{{:,}} of {count} {side} layers profiled", desc=f"profiling the {side}", unit="layer",
                      total=count) if show else nullcontext(no_progress) as progress:
         for index in range(count):

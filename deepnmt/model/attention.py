@@ -34,11 +34,14 @@ def key_mask(lengths: Tensor, size: int, dtype: torch.dtype) -> Tensor | None:
 
 
 class SelfAttention(nn.Module):
-    """Attention of a sequence to itself. `qkv` [3D, D] holds the query, key and value matrices in this order."""
+    """Attention of a sequence to itself. `qkv` [3D, D] holds the query, key and value matrices in this order.
+
+    `norm` makes a norm of a width; only a subclass has one.
+    """
 
     def __init__(
         self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear,
-        rotate: ops.Rotate = unrotated,
+        rotate: ops.Rotate = unrotated, norm: Callable[[int], nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -50,7 +53,11 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """[B, T, D] to [B, T, D]; `causal`: position t attends to positions up to t, and `mask` must be None."""
         dropout = self.dropout if self.training else 0.0
-        return self.out(ops.self_attention(self.qkv(x), self.heads, mask, dropout, causal, self.rotate))
+        return self.put_out(ops.self_attention(self.qkv(x), self.heads, mask, dropout, causal, self.rotate))
+
+    def put_out(self, heads: Tensor) -> Tensor:
+        """What all heads found [B, T, D] to the output [B, T, D]."""
+        return self.out(heads)
 
     def step(self, x: Tensor, past: Tensor, visible: Tensor | None, slots: slice) -> Tensor:
         """Decodes one position: x [B, K, D], the inputs of all hypotheses there, to [B, K, D].
@@ -64,7 +71,21 @@ class SelfAttention(nn.Module):
                 if all slots are visible.
             slots: those of this position.
         """
-        return self.out(ops.attend_step(self.qkv(x), self.heads, past, visible, slots, self.rotate))
+        return self.put_out(ops.attend_step(self.qkv(x), self.heads, past, visible, slots, self.rotate))
+
+
+class NormedSelfAttention(SelfAttention):
+    """Norms what the heads have found, before `out` (`sub_ln`)."""
+
+    def __init__(
+        self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear,
+        rotate: ops.Rotate = unrotated, norm: Callable[[int], nn.Module] = nn.LayerNorm,
+    ) -> None:
+        super().__init__(width, heads, dropout, linear, rotate)
+        self.norm = norm(width)
+
+    def put_out(self, heads: Tensor) -> Tensor:
+        return self.out(self.norm(heads))
 
 
 class CrossAttention(nn.Module):

@@ -57,12 +57,15 @@ class ShiftedLinear(nn.Linear):
 
 class FeedForward(nn.Module):
     """fc2(dropout(activation(fc1(x)))), position by position: [..., D] to [..., D]. With a gate, the matrix of `fc1`
-    [2I, D] holds that of the activation and that of the gate in this order."""
+    [2I, D] holds that of the activation and that of the gate in this order. `norm` makes a norm of a width; only a
+    subclass has one."""
 
     linear: ClassVar[type[nn.Linear]] = nn.Linear
     copies: ClassVar[int] = 1  # outputs of the activation for each output of fc1
 
-    def __init__(self, width: int, inner: int, activation: str, dropout: float) -> None:
+    def __init__(
+        self, width: int, inner: int, activation: str, dropout: float, norm: Callable[[int], nn.Module] = nn.LayerNorm
+    ) -> None:
         super().__init__()
         self.activation, rows = ACTIVATIONS[activation]
         self.fc1 = unfilled(self.linear, width, rows * inner // self.copies)
@@ -82,12 +85,27 @@ class ShiftedFeedForward(FeedForward):
 
     linear: ClassVar[type[nn.Linear]] = ShiftedLinear
 
-    def __init__(self, width: int, inner: int, activation: str, dropout: float) -> None:
+    def __init__(
+        self, width: int, inner: int, activation: str, dropout: float, norm: Callable[[int], nn.Module] = nn.LayerNorm
+    ) -> None:
         super().__init__(width, inner, activation, dropout)
         self.shift = nn.Parameter(torch.empty(1))
 
     def activate(self, h: Tensor) -> Tensor:
         return self.activation(h - self.shift)
+
+
+class NormedFeedForward(FeedForward):
+    """Norms the input of fc2 (`sub_ln`)."""
+
+    def __init__(
+        self, width: int, inner: int, activation: str, dropout: float, norm: Callable[[int], nn.Module] = nn.LayerNorm
+    ) -> None:
+        super().__init__(width, inner, activation, dropout)
+        self.norm = norm(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.norm(self.dropout(self.activate(self.fc1(x)))))
 
 
 class ConcatenatedFeedForward(FeedForward):

@@ -12,6 +12,7 @@ weights depend on (seed, name) only, not on the order of calls or the layout:
 |                                    | [2F, D] is two [F, D] matrices                                              |
 | each of these matrices             | × the block's `matrix_gain`: 1/√2 for q, k, v, and its paper's factors;     |
 |                                    | with `init: xavier_separate` 1 instead of this 1/√2                         |
+| each of these matrices             | × the block's `sublayer_gain`, as of `cross_attn` alone                     |
 | each of these matrices             | × L^-1/2 with `init: depth_scaled`, L the depth of the layer's own stack    |
 | biases of linear maps              | 0, or uniform within the block's `bias_bound`                               |
 | `*.norm*`                          | weight 1, bias 0                                                            |
@@ -109,6 +110,8 @@ class Initialiser:
             return torch.tensor(block.initial_value(position, ".".join(rest[2:])))
         if last.endswith("shift"):
             return torch.zeros(())
+        if path.endswith(".norm"):
+            return torch.tensor(block.initial_value(position, last))
         matrices, generator, shape = _MATRICES[path], generator_for(self.seed, name), model.shape(side)
         rows, columns = shape.width * len(matrices), shape.width
         if path == "ffn.fc1":
@@ -132,6 +135,7 @@ class Initialiser:
         weight = torch.empty(rows, columns)
         for part, matrix in zip(weight.chunk(len(matrices)), matrices, strict=True):
             gain = block.matrix_gain(position, matrix, separate) * scale
+            gain *= block.sublayer_gain(position, rest[1], matrix)
             if stack.init == "fairseq" and matrix in ("fc1", "fc2") and block.feed_forward.copies == 1:
                 part.uniform_(-gain * columns**-0.5, gain * columns**-0.5, generator=generator)
             else:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt import config
-from deepnmt.model.attention import CrossAttention, SelfAttention
-from deepnmt.model.blocks import LayerPosition, Stream, last_output
+from deepnmt.model.attention import CrossAttention
+from deepnmt.model.blocks import LayerPosition, Stream, stream_of, tensors
 from deepnmt.model.dropout import Dropout, seed_dropout, stable_hash
 from deepnmt.model.positions import POSITIONS
 
@@ -32,19 +32,21 @@ class Layer(nn.Module):
         self.random = max(model.dropout, model.attention_dropout, model.activation_dropout) > 0
         self.layer_drop = position.settings.layer_drop
         block, shape = position.block, model.shape(position.side)
-        self.self_attn = SelfAttention(
-            shape.width, shape.heads, model.attention_dropout, block.linear, POSITIONS[model.positions].rotate)
-        self.ffn = block.feed_forward(shape.width, shape.ffn, model.activation, model.activation_dropout)
+        self.self_attn = block.self_attention(
+            shape.width, shape.heads, model.attention_dropout, block.linear, POSITIONS[model.positions].rotate,
+            position.norm)
+        self.ffn = block.feed_forward(
+            shape.width, shape.ffn, model.activation, model.activation_dropout, position.norm)
         self.dropout = Dropout(model.dropout)
         self.rule = block(position)  # called `rule` because checkpoints contain the name
 
     def seed_masks(self, x: Stream, dropout_key: int) -> None:
         """Makes the dropout masks of this call a function of (seed, key, layer)."""
         if self.training and self.random:
-            seed_dropout(last_output(x).device, self.seed, dropout_key, self.name)
+            seed_dropout(tensors(x)[0].device, self.seed, dropout_key, self.name)
 
     def survivor(self, x: Stream, y: Stream, dropout_key: int) -> Stream:
-        """The layer's output y; but with LayerDrop in training, with this probability, its input x instead.
+        """The layer's output y; but with LayerDrop in training, with this probability, its input x (`Block.skip`).
 
         Fan et al. 2020, Reducing Transformer Depth on Demand with Structured Dropout, section 3.1. What is dropped is a
         function of (seed, key, layer). A dropped layer is computed all the same, and its gradients are zeros: ZeRO-3
@@ -54,9 +56,9 @@ class Layer(nn.Module):
             return y
         if stable_hash(self.seed, dropout_key, f"{self.name}.dropped") >= self.layer_drop * 2**63:
             return y
-        kept = torch.where(torch.zeros((), dtype=torch.bool, device=last_output(y).device), last_output(y),
-                           last_output(x))
-        return kept if isinstance(y, Tensor) else (*y[:-1], kept)
+        dropped = torch.zeros((), dtype=torch.bool, device=tensors(y)[0].device)
+        pairs = zip(tensors(y), tensors(self.rule.skip(x, y)), strict=True)
+        return stream_of([b if a is b else torch.where(dropped, a, b) for a, b in pairs])
 
 
 class EncoderLayer(Layer):

@@ -8,6 +8,7 @@ two, matrix by matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -128,7 +129,9 @@ class UnbiasedFeedForward(ShiftedFeedForward):
 
     linear = UnbiasedLinear
 
-    def __init__(self, width: int, inner: int, activation: str, dropout: float) -> None:
+    def __init__(
+        self, width: int, inner: int, activation: str, dropout: float, norm: Callable[[int], nn.Module] = nn.LayerNorm
+    ) -> None:
         super().__init__(width, inner, activation, dropout)
         self.fc2_shift = nn.Parameter(torch.empty(1))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from deepnmt import config
 from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.config.choices import TYINGS, Use
 from deepnmt.model.attention import key_mask
-from deepnmt.model.blocks import LayerPosition, Side, Stream
+from deepnmt.model.blocks import LayerPosition, Side, Stream, tensors
 from deepnmt.model.cache import Cache
 from deepnmt.model.embedding import InputLayer, table_width
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
@@ -43,21 +43,27 @@ def build_top(model: config.Model, side: Side) -> nn.Module:
     return position.block.top(position)
 
 
+def start_stream(model: config.Model, side: Side, x: Tensor) -> Stream:
+    """What enters the layers of a stack, from its input x [B, T, D]."""
+    position = LayerPosition.of(model, side, 0)
+    return position.block.start(position, x)
+
+
 def fill_with_nan(part: nn.Module) -> None:
     """Sets every parameter to NaN, so that a weight that `init.fill` misses is noticed."""
     for parameter in part.parameters():
         parameter.detach().fill_(math.nan)
 
 
-def run_layers(layers: Sequence[nn.Module], recompute: int, x: Tensor, *rest: Tensor | int | None) -> Tensor:
-    """Passes x [B, T, D] (or a `Stream`) through `layers`, each called as layer(x, *rest).
+def run_layers(layers: Sequence[nn.Module], recompute: int, x: Stream, *rest: Tensor | int | None) -> Stream:
+    """Passes x [B, T, D], or a stream of several tensors, through `layers`, each called as layer(x, *rest).
 
     Args:
         recompute: activation checkpointing (Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost): of every
             group of this many layers only the input is kept, and the group runs again in the backward pass. 0 keeps
             all activations. Dropout masks are the same both times, because each layer seeds them.
     """
-    def run(x: Tensor, start: int, stop: int) -> Tensor:
+    def run(x: Stream, start: int, stop: int) -> Stream:
         for layer in layers[start:stop]:
             x = layer(x, *rest)
         return x
@@ -107,6 +113,7 @@ class Stack(nn.Module):
             layer = built(f"{side}.layers.{index}", partial(build_layer, model, side, index, seed))
             self.layers.add_module(str(index), layer)
         self.register_module("norm", built(ends, partial(build_top, model, side)))
+        self.start = partial(start_stream, model, side)
 
     @property
     def present(self) -> list[Layer]:
@@ -160,16 +167,16 @@ class Transformer(nn.Module):
         """The loss of a micro-batch: of predicting trg_out [B, T] from src [B, S] and trg_in [B, T]."""
         batch = self.objective.prepare(batch)
         _, hidden = self.run(batch)
-        assert hidden is not None
+        assert isinstance(hidden, Tensor)
         return self.objective.loss(hidden, self.output_weight, batch)
 
-    def run(self, batch: Batch, memory: Tensor | None = None, hidden: Tensor | None = None
-            ) -> tuple[Tensor, Tensor | None]:
+    def run(self, batch: Batch, memory: Stream | None = None, hidden: Stream | None = None
+            ) -> tuple[Stream, Stream | None]:
         """Passes a prepared micro-batch through the units that there are.
 
         Args:
-            memory: what a stage gets of the encoder: [B, S, D] from its last layer, or of its end.
-            hidden: what a stage gets of the decoder: [B, T, D]; None before its input.
+            memory: what a stage gets of the encoder: the stream of its last layer, or its end [B, S, D].
+            hidden: what a stage gets of the decoder: the stream of its last layer; None before its input.
 
         Returns:
             The same after these units.
@@ -178,6 +185,7 @@ class Transformer(nn.Module):
             memory = self.encode(batch["src"], batch["src_lengths"], batch.key, memory)
         assert memory is not None
         if hidden is not None or self.decoder.input is not None:
+            assert isinstance(memory, Tensor)
             hidden = self.decode(batch["trg_in"], memory, batch["src_lengths"], batch.key, hidden)
         return memory, hidden
 
@@ -193,23 +201,23 @@ class Transformer(nn.Module):
         tensors = ids, torch.tensor([2], device=device), ids, ids
         return Batch(dict(zip(TRANSLATION, tensors, strict=True)), key=0, tokens=2)
 
-    def encode(self, src: Tensor, src_lengths: Tensor, dropout_key: int = 0, x: Tensor | None = None) -> Tensor:
-        """src [B, S] to the memory [B, S, D]; its values at padding have no meaning. A stage may begin with x
-        [B, S, D]."""
+    def encode(self, src: Tensor, src_lengths: Tensor, dropout_key: int = 0, x: Stream | None = None) -> Any:
+        """src [B, S] to the memory [B, S, D]; its values at padding have no meaning. A stage may begin with a stream x,
+        and ends with one if the stack goes on in the next."""
         if self.encoder.input is not None:
-            x = self.encoder.input(self.table("src")(src), dropout_key)
+            x = self.encoder.start(self.encoder.input(self.table("src")(src), dropout_key))
         assert x is not None
         if layers := self.encoder.present:
-            x = run_layers(layers, self.recompute, x, key_mask(src_lengths, x.size(1), x.dtype), dropout_key)
+            first = tensors(x)[0]
+            x = run_layers(layers, self.recompute, x, key_mask(src_lengths, first.size(1), first.dtype), dropout_key)
         return x if self.encoder.norm is None else self.encoder.norm(x)
 
     def decode(
-        self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0, x: Tensor | None = None
-    ) -> Tensor:
-        """trg_in [B, T] and the memory [B, S, D] to the last layer's output [B, T, D]. A stage may begin with
-        x [B, T, D]."""
+        self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0, x: Stream | None = None
+    ) -> Any:
+        """trg_in [B, T] and the memory [B, S, D] to the stack's output [B, T, D]. For a stage see `encode`."""
         if self.decoder.input is not None:
-            x = self.decoder.input(self.table("trg")(trg_in), dropout_key)
+            x = self.decoder.start(self.decoder.input(self.table("trg")(trg_in), dropout_key))
         assert x is not None
         if layers := self.decoder.present:
             mask = key_mask(src_lengths, memory.size(1), memory.dtype)
@@ -268,7 +276,7 @@ class Transformer(nn.Module):
         The first tokens may be given once for all hypotheses of a sentence: [B] to [B, D].
         """
         embedded = self.table("trg")(tokens.view(cache.past.size(2), -1))
-        x: Stream = self.decoder.input.step(embedded, cache.position)
+        x = self.decoder.start(self.decoder.input.step(embedded, cache.position))
         visible, slots = cache.advance(embedded.size(1))
         for layer, past, source in zip(self.decoder_layers, cache.past, cache.source, strict=True):
             x = layer.step(x, past, visible, source, cache.mask, slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from torch import nn
 
 from deepnmt import config
 from deepnmt.config.choices import OPTIMIZERS
+from deepnmt.model.blocks import SIDES, LayerPosition, Rule
 
 
 class GroupKey(NamedTuple):
@@ -33,15 +35,26 @@ def group_key(name: str, shape: Sequence[int], recipe: config.Recipe) -> GroupKe
     """The group of a parameter.
 
     If `decay_norms_and_biases` is false, matrices are decayed, and vectors and scalars (biases, gains of norms, ω) are
-    not. What is frozen has neither rate nor decay.
+    not. What is frozen has neither rate nor decay. A block may have another rule for parameters of its own.
     """
-    settings = recipe.optimizer
+    settings, rule = recipe.optimizer, _rule_of(name, recipe.model)
     if any(is_in(part, name) for part in recipe.train.freeze):
         return GroupKey(0.0, 0.0)
     factors = [factor for part, factor in settings.lr_factors.items() if is_in(part, name)]
     decayed = settings.decay_norms_and_biases is not False or len(shape) > 1
-    muon = OPTIMIZERS[settings.name].whole_matrices and len(shape) == 2 and ".layers." in name
-    return GroupKey(settings.weight_decay if decayed else 0.0, factors[-1] if factors else 1.0, muon)
+    if rule.decayed is not None:
+        decayed = rule.decayed
+    muon = OPTIMIZERS[settings.name].whole_matrices and len(shape) == 2 and ".layers." in name and rule.muon
+    return GroupKey(settings.weight_decay if decayed else 0.0, rule.factor * (factors[-1] if factors else 1.0), muon)
+
+
+def _rule_of(name: str, model: config.Model) -> Rule:
+    """The rule of the parameter's block, by its name as in `encoder.layers.3.rule.a` or `encoder.norm.weight`."""
+    side, _, rest = name.partition(".")
+    found = re.fullmatch(r"(?:layers\.\d+\.rule|norm)\.(.*)", rest)
+    if side not in SIDES or found is None:
+        return Rule()
+    return LayerPosition.of(model, side, 0).block.parameter_rule(found[1])
 
 
 def is_in(part: str, name: str) -> bool:

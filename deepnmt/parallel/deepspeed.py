@@ -34,6 +34,7 @@ from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.device import emulates_bf16
 from deepnmt.errors import UserError
+from deepnmt.model.blocks import set_clock
 from deepnmt.model.init import Source, part_from
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import group_key, set_rate
@@ -252,6 +253,7 @@ class DeepSpeedEngine:
             if "step" in state:  # SGD counts none
                 state["step"] = torch.full_like(torch.as_tensor(state["step"]), float(step))
         self._applied = step
+        set_clock(self.module, step)
 
     def _refresh(self) -> None:
         """Sets the weights that compute from the fp32 weights. Collective."""
@@ -289,6 +291,7 @@ class DeepSpeedEngine:
         self._out_of_memory.zero_()
         if failed:
             raise torch.OutOfMemoryError("a process has no memory for the whole model beside its training state")
+        set_clock(model, self._applied)
         return model
 
     # -- the rest ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from deepnmt.batch import Batch
 from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Recipe
 from deepnmt.config.choices import OPTIMIZERS
+from deepnmt.model.blocks import set_clock
 from deepnmt.model.init import Source, fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.gradients import clip_gradients, gradient_norm
@@ -40,6 +41,7 @@ class LocalEngine:
         self, batches: Sequence[Batch], update_tokens: int, rate: float, flags: Flags = tuple
     ) -> StepStats:
         self.module.train()
+        set_clock(self.module, self._applied + 1)
         reading = Reading(next(self.module.parameters()).device, 1, figures_of(self.module), flags)
         for batch in batches:
             sums = self.module(batch)
@@ -75,6 +77,7 @@ class LocalEngine:
             counted = {"step": torch.tensor(float(step))} if self.counts else {}
             self.optimizer.state[parameter] = {**counted, **own_moments}
         self._applied = step
+        set_clock(self.module, step)
 
     @torch.no_grad()
     def swap_average(self) -> None:

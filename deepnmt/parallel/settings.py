@@ -20,10 +20,10 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from deepnmt.config import Precision, Recipe
+from deepnmt.config import Model, Precision, Recipe
 from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.errors import UserError, nearest
-from deepnmt.model.blocks import BLOCKS
+from deepnmt.model.blocks import SIDES, LayerPosition, Side
 from deepnmt.model.overrides import known_sets
 from deepnmt.parallel.pipeline.partition import check_stages
 from deepnmt.shipped import find_shipped
@@ -95,12 +95,11 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
     """
     path, stages, precision = recipe.parallel.ds_config, recipe.parallel.pipeline_stages, recipe.parallel.precision
     known_sets(recipe.parallel.overrides)
-    with_history: list[str] = []
-    if recipe.parallel.compile or stages:
-        with_history = [name for name in recipe.model.block_names if BLOCKS[name].needs_history]
-    if recipe.parallel.compile and with_history:
-        raise UserError(f"parallel.compile is true, but each layer of {with_history[0]} has another number of inputs, "
-                        "so each would be compiled by itself; set parallel.compile=false, or choose another block")
+    for side in SIDES:
+        stack = recipe.model.stack(side)
+        if recipe.parallel.compile and _grows(recipe.model, side):
+            raise UserError(f"parallel.compile is true, but each layer of {stack.block} has another number of inputs, "
+                            "so each would be compiled by itself; set parallel.compile=false, or choose another block")
     if path is None:
         if stages:
             raise UserError(
@@ -114,9 +113,6 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
             )
         return Layout()
     check_stages(stages, recipe.model.encoder.layers, recipe.model.decoder.layers)
-    if stages and with_history:  # a plug-in's; the config knows those of deepnmt
-        raise UserError(f"parallel.pipeline_stages is {stages}, but {with_history[0]} has needs_history = True, and a "
-                        "stage sends on only the last output; set parallel.pipeline_stages=0")
     if stages and world % stages:
         near = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
         raise UserError(
@@ -188,6 +184,12 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
             "parallel.ds_config=ds_configs/zero1.json"
         )
     return Layout(stage, precision, stages, data_parallel, tree, path)
+
+
+def _grows(model: Model, side: Side) -> bool:
+    """Whether the stream of a stack has more tensors above than at its start."""
+    first, top = (LayerPosition.of(model, side, index) for index in (0, model.stack(side).layers))
+    return first.block.carried(first) != top.block.carried(top)
 
 
 def data_ranks(recipe: Recipe, world: int) -> int:

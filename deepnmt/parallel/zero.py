@@ -26,6 +26,7 @@ from torch import nn
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
+from deepnmt.model.blocks import set_clock
 from deepnmt.model.transformer import Transformer, fill_with_nan
 from deepnmt.optim.gradients import clip_gradients, gradient_norm
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
@@ -62,6 +63,7 @@ class ZeroEngine(DeepSpeedEngine):
         self, batches: Sequence[Batch], update_tokens: int, rate: float, flags: Flags = tuple
     ) -> StepStats:
         self.engine.train()
+        set_clock(self.module, self._applied + 1)
         self._reading = Reading(self.device, self.data_world, figures_of(self.module), flags)
         self._set_rate(rate)
         # DeepSpeed averages over processes, but sums over accumulated micro-batches

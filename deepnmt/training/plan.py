@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
@@ -17,10 +18,10 @@ from deepnmt.data.prepared import check_vocabularies, open_prepared, trained_on
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.device import CARDS, RESERVED, memory
 from deepnmt.errors import UserError
-from deepnmt.model.blocks import SIDES, LayerPosition, Side
+from deepnmt.model.blocks import SIDES, LayerPosition
 from deepnmt.model.embedding import table_width
 from deepnmt.model.loss import loss_bytes
-from deepnmt.model.transformer import Transformer
+from deepnmt.model.transformer import Transformer, build_top
 from deepnmt.optim.optimizers import moment_names
 from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.build import partition_of
@@ -47,26 +48,23 @@ _ENDS = 2  # the same for the embeddings and outputs of a stack, once
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
     """The number of parameters of the whole model, counted on shallow models, since the layers of a stack are alike.
 
-    Only in a DLCL stack a layer has more weights than the layer below: one for each output that it sums.
+    But each layer's block has its own number, as DLCL's, which has a weight for each output below.
     """
-    def sums(side: Side, layers: int) -> int:
-        positions = [LayerPosition.of(model, side, index) for index in range(layers + 1)]
-        return sum(position.block.history(position) for position in positions)
+    def size(part: nn.Module) -> int:
+        return sum(p.numel() for p in part.parameters())
 
-    def built(encoder: int, decoder: int) -> int:
-        shallow = with_settings(model, {"encoder.layers": encoder, "decoder.layers": decoder})
-        with torch.device("meta"):
-            return sum(p.numel() for p in Transformer(shallow, 8, 8, 0).parameters())
-
-    one = built(1, 1)
-    layers = 0
-    for side, second in zip(SIDES, (built(2, 1) - one, built(1, 2) - one), strict=True):
-        more = model.stack(side).layers - 1
-        alike = sums(side, 1) + more * (sums(side, 2) - sums(side, 1))  # of them in `one` and `second`
-        layers += more * second + sums(side, 1 + more) - alike
+    with torch.device("meta"):
+        shallow = Transformer(with_settings(model, {"encoder.layers": 1, "decoder.layers": 1}), 8, 8, 0)
+        total = size(shallow)
+        for side, stack in zip(SIDES, (shallow.encoder, shallow.decoder), strict=True):
+            layer, layers = stack.present[0], model.stack(side).layers
+            total += (layers - 1) * (size(layer) - size(layer.rule)) - size(layer.rule) - size(stack.norm)
+            for position in (LayerPosition.of(model, side, index) for index in range(layers)):
+                total += size(position.block(position))
+            total += size(build_top(model, side))
     sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
     tables = {name: (sizes[use] - 8) * table_width(model, use) for use, name in model.tables.items()}
-    return one + layers + sum(tables.values())
+    return total + sum(tables.values())
 
 
 def memory_estimate(

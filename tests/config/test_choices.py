@@ -39,7 +39,7 @@ def test_each_name_has_its_implementation(names: Collection[str], implemented: C
 def test_the_rows_of_blocks_say_what_the_classes_do() -> None:
     for name, block in blocks.BLOCKS.items():
         row = choices.BLOCKS[name]
-        assert (row.needs_history, row.profiled) == (block.needs_history, block.profiled)
+        assert row.profiled == block.profiled
         assert row.gated == (block.feed_forward is feedforward.FeedForward)
         assert row.rewritable or not row.foldable
 

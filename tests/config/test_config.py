@@ -154,10 +154,6 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["model.encoder: history_window (3) needs block: dlcl or dlcl_post, but block is admin; remove history_window",
       "model.encoder: history_softmax (True) needs block: dlcl or dlcl_post, but block is admin; remove "
       "history_softmax"]),
-    ({"parallel__pipeline_stages": 2, "model__encoder__block": "dlcl", "model__decoder__block": "dlcl_post"},
-     ["parallel.pipeline_stages (2) cannot be combined with model.encoder.block: dlcl and model.decoder.block: "
-      "dlcl_post: each of its layers needs the outputs of all layers below, but a stage sends on only the last; set "
-      "parallel.pipeline_stages: 0, or choose another block"]),
     ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation"]),
     ({"data__train__mtdata": ["a"], "data__train__sacrebleu": "wmt14/full"},
      ["data.train: give either 'mtdata' or 'sacrebleu', not both"]),

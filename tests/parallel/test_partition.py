@@ -55,12 +55,11 @@ def test_costs_are_the_matrix_products() -> None:
     assert twice["output"].cost == units["output"].cost
 
 
-NAMES = BLOCKS.where(lambda block: not block.needs_history)
 BOUNDS = [(0, 9), (0, 4, 9), (0, 6, 9), (0, 1, 5, 8, 9)]
 
 
 @pytest.mark.parametrize(("block", "tied", "cuts"), [
-    *((block, "all", [(0, 1, 5, 8, 9)]) for block in NAMES), *(("pre_ln", tied, BOUNDS) for tied in TYINGS)
+    *((block, "all", [(0, 1, 5, 8, 9)]) for block in BLOCKS), *(("pre_ln", tied, BOUNDS) for tied in TYINGS)
 ])
 def test_parameters_are_those_of_the_stages(block: str, tied: str, cuts: list[tuple[int, ...]]) -> None:
     """A table that two units of a stage share counts once; a block's own parameters and a stack's final norm are

@@ -35,7 +35,7 @@ def script(path: str) -> ModuleType:
 PAGES: list[Path] = script(".ci/prose.py").pages()
 
 
-@pytest.mark.parametrize("file", ["blocks.md", "recipe.schema.json"])
+@pytest.mark.parametrize("file", ["blocks.md", "blocks.svg", "recipe.schema.json"])
 def test_a_generated_file_is_up_to_date(file: str) -> None:
     path, text = next(page for page in script("docs/generate.py").generated().items() if page[0].name == file)
     assert path.read_text(encoding="utf-8") == text, "run python docs/generate.py and commit the result"

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepnmt.batch import Batch
 from deepnmt.extras.doctor.probes import (
+    block_of,
     evaluating,
     hooks,
     layers_of,
@@ -33,7 +34,7 @@ from deepnmt.extras.doctor.probes import (
     sublayers,
     watching,
 )
-from deepnmt.model.blocks import SIDES, Norm, Side, Stream, last_output
+from deepnmt.model.blocks import SIDES, Norm, Side, Stream, stream_of, tensors
 from deepnmt.model.init import generator_for
 from deepnmt.model.transformer import Transformer
 
@@ -189,7 +190,7 @@ def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]
 
     real = real_positions(batch)[side]
     rows: list[list[float]] = []
-    parts = [tensor[None] for tensor in _tensors(entering[0])]  # of each tensor of the stream [P, B, T, D]
+    parts = [tensor[None] for tensor in tensors(entering[0])]  # of each tensor of the stream [P, B, T, D]
     for layer, x, outputs in zip(layers, entering, branches, strict=False):
         block = layer.get_submodule("rule")
         known, count = len(parts[0]), len(outputs)
@@ -201,7 +202,7 @@ def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]
             inputs, reached = _run(block, _padded(parts, count + 1), alone)
         rows += [_shares(taken[:known + index] - taken[-1], whole, real)
                  for index, (taken, whole) in enumerate(zip(inputs, wholes, strict=True))]
-        parts = [tensor[:-1] - tensor[-1] for tensor in _tensors(reached)]
+        parts = [tensor[:-1] - tensor[-1] for tensor in tensors(reached)]
     with _frozen(top, partial(top, entering[-1])) as whole:
         result = top(_padded(parts, 1))
     return [*rows, _shares(result[:-1] - result[-1], whole, real)]
@@ -237,12 +238,7 @@ def _frozen(module: nn.Module, forward: Callable[[], Result]) -> Iterator[Result
 
 def _padded(parts: Sequence[Tensor], count: int) -> Stream:
     """The stream of parts, with `count` parts of zeros appended."""
-    tensors = [torch.cat([part, part.new_zeros(count, *part.shape[1:])]) for part in parts]
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
-
-
-def _tensors(stream: Stream) -> tuple[Tensor, ...]:
-    return (stream,) if isinstance(stream, Tensor) else stream
+    return stream_of([torch.cat([part, part.new_zeros(count, *part.shape[1:])]) for part in parts])
 
 
 def _shares(parts: Tensor, whole: Tensor, real: Tensor) -> list[float]:
@@ -415,9 +411,9 @@ def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
             if isinstance(tensor, Tensor):
                 largest[name] = max(largest.get(name, 0.0), float(tensor.abs().max()))
 
-    def layer_done(largest: dict[str, float], name: str, side: Side, _layer: nn.Module, _taken: Any, stream: Stream
+    def layer_done(largest: dict[str, float], name: str, side: Side, layer: nn.Module, _taken: Any, stream: Stream
                    ) -> None:
-        output = last_output(stream)
+        output = block_of(layer).value(stream)
         largest["output"] = float(output.abs().max())
         where = max(largest, key=lambda path: largest[path])
         figures[name] = {"variance": float(output[real[side]].var(correction=0)), "largest": largest[where],

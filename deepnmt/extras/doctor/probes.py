@@ -1,6 +1,6 @@
 """Hooks that show the activations of a model: every sub-layer's branch, norm and output, by module name.
 
-The model's code has no part in it: hooks stay on the modules of `model/blocks.py` and `model/layers.py` while the
+The model's code has no part in it: hooks stay on the modules of `model/blocks/` and `model/layers.py` while the
 context of `watching` is open. The names of the points:
 
     encoder.input                     the stack's input
@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from deepnmt.batch import Batch
-from deepnmt.model.blocks import SIDES, SUBLAYERS, Norm, Side, last_output
+from deepnmt.model.blocks import SIDES, SUBLAYERS, Block, Side, Stream, tensors
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
@@ -69,9 +69,11 @@ def _layer_hooks(
         input_arrives(index - 1, inputs[0])
         observe(f"{name}.rule.norms.{index}.in", inputs[0])
 
-    def layer_ends(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    def layer_ends(layer: nn.Module, _inputs: Any, output: Stream) -> Stream:
         pending.clear()
-        observe(f"{name}.{parts[-1]}", last_output(output))
+        value, output = value_in(layer, output)
+        observe(f"{name}.{parts[-1]}", value)
+        return output
 
     yield layer.register_forward_hook(layer_ends)
     for index, part in enumerate(parts):
@@ -85,9 +87,26 @@ def _layer_hooks(
 
 
 def norms_of(layer: nn.Module) -> list[nn.Module]:
-    """The norms of a layer's residual block, in order; empty if it has none."""
-    return [module for name, module in layer.get_submodule("rule").named_modules()
-            if name.startswith("norms.") and isinstance(module, Norm)]
+    """The norms of a layer's sub-layers, in their order; empty if it has none."""
+    return list(layer.get_submodule("rule.norms").children())
+
+
+def block_of(layer: nn.Module) -> Block:
+    """The layer's block."""
+    return cast(Block, layer.get_submodule("rule"))
+
+
+def value_in(layer: nn.Module, output: Stream) -> tuple[Tensor, Stream]:
+    """What stands for a layer's output, see `Block.value`, and the output with it in the graph.
+
+    If it is none of the stream's tensors, such as their mean, its gradient is that of a shift of all of them.
+    """
+    value, parts = block_of(layer).value(output), tensors(output)
+    if not torch.is_grad_enabled() or any(value is part for part in parts):
+        return value, output
+    value = value.detach().requires_grad_()
+    shift = value - value.detach()  # 0, but for the graph
+    return value, tuple(part + shift for part in parts)
 
 
 @contextmanager
@@ -132,8 +151,8 @@ def outputs_of(model: Transformer, batch: Batch, layers: bool = False) -> dict[S
     with hooks() as handles:
         for side in SIDES:
             for layer in layers_of(model, side) if layers else []:
-                handles.append(layer.register_forward_hook(
-                    lambda _m, _i, output, side=side: inside[side].append(last_output(output)[real[side]])))
+                handles.append(layer.register_forward_hook(lambda layer, _i, output, side=side: inside[side].append(
+                    block_of(layer).value(output)[real[side]])))
         memory = model.encode(src, lengths, batch.key)
         hidden = model.decode(trg_in, memory, lengths, batch.key)
     return inside if layers else {"encoder": [memory[real["encoder"]]], "decoder": [hidden[real["decoder"]]]}

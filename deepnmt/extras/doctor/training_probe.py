@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepnmt.config import Model, Recipe
-from deepnmt.extras.doctor.probes import hooks, norms_of
-from deepnmt.model.blocks import SIDES, SUBLAYERS, LayerPosition, Stream, last_output
+from deepnmt.extras.doctor.probes import block_of, hooks, norms_of, value_in
+from deepnmt.model.blocks import SIDES, SUBLAYERS, LayerPosition, Stream
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.updates import UpdateHook
@@ -66,7 +66,7 @@ class TrainingProbe:
         with hooks() as handles:
             for name, layer in (self.layers if enabled else {}).items():
                 handles.append(layer.register_forward_hook(
-                    lambda _m, given, output, name=name: self._layer_done(name, given[0], output)))
+                    lambda layer, given, output, name=name: self._layer_done(name, layer, given[0], output)))
                 norms = norms_of(layer)
                 for index, part in enumerate(self.parts[name]):
                     handles.append(layer.get_submodule(f"rule.adds.{index}").register_forward_hook(
@@ -77,14 +77,15 @@ class TrainingProbe:
                                 name, part, given[0], output)))
             yield
 
-    def _layer_done(self, name: str, given: Stream, stream: Stream) -> None:
-        output = last_output(stream)
-        x, below = output.detach().float(), last_output(given).detach().float()
+    def _layer_done(self, name: str, layer: nn.Module, given: Stream, stream: Stream) -> Stream:
+        output, stream = value_in(layer, stream)
+        x, below = output.detach().float(), block_of(layer).value(given).detach().float()
         cosines = F.cosine_similarity(x, below, dim=-1)
         for kind, value in zip(_OUTPUT, (_count(x), x.sum(), _squares(x), _count(cosines), cosines.sum()), strict=True):
             self._add(f"{name} {kind}", value)
         self._raise_largest(f"{name}/output_largest", x)
         self._add_gradient(f"{name} gradient", output)
+        return stream
 
     def _branch_done(self, name: str, part: str, branch: Tensor) -> None:
         self._add(f"{part} elements", _count(branch))

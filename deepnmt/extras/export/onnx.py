@@ -71,7 +71,7 @@ class _Encoder(nn.Module):
         self.model = model
 
     def forward(self, src: Tensor, src_lengths: Tensor) -> Tensor:
-        x: Stream = self.model.encoder.input(self.model.table("src")(src))
+        x: Stream = self.model.encoder.start(self.model.encoder.input(self.model.table("src")(src)))
         mask = _mask(src_lengths, src.size(1))
         for layer in self.model.encoder.layers:
             x = layer(x, mask)
@@ -87,8 +87,8 @@ class _Decoder(nn.Module):
     def forward(self, tokens: Tensor, past: Tensor, source: Tensor, src_lengths: Tensor) -> tuple[Tensor, Tensor]:
         model = self.model
         position = torch.ones_like(past[0, 0, 0, 0, :, :1]).sum(0).long()  # [P], traced as a number that varies
-        x: Stream = model.decoder.input.add_positions(
-            model.table("trg")(tokens)[:, None], model.decoder.input.positions.index_select(0, position))
+        x: Stream = model.decoder.start(model.decoder.input.add_positions(
+            model.table("trg")(tokens)[:, None], model.decoder.input.positions.index_select(0, position)))
         mask = _mask(src_lengths, source.size(4))
         grown = []
         for layer, old, keys_values in zip(model.decoder_layers, past.unbind(), source.unbind(), strict=True):

@@ -201,7 +201,7 @@ def added(plain: Function) -> Function:
         summands: list[Branch] = plain(block, branches)
         for i, (add, branch) in enumerate(zip(block.adds, branches, strict=True)):
             unseen = isinstance(branch, Sublayer) and not (add._forward_hooks or add._forward_pre_hooks)
-            if unseen:
+            if unseen and block.share == 1.0:
                 summands[i] = branch
         return summands
 

@@ -128,7 +128,7 @@ def test_parts_add_up_to_the_whole(block: str, monkeypatch: pytest.MonkeyPatch) 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", ["post_ln", "pre_ln", "fixup", "dlcl"])
+@pytest.mark.parametrize("block", ["post_ln", "pre_ln", "fixup", "dlcl", "siamese"])
 def test_gradients_of_outputs_and_matrices(block: str) -> None:
     model, data = model_of(block), batch()
     found = gradients(model, data)
