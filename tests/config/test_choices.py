@@ -40,7 +40,7 @@ def test_the_rows_of_blocks_say_what_the_classes_do() -> None:
     for name, block in blocks.BLOCKS.items():
         row = choices.BLOCKS[name]
         assert row.profiled == block.profiled
-        assert row.gated == (block.feed_forward is feedforward.FeedForward)
+        assert row.gated == (block.feed_forward in (feedforward.FeedForward, feedforward.NormedFeedForward))
         assert row.rewritable or not row.foldable
 
 

@@ -30,10 +30,11 @@ from deepnmt.training.task import find_task
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "add_a_block.md"
 
 
-def code_of_the_page() -> str:
-    """The plug-in in docs/guide/add_a_block.md."""
-    code, = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return code
+def code_of_the_page(number: int = 0) -> str:
+    """A plug-in in docs/guide/add_a_block.md: the first has one stream, the second two."""
+    codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert len(codes) == 2
+    return codes[number]
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +44,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_keeps_its_promise() -> None:
-    lines = [line for line in code_of_the_page().splitlines() if line.strip()]
-    assert len(lines) <= 15
+    for number, most in enumerate((15, 25)):
+        assert len([line for line in code_of_the_page(number).splitlines() if line.strip()]) <= most
 
 
 # ---- in every layout
@@ -55,13 +56,14 @@ def trial(folder: str, layout: str) -> None:
     with processes(threads=1, group=True) as ranks:
         stages = 2 if layout.startswith("pipeline") else 0
         recipe = recipe_with(
-            plugins=f"{folder}/my_block.py", batch={"accumulation": max(2, stages) * max(1, stages) // ranks.world},
+            plugins=[f"{folder}/my_block.py", f"{folder}/my_streams.py"],
+            batch={"accumulation": max(2, stages) * max(1, stages) // ranks.world},
             model={"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2, "encoder": {"block": "sandwich", "layers": 3},
-                   "decoder": {"block": "sandwich", "layers": 2}},
+                   "decoder": {"block": "memory", "layers": 2}},
             optimizer={"name": "sgd", "lr": 1.0}, parallel=parallel(layout.removeprefix("pipeline_"), stages))
         engine = start_engine(recipe, layout_of(recipe, ranks.world), (VOCAB, VOCAB), ranks)
         before = {state.name: state.weight for state in export_state(engine)}
-        assert any(type(module).__name__ == "Sandwich" for module in engine.module.modules())
+        assert any(type(module).__name__ in ("Sandwich", "Memory") for module in engine.module.modules())
         step(engine, batches(1, 2), ranks, rate=1.0)
         found = {state.name: before[state.name] - state.weight for state in export_state(engine)}
         engine.close()
@@ -71,9 +73,11 @@ def trial(folder: str, layout: str) -> None:
 
 def test_its_gradients_are_the_same_in_every_layout(tmp_path: Path, warm: Warm) -> None:
     (tmp_path / "my_block.py").write_text(code_of_the_page(), encoding="utf-8")
+    (tmp_path / "my_streams.py").write_text(code_of_the_page(1), encoding="utf-8")
     warm.run(1, "test_new_block:trial", tmp_path, "local")
     local = load_file(tmp_path / "local")
-    assert "encoder.layers.2.rule.after.1.weight" in local and all(bool(g.any()) for g in local.values())
+    assert {"encoder.layers.2.rule.after.1.weight", "decoder.layers.1.rule.a"} <= local.keys()
+    assert all(bool(g.any()) for g in local.values())
     for layout in ("zero3_fp32", "pipeline_zero1_fp32"):
         warm.run(2, "test_new_block:trial", tmp_path, layout)
         ours = load_file(tmp_path / layout)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
-from tiny_engines import recipe_of
+import torch
+from tiny_engines import VOCAB, micro_batch, recipe_of
 
 from deepnmt.config import Model, with_settings
 from deepnmt.config.choices import BLOCKS, TYINGS
 from deepnmt.errors import UserError
+from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.pipeline.boundary import Boundary
 from deepnmt.parallel.pipeline.partition import Partition, Unit, cost_units, partition, unit_names
 from deepnmt.parallel.settings import layout_of
 
@@ -108,3 +112,36 @@ def test_impossible_layouts_are_rejected(layout: str, stages: int, world: int, w
         layout_of(recipe, world)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_stages_compute_what_the_model_computes(block: str) -> None:
+    """Two and three stages in one process, with a boundary below every unit: the same loss and gradients, whatever
+    streams the block carries; and what is sent has the shape that the next stage expects."""
+    shape = Model.model_validate({
+        "width": 8, "heads": 2, "ffn": 12, "max_length": 16, "dropout": 0.1, "tied": "decoder",
+        "encoder": {"layers": 2, "block": block, "layer_drop": 0.3},
+        "decoder": {"layers": 2, "block": block, "width": 12}})
+    names, batch = unit_names(shape), micro_batch(1, 3, 5, 4, key=3)
+    whole = new_model(shape, VOCAB, VOCAB, 1).train()
+    expected = whole(batch).loss
+    expected.backward()
+    weights = whole.state_dict()
+    for bounds in [*((0, cut, len(names)) for cut in range(1, len(names))), (0, 2, 5, len(names))]:
+        stages = [Transformer(shape, VOCAB, VOCAB, 1, units=range(*ends)).train() for ends in pairwise(bounds)]
+        held: tuple[Any, ...] = ()
+        for stage, end in zip(stages, bounds[1:], strict=True):
+            stage.load_state_dict(weights, strict=False)
+            memory, hidden = stage.run(batch, *held)
+            if end < len(names):
+                boundary = Boundary(shape, names[end])
+                sent = boundary.pack(memory, hidden)
+                assert sent.shape == boundary.shape(batch), (names[end], sent.shape)
+                held = boundary.unpack(sent, batch)
+        loss = stages[-1].objective.loss(hidden, stages[-1].output_weight, batch).loss
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-5)
+        loss.backward()
+        for stage in stages:
+            for name, p in stage.named_parameters():
+                if not name.startswith("embeddings."):
+                    torch.testing.assert_close(p.grad, whole.get_parameter(name).grad, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,7 @@
 """A trained model in the plain forms that other programs know: every stack is Post-LN or Pre-LN.
 
-Admin, DeepNorm, rezero_post_ln and looks_linear are Post-LN in other words (`post_ln.py`).
+Admin, DeepNorm, rezero_post_ln and looks_linear are Post-LN in other words (`post_ln.py`); lns is Pre-LN whose γ and β
+are smaller.
 
 ReZero, Fixup and T-Fixup have no norms. Other programs add a residual only around a sub-layer with a LayerNorm, but one
 can be made to do nothing: LN(u) = γ (u - mean) / sqrt(variance + ε) is γ u / sqrt(ε) for a stream u of mean 0 whose
@@ -14,6 +15,7 @@ multiple of the heads. What differs is less than the rounding of fp32.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -26,8 +28,8 @@ from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Model, choices
 from deepnmt.config.choices import BLOCKS, NORMS
 from deepnmt.errors import UserError
-from deepnmt.extras.export.post_ln import fold_weights
-from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
+from deepnmt.extras.export.post_ln import check_ramp, fold_weights
+from deepnmt.model.blocks import SIDES, SUBLAYERS, LayerPosition, Side
 from deepnmt.model.positions import POSITIONS
 from deepnmt.tokens import PAD
 
@@ -48,12 +50,13 @@ def to_plain(loaded: LoadedModel, program: str, takes: Sequence[str] = ()) -> Pl
         if other and name not in takes:
             raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
                             "use the model as it is, or without rotary positions export it with --to onnx")
+    check_ramp(loaded)
     for side in SIDES:
         stack = model.stack(side)
         if not (stack.facts.exported_as or stack.facts.rewritable):
             carried = BLOCKS.where(lambda block: block.exported_as or block.rewritable)
-            raise UserError(f"model.{side}.block is {stack.block}, which {program} cannot compute: its layers join a "
-                            "sub-layer to more than the sub-layer's own input; export it with --to onnx, which carries "
+            raise UserError(f"model.{side}.block is {stack.block}, which {program} cannot compute: its layers are "
+                            "neither Post-LN nor Pre-LN in other words; export it with --to onnx, which carries "
                             f"every block (to {program} go {', '.join(carried)})")
     weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
     if any(model.stack(side).facts.rewritable for side in SIDES):
@@ -111,8 +114,13 @@ class Plain:
         side = cast("Side", name.partition(".")[0])
         if self.norm_free(side):
             return np.full(self.width(side), math.sqrt(np.float32(EPSILON)) / SMALL), np.zeros(self.width(side))
-        weight = self._get(f"{name}.weight")
-        return weight, np.zeros_like(weight) if not NORMS[self.model.norm].centres else self._get(f"{name}.bias")
+        factor = 1.0
+        if layer := re.fullmatch(r"\w+\.layers\.(\d+)\.rule\.norms\.\d+", name):
+            position = LayerPosition.of(self.model, side, int(layer[1]))
+            factor = position.block.norm_factor(position)
+        weight = factor * self._get(f"{name}.weight")
+        bias = np.zeros_like(weight) if not NORMS[self.model.norm].centres else factor * self._get(f"{name}.bias")
+        return weight, bias
 
     def linear(self, name: str) -> Pair:
         """W and b of a linear map of a layer, by the name of the latter as in `encoder.layers.3.ffn.fc1`."""

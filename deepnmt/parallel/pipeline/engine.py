@@ -5,12 +5,8 @@ DeepSpeed does the schedule (1F1B), the communication and the update. deepnmt pr
 data-parallel rank r is process s · (number of data-parallel ranks) + r. A tied table has a copy on each stage that uses
 it; `_sum_tied_gradients` sums their gradients, so that all copies take the same update.
 
-Stages send each other the hidden states alone, a stream of k tensors as one (`blocks.pack`): [B, S, k·D] in the
-encoder, memory and target concatenated in the decoder, sentence by sentence [B, S·D + T·k·D], since their D may differ,
-and [B, T, k·D] before the output. k is what the block carries into the next stage's first unit. It is one tensor
-because DeepSpeed runs backward from several one after the other, through the encoder twice. Every stage takes ids,
-lengths and the key of dropout from the micro-batch itself, which all stages of a pipeline have, and makes the masks
-anew.
+Stages send each other the hidden states alone, see `boundary.py`. Every stage takes ids, lengths and the key of dropout
+from the micro-batch itself, which all stages of a pipeline have, and makes the masks anew.
 
 What works around DeepSpeed has a canary test: the loss inside the last stage and its factor, one float tensor between
 stages, `dynamic_shape` (for gradients), the sums of tied gradients, LOCAL_RANK, the norm of a stage with replicas alone
@@ -38,14 +34,15 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import nn
 
 from deepnmt.batch import Batch
-from deepnmt.config import Model, Recipe
-from deepnmt.model.blocks import SIDES, LayerPosition, Side, Stream, pack, set_clock, unpack
+from deepnmt.config import Recipe
+from deepnmt.model.blocks import set_clock
 from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import group_key
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
 from deepnmt.parallel.engine import BuildStage, Flags, Reading, StepStats, build_of, figures_of, read_sums, stage_of
-from deepnmt.parallel.pipeline.partition import Partition, layer_of
+from deepnmt.parallel.pipeline.boundary import Boundary
+from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 
@@ -60,8 +57,6 @@ class StageModule(PipelineModule):
 
     def __init__(self, recipe: Recipe, build: BuildStage, partition: Partition) -> None:
         self.recipe, self.build, self.partition = recipe, build, partition
-        self.widths = {side: recipe.model.shape(side).width for side in SIDES}
-        self.carried = 1
         self.scale = 1.0
         self.add: Callable[[LossSums], None] = lambda sums: None
         os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it, but plain python does not set it
@@ -77,8 +72,8 @@ class StageModule(PipelineModule):
     def _build(self) -> None:
         bounds, names = self.partition.bounds, [unit.name for unit in self.partition.units]
         begin, end = bounds[self.stage_id], bounds[self.stage_id + 1]
-        self.begins_with, self.followed_by = names[begin], names[end] if end < len(names) else None
-        self.carried = carried_into(self.recipe.model, self.begins_with)
+        self.below = Boundary(self.recipe.model, names[begin]) if begin else None
+        self.above = Boundary(self.recipe.model, names[end]) if end < len(names) else None
         self.stage = self.build(range(begin, end))
         self.stage.recompute = self.recipe.parallel.recompute_layers
         self.compute_module = (self.stage,)  # in a tuple: a copy's weights must not become this module's parameters
@@ -117,32 +112,8 @@ class StageModule(PipelineModule):
 
     def empty(self) -> torch.Tensor:
         """An empty tensor for what the previous stage sends next."""
-        shape = self._received(next(self.to_receive))
-        return next(self.compute_module[0].parameters()).new_empty(shape)
-
-    def _received(self, batch: Batch) -> tuple[int, ...]:
-        """The shape of the hidden states that the previous stage sends of a prepared micro-batch."""
-        (rows, source), target = batch["src"].shape, batch["trg_in"].size(1)
-        encoder, decoder = (self.carried * self.widths[side] for side in SIDES)
-        if self.begins_with.startswith("decoder"):
-            return rows, source * self.widths["encoder"] + target * decoder
-        if self.begins_with == "output":
-            return rows, target, decoder
-        return rows, source, encoder
-
-    def _unpack(self, x: torch.Tensor, batch: Batch) -> tuple[Stream | None, Stream | None]:
-        """Memory and hidden states, as `Transformer.run` takes them, from what the previous stage has sent."""
-        if self.begins_with == "source":
-            return None, None
-        width, memory_width = self.widths["decoder"], self.widths["encoder"]
-        if self.begins_with == "output":
-            return x, unpack(x, width)  # a memory that nobody reads
-        if not self.begins_with.startswith("decoder"):
-            return unpack(x, memory_width), None
-        target = batch["trg_in"].size(1)
-        last = target * self.carried * width
-        memory, hidden = x.split([x.size(1) - last, last], dim=1)
-        return memory.unflatten(1, (-1, memory_width)), unpack(hidden.unflatten(1, (target, -1)), width)
+        assert self.below is not None
+        return next(self.compute_module[0].parameters()).new_empty(self.below.shape(next(self.to_receive)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """From what the previous stage sends to what the next one gets; of the last stage the scaled loss of the
@@ -153,17 +124,13 @@ class StageModule(PipelineModule):
         """
         stage = self.compute_module[0]
         batch = next(self.to_compute)
-        memory, hidden = stage.run(batch, *self._unpack(x, batch))
-        if hidden is None:
-            return pack(memory)
-        if self.followed_by is None:
-            assert isinstance(hidden, torch.Tensor)
-            sums = stage.objective.loss(hidden, stage.output_weight, batch)
-            self.add(sums.detached())
-            return sums.loss * self.scale
-        if self.followed_by == "output":
-            return pack(hidden)
-        return torch.cat([pack(memory).flatten(1), pack(hidden).flatten(1)], dim=1)
+        memory, hidden = stage.run(batch, *(self.below.unpack(x, batch) if self.below else ()))
+        if self.above:
+            return self.above.pack(memory, hidden)
+        assert isinstance(hidden, torch.Tensor)
+        sums = stage.objective.loss(hidden, stage.output_weight, batch)
+        self.add(sums.detached())
+        return sums.loss * self.scale
 
     def train(self, mode: bool = True) -> StageModule:
         self.compute_module[0].train(mode)
@@ -356,16 +323,6 @@ class PipelineEngine(DeepSpeedEngine):
         self.engine._INSTRUCTION_MAP = {
             kind: timed(execute) if kind in work else execute for kind, execute in self.engine._INSTRUCTION_MAP.items()
         }
-
-
-def carried_into(model: Model, unit: str) -> int:
-    """How many tensors of the stream enter a unit of the model; 1 before a stack's input."""
-    if layer := layer_of(unit):
-        position = LayerPosition.of(model, *layer)
-    else:
-        side: Side = "decoder" if unit == "output" else "encoder"
-        position = LayerPosition.of(model, side, 0 if unit == "source" else model.stack(side).layers)
-    return position.block.carried(position)
 
 
 def _loaded(batches: Sequence[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -87,7 +87,7 @@ def test_each_target_and_each_rewriting_has_its_function() -> None:
     ("admin", "rezero", {"tied": "none", "encoder.width": 24, "decoder.heads": 4, "activation": "silu"}),
     ("admin", "pre_ln", {"norm": "rms_norm", "activation": "swiglu"}),
     ("rezero", "deepnorm", {"norm": "rms_norm", "activation": "geglu", "tied": "none"}),
-    ("post_ln", "rezero_post_ln", {"activation": "reglu"}),
+    ("post_ln", "rezero_post_ln", {"activation": "reglu"}), ("lns", "lns", {}), ("lns", "admin", {"norm": "rms_norm"}),
 ])
 def test_every_block_with_a_plain_form_goes_to_ctranslate2(
     encoder: str, decoder: str, settings: dict[str, Any], tmp_path: Path
@@ -98,7 +98,7 @@ def test_every_block_with_a_plain_form_goes_to_ctranslate2(
 
 @pytest.mark.parametrize(("block", "settings"), [
     ("post_ln", {}), ("pre_ln", {}), ("pre_ln", {"tied": "none"}), ("admin", {}), ("deepnorm", {"tied": "decoder"}),
-    ("t_fixup", {}),
+    ("t_fixup", {}), ("lns", {"encoder.ramp": 1}),
 ])
 def test_pairs_of_one_kind_go_to_huggingface(block: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Admin's ω_1 is a vector: the position table in the file is then another than the class's own."""
@@ -107,7 +107,8 @@ def test_pairs_of_one_kind_go_to_huggingface(block: str, settings: dict[str, Any
 
 
 @pytest.mark.parametrize(("encoder", "decoder", "settings"), [
-    ("b2t_no_ln", "dlcl", {}),
+    ("b2t_no_ln", "dlcl", {}), ("peri_ln", "siamese", {}), ("keel", "mhc", {}), ("mix_ln", "block_attn_res", {}),
+    ("hyper", "sub_ln", {"norm": "rms_norm"}), ("attn_res", "lns", {}),
     ("dlcl_post", "b2t", {"norm": "rms_norm", "activation": "swiglu", "tied": "none", "decoder.width": 24}),
 ])
 def test_every_block_goes_to_onnx(encoder: str, decoder: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -115,10 +116,18 @@ def test_every_block_goes_to_onnx(encoder: str, decoder: str, settings: dict[str
     assert difference(target("onnx"), loaded, tmp_path / "out") < 1e-4
 
 
-@pytest.mark.parametrize("block", ["b2t", "b2t_no_ln", "dlcl", "dlcl_post"])
+@pytest.mark.parametrize("block", BLOCKS.where(
+    lambda block: not (block.exported_as or block.rewritable)))
 def test_what_has_no_plain_form_is_refused(block: str, tmp_path: Path) -> None:
     with user_error(f"^model.decoder.block is {block}, which CTranslate2 cannot compute: .* --to onnx"):
         to_plain(loaded_of(shapes("post_ln", block), tmp_path), "CTranslate2")
+
+
+def test_a_model_that_still_grows_by_prores_is_refused(tmp_path: Path) -> None:
+    """Its sub-layers count less than those of its block."""
+    loaded = loaded_of(config.with_settings(shapes("admin", "admin"), {"decoder.ramp": 400}), tmp_path)
+    with user_error(r"^model.decoder.ramp is 400, so its \d layers are whole from update .* is of update 10; take"):
+        to_plain(loaded, "CTranslate2")
 
 
 def test_modern_pieces_without_a_form_elsewhere_are_refused(tmp_path: Path) -> None:
