@@ -410,6 +410,25 @@ def collapse(words: list[str]) -> None:
     print(run_draws(recipe, args.runs or Path("studies/collapse_runs.jsonl"), args.count, args.seconds))
 
 
+def deep_blocks(words: list[str]) -> None:
+    """Count and measure what each block costs, and train some updates of a deep model of it."""
+    parser = plain_parser(
+        "deep-blocks",
+        "For each block: parameters, kept memory and time of a layer beside Pre-LN's at width 16, and the losses of\n"
+        "the first and the last update of a deep model on the toy task.",
+        "python -m studies deep-blocks --layers 100 --updates 20",
+    )
+    add_options(parser, BLOCKS, ("--layers", "N", int, 100, "layers of each side (default 100)"),
+                ("--updates", "N", int, 20, "default 20"), THREADS)
+    args = parser.parse_args(words)
+    positive(args, "layers", "updates", "threads")
+    use_threads(args.threads)
+    from deepnmt.config import choices
+    from studies.deep_blocks import measure_all
+
+    print(measure_all(args.blocks or list(choices.BLOCKS), args.layers, args.updates))
+
+
 def equal_systems(words: list[str]) -> None:
     """Count how often two equal systems are called different."""
     parser = plain_parser(
@@ -439,6 +458,7 @@ STUDIES: dict[str, Command] = {
     "compare-blocks": compare_blocks,
     "long-runs": long_runs,
     "collapse": collapse,
+    "deep-blocks": deep_blocks,
     "benchmark": benchmark,
     "searches": searches,
     "layouts": layouts,

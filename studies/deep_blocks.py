@@ -75,7 +75,7 @@ def cost_of(block: str, depths: tuple[int, int] = (4, 8)) -> tuple[float, float,
     return parameters, kept, seconds
 
 
-def deep_blocks(blocks: Sequence[str], layers: int, updates: int) -> str:
+def measure_all(blocks: Sequence[str], layers: int, updates: int) -> str:
     """The table of all blocks: what a pair of layers costs beside Pre-LN's, and the losses of the deep model."""
     rows = [("block", "parameters", "kept", "time", "tensors on top", "first loss", "last loss")]
     base = cost_of("pre_ln")

@@ -176,7 +176,8 @@ class AttnRes(Block):
     def __init__(self, position: LayerPosition) -> None:
         super().__init__(position)
         self.group, self.first = self.group_size(position), position.index * position.branches
-        self.mixes = nn.ModuleList(DepthAttention(position.width) for _ in range(position.branches))
+        self.mixes = nn.ModuleList(  # the stack's first sub-layer has one source
+            DepthAttention(position.width) if self.first + i else nn.Identity() for i in range(position.branches))
 
     @classmethod
     def group_size(cls, position: LayerPosition) -> int:
