@@ -76,6 +76,17 @@ class Choice:
     blocks: tuple[str, ...] = ("post_ln", "post_ln", "pre_ln", "pre_ln", "admin", "b2t", "b2t_no_ln", "deepnorm",
                                "rezero", "fixup", "t_fixup", "admin_closed_form")
     seconds: tuple[float, float] = (0.8, 4.0)
+    updates: tuple[int, ...] = (60, 120, 200, 300, 300, 400)
+    tokens: tuple[int, ...] = (300, 400, 500, 600)
+    widths: tuple[int, ...] = (32, 48, 64)
+    encoder_rates: tuple[float, ...] = (1.0,)  # factors on the encoder's rate
+
+
+# Longer runs of wider models, of which more than half have a slower encoder; blocks without a further parameter.
+LONG = Choice(texts=("multi30k", "tatoeba", "europarl", "newstest", "tatoeba_fr"), depths=(2, 3, 4, 4, 6, 9, 12),
+              blocks=("post_ln", "pre_ln", "admin", "admin", "b2t", "deepnorm", "t_fixup", "t_fixup", "rezero", "dlcl"),
+              seconds=(4.0, 16.0), updates=(300, 400, 600, 900, 1300, 2000, 3000), tokens=(300, 500, 800, 1200),
+              widths=(48, 64, 96, 128, 192, 256), encoder_rates=(1.0, 1.0, 0.5, 0.2, 0.1, 0.05))
 
 
 def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
@@ -94,19 +105,22 @@ def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
         layers = [chance.choice(choice.depths)] * 2
         if chance.random() < 0.3:
             layers[1] = chance.choice(choice.depths)
-        budget = chance.choice((60, 120, 200, 300, 300, 400))
-        tokens, width = chance.choice((300, 400, 500, 600)), chance.choice((48, 64) if kind == "good" else (32, 48, 64))
+        budget = chance.choice(choice.updates)
+        widths = choice.widths[1:] if kind == "good" else choice.widths
+        tokens, width = chance.choice(choice.tokens), chance.choice(widths)
         cost = budget * (sum(layers) + 2) * (0.0012 + tokens * (width + 48) * 3.5e-8)
         if not choice.seconds[0] < cost < choice.seconds[1]:
             continue
         text = chance.choice(choice.texts)
+        slower = chance.choice(choice.encoder_rates) if len(choice.encoder_rates) > 1 else 1.0
         drawn.append(recipe_of(text, data, pieces=52 if text == "toy" else 1000, seed=chance.randrange(1000), settings={
             "batch": {"tokens": tokens},
             "model": {"width": width, "heads": 4, "ffn": 2 * width, "dropout": chance.choice((0.0, 0.1)),
                       **{side: {"block": block, "layers": count, "init": "auto"}
                          for side, block, count in zip(SIDES, (encoder, decoder), layers, strict=True)}},
             "optimizer": {"name": "adam" if kind == "good" else chance.choice(("adam", "adam", "radam")),
-                          "lr": round(10 ** chance.uniform(*_RATES[kind]), 5), "betas": [0.9, 0.98]},
+                          "lr": round(10 ** chance.uniform(*_RATES[kind]), 5), "betas": [0.9, 0.98],
+                          **({"lr_factors": {"encoder": slower}} if slower < 1 else {})},
             "schedule": {"name": chance.choice(("linear", "inverse_sqrt", "inverse_sqrt", "constant")),
                          "warmup": budget // chance.choice((10, 5, 3) if kind == "good" else (budget + 1, 10, 3))},
             "train": {"updates": budget, "label_smoothing": chance.choice((0.0, 0.1)),
