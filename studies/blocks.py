@@ -108,7 +108,7 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
         """The runs of these variants, the missing ones trained; fewer if the time is over."""
         nonlocal missing
         left = [variant for variant in dict.fromkeys(wanted) if variant not in known]
-        records = _results(left, recipe, plan.processes, deadline, output / "weights" if plan.keep_weights else None)
+        records = results_of(left, recipe, plan.processes, deadline, output / "weights" if plan.keep_weights else None)
         for number, [record] in enumerate(append_runs(file, ([record] for record in records)), 1):
             variant = Variant(**record["system"])
             known[variant] = record
@@ -162,7 +162,7 @@ def further_rates(rates: Sequence[float], worth: Mapping[float, float]) -> list[
     return [float(f"{best * best / (tried[1] if best == tried[0] else tried[-2]):.3g}")]
 
 
-def _results(
+def results_of(
     variants: Sequence[Variant], recipe: Recipe, count: int, deadline: float, weights: Path | None = None
 ) -> Iterator[Record]:
     """The variants' records as they finish, from `count` processes at a time; none starts after the deadline."""

@@ -359,7 +359,7 @@ def translate_lines(
         while done < len(order):
             longest = len(sources[order[done]])
             size = min(max(1, settings.batch_tokens // (longest * width)), most,
-                       _sentences_that_fit(model, longest, _most_steps(model, settings, longest), width))
+                       sentences_that_fit(model, longest, most_steps(model, settings, longest), width))
             batch = order[done : done + size]
             try:
                 searched = None
@@ -433,7 +433,7 @@ def _search(
     """
     device = model.output_weight.device
     lengths = [len(source) for source in sources]
-    most = [_most_steps(model, settings, n, len(begin)) for n, begin in zip(lengths, given, strict=True)]
+    most = [most_steps(model, settings, n, len(begin)) for n, begin in zip(lengths, given, strict=True)]
     if searcher is not None:
         if any(given):
             raise UserError(f"translate.backend is {settings.backend}, with which deepnmt gives no beginnings of "
@@ -455,13 +455,13 @@ def _search(
     return decode_independently(state, limits, width, sampler, penalty, rules)
 
 
-def _most_steps(model: Transformer, settings: config.Translate, length: int, given: int = 0) -> int:
+def most_steps(model: Transformer, settings: config.Translate, length: int, given: int = 0) -> int:
     """The longest translation of a sentence of `length` tokens that begins with `given` ones."""
     longest = max_length(model)
     return min(longest, max(given + 1, int(min(settings.max_ratio * length, longest)) + settings.max_extra))
 
 
-def _sentences_that_fit(model: Transformer, length: int, steps: int, width: int) -> int:
+def sentences_that_fit(model: Transformer, length: int, steps: int, width: int) -> int:
     """How many sentences of `length` tokens there is memory for; `width` hypotheses of each. At least one on a GPU,
     where too little memory is an error; on a CPU the kernel may end the process."""
     device = model.output_weight.device

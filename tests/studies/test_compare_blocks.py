@@ -31,7 +31,7 @@ from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from studies.__main__ import main
-from studies.blocks import _results, frequencies_loss, further_rates, run_variant, validation_loss
+from studies.blocks import frequencies_loss, further_rates, results_of, run_variant, validation_loss
 from studies.outcomes import outcome, panels, worth_of
 from studies.plots import spread
 from studies.scores import bleu, unpack, with_totals
@@ -179,7 +179,7 @@ def test_ctrl_c_ends_all_processes_silently(
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            list(_results([{signal.SIGUSR2}, {signal.SIGUSR2}], 60, 2, math.inf))  # type: ignore[list-item, arg-type]
+            list(results_of([{signal.SIGUSR2}, {signal.SIGUSR2}], 60, 2, math.inf))  # type: ignore[list-item, arg-type]
     finally:
         signal.signal(signal.SIGINT, usual)
     assert set(active_children()) <= others and time.monotonic() - started < 30

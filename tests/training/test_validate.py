@@ -39,7 +39,7 @@ def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypat
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=61"])  # 13 micro-batches: the last round is padded
     split = open_prepared(recipe).split("valid")
     engines: list[Any] = [Adding(rank, world) for rank in range(world)]
-    sums = [validate._losses(recipe, split, range(len(split)), engine, played(rank, world))
+    sums = [validate.losses_of(recipe, split, range(len(split)), engine, played(rank, world))
             for rank, engine in enumerate(engines)]
     eos = 2 * len(split)
     expected = [sum(int(side[i].sum()) for i in range(len(split))) + eos for side in (split.targets, split.sources)]
@@ -58,7 +58,7 @@ def test_bleu_is_that_of_the_target_language(prepared: Path, monkeypatch: pytest
     for lang, tokens in (("zh", "zh"), ("de", "13a")):
         recipe = load_recipe(prepared / "recipe.yaml", [f"data.trg_lang={lang}", "train.valid_sentences=1"])
         valid = data.split("valid")
-        assert f"|tok:{tokens}|" in validate._bleu(recipe, data, valid, range(20), lang, model, Ranks.alone())[1]
+        assert f"|tok:{tokens}|" in validate.bleu_of(recipe, data, valid, range(20), lang, model, Ranks.alone())[1]
 
 
 def test_truncated_lines_cause_no_warning_in_validation(
@@ -67,7 +67,7 @@ def test_truncated_lines_cause_no_warning_in_validation(
     data = open_prepared(recipe)
     split, vocabs = data.split("valid"), data.vocabs()
     model = new_model(recipe.model.model_copy(update={"max_length": 4}), vocabs[0].size, vocabs[1].size, 1)
-    validate._bleu(recipe, data, split, range(20), "de", model, Ranks.alone())
+    validate.bleu_of(recipe, data, split, range(20), "de", model, Ranks.alone())
     assert caplog.records == []
     translate_lines(model, vocabs, split.src_text()[:2], Translate(method="greedy"))
     assert [record.getMessage().split(" has ")[0] for record in caplog.records] == ["line 1", "line 2"]

@@ -49,7 +49,7 @@ def run_demo(recipe: Recipe, pairs: int) -> int:
     print_status("[2/5] preparing the data")
     prepare(recipe)
     print_status("[3/5] profiling Admin and training on 2 processes")
-    _train(recipe)
+    train_on_all(recipe)
     print_status("[4/5] averaging the last checkpoints")
     average_run(recipe)
     print_status("[5/5] translating and scoring the test set")
@@ -71,7 +71,7 @@ def run_demo(recipe: Recipe, pairs: int) -> int:
     return 0
 
 
-def _train(recipe: Recipe) -> None:
+def train_on_all(recipe: Recipe) -> None:
     """Runs `deepnmt train` under the launcher, on two processes, unless the run is finished.
 
     Raises:

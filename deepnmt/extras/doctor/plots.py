@@ -128,11 +128,11 @@ def plot_lines(
             axes.axhline(bound[0], color=GREY, linestyle=(0, (2, 2)), linewidth=1.2, label=bound[1])
         if len(group) > 1 or bound is not None:
             axes.legend(**_BESIDE)
-    _decades(column)
+    mark_decades(column)
     save(figure, path)
 
 
-def _decades(row: Sequence[Axes]) -> None:
+def mark_decades(row: Sequence[Axes]) -> None:
     """Widens the shared logarithmic axis to at least one decade, so that small differences do not look large; labels it
     with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -193,7 +193,7 @@ def plot_displacements(pairs: Sequence[Tree], path: Path) -> None:
                       color=colours[matrix], linestyle=dashes[f"{side} {attention}"], alpha=0.6, linewidth=1,
                       marker="." if len(pairs) < 3 else None)
         axes.set_yscale("log")
-    _decades(column)
+    mark_decades(column)
     for matrix, colour in colours.items():
         column[0].plot([], [], color=colour, label=matrix)
     for attention, dash in dashes.items():

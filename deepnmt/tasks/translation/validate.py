@@ -39,12 +39,12 @@ def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -
     sums, results, begin = np.zeros(3), {}, 0
     for name, size in data.corpora("valid").items():
         rows = range(begin, begin := begin + size)
-        losses = ranks.sum(_losses(recipe, split.truncated(recipe.model.max_length), rows, engine, ranks))
+        losses = ranks.sum(losses_of(recipe, split.truncated(recipe.model.max_length), rows, engine, ranks))
         figures: dict[str, float | str] = {}
         if model is not None:
             if recipe.train.valid_bleu:
                 lang = text.corpora.get(name, text).trg_lang or recipe.data.trg_lang
-                figures["bleu"], figures["signature"] = _bleu(recipe, data, split, rows, lang, model, ranks)
+                figures["bleu"], figures["signature"] = bleu_of(recipe, data, split, rows, lang, model, ranks)
             for measure in measures:
                 figures |= measure(rows, model, ranks)
             release(ranks.device)  # what decoding kept, in shapes that training does not have
@@ -78,7 +78,7 @@ def _validation(recipe: Recipe, sums: Sequence[float], figures: Figures) -> Vali
     return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), value, figures)
 
 
-def _losses(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: Ranks) -> list[float]:
+def losses_of(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: Ranks) -> list[float]:
     """This process's share of the sums (loss, nll, target tokens) over these sentences."""
     plan = plan_eval(split.src_lengths[rows.start:rows.stop], split.trg_lengths[rows.start:rows.stop],
                      recipe.batch.tokens)
@@ -96,7 +96,7 @@ def _losses(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: Ra
     return [totals[0], totals[1], totals[2] / copies]
 
 
-def _bleu(recipe: Recipe, data: PreparedData, split: Split, rows: range, lang: str, model: Transformer, ranks: Ranks
+def bleu_of(recipe: Recipe, data: PreparedData, split: Split, rows: range, lang: str, model: Transformer, ranks: Ranks
           ) -> tuple[float, str]:
     """BLEU of the first of these sentences, with its signature."""
     some = slice(rows.start, min(rows.stop, rows.start + (recipe.train.valid_sentences or len(rows))))

@@ -69,7 +69,7 @@ def test_training_is_launched_from_this_package(tmp_path: Path, monkeypatch: pyt
     recipe = tiny_run.recipe_of(tmp_path / "run")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", launched)
-        demo_run._train(recipe)
+        demo_run.train_on_all(recipe)
     main, *words = calls[0][-3:]
     assert main == str(ROOT / "deepnmt" / "__main__.py") and words == ["train", f"{tmp_path}/run/demo.yaml"]
     (tmp_path / "deepnmt").mkdir()

@@ -38,7 +38,7 @@ def test_a_logarithmic_axis_spans_a_decade_around_its_values() -> None:
         axes.plot(values)
         axes.set_yscale("log")
         before = axes.get_ylim()
-        plots._decades([axes])
+        plots.mark_decades([axes])
         low, high = axes.get_ylim()
         assert low < min(values) < max(values) < high and high / low >= 10 - 1e-9
         assert ((low, high) != before) == widened

@@ -298,12 +298,12 @@ def decoding(name: str, length: int, sentences: int = 0, steps: int = 2, *change
     settings, vocab = recipe.translate, recipe.vocab.size
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device(CUDA), tracing() as trace:
         model = Transformer(recipe.model, vocab, vocab, 1, after_build=lambda part: None).eval()
-        longest = translate._most_steps(model, settings, length)
+        longest = translate.most_steps(model, settings, length)
         asked = settings.batch_tokens // (length * settings.beam)
         weights = trace.held
         torch.cuda.mem_get_info = lambda *_: (int(80e9 - 2.5 * 2**30) - weights, int(80e9))
         if not sentences:
-            sentences = min(asked, translate._sentences_that_fit(model, length, longest, settings.beam))
+            sentences = min(asked, translate.sentences_that_fit(model, length, longest, settings.beam))
         batch = batch_of(sentences, length, 1)
         begun: list[tuple[float, int]] = []
 
