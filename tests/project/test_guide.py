@@ -19,6 +19,7 @@ from deepnmt.config import load_recipe
 from deepnmt.data.text import read_lines
 from deepnmt.parallel.build import partition_of
 from deepnmt.training.reporters import Console
+from deepnmt.training.task import find_task
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
@@ -74,7 +75,8 @@ def test_quoted_lines_of_a_run_are_as_a_run_prints_them(capsys: pytest.CaptureFi
             speed, minutes, seconds = re.findall(r"(\d+) tok/s ETA (\d+):(\d+)", line)[0]
             record |= {"target_tokens_per_second": float(speed), "seconds_left": 60 * int(minutes) + int(seconds),
                        "skipped_updates": 0}
-        Console(0, int(updates or 0)).record(kind, int(update), {**record, "best": "(best so far)" in line})
+        console = Console(0, int(updates or 0), find_task("translation").describe)
+        console.record(kind, int(update), {**record, "best": "(best so far)" in line})
         assert capsys.readouterr().err.strip() == line
 
 
