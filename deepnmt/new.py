@@ -278,6 +278,33 @@ def _recipe(
             return [f"{indent}tsv: {corpus.tsv[0]} # {why}", f"{indent}columns: {corpus.columns} # source and target"]
         return [f"{indent}src: {corpus.src[0]} # {why}", f"{indent}trg: {corpus.trg[0]} # their translations"]
 
+    held_out_why, test_why = f"held out: {held_out}", "shares no sentence with the others"
+    if held_out == "given":
+        held_out_why = test_why = "given"
+    longest_why = "longer sentences cost memory, and attention is quadratic in them"
+    if longest < 250:
+        longest_why = "about one pair in 1,000 is longer"
+    subwords = [f"  subword_variants: {variants} # {epochs:.0f} epochs: too few for BPE-dropout to pay"]
+    if variants:
+        subwords = [f"  subword_variants: {variants} # {epochs:.0f} epochs: BPE-dropout keeps a text seen so often "
+                    "from being learned by heart",
+                    f"  subword_alpha: {_ALPHA} # share of merges left out; more makes the text longer"]
+    decoder_why = "as deep: a text of this size leaves time for it"
+    if row.decoder < row.encoder:
+        decoder_why = "shallower: decoding costs a decoder layer for every token"
+    factors = []
+    if row.encoder_rate < 1:
+        factors = [f"  lr_factors: {{encoder: {row.encoder_rate}}} # of it, for the encoder's layers, which collapse "
+                   "at more"]
+    log_every = "  log_every: 10 # updates between progress lines"
+    if updates >= 1000:
+        log_every = f"  log_every: {max(10, updates // 100)} # a hundred lines of progress"
+    engine = [f"  precision: fp32 # {machine}; plain PyTorch"]
+    if precision != "fp32":
+        engine = ["  ds_config: ds_configs/zero1.json # DeepSpeed; more processes need no other setting",
+                  f"  precision: {precision} # {machine}"]
+    at_once = ["  batch_tokens: 65536 # a GPU wants many sentences at once"] if hardware == "gpu" else []
+
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
         f"# {langs[0]} to {langs[1]}, {row.encoder}L-{row.decoder}L, written by `deepnmt new` for {machine}.",
@@ -292,17 +319,13 @@ def _recipe(
         "  train:",
         *text("train", "    ", f"{pairs:,} pairs"),
         "  valid:",
-        *text("valid", "    ", f"held out: {held_out}" if held_out != "given" else "given"),
+        *text("valid", "    ", held_out_why),
         "  test:",
         "    test:",
-        *text("test", "      ", "shares no sentence with the others" if held_out != "given" else "given"),
+        *text("test", "      ", test_why),
         "  filters:",
-        f"    max_tokens: {longest} # about one pair in 1,000 is longer" if longest < 250 else
-        f"    max_tokens: {longest} # longer sentences cost memory, and attention is quadratic in them",
-        f"  subword_variants: {variants} # " + (
-            f"{epochs:.0f} epochs: BPE-dropout keeps a text seen so often from being learned by heart" if variants else
-            f"{epochs:.0f} epochs: too few for BPE-dropout to pay"),
-        *([f"  subword_alpha: {_ALPHA} # share of merges left out; more makes the text longer"] if variants else []),
+        f"    max_tokens: {longest} # {longest_why}",
+        *subwords,
         "",
         "vocab:",
         f"  size: {lengths.size} # a target sentence then has {lengths.tokens:.0f} on average",
@@ -319,14 +342,11 @@ def _recipe(
         "  tied: all # one table for source, target and output, since the vocabulary is shared",
         f"  max_length: {256 if longest > 120 else 128} # above filters.max_tokens",
         f"  encoder: {{block: {row.block}, layers: {row.encoder}}} # {BLOCKS[row.block].advice}",
-        f"  decoder: {{block: {row.block}, layers: {row.decoder}}}" + (
-            " # shallower: decoding costs a decoder layer for every token" if row.decoder < row.encoder else
-            " # as deep: a text of this size leaves time for it"),
+        f"  decoder: {{block: {row.block}, layers: {row.decoder}}} # {decoder_why}",
         "",
         "optimizer:",
         f"  lr: {row.rate} # peak; wider and deeper models want less",
-        *([f"  lr_factors: {{encoder: {row.encoder_rate}}} # of it, for the encoder's layers, which collapse at more"]
-          if row.encoder_rate < 1 else []),
+        *factors,
         "",
         "schedule:",
         "  name: linear # down to 0 at the last update",
@@ -336,23 +356,20 @@ def _recipe(
         f"  updates: {updates} # {epochs:.1f} epochs of about {epoch:,} micro-batches",
         "  clip: 1.0 # gradient norm above which to clip; a few bad batches then harm less",
         "  label_smoothing: 0.1 # as in Vaswani et al. 2017",
-        f"  log_every: {max(10, updates // 100)} # a hundred lines of progress" if updates >= 1000 else
-        "  log_every: 10 # updates between progress lines",
+        log_every,
         f"  validate_every: {max(50, updates // 10)} # ten times",
         f"  save_every: {max(25, updates // 40)} # the last eight, a fifth of the run, are averaged",
         "  keep_last: 8 # checkpoints kept, those that are averaged",
         "  best_by: bleu # what --checkpoint best goes by: translations, not the loss",
         "",
         "parallel:",
-        *(["  ds_config: ds_configs/zero1.json # DeepSpeed; more processes need no other setting",
-           f"  precision: {precision} # {machine}"] if precision != "fp32" else
-          [f"  precision: fp32 # {machine}; plain PyTorch"]),
+        *engine,
         "",
         "translate:",
         "  beam: 5 # hypotheses a sentence; 4 to 6 is usual, more gains little",
         f"  max_ratio: {ratio} # longest translation: max_ratio x source tokens + max_extra,",
         "  max_extra: 10 # which one pair in 1,000 exceeds",
-        *(["  batch_tokens: 65536 # a GPU wants many sentences at once"] if hardware == "gpu" else []),
+        *at_once,
         "",
         "average_last: 8 # checkpoints whose average is scored",
     ]

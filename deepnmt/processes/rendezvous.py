@@ -69,7 +69,7 @@ def facts(device: torch.device) -> Facts:
         gpu = torch.cuda.get_device_properties(device)
         slices = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU that is split, which may have one UUID
         own |= {"gpu": gpu.name, "driver": _first_line("/proc/driver/nvidia/version"),
-                  "gpu_id": f"{getattr(gpu, 'uuid', device.index)} {slices if 'MIG' in slices else ''}"}
+                "gpu_id": f"{getattr(gpu, 'uuid', device.index)} {slices if 'MIG' in slices else ''}"}
     return own
 
 
@@ -98,8 +98,9 @@ def _first_line(file: str) -> str:
 # -- telling and deciding ----------------------------------------------------------------------------------------------
 
 
-def decide_on_rank0(store: dist.Store, rank: int, world: int, subject: str, report: Facts, decide: Decide,
-            wait: timedelta = _AGREE) -> Facts:
+def decide_on_rank0(
+    store: dist.Store, rank: int, world: int, subject: str, report: Facts, decide: Decide, wait: timedelta = _AGREE
+) -> Facts:
     """Sends all processes' reports to rank 0, which decides; returns the decision on every process. Collective.
 
     Args:
