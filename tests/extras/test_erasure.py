@@ -52,7 +52,7 @@ def erased(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy.mkdir()
         for part in ("deepnmt", "tests", "studies"):
             shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        for part in ("recipes", "ds_configs", "setup.cfg", "pyproject.toml"):
+        for part in ("docs", "recipes", "ds_configs", "setup.cfg", "pyproject.toml"):
             (copy / part).symlink_to(ROOT / part)
         for visitor in gone:
             shutil.rmtree(copy / "deepnmt" / "extras" / visitor)
