@@ -130,10 +130,10 @@ def write_file(file: Path, content: Iterable[Buffer], target: Path, kind: Kind =
 
 def entries_of(temporary: Path, target: Path, kind: Kind) -> dict[str, Entry]:
     """Waits until the files in a folder are on disk, whoever wrote them; returns the entries of all for the manifest.
-    Raises `FolderWriteError`."""
+    Folders in it have manifests of their own. Raises `FolderWriteError`."""
     entries: dict[str, Entry] = {}
     with reporting(target, kind):
-        for file in sorted(temporary.iterdir()):
+        for file in sorted(path for path in temporary.iterdir() if not path.is_dir()):
             _sync(file)
             entries[file.name] = {"size": file.stat().st_size, "sha256": sha256(file)}
     return entries
@@ -348,5 +348,9 @@ def read_json(folder: Path, name: str, kind: Kind = CHECKPOINT) -> dict[str, Any
 
 def _manifest_hash(manifest: Mapping[str, Any]) -> str:
     """The hash of a manifest without its own `sha256` entry."""
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return hash_of({key: value for key, value in manifest.items() if key != "sha256"})
+
+
+def hash_of(content: Any) -> str:
+    """The SHA-256 of what JSON can say, in any order of keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -452,6 +452,36 @@ def equal_systems(words: list[str]) -> None:
     print(count_stars(args.text, args.pairs, args.sentences, args.metric))
 
 
+def data_at_scale(words: list[str]) -> None:
+    """Measure what training waits for and holds with many pairs in shards."""
+    parser = plain_parser(
+        "data-at-scale",
+        "Makes up prepared data in shards, with real offsets and tokens that take no room, in a folder, and measures\n"
+        "in processes without a model: CPU seconds to the first micro-batch, the longest wait of an update, memory.\n"
+        "With --padding, the padding of prepared text in windows of several sizes.",
+        "python -m studies data-at-scale data/made_up --pairs 100000000\n"
+        "python -m studies data-at-scale data/made_up --pairs 1000000000 --only-read\n"
+        "python -m studies data-at-scale data/multi30k --padding",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="made if it is not there")
+    add_options(parser, ("--pairs", "N", int, 100_000_000, "default 100 million"),
+                ("--shard-pairs", "N", int, 1_000_000, "default 1 million"),
+                ("--window-pairs", "N", int, 2_000_000, "default 2 million"),
+                ("--tokens", "N", int, 4096, "of a micro-batch, for --padding (default 4096)"))
+    parser.add_argument("--only-read", action="store_true", help="make only those shards that are read")
+    parser.add_argument("--padding", action="store_true", help="measure padding; FOLDER has real text in one piece")
+    args = parser.parse_args(words)
+    positive(args, "pairs", "shard_pairs", "window_pairs")
+    from studies.benchmarks.data_at_scale import as_table, made_up, measure, padding
+
+    if args.padding:
+        print(padding(args.folder, args.tokens))
+        return
+    if not args.folder.exists():
+        made_up(args.folder, args.pairs, args.shard_pairs, args.window_pairs, args.only_read)
+    print(as_table(measure(args.folder, args.window_pairs)))
+
+
 STUDIES: dict[str, Command] = {
     "compare": compare,
     "equal-systems": equal_systems,
@@ -467,6 +497,7 @@ STUDIES: dict[str, Command] = {
     "layouts": layouts,
     "pipeline-idle": pipeline_idle,
     "saves": saves,
+    "data-at-scale": data_at_scale,
     "gpu-report": gpu_report,
 }
 OVERVIEW = overview_of(PROGRAM, {"Studies behind the documentation": STUDIES},

@@ -71,12 +71,15 @@ def prepare(words: list[str]) -> None:
         "Reads the texts that the recipe's data section names. Writes token arrays and vocabulary into data.folder.\n"
         "Data that are up to date stay as they are; data of other texts or settings are never overwritten.",
         "deepnmt prepare my.yaml\n"
-        "deepnmt prepare my.yaml vocab.size=4000 data.folder=data/small",
+        "deepnmt prepare my.yaml vocab.size=4000 data.folder=data/small\n"
+        "deepnmt prepare my.yaml --part 3/8",
     )
-    _, recipe = parse(parser, words)
+    parser.add_argument("--part", metavar="I/N", default="", help="of text in shards (data.shard_pairs), prepare part "
+                        "I of N, on as many machines as there are; each says when it is to be called again")
+    args, recipe = parse(parser, words)
     from deepnmt.training.task import prepare
 
-    print(prepare(recipe))
+    print(prepare(recipe, args.part))
 
 
 GROUP = TEXT

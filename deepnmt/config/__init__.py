@@ -14,6 +14,7 @@ from deepnmt.config.load import (
 from deepnmt.config.sections import (
     Admin,
     Batch,
+    Cleaning,
     Corpus,
     Data,
     Filters,
@@ -34,6 +35,7 @@ __all__ = [
     "Admin",
     "Batch",
     "Change",
+    "Cleaning",
     "Corpus",
     "Data",
     "Fact",

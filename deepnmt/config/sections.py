@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from glob import has_magic
 from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -59,13 +60,16 @@ class Corpus(Section):
     """A parallel corpus: either `src` and `trg` files of equal length, or `tsv` files."""
 
     src: Files = Field(default_factory=list)
-    """Files of source sentences, one a line; plain, .gz, .xz, .zst or .bz2."""
+    """Files of source sentences, one a line; plain, .gz, .xz, .zst or .bz2. Here and in `trg` and `tsv`, a folder is
+    all files in it, and a pattern such as `news.*.de.gz` those that fit, in the order of their names."""
     trg: Files = Field(default_factory=list)
     """Files of their translations, line by line, as many files as in `src`."""
     tsv: Files = Field(default_factory=list)
-    """Files of tab-separated columns, instead of `src` and `trg`."""
-    columns: list[Count] = Field(default=[1, 2], min_length=2, max_length=2)
-    """The columns of source and target in the `tsv` files, counted from 1."""
+    """Files with columns, instead of `src` and `trg`: separated by tabs, JSON lines (.jsonl), Parquet (.parquet), or a
+    folder that Hugging Face's `datasets` has saved. The last two need `pip install 'deepnmt[pyarrow]'`."""
+    columns: list[Count | Annotated[str, Field(min_length=1)]] = Field(default=[1, 2], min_length=2, max_length=2)
+    """The columns of source and target in the `tsv` files, counted from 1, or by name, such as `[translation.de,
+    translation.en]`; of tab-separated text with names the first line has these."""
     tag: Annotated[Annotated[str, Field(pattern=r"^\S+$")] | None, Fact.EPOCH] = None
     """A tag in front of every source sentence, such as `<2de>` for a target language or `<BT>` for back-translation.
     It is one piece of the vocabulary, and no translation contains it."""
@@ -91,7 +95,7 @@ class Corpus(Section):
             yield Fault(("tsv", "src", "trg"), "give either 'tsv' or 'src' and 'trg', not both")
         elif not self.tsv and not (self.src and self.trg):
             yield Fault(("src", "trg", "tsv"), "give 'src' and 'trg' files, or 'tsv' files")
-        elif len(self.src) != len(self.trg):
+        elif len(self.src) != len(self.trg) and not any(map(has_magic, (*self.src, *self.trg))):
             yield Fault(("src", "trg"), f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; give as many "
                         "of one as of the other")
         if self.mtdata and self.sacrebleu:
@@ -125,9 +129,32 @@ class AlignedCorpus(Corpus):
     validation text for the alignment error."""
 
 
+class Cleaning(Section):
+    """Which pairs of a corpus are left out for their text; by default none."""
+
+    # The filters themselves: data/filters.py, `CLEANING`.
+    scripts: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=2)
+    """The scripts of source and target, by their names in Unicode, such as `[Latin, Cyrillic]`. A pair is left out if
+    fewer than half of the letters of a side are of its script."""
+    same_digits: bool = False
+    """Leave out pairs whose sides have different numbers in digits."""
+    max_length_ratio: Positive | None = None
+    """A pair whose longer side has more than this many times the characters of the shorter is left out."""
+    min_letters: Rate = 0.0
+    """A pair is left out if fewer than this share of the characters of a side, spaces aside, are letters."""
+    drop_same_letters: bool = False
+    """Leave out pairs whose sides differ in case, punctuation and spaces alone."""
+
+    def faults(self) -> Iterator[Fault]:
+        if len(self.scripts) == 1:
+            yield Fault(("scripts",), "'scripts' names one script; give that of the source and that of the target")
+
+
 class WeightedCorpus(AlignedCorpus):
     """One of several parallel corpora of a training text."""
 
+    cleaning: Cleaning = Cleaning()
+    """Which of its pairs are left out."""
     weight: Annotated[Positive, Fact.EPOCH] = 1.0
     """How often the corpus is used: 3 is as if it were given three times."""
 
@@ -179,6 +206,8 @@ class TrainText(_Corpora):
 
     corpora: dict[str, WeightedCorpus] = Field(default_factory=dict)
     """Several corpora by name, instead of `src`, `trg` or `tsv`."""
+    cleaning: Cleaning = Cleaning()
+    """Which pairs of a single corpus are left out; several have their own."""
     temperature: Annotated[Positive, Fact.EPOCH] = 1.0
     """Above 1, small corpora are used more often and large ones less: shares become their power 1/temperature. Only
     with several corpora."""
@@ -204,6 +233,8 @@ class Filters(Section):
     """Leave out the second and later copies of a pair."""
     drop_identical: bool = True
     """Leave out pairs whose source and target are equal."""
+    drop_overlap: bool = False
+    """Leave out pairs that have a sentence of the validation or a test text; else they are counted, with a warning."""
 
 
 class Data(Section):
@@ -223,6 +254,15 @@ class Data(Section):
     """Test sets by name, for `deepnmt evaluate`."""
     filters: Annotated[Filters, Fact.FIXED, Fact.PREPARED] = Filters()
     """Which training pairs are left out."""
+    shard_pairs: Annotated[CountOrZero, Fact.PREPARED] = 0
+    """Lines of a corpus that a shard of the prepared training text is made from, such as 1000000. Text in shards is
+    prepared in parts (`deepnmt prepare --part`), and training plans and holds a window of it at a time. 0: one piece,
+    for up to some 30 million pairs."""
+    window_pairs: Annotated[Count, Fact.FIXED] = 2_000_000
+    """Pairs that are planned together, where the training text is in shards: some 130 bytes a pair of each process."""
+    reuse: Files = Field(default_factory=list)
+    """Folders of prepared data in shards; the vocabulary is that of the first, and shards that would be the same are
+    taken from there."""
     workers: Cores = 0
     """Processes that segment the text; 0: one per core."""
     subword_variants: Annotated[int, Field(ge=0, le=1000), Fact.FIXED, Fact.PREPARED, Fact.SEEN] = 0

@@ -1,21 +1,26 @@
 """Micro-batches: how sentences are grouped, in which order, and as which arrays.
 
-A plan is a pure function of (lengths, token budget, seed, epoch). So every process computes the same plan, and a
-position in training is (epoch, micro-batch). The order is the same on every machine: all sorts are stable, and random
+A plan is a pure function of (lengths, token budget, seed, epoch, window). So every process computes the same plan, and
+a position in training is (epoch, micro-batch). The order is the same on every machine: all sorts are stable, and random
 numbers are the raw output of a bit generator, which NumPy guarantees not to change between versions.
+
+A text in one piece is one window. One in shards has several an epoch (see `windows.py`); the number of a micro-batch is
+then that of its window times `WINDOW`, plus its number in it, so that no other window has to be planned to find it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from deepnmt.batch import TRANSLATION, Batch
-from deepnmt.data.prepared import Indices, Lengths, Split
+from deepnmt.data.arrays import Indices, Lengths, Tokens
 from deepnmt.device import upload
 from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS, PAD
@@ -25,6 +30,7 @@ from deepnmt.tokens import BOS, EOS, PAD
 # parliament speeches, with 1,024 to 8,192 tokens a micro-batch, the padding with 1.5 is within 0.9 percentage points of
 # the best of ten values between 0.5 and 20.
 GROUPS = 1.5
+WINDOW = 1 << 20  # micro-batches that a window of several may have; (epoch, number) then is a key of 62 bits
 
 
 def random_order(count: int, *seeds: int) -> Indices:
@@ -56,8 +62,10 @@ class EpochPlan:
         return self.order[self.starts[m]:self.starts[m + 1]]
 
 
-def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: int, epoch: int) -> EpochPlan:
-    """The micro-batches of one epoch in random order, each of sentences of similar length, grouped anew every epoch.
+def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: int, epoch: int, window: int = 0
+               ) -> EpochPlan:
+    """The micro-batches of one epoch, or of a window of it, in random order, each of sentences of similar length,
+    grouped anew every epoch.
 
     Sentences are divided into groups of similar target length, whose boundaries are shifted at random. Each group is
     sorted by source length, alternately ascending and descending, with ties in random order, and the whole sequence is
@@ -74,12 +82,13 @@ def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: in
     if len(longer) and int(longer.max()) > tokens:
         raise UserError(f"batch.tokens is {tokens}, but a training sentence has {int(longer.max())} tokens; set "
                         f"batch.tokens to {int(longer.max())} or more, or data.filters.max_tokens lower")
-    shuffled = random_order(len(longer), seed, epoch, 0)
+    seeds = [(seed, epoch, purpose, *((window, 5) if window else ())) for purpose in range(3)]
+    shuffled = random_order(len(longer), *seeds[0])
     by_target = shuffled[np.argsort(trg_lengths[shuffled], kind="stable")]
     positions = np.cumsum(longer[by_target], dtype=np.int64)
     total = int(positions[-1]) if len(positions) else 0
     groups = max(1, round(GROUPS * (total / tokens) ** 0.5))
-    shift = int(random_order(1024, seed, epoch, 1)[0]) / 1024
+    shift = int(random_order(1024, *seeds[1])[0]) / 1024
     group = (positions * (groups / max(1, total)) + shift).astype(np.int64)
     src = src_lengths[by_target].astype(np.int64)
     highest = int(src.max(initial=0))
@@ -87,7 +96,7 @@ def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: in
     order = by_target[np.argsort(snake, kind="stable")]
     starts = _batch_starts(longer[order], tokens)
     waste = _waste(src_lengths[order], trg_lengths[order], starts)
-    return EpochPlan(*_shuffle(order, starts, random_order(len(starts) - 1, seed, epoch, 2)), waste)
+    return EpochPlan(*_shuffle(order, starts, random_order(len(starts) - 1, *seeds[2])), waste)
 
 
 def plan_eval(src_lengths: Lengths, trg_lengths: Lengths, tokens: int) -> EpochPlan:
@@ -155,42 +164,107 @@ class Update:
     next: Position
 
 
-class Stream:
-    """The micro-batches of all epochs, one after the other. To jump to any position costs one epoch's plan."""
+class Rows(Protocol):
+    """One side of some sentences."""
 
-    def __init__(self, split: Split, tokens: int, seed: int, rows: Callable[[int], Indices] | None = None) -> None:
-        """Raises `UserError` if the split is empty.
+    def __getitem__(self, row: int) -> Tokens:
+        """The pieces of a sentence."""
+
+    def with_eos(self, indices: Indices) -> tuple[Indices, Indices]:
+        """The sentences `indices` [B] as pieces + eos, padded to the longest: ids [B, L] and lengths [B]."""
+
+
+class Sentences(Protocol):
+    """Sentences that are planned together: a `Split` or a `Window`."""
+
+    @property
+    def sources(self) -> Rows: ...
+    @property
+    def targets(self) -> Rows: ...
+    @property
+    def src_lengths(self) -> Lengths: ...
+    @property
+    def trg_lengths(self) -> Lengths: ...
+    def column(self, name: str) -> Rows:
+        """Another column of the same sentences."""
+
+
+class Text(Protocol):
+    """The training text: a `Split`, or the `Windows` of one in shards."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def windows(self) -> int:
+        """How many there are in an epoch."""
+
+    def __len__(self) -> int: ...
+    def window(self, epoch: int, number: int) -> Sentences:
+        """The sentences of a window."""
+
+
+class Page(NamedTuple):
+    """A window of an epoch, whose plan has the rows of its sentences."""
+
+    sentences: Sentences
+    plan: EpochPlan
+
+
+class Stream:
+    """The micro-batches of all epochs, one after the other. To jump to any position costs one window's plan.
+
+    Where an epoch has several windows, the plan of the next is made in the background, from the first update on.
+    """
+
+    def __init__(self, text: Text, tokens: int, seed: int, rows: Callable[[int], Indices] | None = None) -> None:
+        """Raises `UserError` if the text is empty.
 
         Args:
             tokens: the budget of a micro-batch.
-            rows: from an epoch to the numbers of its sentences; by default an epoch has each sentence once.
+            rows: from an epoch to the numbers of its sentences, for a text of one window; by default an epoch has each
+                sentence once.
         """
-        if len(split) == 0:
-            raise UserError(f"the {split.name} text has 0 sentences; give another corpus, or loosen data.filters")
-        self._plain, self._tokens, self._seed, self._rows = split, tokens, seed, rows
-        self._epoch = -1
+        if len(text) == 0:
+            raise UserError(f"the {text.name} text has 0 sentences; give another corpus, or loosen data.filters")
+        self._text, self._tokens, self._seed, self._rows = text, tokens, seed, rows
+        self._at: tuple[int, int] | None = None
+        self._ahead: dict[tuple[int, int], Future[Page]] = {}
+        self._background = ThreadPoolExecutor(1, "plan")
 
-    def split(self, epoch: int) -> Split:
-        """The sentences of an epoch: sampled segmentation `epoch mod variants`, or the plain one if there is none."""
-        self._enter(epoch)
-        return self._split
+    def split(self, epoch: int, window: int = 0) -> Sentences:
+        """The sentences of an epoch's window: sampled segmentation `epoch mod variants`, or the plain one if there is
+        none."""
+        return self._page(epoch, window).sentences
 
-    def plan(self, epoch: int) -> EpochPlan:
-        """The plan of one epoch; the last one is cached."""
-        self._enter(epoch)
-        return self._plan
+    def plan(self, epoch: int, window: int = 0) -> EpochPlan:
+        """The plan of an epoch's window; the last one is cached."""
+        return self._page(epoch, window).plan
 
     def epoch_size(self, epoch: int) -> int:
-        """The number of micro-batches in an epoch; with sampled segmentations it differs between epochs."""
-        return len(self.plan(epoch))
+        """The number of micro-batches in an epoch; with sampled segmentations it differs between epochs. It is
+        estimated from the window at hand if there are several."""
+        return len(self._some(epoch).plan) * self._text.windows
 
     def waste(self, epoch: int) -> float:
-        """The share of padding in an epoch, from 0 to 1."""
-        return self.plan(epoch).waste
+        """The share of padding in an epoch, or in a window of it, from 0 to 1."""
+        return self._some(epoch).plan.waste
+
+    def passes(self, position: Position) -> float:
+        """Passes over the training text before a position; within a window that is not at hand, estimated from the one
+        that is."""
+        window, index = self._place(position.index)
+        size = len(self._some(position.epoch, window).plan)
+        return position.epoch + (window + min(1.0, index / size)) / self._text.windows
+
+    def sentences(self, epoch: int, index: int) -> tuple[Sentences, Indices]:
+        """The sentences of micro-batch `index` of `epoch`: where they are, and their rows there."""
+        window, number = self._place(index)
+        page = self._page(epoch, window)
+        return page.sentences, page.plan[number]
 
     def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
         """Micro-batch `index` of `epoch`; its key is unique in a run."""
-        return collate(self.split(epoch), self.plan(epoch)[index], (epoch << 32) + index, device)
+        return collate(*self.sentences(epoch, index), (epoch << 32) + index, device)
 
     def update(self, position: Position, count: int, rank: int, world: int, device: torch.device) -> Update:
         """The next `count` micro-batches from `position` on, dealt out to `world` ranks in turn.
@@ -200,38 +274,70 @@ class Stream:
         Raises:
             UserError: the epoch has fewer micro-batches than `position.index`: data or `batch.tokens` have changed.
         """
-        epoch, index = position.epoch, position.index
-        if index > self.epoch_size(epoch):
-            raise UserError(f"training stopped at micro-batch {index} of epoch {epoch}, which now has "
-                            f"{self.epoch_size(epoch)}; resume with the data and batch.tokens the run began with")
-        passes = epoch + index / self.epoch_size(epoch)
+        window, index = self._place(position.index)
+        if window >= self._text.windows or index > len(self.plan(position.epoch, window)):
+            raise UserError(f"training stopped at micro-batch {position.index} of epoch {position.epoch}, which now "
+                            f"has {self.epoch_size(position.epoch)}; resume with the data and batch.tokens the run "
+                            "began with")
+        passes = self.passes(position)
         batches, tokens = [], 0
         for number in range(count):
-            if index == self.epoch_size(epoch):
-                epoch, index = epoch + 1, 0
-            tokens += int(self.split(epoch).trg_lengths[self.plan(epoch)[index]].sum())
+            position = self._next(position)
+            sentences, rows = self.sentences(position.epoch, position.index)
+            tokens += int(sentences.trg_lengths[rows].sum())
             if number % world == rank:
-                batches.append(self.batch(epoch, index, device))
-            index += 1
-        after = Position(epoch + 1, 0) if index == self.epoch_size(epoch) else Position(epoch, index)
-        return Update(batches, tokens, passes, after)
+                batches.append(self.batch(position.epoch, position.index, device))
+            position = Position(position.epoch, position.index + 1)
+        return Update(batches, tokens, passes, self._next(position))
 
-    def _enter(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
-        variants = self._plain.variants
-        self._split = self._plain.variant(epoch % variants) if variants else self._plain
-        lengths = self._split.src_lengths, self._split.trg_lengths
+    def _place(self, index: int) -> tuple[int, int]:
+        """The window of a micro-batch, and its number there."""
+        return divmod(index, WINDOW) if self._text.windows > 1 else (0, index)
+
+    def _next(self, position: Position) -> Position:
+        """The position itself, or where the next window begins if its own has ended."""
+        window, index = self._place(position.index)
+        if index < len(self.plan(position.epoch, window)):
+            self._plan_ahead(*self._after(position.epoch, window))
+            return position
+        epoch, window = self._after(position.epoch, window)
+        return Position(epoch, window * WINDOW)
+
+    def _after(self, epoch: int, window: int) -> tuple[int, int]:
+        return (epoch, window + 1) if window + 1 < self._text.windows else (epoch + 1, 0)
+
+    def _plan_ahead(self, epoch: int, window: int) -> None:
+        if self._text.windows > 1 and (epoch, window) not in self._ahead:
+            self._ahead = {(epoch, window): self._background.submit(self._make, epoch, window)}
+
+    def _some(self, epoch: int, window: int = 0) -> Page:
+        """A window of an epoch. Where there are several, it is the one at hand, if there is one: to plan another would
+        take seconds, and be for nothing."""
+        return self._current if self._at is not None and self._text.windows > 1 else self._page(epoch, window)
+
+    def _page(self, epoch: int, window: int) -> Page:
+        if self._at != (epoch, window):
+            ahead = self._ahead.pop((epoch, window), None)
+            self._current = self._make(epoch, window) if ahead is None else ahead.result()
+            self._at = (epoch, window)
+        return self._current
+
+    def _make(self, epoch: int, window: int) -> Page:
+        sentences = self._text.window(epoch, window)
+        lengths = sentences.src_lengths, sentences.trg_lengths
         if self._rows is None:
-            self._plan = plan_epoch(*lengths, self._tokens, self._seed, epoch)
+            plan = plan_epoch(*lengths, self._tokens, self._seed, epoch, window)
         else:
             rows = self._rows(epoch)
             plan = plan_epoch(lengths[0][rows], lengths[1][rows], self._tokens, self._seed, epoch)
-            self._plan = replace(plan, order=rows[plan.order])
-        self._epoch = epoch
+            plan = replace(plan, order=rows[plan.order])
+        if self._text.windows > 1 and len(plan) > WINDOW:
+            raise UserError(f"a window has {len(plan)} micro-batches, but at most {WINDOW} can be numbered; set "
+                            "data.window_pairs lower, or batch.tokens higher")
+        return Page(sentences, plan)
 
 
-def collate(split: Split, indices: Indices | Sequence[int], key: int, device: torch.device) -> Batch:
+def collate(split: Sentences, indices: Indices | Sequence[int], key: int, device: torch.device) -> Batch:
     """The sentences `indices` (at least one) of a split as one micro-batch, in this order, padded on the right.
 
     Its tensors: src [B, S], pieces + eos; src_lengths [B], including eos; trg_in [B, T], bos + pieces; trg_out [B, T],

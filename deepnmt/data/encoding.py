@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnmt.config import Filters
+from deepnmt.data.arrays import Tokens
 from deepnmt.data.filters import KEPT, Codes, filter_by_length
-from deepnmt.data.prepared import Tokens
 from deepnmt.data.subwords import SAMPLERS
 from deepnmt.data.text import Pair
 from deepnmt.data.vocab import Vocabulary
@@ -110,14 +110,17 @@ def _pack(sentences: list[list[int]]) -> Pieces:
     return Pieces(flat, np.fromiter(map(len, sentences), dtype=np.int64))
 
 
-def encode_pairs(pairs: Iterable[Pair], job: EncodingJob, workers: int) -> Iterator[Chunk]:
+def encode_pairs(pairs: Iterable[Pair], job: EncodingJob, workers: int, first: int = 0) -> Iterator[Chunk]:
     """Encodes pairs in `workers` processes, in order. Only a few chunks per process are in memory at a time.
+
+    Args:
+        first: the number of the first chunk.
 
     Raises:
         UserError: a process was killed, for example because memory ran out.
     """
     stream = iter(pairs)
-    chunks = enumerate(iter(lambda: list(itertools.islice(stream, CHUNK)), []))
+    chunks = enumerate(iter(lambda: list(itertools.islice(stream, CHUNK)), []), first)
     if workers == 1:
         yield from itertools.starmap(Encoder(job), chunks)
         return

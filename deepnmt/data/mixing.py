@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepnmt.config import Recipe
+from deepnmt.data.arrays import Indices
 from deepnmt.data.batching import Stream, random_order
-from deepnmt.data.prepared import Indices, PreparedData
+from deepnmt.data.prepared import PreparedData
+from deepnmt.data.shards import ShardedText
+from deepnmt.data.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ def training_stream(recipe: Recipe, data: PreparedData, kind: Callable[..., Stre
     """The micro-batches of a recipe's training text, in a stream of this kind. Raises `UserError` if it is empty."""
     corpora, text = data.corpora("train"), recipe.data.train
     weights = [text.corpora[name].weight if name in text.corpora else 1.0 for name in corpora]
-    mixture = Mixture(list(corpora.values()), weights, text.temperature)
+    mixture, train = Mixture(list(corpora.values()), weights, text.temperature), data.split("train")
+    if isinstance(train, ShardedText):
+        return kind(Windows(train, mixture.counts(), recipe.seed, recipe.data.window_pairs), recipe.batch.tokens,
+                    recipe.seed)
     rows = None if mixture.counts() == mixture.sizes else lambda epoch: mixture.rows(recipe.seed, epoch)
-    return kind(data.split("train"), recipe.batch.tokens, recipe.seed, rows)
+    return kind(train, recipe.batch.tokens, recipe.seed, rows)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,26 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from deepnmt.config import Corpus, Recipe
+from deepnmt.config import Cleaning, Corpus, Recipe
 from deepnmt.data.annotations import annotations_of
+from deepnmt.data.arrays import KIND
 from deepnmt.data.batching import random_order
-from deepnmt.data.encoding import CHUNK, SEED, EncodingJob, encode_pairs
-from deepnmt.data.filters import KEPT, Codes, filter_by_text, tally
+from deepnmt.data.build import (
+    copy_text,
+    encode_text,
+    format_reasons,
+    no_pairs_left,
+    require_pairs,
+    scored_sentences,
+    show_pairs,
+)
+from deepnmt.data.encoding import SEED, EncodingJob
+from deepnmt.data.filters import KEPT, Codes, filter_corpora
 from deepnmt.data.mixing import training_stream
+from deepnmt.data.parts import WHOLE, Part, prepare_in_parts
 from deepnmt.data.prepared import (
-    KIND,
     REMEDY,
     PreparedData,
-    SideWriter,
     changed_texts_error,
     check_settings,
     check_vocabularies,
@@ -38,20 +47,20 @@ from deepnmt.data.prepared import (
     publish,
     tags_of,
     trained_on,
-    variant_stem,
 )
-from deepnmt.data.text import Pair, corpora_of, count_pairs, ending, input_files, read_pairs, write_pairs
+from deepnmt.data.text import Pair, corpora_of, count_pairs, ending, files_of, input_files, read_pairs
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.device import require_cores
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.folders import new_folder, recover_after_kill, reporting
-from deepnmt.progress import Progress, print_status, show_progress
-from deepnmt.tokens import UNK
+from deepnmt.progress import print_status
 
 
-def prepare(recipe: Recipe) -> Path:
+def prepare(recipe: Recipe, part: Part = WHOLE) -> Path:
     """Prepares `recipe.data` and returns its folder; a folder that is up to date is not changed.
+
+    Of text in shards, `part` is prepared, and the folder is complete when the last part is (see `parts.py`).
 
     The folder is written as `folders.py` says. So a killed run leaves no incomplete folder, and the next run deletes
     what it left. Nothing that exists is overwritten. Progress and counts go to standard error.
@@ -66,13 +75,26 @@ def prepare(recipe: Recipe) -> Path:
     texts = corpora(recipe)
     require_cores("data.workers", recipe.data.workers)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        _check_up_to_date(recipe, texts, data := PreparedData.open(folder))
+        data = PreparedData.open(folder)
+        if part != WHOLE:  # which would hash everything once for each part
+            check_settings(recipe, data)
+            print_status(f"{folder} is complete")
+            return folder
+        _check_up_to_date(recipe, texts, data)
         _warn_of_trained(recipe, data.manifest["inputs"])
         return folder
     for name, corpus in texts.items():
         input_files(corpus)
         annotations_of(corpus)
         _warn_of_exchanged(recipe, name, corpus)
+    if recipe.data.shard_pairs:
+        if prepare_in_parts(recipe, target, part):
+            _warn_of_trained(recipe, PreparedData.open(folder).manifest["inputs"])
+            _report(recipe, texts)
+        return folder
+    if part != WHOLE:
+        raise UserError(f"--part prepares part {part.number} of {part.count}, but data.shard_pairs is 0, so that the "
+                        "text is one piece; set data.shard_pairs, for example to 1000000")
     with reporting(folder, KIND), _only_one_process(target):
         recover_after_kill(target.parent, glob.escape(target.name))
         with new_folder(target, KIND) as temporary:
@@ -80,7 +102,13 @@ def prepare(recipe: Recipe) -> Path:
                 _warn_of_trained(recipe, inputs)
                 contents = _build(recipe, texts, temporary)
             publish(temporary, target, {**contents, "inputs": inputs})
-    data = PreparedData.open(folder)
+    _report(recipe, texts)
+    return folder
+
+
+def _report(recipe: Recipe, texts: dict[str, Corpus]) -> None:
+    """Says what was prepared."""
+    data = PreparedData.open(recipe.data.folder)
     for name, split in data.manifest["splits"].items():
         details: list[str] = []
         sentences: list[str] = []
@@ -89,22 +117,25 @@ def prepare(recipe: Recipe) -> Path:
             details.append(f"; {clause}")
             sentences += more
         print_status(f"{name}: {split['pairs']:,} of {split['read']:,} pairs; "
-                     f"left out: {_format_reasons(split['left_out'])}; "
+                     f"left out: {format_reasons(split['left_out'])}; "
                      f"tokens {split['src_tokens']:,} source, {split['trg_tokens']:,} target; "
                      f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}{''.join(details)}")
         for sentence in sentences:
             print_status(f"{name}: {sentence}")
-    plan = training_stream(recipe, data).plan(0)
-    print_status(f"an epoch is {len(plan):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
-                 f"{plan.waste:.1%} of the positions are padding")
-    return folder
+    train = data.manifest["splits"]["train"]
+    if (overlap := train.get("overlap")) and not recipe.data.filters.drop_overlap:
+        print_status(f"warning: {overlap:,} of {train['read']:,} training pairs have a sentence of the validation or a "
+                     "test text; to leave them out, set data.filters.drop_overlap=true")
+    stream = training_stream(recipe, data)
+    print_status(f"an epoch is {stream.epoch_size(0):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
+                 f"{stream.waste(0):.1%} of the positions are padding")
 
 
 def _warn_of_exchanged(recipe: Recipe, name: str, text: Corpus) -> None:
     """Warns where files end in the languages of the other side; of corpora with a tag there may be any direction."""
     langs = (recipe.data.src_lang, recipe.data.trg_lang)
     for corpus in corpora_of(text).values():
-        for files in zip(corpus.src, corpus.trg, strict=False):
+        for files in zip(files_of(corpus.src), files_of(corpus.trg), strict=False):
             if not corpus.tag and (ending(files[1]), ending(files[0])) == langs and langs[0] != langs[1]:
                 print_status(f"warning: {name} reads {files[0]} as {langs[0]} and {files[1]} as {langs[1]}; if that is "
                              "the wrong way round, exchange the files, or data.src_lang and data.trg_lang")
@@ -116,20 +147,28 @@ def _warn_of_trained(recipe: Recipe, inputs: dict[str, list[dict[str, Any]]]) ->
         print_status(f"warning: {sentence}")
 
 
-def _show_pairs(what: str, total: int | None = None) -> AbstractContextManager[Progress]:
-    """Shows how many pairs are done, and an ETA if the total is known."""
-    return show_progress(f"{what}: {{:,}}{f' of {total:,}' if total else ''} pairs", desc=what, total=total,
-                       unit=" pairs", unit_scale=True, mininterval=0.5)
-
-
 def _read_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: bool) -> Iterator[Pair]:
-    """The pairs of a text, with progress. `ends` is filled: after how many pairs each of its corpora ends."""
+    """The pairs of a text, see `_corpora_with_progress`."""
+    for _, pairs in _corpora_with_progress(name, text, ends, tags):
+        yield from pairs
+
+
+def _corpora_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: bool
+                           ) -> Iterator[tuple[Cleaning, Iterator[Pair]]]:
+    """How to clean each corpus of a text, and its pairs, with progress. `ends` is filled: after how many pairs each
+    corpus ends."""
     done = 0
-    with _show_pairs(f"{name}: reading", count_pairs(text)) as progress:
+
+    def counted(corpus: Corpus) -> Iterator[Pair]:
+        nonlocal done
+        for pair in read_pairs(corpus, tags):
+            done += 1
+            progress(done)
+            yield pair
+
+    with show_pairs(f"{name}: reading", count_pairs(text)) as progress:
         for part, corpus in corpora_of(text).items():
-            for done, pair in enumerate(read_pairs(corpus, tags), start=done + 1):  # noqa: B020
-                progress(done)
-                yield pair
+            yield getattr(corpus, "cleaning", Cleaning()), counted(corpus)
             ends[part] = done
 
 
@@ -217,10 +256,11 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, 
         check_vocabularies(Path(vocab.model))
         models = given_vocabularies(vocab, tags)
     ends: dict[str, dict[str, int]] = {name: {} for name in texts}
-    for name in [*(name for name in texts if name != "train"), "train"]:
-        pairs = _read_with_progress(name, texts[name], ends[name], tags=name != "train")
-        codes[name] = filter_by_text(pairs, data.filters) if name == "train" else _copy_text(folder, name, pairs)
-    _require_pairs(codes["train"])
+    for name in (name for name in texts if name != "train"):
+        codes[name] = copy_text(folder, name, _read_with_progress(name, texts[name], ends[name], tags=True))
+    train = _corpora_with_progress("train", texts["train"], ends["train"], tags=False)
+    codes["train"], overlap = filter_corpora(train, data.filters, scored_sentences(texts))
+    require_pairs(codes["train"])
 
     if not models:
         models = _train_vocabularies(recipe, codes["train"], tags)
@@ -237,6 +277,7 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, 
                             (vocabs["src"]["size"], vocabs["trg"]["size"]),
                             data.workers or len(os.sched_getaffinity(0)))
               for name, text_codes in codes.items()}
+    splits["train"]["overlap"] = overlap
     return {"settings": prepared_settings(recipe), "vocab": vocabs, "splits": splits}
 
 
@@ -251,7 +292,7 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
     chosen[kept if len(kept) <= most else kept[random_order(len(kept), SEED)[:most]]] = True
 
     def text(*sides: int) -> Iterator[str]:
-        with _show_pairs("vocabulary: reading", len(chosen)) as progress:
+        with show_pairs("vocabulary: reading", len(chosen)) as progress:
             pairs = zip(read_pairs(recipe.data.train, tags=False), chosen, strict=True)
             for done, (pair, taken) in enumerate(pairs, start=1):
                 progress(done)
@@ -263,61 +304,19 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
     return [train_vocabulary(text(0), vocab, tags), train_vocabulary(text(1), vocab)]
 
 
-def _copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Codes:
-    """Copies the text of a split, one sentence a line; all its pairs are kept."""
-    count = write_pairs([folder / f"{name}.{side}.txt" for side in ("src", "trg")], pairs)
-    return np.full(count, KEPT, dtype=np.uint8)
-
-
 def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str, int], job: EncodingJob,
             sizes: tuple[int, int], workers: int) -> dict[str, Any]:
-    """Writes a split's arrays and returns its counts for the manifest. Pairs that `codes` leaves out are skipped.
+    """Writes a split's arrays and returns its counts for the manifest, see `encode_text`.
 
     Args:
         ends: after how many pairs each corpus of the text ends.
-        sizes: of the two vocabularies.
     """
-    stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
-    writers = [[SideWriter(folder, f"{stem}.{side}", size) for side, size in zip(("src", "trg"), sizes)]
-               for stem in stems]
-    kept = np.flatnonzero(codes == KEPT)
-    encoded: list[Codes] = []
-    done = 0
-    unknown = [0, 0]
-    pairs = (pair for pair, code in zip(read_pairs(text), codes, strict=True) if code == KEPT)
-    with _show_pairs(f"{name}: encoding", len(kept)) as progress:
-        for chunk in encode_pairs(pairs, job, min(workers, 1 + len(kept) // CHUNK)):
-            for sides, side_writers in zip(chunk.sides, writers, strict=True):
-                for pieces, writer in zip(sides, side_writers):
-                    writer.add(*pieces)
-            for side, pieces in enumerate(chunk.sides[0]):
-                unknown[side] += int(np.count_nonzero(pieces.tokens == UNK))
-            encoded.append(chunk.codes)
-            done += len(chunk.codes)
-            progress(done)
-    final = codes.copy()
-    final[kept] = np.concatenate(encoded)
-    _require_pairs(final)
+    with show_pairs(f"{name}: encoding", int(np.count_nonzero(codes == KEPT))) as progress:
+        final, counts = encode_text(folder, name, text, read_pairs(text), codes, job, sizes, workers,
+                                    annotations_of(text), 0, progress)
+    require_pairs(final)
     corpora = {part: int(np.count_nonzero(final[start:end] == KEPT))
                for (part, end), start in zip(ends.items(), [0, *ends.values()])}
     if empty := [part for part, pairs in corpora.items() if not pairs]:
-        raise UserError(f"data.filters leave out all pairs of {', '.join(empty)} in data.{name}; loosen them, or "
-                        "remove the corpus")
-    annotated: dict[str, dict[str, int]] = {}
-    for setting, annotation in annotations_of(text).items():
-        vocabs = Vocabulary(job.src_model), Vocabulary(job.trg_model)
-        annotated[setting] = annotation.write(folder, name, text, final, vocabs)
-    return {**({} if "" in corpora else {"corpora": corpora}), **annotated, "read": len(final),
-            "pairs": int(np.count_nonzero(final == KEPT)), "left_out": tally(final),
-            "src_tokens": writers[0][0].end, "trg_tokens": writers[0][1].end, "src_unknown": unknown[0],
-            "trg_unknown": unknown[1], "variants": job.variants}
-
-
-def _require_pairs(codes: Codes) -> None:
-    if not np.any(codes == KEPT):
-        raise UserError(f"data.filters leave out all {len(codes)} training pairs ({_format_reasons(tally(codes))}); "
-                        "loosen them, or give another corpus")
-
-
-def _format_reasons(left_out: dict[str, int]) -> str:
-    return ", ".join(f"{reason} {count:,}" for reason, count in left_out.items() if count) or "none"
+        raise no_pairs_left(empty, name)
+    return {**({} if "" in corpora else {"corpora": corpora}), **counts}

@@ -20,177 +20,34 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, overload
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError
 
 from deepnmt import folders
-from deepnmt.config import Corpus, Fact, Filters, Recipe, Vocab, flatten
+from deepnmt.config import Cleaning, Corpus, Fact, Filters, Recipe, Vocab, flatten
+from deepnmt.data.arrays import FORMAT, KIND, TOKENS, Split, array_of
+from deepnmt.data.shards import TRAIN, Entry, ShardedText
 from deepnmt.data.text import corpora_of, input_files, named_files
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
-from deepnmt.folders import MANIFEST, DamagedFolder, Kind
-from deepnmt.tokens import EOS, PAD
+from deepnmt.folders import MANIFEST, DamagedFolder
 
-FORMAT, VERSION = "deepnmt-data", 2
-TOKENS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<u2"), "tokens32": np.dtype("<u4")}  # suffix to type
-OFFSET = np.dtype("<i8")
+VERSION, SHARDED = 2, 3  # of the manifest; the second where the training text is in shards
 REMEDY = "set data.folder to a new folder, or, if no run needs this one any more, delete it to prepare it again"
-KIND = Kind("prepared data", (FORMAT,), "delete the folder and run deepnmt prepare again",
-            "free space there, or set data.folder to another folder")
-
-Lengths = npt.NDArray[np.int32]
-Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-Indices = npt.NDArray[np.int64]
-
-
-class SideWriter:
-    """Appends sentences to the two arrays of one side.
-
-    Files are open only during `add`, because there may be many variants.
-    """
-
-    def __init__(self, folder: Path, stem: str, vocab: int = 0) -> None:
-        """`vocab`: the size of the vocabulary."""
-        suffix = "tokens" if vocab <= 1 << 16 else "tokens32"
-        self._kind = TOKENS[suffix]
-        self._tokens, self._offsets = folder / f"{stem}.{suffix}", folder / f"{stem}.offsets"
-        self.end = 0
-        self._tokens.touch()
-        self._offsets.write_bytes(np.zeros(1, OFFSET).tobytes())
-
-    def add(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
-        """Adds concatenated sentences: `tokens` of all of them, and `lengths` [N] in pieces."""
-        for file, array in ((self._tokens, tokens.astype(self._kind)),
-                            (self._offsets, self.end + np.cumsum(lengths, dtype=OFFSET))):
-            with open(file, "ab") as stream:
-                stream.write(array.tobytes())
-        self.end += len(tokens)
-
-
-def variant_stem(split: str, k: int) -> str:
-    """The first part of the names of the files of a split's `k`-th sampled segmentation."""
-    return f"{split}.v{k:02d}"
 
 
 def publish(temporary: Path, target: Path, contents: dict[str, Any]) -> None:
-    """Completes a folder with its manifest, and gives it the name `target`. Raises `FolderWriteError`."""
+    """Completes a folder with its manifest, and gives it the name `target`. Raises `FolderWriteError`.
+
+    Folders in it, the shards, are complete already.
+    """
     entries = folders.entries_of(temporary, target, KIND)
-    folders.publish(temporary, target, entries, {"format": FORMAT, "version": VERSION, **contents}, KIND)
-
-
-def _array(file: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    """A file as a memory-mapped array. Raises `UserError`."""
-    try:
-        return np.memmap(file, kind, "r") if file.stat().st_size else np.zeros(0, kind)  # an empty one cannot be mapped
-    except (OSError, ValueError) as error:
-        raise DamagedFolder(file.parent, f"{file.name} cannot be read ({error})", KIND) from None
-
-
-class Side:
-    """One side of a split: N sentences in memory-mapped arrays, each truncated to `limit - 1` pieces.
-
-    Attributes:
-        lengths: int32 [N], pieces + eos.
-    """
-
-    def __init__(self, folder: Path, files: Collection[str], stem: str, limit: int | None = None) -> None:
-        """`files`: the names of those that belong to the folder; others in it are not read."""
-        suffix = "tokens" if f"{stem}.tokens" in files else "tokens32"
-        for name in (f"{stem}.{suffix}", f"{stem}.offsets"):
-            if name not in files:
-                raise DamagedFolder(folder, f"{MANIFEST} does not name {name}", KIND)
-        self._tokens = _array(folder / f"{stem}.{suffix}", TOKENS[suffix])
-        self._offsets = _array(folder / f"{stem}.offsets", OFFSET)
-        pieces = np.diff(self._offsets)
-        ends = self._offsets[[0, -1]].tolist() if len(self._offsets) else []
-        if ends != [0, len(self._tokens)] or bool((pieces < 0).any()):
-            raise DamagedFolder(folder, f"{stem}.offsets does not divide {stem}.tokens into sentences", KIND)
-        self._pieces = pieces if limit is None else np.minimum(pieces, limit - 1)
-        self.lengths: Lengths = (self._pieces + 1).astype(np.int32)
-
-    def __getitem__(self, i: int) -> Tokens:
-        """The pieces of sentence `i`, without bos and eos."""
-        start = self._offsets[i]
-        return self._tokens[start:start + self._pieces[i]]
-
-    def with_eos(self, indices: Indices) -> tuple[Indices, Indices]:
-        """The sentences `indices` [B] as pieces + eos, padded to the longest: ids [B, L] and lengths [B]."""
-        pieces = self._pieces[indices][:, None]
-        columns = np.arange(int(pieces.max()) + 1)
-        position = np.where(columns < pieces, self._offsets[indices][:, None] + columns, -1)
-        ids = np.full(position.shape, PAD, dtype=np.int64)
-        ids[position >= 0] = self._tokens[position[position >= 0]]
-        ids[columns == pieces] = EOS
-        return ids, pieces[:, 0] + 1
-
-
-class Split:
-    """The training, validation or a test text: N pairs.
-
-    Attributes:
-        sources, targets: the two sides, in pieces.
-        src_lengths, trg_lengths: int32 [N], pieces + eos (which is also bos + pieces).
-        variants: the number of sampled segmentations.
-    """
-
-    def __init__(self, folder: Path, files: Collection[str], name: str, variants: int = 0, variant: int | None = None,
-                 limit: int | None = None) -> None:
-        """`files`: see `Side`."""
-        self._folder, self._files, self._limit = folder, files, limit
-        self.name, self.variants = name, variants
-        stem = name if variant is None else variant_stem(name, variant)
-        self.sources, self.targets = (Side(folder, files, f"{stem}.{side}", limit) for side in ("src", "trg"))
-        self.src_lengths, self.trg_lengths = self.sources.lengths, self.targets.lengths
-        if len(self.src_lengths) != len(self.trg_lengths):
-            raise DamagedFolder(folder, f"{stem} has {len(self.src_lengths)} source sentences, but "
-                                        f"{len(self.trg_lengths)} target sentences", KIND)
-
-    def __len__(self) -> int:
-        return len(self.src_lengths)
-
-    @property
-    def source_per_target(self) -> float:
-        """Source tokens for each target token, including eos."""
-        return float(self.src_lengths.mean() / self.trg_lengths.mean())
-
-    def variant(self, k: int) -> Split:
-        """The `k`-th sampled segmentation of the same sentences, `0 <= k < variants`."""
-        if not 0 <= k < self.variants:
-            raise IndexError(f"sampled segmentation {k} of {self.name}, which has {self.variants}")
-        return Split(self._folder, self._files, self.name, self.variants, k, self._limit)
-
-    def truncated(self, limit: int) -> Split:
-        """The plain segmentation with every sentence truncated to `limit` tokens, including eos.
-
-        Validation and test texts are stored in full; their loss must not use more than `model.max_length` tokens of a
-        sentence.
-        """
-        return Split(self._folder, self._files, self.name, self.variants, limit=limit)
-
-    def src_text(self) -> list[str]:
-        """The source text, a string for each sentence, without surrounding whitespace. Not for the training text."""
-        return self._text("src")
-
-    def trg_text(self) -> list[str]:
-        """The target text, a string for each sentence, without surrounding whitespace. Not for the training text."""
-        return self._text("trg")
-
-    def _text(self, side: str) -> list[str]:
-        name = f"{self.name}.{side}.txt"
-        if name not in self._files:
-            raise DamagedFolder(self._folder, f"{MANIFEST} does not name {name}", KIND)
-        try:
-            lines = (self._folder / name).read_bytes().decode("utf-8").split("\n")[:-1]
-        except (OSError, UnicodeDecodeError) as error:
-            raise DamagedFolder(self._folder, f"{name} cannot be read ({error})", KIND) from None
-        if len(lines) != len(self):
-            raise DamagedFolder(self._folder, f"{name} has {len(lines)} lines for {len(self)} sentences", KIND)
-        return lines
+    version = SHARDED if "shards" in contents else VERSION
+    folders.publish(temporary, target, entries, {"format": FORMAT, "version": version, **contents}, KIND)
 
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -225,6 +82,7 @@ class _Manifest(BaseModel, strict=True, extra="forbid"):
     inputs: dict[str, list[_Input]]
     splits: dict[FileName, _Split]
     files: dict[FileName, _File]
+    shards: dict[str, list[Entry]] | None = None
 
 
 class PreparedData:
@@ -250,9 +108,9 @@ class PreparedData:
         manifest = folders.read_json(folder, MANIFEST, KIND)
         if manifest.get("format") != FORMAT:
             raise UserError(f"{file} is not a manifest of deepnmt's prepared data; set data.folder to another folder")
-        if manifest.get("version") not in (1, VERSION):
+        if manifest.get("version") not in (1, VERSION, SHARDED):
             raise DamagedFolder(folder, f"its format version is {manifest.get('version')!r}, but this deepnmt reads 1 "
-                                        f"and {VERSION}", KIND)
+                                        f"to {SHARDED}", KIND)
         of_version_1 = manifest["version"] == 1
         manifest = _from_version_1(folder, manifest) if of_version_1 else folders.read_manifest(folder, KIND)
         if missing := [key for key in ("settings", "inputs", "vocab", "splits", "files")
@@ -272,12 +130,23 @@ class PreparedData:
         Raises:
             UserError: the first difference.
         """
+        self._verify_files()
+        if self._sharded is not None:
+            self._sharded.check()
+
+    def verify_as_read(self) -> None:
+        """The same, but shards of the training text are compared when they are read for the first time."""
+        if self._sharded is not None:
+            self._sharded.verify = True
+        self._verify_files()
+
+    def _verify_files(self) -> None:
         folders.check_files(self.folder, self.manifest, None, (), KIND)
         sizes = {side: vocab.size for side, vocab in zip(("src", "trg"), self.vocabs())}
         for name in self.manifest["files"]:
             side, kind = name.split(".")[-2:]
             if kind in TOKENS and side in sizes:
-                highest = int(_array(self.folder / name, TOKENS[kind]).max(initial=0))
+                highest = int(array_of(self.folder / name, TOKENS[kind]).max(initial=0))
                 if highest >= sizes[side]:
                     raise DamagedFolder(self.folder, f"{name} has a token {highest}, but the vocabulary {side}.spm has "
                                                      f"{sizes[side]}", KIND)
@@ -290,18 +159,36 @@ class PreparedData:
         read = {name: entry["sha256"] for name, entry in self.manifest["files"].items()
                 if name.endswith(".spm") or name.startswith(("train.", "valid."))}
         sizes = {name: list(self.corpora(name).values()) for name in self.splits if name in ("train", "valid")}
-        return hashlib.sha256(json.dumps([read, sizes], sort_keys=True).encode()).hexdigest()
+        shards = [[[entry["content"] for entry in entries] for entries in self.manifest["shards"].values()]
+                  ] if "shards" in self.manifest else []
+        return folders.hash_of([read, sizes, *shards])
 
     @property
     def splits(self) -> list[str]:
         """The names of all splits: train, valid and the tests as `test.<name>`."""
         return list(self.manifest["splits"])
 
-    def split(self, name: str) -> Split:
+    @overload
+    def split(self, name: Literal["train"]) -> Split | ShardedText: ...
+    @overload
+    def split(self, name: str) -> Split: ...
+    def split(self, name: str) -> Split | ShardedText:
         """One of `splits`. Raises `UserError` if there is no such split."""
+        if name == TRAIN and self._sharded is not None:
+            return self._sharded
         if name not in self.splits:
             raise UserError(f"prepared data {self.folder} has no split {name!r}; it has {', '.join(self.splits)}")
         return Split(self.folder, self.manifest["files"], name, self.manifest["splits"][name]["variants"])
+
+    @cached_property
+    def _sharded(self) -> ShardedText | None:
+        """The training text, if it is in shards."""
+        if "shards" not in self.manifest:
+            return None
+        shards = {corpus: [Entry.model_validate(entry) for entry in entries]
+                  for corpus, entries in self.manifest["shards"].items()}
+        sizes = {side: vocab["size"] for side, vocab in self.manifest["vocab"].items()}
+        return ShardedText(self.folder, shards, self.manifest["splits"][TRAIN]["variants"], sizes)
 
     def corpora(self, name: str) -> dict[str, int]:
         """The corpora of a split by name, in their order, with the pairs of each; a single one has an empty name."""
@@ -377,7 +264,8 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
     if given and (files := vocabulary_files(Path(given))) and [sha256(file) for file in files] != hashes:
         raise UserError(f"prepared data {data.folder} has another vocabulary than {given}, which vocab.model names; "
                         f"{REMEDY}")
-    for key in (*now, "data.train.corpora", "data.valid.corpora"):
+    cleaned = [key for key in then if key.endswith(".cleaning")]
+    for key in (*now, *cleaned, "data.train.corpora", "data.valid.corpora", "data.shard_pairs"):
         if then.get(key) != (value := now.get(key)):
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, but the recipe has "
                             f"{value}; {REMEDY}")
@@ -412,6 +300,8 @@ def prepared_settings(recipe: Recipe) -> dict[str, Any]:
     settings = _decisive(recipe.model_dump())
     if not recipe.data.subword_variants:
         del settings["data.subword_alpha"]
+    if not recipe.data.shard_pairs:  # as before there were shards
+        del settings["data.shard_pairs"]
     if recipe.vocab.model:  # then the others have no effect, and the path may change
         for key in [key for key in settings if key.startswith("vocab.") and key not in ("vocab.kind", "vocab.shared")]:
             del settings[key]
@@ -421,6 +311,9 @@ def prepared_settings(recipe: Recipe) -> dict[str, Any]:
         if tuple(parts) != ("",) or text.tag:
             settings[f"data.{name}.corpora"] = [[part, corpus.tag] for part, corpus in parts.items()]
         for part, corpus in parts.items():
+            cleaning = getattr(corpus, "cleaning", Cleaning())
+            if cleaning != Cleaning():
+                settings[f"data.{name}{part and '.' + part}.cleaning"] = cleaning.model_dump()
             if corpus.tsv:
                 settings[f"data.{name}{part and '.' + part}.columns"] = corpus.columns
     return settings

@@ -7,7 +7,9 @@ so they cannot shift one side against the other. Error messages name file and li
 from __future__ import annotations
 
 import fcntl
+import glob
 import itertools
+import json
 import os
 import select
 import sys
@@ -20,12 +22,11 @@ from typing import BinaryIO
 from xopen import xopen
 
 from deepnmt.config import Corpus
+from deepnmt.data.tables import COMPRESSED, Pair, by_rows, count_rows, read_table
 from deepnmt.errors import UserError
 
-Pair = tuple[str, str]
 LONGEST_LINE = 2**24  # bytes
 ARRIVING = 2**20  # bytes, about 10,000 sentences
-COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 # What files begin with that are no text: what they are, and the way out. Much of them may be valid UTF-8.
 _COLUMNS = "write its columns as text, one sentence a line"
 BINARY = {
@@ -40,8 +41,12 @@ BINARY = {
 }
 
 
-def read_lines(source: Path | None) -> Iterator[str]:
+def read_lines(source: Path | None, first: int = 0, start: int = 0) -> Iterator[str]:
     """The lines of a plain or compressed file, or of standard input (None), without line ends.
+
+    Args:
+        first: how many lines to pass by.
+        start: at which byte of a plain file the next begins; without it they are read.
 
     Raises:
         UserError: it cannot be read, is damaged, is no text or not UTF-8, or has a line that cannot be a sentence.
@@ -51,7 +56,12 @@ def read_lines(source: Path | None) -> Iterator[str]:
     number = 0
     try:
         with _opened(source, suffix) as stream:
-            for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE + 1), b""), start=1):
+            if start:
+                stream.seek(start)
+            lines = iter(partial(stream.readline, LONGEST_LINE + 1), b"")
+            if first and not start:
+                lines = itertools.islice(lines, first, None)
+            for number, line in enumerate(lines, start=1 + first):
                 yield _sentence(line, number, name)
     except EOFError:
         raise UserError(f"{name} is truncated after line {number}: the {suffix} stream has no end; copy it again"
@@ -131,13 +141,47 @@ def corpora_of(text: Corpus) -> dict[str, Corpus]:
     return getattr(text, "corpora", None) or {"": text}
 
 
+def files_of(names: Sequence[str]) -> list[str]:
+    """The files that a setting names: those of a folder and those that fit a pattern, in the order of their names.
+
+    A folder of Hugging Face's datasets is its Arrow files. A name that fits nothing stays as it is.
+    """
+    found: list[str] = []
+    for name in names:
+        path = Path(name)
+        state = path / "state.json"
+        if state.is_file():
+            listed = json.loads(state.read_text(encoding="utf-8")).get("_data_files", [])
+            found += [str(path / entry["filename"]) for entry in listed]
+        elif path.is_dir():
+            inside = [file for file in path.iterdir() if file.is_file() and file.name[0] not in "._"]
+            found += sorted(map(str, inside)) or [name]
+        elif not path.exists() and glob.has_magic(name):
+            found += sorted(glob.glob(name)) or [name]
+        else:
+            found.append(name)
+    return found
+
+
 def named_files(text: Corpus) -> list[Path]:
     """The files of a text, in a fixed order, annotations after each corpus, whether they exist or not."""
     files: list[str] = []
     for corpus in corpora_of(text).values():
-        files += corpus.tsv or itertools.chain(*zip(corpus.src, corpus.trg))
-        files += itertools.chain(*corpus.annotations.values())
+        files += pair_files(corpus)
+        files += itertools.chain(*(files_of(named) for named in corpus.annotations.values()))
     return [Path(name) for name in files]
+
+
+def pair_files(corpus: Corpus) -> list[str]:
+    """The files of a corpus, without annotations: tables, or source and target in turn. Raises `UserError` if there are
+    more of one than of the other."""
+    if corpus.tsv:
+        return files_of(corpus.tsv)
+    src, trg = files_of(corpus.src), files_of(corpus.trg)
+    if len(src) != len(trg):
+        raise UserError(f"{', '.join(corpus.src)} are {len(src)} files, but {', '.join(corpus.trg)} are {len(trg)}; "
+                        "each must have its translation, in the order of the names")
+    return list(itertools.chain(*zip(src, trg)))
 
 
 def input_files(text: Corpus) -> list[Path]:
@@ -157,11 +201,14 @@ def input_files(text: Corpus) -> list[Path]:
 def count_pairs(text: Corpus) -> int | None:
     """How many pairs a text has, by the line ends of its files, which is soon done; None if some are compressed, or
     cannot be read."""
-    files = [Path(name) for corpus in corpora_of(text).values() for name in corpus.tsv or corpus.src]
+    files = [Path(name) for corpus in corpora_of(text).values() for name in files_of(corpus.tsv or corpus.src)]
     if any(file.suffix in COMPRESSED for file in files):
         return None
     count = 0
     for file in files:
+        if by_rows(file):
+            count += count_rows(file)
+            continue
         try:
             with file.open("rb") as stream:
                 while block := stream.read(1 << 20):
@@ -182,10 +229,10 @@ def read_pairs(text: Corpus, tags: bool = True) -> Iterator[Pair]:
             few columns; the corpus has no lines.
     """
     for corpus in corpora_of(text).values():
-        files = input_files(corpus)[:len(corpus.tsv or (*corpus.src, *corpus.trg))]
+        files = input_files(corpus)[:len(pair_files(corpus))]
         empty = True
         tag = f"{corpus.tag} " if corpus.tag and tags else ""
-        for src, trg in (_tsv_pairs(files, corpus.columns) if corpus.tsv else _pairs_of_two(files)):
+        for src, trg in (_pairs_of_tables(files, corpus) if corpus.tsv else _pairs_of_two(files)):
             empty = False
             yield tag + src.strip(), trg.strip()
         if empty:
@@ -212,16 +259,15 @@ def _pairs_of_two(files: list[Path]) -> Iterator[Pair]:
             if src is None or trg is None:
                 rest = count + 1 + sum(1 for _ in itertools.chain(*sides))
                 counts = (count, rest) if src is None else (rest, count)
-                raise UserError(f"{pair[0]} has {counts[0]} lines and {pair[1]} has {counts[1]}; line N of one must "
-                                "translate line N of the other, so give files of equal length")
+                raise unequal_lines(pair[0], counts[0], pair[1], counts[1])
             yield src, trg
 
 
-def _tsv_pairs(files: list[Path], columns: list[int]) -> Iterator[Pair]:
-    for file in files:
-        for number, line in enumerate(read_lines(file), start=1):
-            cells = line.split("\t")
-            if len(cells) < max(columns):
-                raise UserError(f"{file}, line {number}: {len(cells)} column{'s' * (len(cells) != 1)}, but 'columns' "
-                                f"is {columns} (counted from 1); correct the line or the setting")
-            yield cells[columns[0] - 1], cells[columns[1] - 1]
+def unequal_lines(src: str | Path, src_lines: int, trg: str | Path, trg_lines: int) -> UserError:
+    """The error if two files of one corpus have different numbers of lines."""
+    return UserError(f"{src} has {src_lines} lines and {trg} has {trg_lines}; line N of one must translate line N of "
+                     "the other, so give files of equal length")
+
+
+def _pairs_of_tables(files: list[Path], corpus: Corpus) -> Iterator[Pair]:
+    return itertools.chain.from_iterable(read_table(file, corpus.columns, read_lines) for file in files)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from deepnmt.config import Recipe
 from deepnmt.config.plugins import Table
+from deepnmt.data.batching import Position
 from deepnmt.errors import UserError
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
@@ -28,7 +29,10 @@ class Epochs(Batches, Protocol):
     """Micro-batches, epoch after epoch."""
 
     def epoch_size(self, epoch: int) -> int:
-        """The number of micro-batches in an epoch."""
+        """The number of micro-batches in an epoch, which may be an estimate."""
+
+    def passes(self, position: Position) -> float:
+        """Epochs before a position."""
 
     def waste(self, epoch: int) -> float:
         """The share of padding in an epoch's tokens, 0 to 1."""
@@ -74,14 +78,15 @@ class Task:
     Attributes:
         check: (recipe) raises `UserError` for what would otherwise fail only hours later.
         open: (recipe, texts) returns the data; `texts`: whether the files it was made from must be unchanged.
-        verify: (data) reads every byte and raises `UserError` if one has changed.
+        verify: (data) reads every byte, now or before it is used, and raises `UserError` if one has changed.
         stream: (recipe, data) returns the training micro-batches.
         start: (recipe, layout, data, ranks, initialise) returns the engine with the model; sets the initial weights if
             `initialise`, else the caller fills them. Collective.
         validate: (recipe, data, engine, ranks) returns the same figures on every process. Collective.
         files: (data) returns the task's files in a checkpoint, beside weights, moments, state and recipe: name to
             content.
-        prepare: (recipe) prepares the data for `open` and returns their folder; None: there is nothing to prepare.
+        prepare: (recipe, part) prepares the data for `open`, or a part of them such as "3/8" (empty: all), and returns
+            their folder; None: there is nothing to prepare.
         plan: (recipe, card) returns what `train --dry-run` prints; `card`: for which GPU, see `training.plan.describe`.
         look: see `Look`.
         describe: (record of a validation or a look) returns what a progress line says of its figures, after a space.
@@ -97,7 +102,7 @@ class Task:
     start: Callable[[Recipe, Layout, Any, Ranks, bool], Engine]
     validate: Callable[[Recipe, Any, Engine, Ranks], Validation]
     files: Callable[[Any], dict[str, bytes]]
-    prepare: Callable[[Recipe], Path] | None = None
+    prepare: Callable[[Recipe, str], Path] | None = None
     plan: Callable[[Recipe, str | None], str] | None = None
     look: Look | None = None
     describe: Callable[[Mapping[str, Any]], str] = lambda record: ""
@@ -115,12 +120,12 @@ def find_task(name: str) -> Task:
     return TASKS[name] if module is None else module.TASK
 
 
-def prepare(recipe: Recipe) -> Path:
-    """Prepares a recipe's data, as its task does. Raises `UserError` if the task has none to prepare."""
+def prepare(recipe: Recipe, part: str = "") -> Path:
+    """Prepares a recipe's data, or a part of them, as its task does. Raises `UserError` if it has none to prepare."""
     task = find_task(recipe.task)
     if task.prepare is None:
         raise UserError(f"task: {recipe.task} has no data to prepare; run deepnmt train")
-    return task.prepare(recipe)
+    return task.prepare(recipe, part)
 
 
 def plan(recipe: Recipe, card: str | None) -> str:

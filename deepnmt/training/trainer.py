@@ -248,8 +248,8 @@ class Trainer:
         settings, state = self.recipe.train, self.state
         left = settings.updates - state.update
         if settings.epochs is not None:  # later epochs may differ by a few micro-batches
-            epoch, index = state.position.epoch, state.position.index
-            micro_batches = (settings.epochs - epoch) * self.stream.epoch_size(epoch) - index
+            size = self.stream.epoch_size(state.position.epoch)
+            micro_batches = round((settings.epochs - self.stream.passes(state.position)) * size)
             left = min(left, -(-micro_batches // (self.engine.data_world * self.recipe.batch.accumulation)))
         limit = math.inf if settings.max_seconds is None else settings.max_seconds
         return max(0, left), max(0.0, limit - state.seconds)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from refusals import user_error
 
+from deepnmt.data.arrays import SideWriter, Split, variant_stem
 from deepnmt.data.batching import Position, Stream, collate, plan_epoch, plan_eval, random_order
-from deepnmt.data.prepared import PreparedData, SideWriter, Split, publish, variant_stem
+from deepnmt.data.prepared import PreparedData, publish
 
 
 def _lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -19,10 +19,11 @@ from run_files import losses
 from deepnmt.checkpoint.checkpoint import WEIGHTS, list_checkpoints
 from deepnmt.cli import COMMANDS, main
 from deepnmt.config import Recipe, check_recipe, dump_recipe, load_recipe
+from deepnmt.data.arrays import Side, SideWriter
 from deepnmt.data.batching import Position, Stream
 from deepnmt.data.mixing import Mixture, training_stream
 from deepnmt.data.prepare import prepare
-from deepnmt.data.prepared import PreparedData, Side, SideWriter, open_prepared
+from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.steppers import CachedStepper
 from deepnmt.decode.translate import translate_lines
@@ -57,10 +58,13 @@ def test_shares_of_a_thousand_micro_batches(temperature: float) -> None:
     lengths = np.random.RandomState(1).randint(5, 40, sum(sizes)).astype(np.int32)
 
     class Split:
-        name, variants, src_lengths, trg_lengths = "train", 0, lengths, lengths
+        name, windows, src_lengths, trg_lengths = "train", 1, lengths, lengths
 
         def __len__(self) -> int:
             return len(lengths)
+
+        def window(self, epoch: int, number: int) -> Any:
+            return self
 
     stream: Any = Stream(Split(), 1024, 1, lambda epoch: mixture.rows(1, epoch))  # type: ignore[arg-type]
     used, epoch, index = [], 0, 0

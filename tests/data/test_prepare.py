@@ -21,7 +21,7 @@ import pytest
 from refusals import user_error
 
 from deepnmt.config import Recipe, check_recipe
-from deepnmt.data import encoding
+from deepnmt.data import build, encoding
 from deepnmt.data import prepare as prepare_module
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData, check_settings
@@ -221,15 +221,16 @@ def test_errors_leave_no_folder(tmp_path: Path) -> None:
         assert not (tmp_path / "data").exists() and not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(("step", "file"), [
-    ("train_vocabulary", "train.src"), ("encode_pairs", "train.trg"), ("encode_pairs", "valid.trg")])
+@pytest.mark.parametrize(("module", "step", "file"), [
+    (prepare_module, "train_vocabulary", "train.src"), (build, "encode_pairs", "train.trg"),
+    (build, "encode_pairs", "valid.trg")])
 @pytest.mark.parametrize("change", [lambda lines: lines[::-1], lambda lines: [*lines, "one more"],
                                     lambda lines: lines[:-1]], ids=["other order", "longer", "shorter"])
 def test_a_text_that_changes_meanwhile_is_refused(
-    step: str, file: str, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, step: str, file: str, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = _tree(tmp_path)
-    working: Any = getattr(prepare_module, step)
+    working: Any = getattr(module, step)
 
     def changing(*arguments: Any) -> Any:
         if not done:
@@ -239,7 +240,7 @@ def test_a_text_that_changes_meanwhile_is_refused(
         return working(*arguments)
 
     done: list[bool] = []
-    monkeypatch.setattr(prepare_module, step, changing)
+    monkeypatch.setattr(module, step, changing)
     with user_error(f"^{tmp_path / file} changed while it was prepared, so nothing was kept; wait until"):
         prepare(_recipe(tree))
     assert not (tmp_path / "data").exists() and not list(tmp_path.glob(".*"))
@@ -254,7 +255,7 @@ def test_progress_costs_the_same_for_every_chunk(tmp_path: Path, monkeypatch: py
     asked: list[int] = []
     encode = encoding.encode_pairs
     monkeypatch.setattr(encoding, "CHUNK", 10)
-    monkeypatch.setattr(prepare_module, "encode_pairs", lambda *arguments: (
+    monkeypatch.setattr(build, "encode_pairs", lambda *arguments: (
         chunk._replace(codes=chunk.codes.view(Counted)) for chunk in encode(*arguments)))
     prepare(_recipe(_tree(tmp_path)))
     assert 60 < len(asked) < 200  # of some 67 chunks, which would be asked 2,000 times

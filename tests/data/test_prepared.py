@@ -16,7 +16,8 @@ import pytest
 from refusals import user_error
 
 from deepnmt.config import Vocab
-from deepnmt.data.prepared import PreparedData, SideWriter, publish, variant_stem
+from deepnmt.data.arrays import SideWriter, variant_stem
+from deepnmt.data.prepared import PreparedData, publish
 from deepnmt.data.vocab import train_vocabulary
 from deepnmt.errors import UserError
 
@@ -95,7 +96,7 @@ def test_missing_other_and_incomplete_folders(folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("contents", "words"), [
     ("{", "cannot be read"), ("[1]", "is not a JSON object"), ('{"format": "another"}', "is not a manifest"),
-    ('{"format": "deepnmt-data", "version": 99}', "format version is 99, but this deepnmt reads 1 and 2"),
+    ('{"format": "deepnmt-data", "version": 99}', "format version is 99, but this deepnmt reads 1 to 3"),
     ('{"format": "deepnmt-data", "version": 2, "files": {}}', "manifest.json has been altered"),
     ('{"format": "deepnmt-data", "version": 1, "files": {}}', "lacks settings, inputs, vocab, splits"),
 ])

@@ -16,9 +16,11 @@ import numpy as np
 
 from deepnmt.config import Corpus
 from deepnmt.data.annotations import Annotation
+from deepnmt.data.arrays import Indices, SideWriter, Split, Tokens
+from deepnmt.data.batching import Sentences
 from deepnmt.data.encoding import CHUNK
 from deepnmt.data.filters import KEPT, Codes
-from deepnmt.data.prepared import REMEDY, Indices, PreparedData, Side, SideWriter, Split, Tokens
+from deepnmt.data.prepared import REMEDY, PreparedData
 from deepnmt.data.text import corpora_of, read_lines, read_pairs
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
@@ -114,19 +116,20 @@ class Links:
     """The word alignments of a split. Raises `UserError` if it was prepared without."""
 
     def __init__(self, data: PreparedData, name: str) -> None:
-        if f"{name}.links.offsets" not in data.manifest["files"]:
+        if "alignments" not in data.manifest["splits"][name]:
             raise UserError(f"prepared data {data.folder} has no word alignments of the {name} text; {REMEDY}")
-        self._links = Side(data.folder, data.manifest["files"], f"{name}.links")
+        self._text = data.split(name)
         self._starts = [np.array(vocab.begins_word) for vocab in data.vocabs()]
 
     def of(self, row: int) -> list[tuple[int, int]]:
         """The linked words of a sentence."""
-        return [(int(source), int(target)) for source, target in self._links[row].reshape(-1, 2)]
+        return [(int(source), int(target)) for source, target in self._text.column("links")[row].reshape(-1, 2)]
 
-    def of_pieces(self, split: Split, rows: Indices) -> Indices:
+    def of_pieces(self, split: Sentences, rows: Indices) -> Indices:
         """The links of pieces in the micro-batch of these sentences, int64 [4, L]: sentence, position of the target,
         position of the source, and how many links that target has."""
-        words = [np.array(self._links[int(row)]).reshape(-1, 2) for row in rows]
+        links = split.column("links")
+        words = [np.array(links[int(row)]).reshape(-1, 2) for row in rows]
         size = 1 + max((int(each.max(initial=0)) for each in words), default=0)
         linked = np.zeros((len(rows), size + 1, size + 1), dtype=bool)  # the last is of words without links
         for sentence, each in zip(linked, words, strict=True):

@@ -9,8 +9,9 @@ import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
-from deepnmt.data.batching import Stream
-from deepnmt.data.prepared import Indices, PreparedData, Split
+from deepnmt.data.arrays import Indices
+from deepnmt.data.batching import Stream, Text
+from deepnmt.data.prepared import PreparedData
 from deepnmt.device import upload
 from deepnmt.extras.alignment.annotations import Links
 
@@ -23,12 +24,12 @@ def around(kind: Callable[..., Stream], recipe: Recipe, data: PreparedData) -> C
 class GuidedStream(Stream):
     """A stream whose micro-batches have the links of their pieces as `links`."""
 
-    def __init__(self, links: Links, split: Split, tokens: int, seed: int,
+    def __init__(self, links: Links, text: Text, tokens: int, seed: int,
                  rows: Callable[[int], Indices] | None = None) -> None:
-        super().__init__(split, tokens, seed, rows)
+        super().__init__(text, tokens, seed, rows)
         self._links = links
 
     def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
         batch = super().batch(epoch, index, device)
-        links = self._links.of_pieces(self.split(epoch), self.plan(epoch)[index])
+        links = self._links.of_pieces(*self.sentences(epoch, index))
         return batch.with_tensors(links=upload(torch.from_numpy(links), device))

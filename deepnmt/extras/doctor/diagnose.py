@@ -31,6 +31,7 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.config import Recipe, with_settings
 from deepnmt.config.choices import OPTIMIZERS
+from deepnmt.data.batching import Position
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
@@ -217,9 +218,8 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
     model, own, state = loaded.model.to(device), loaded.recipe, loaded.state
     model.objective = CrossEntropy(own.train.label_smoothing)
     passes = 0.0
-    if own.schedule.step_epoch is not None:  # only then, because `epoch_size` plans a whole epoch
-        stream = training_stream(own, data)
-        passes = state.epoch + state.micro_batch / stream.epoch_size(state.epoch)
+    if own.schedule.step_epoch is not None:  # only then, because it takes a plan
+        passes = training_stream(own, data).passes(Position(state.epoch, state.micro_batch))
     reached = state.loss_scale if recipe.loss_scale == own.loss_scale else None
     given = {name: getattr(recipe, name) for name in Recipe.marked("diagnose")}
     return Subject(own.model_copy(update=given), data, model, batch, vocabs, loaded.folder, passes=passes,

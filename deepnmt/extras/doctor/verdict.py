@@ -145,7 +145,7 @@ def run_trial(
 
     look(0)
     for number, rate in enumerate(rates):
-        batch = cut_batch(stream, number % stream.epoch_size(0), TOKENS, number, device)
+        batch = cut_batch(stream, number % len(stream.plan(0)), TOKENS, number, device)
         stats = engine.train_step([batch], batch.tokens, rate)
         losses.append(stats.nll / batch.tokens)
         norms.append(stats.grad_norm)
@@ -155,7 +155,7 @@ def run_trial(
     epoch = float(stream.split(0).trg_lengths.sum())
     measured = measure_outcome(engine.evaluate, valid, frequencies(train, model.output_weight.size(0)), device)
     return Trial(losses, norms, measured.own, measured.shuffled, measured.frequencies, sum(rates),
-                 float(train.trg_lengths.mean()), epoch / stream.epoch_size(0), epoch, source)
+                 float(train.trg_lengths.mean()), epoch / len(stream.plan(0)), epoch, source)
 
 
 def cut_batch(stream: Stream, number: int, tokens: int, key: int, device: torch.device) -> Batch:

@@ -63,10 +63,11 @@ def _files(data: PreparedData) -> dict[str, bytes]:
     return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
 
 
-def _prepare(recipe: Recipe) -> Path:
+def _prepare(recipe: Recipe, part: str) -> Path:
+    from deepnmt.data.parts import WHOLE, Part
     from deepnmt.data.prepare import prepare  # which training does without
 
-    return prepare(recipe)
+    return prepare(recipe, Part.parse(part) if part else WHOLE)
 
 
 def _look(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> dict[str, float]:
@@ -97,5 +98,5 @@ def _explain(record: Mapping[str, Any]) -> list[str]:
     return [f"At the validation of update {record['update']}, {use}."] if use else []
 
 
-TASK = Task(_check, open_prepared, PreparedData.verify, _stream, _start, validate, _files, prepare=_prepare,
+TASK = Task(_check, open_prepared, PreparedData.verify_as_read, _stream, _start, validate, _files, prepare=_prepare,
             plan=describe, look=Look(settled, _look), describe=_describe, warn=_warn, explain=_explain)

@@ -31,8 +31,9 @@ def with_links(prepared: Path, folder: Path, *, lines: list[str] | None = None, 
     return recipe_of(prepared, folder, train=train, **data)
 
 
-def test_links_of_words_are_links_of_all_their_pieces(prepared: Path, tmp_path: Path) -> None:
-    recipe = with_links(prepared, tmp_path, subword_variants=2, subword_alpha=0.5)
+@pytest.mark.parametrize("shard_pairs", [0, 7])
+def test_links_of_words_are_links_of_all_their_pieces(prepared: Path, tmp_path: Path, shard_pairs: int) -> None:
+    recipe = with_links(prepared, tmp_path, subword_variants=2, subword_alpha=0.5, shard_pairs=shard_pairs)
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"guided_alignment": 0.1})})
     prepare(recipe)
     data = PreparedData.open(recipe.data.folder)

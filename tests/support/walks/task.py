@@ -66,6 +66,9 @@ class Walks:
     def epoch_size(self, epoch: int) -> int:
         return EPOCH
 
+    def passes(self, position: Position) -> float:
+        return position.epoch + position.index / EPOCH
+
     def waste(self, epoch: int) -> float:
         return 0.0
 

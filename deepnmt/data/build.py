@@ -1,0 +1,101 @@
+"""What is done to a text when it is prepared, in one piece or in parts: copied, or encoded into arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepnmt.config import Corpus
+from deepnmt.data.annotations import Annotation
+from deepnmt.data.arrays import SideWriter, variant_stem
+from deepnmt.data.encoding import CHUNK, EncodingJob, encode_pairs
+from deepnmt.data.filters import KEPT, Codes, tally
+from deepnmt.data.shards import TRAIN
+from deepnmt.data.text import Pair, read_pairs, write_pairs
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.errors import UserError
+from deepnmt.progress import Progress, no_progress, show_progress
+from deepnmt.tokens import UNK
+
+
+def show_pairs(what: str, total: int | None = None) -> AbstractContextManager[Progress]:
+    """Shows how many pairs are done, and an ETA if the total is known."""
+    return show_progress(f"{what}: {{:,}}{f' of {total:,}' if total else ''} pairs", desc=what, total=total,
+                       unit=" pairs", unit_scale=True, mininterval=0.5)
+
+
+def copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Codes:
+    """Copies the text of a split, one sentence a line; all its pairs are kept."""
+    count = write_pairs([folder / f"{name}.{side}.txt" for side in ("src", "trg")], pairs)
+    return np.full(count, KEPT, dtype=np.uint8)
+
+
+def encode_text(folder: Path, name: str, text: Corpus, pairs: Iterable[Pair], codes: Codes, job: EncodingJob,
+                sizes: tuple[int, int], workers: int, annotations: Mapping[str, Annotation], first: int = 0,
+                progress: Progress = no_progress) -> tuple[Codes, dict[str, Any]]:
+    """Writes the arrays of a text, without the pairs that `codes` leave out.
+
+    Args:
+        name: of the split.
+        pairs: of the text, one for each of `codes`.
+        sizes: of the two vocabularies.
+        annotations: to be written too, by setting.
+        first: the number of the first chunk, see `encode_pairs`.
+
+    Returns:
+        The codes after the filters of lengths, and counts for a manifest.
+    """
+    stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
+    writers = [[SideWriter(folder, f"{stem}.{side}", size) for side, size in zip(("src", "trg"), sizes)]
+               for stem in stems]
+    kept = np.flatnonzero(codes == KEPT)
+    encoded: list[Codes] = [np.zeros(0, dtype=np.uint8)]
+    done = 0
+    unknown = [0, 0]
+    chosen = (pair for pair, code in zip(pairs, codes, strict=True) if code == KEPT)
+    for chunk in encode_pairs(chosen, job, min(workers, 1 + len(kept) // CHUNK), first):
+        for sides, side_writers in zip(chunk.sides, writers, strict=True):
+            for pieces, writer in zip(sides, side_writers):
+                writer.add(*pieces)
+        for side, pieces in enumerate(chunk.sides[0]):
+            unknown[side] += int(np.count_nonzero(pieces.tokens == UNK))
+        encoded.append(chunk.codes)
+        done += len(chunk.codes)
+        progress(done)
+    final = codes.copy()
+    final[kept] = np.concatenate(encoded)
+    annotated: dict[str, dict[str, int]] = {}
+    for setting, annotation in annotations.items():
+        vocabs = Vocabulary(job.src_model), Vocabulary(job.trg_model)
+        annotated[setting] = annotation.write(folder, name, text, final, vocabs)
+    return final, {**annotated, "read": len(final), "pairs": int(np.count_nonzero(final == KEPT)),
+                   "left_out": tally(final), "src_tokens": writers[0][0].end, "trg_tokens": writers[0][1].end,
+                   "src_unknown": unknown[0], "trg_unknown": unknown[1], "variants": job.variants}
+
+
+def scored_sentences(texts: Mapping[str, Corpus]) -> frozenset[str]:
+    """All sentences of the validation and test texts, of both sides."""
+    return frozenset(sentence for name, text in texts.items() if name != TRAIN
+                     for pair in read_pairs(text, tags=False) for sentence in pair if sentence)
+
+
+def require_pairs(codes: Codes) -> None:
+    """Raises `UserError` if no pair is kept."""
+    if not np.any(codes == KEPT):
+        raise UserError(f"data.filters leave out all {len(codes)} training pairs ({format_reasons(tally(codes))}); "
+                        "loosen them, or give another corpus")
+
+
+def format_reasons(left_out: dict[str, int]) -> str:
+    """How many pairs were left out for which reason, as text."""
+    return ", ".join(f"{reason} {count:,}" for reason, count in left_out.items() if count) or "none"
+
+
+def no_pairs_left(corpora: Iterable[str], name: str) -> UserError:
+    """The error if the filters leave out all pairs of corpora of a text."""
+    return UserError(f"data.filters leave out all pairs of {', '.join(corpora)} in data.{name}; loosen them, or remove "
+                     "the corpus")

@@ -1,0 +1,547 @@
+"""Preparing text in shards, in parts: `deepnmt prepare my.yaml --part 3/8` on as many machines as there are.
+
+The training text is divided into units of `data.shard_pairs` lines, and a unit becomes a shard. Four steps are taken,
+each as far as all before it are done, and what is done is found again in the folder `DATA.parts` beside the data:
+
+1. *index*: every file is hashed and its lines counted (by one process, the others wait);
+2. *read*: of each unit, the filters of text, the hashes of its pairs, and its share of the vocabulary's sample;
+3. *join*: duplicates of all units, the vocabulary, validation and test texts (by one process, the others wait);
+4. *encode*: each unit becomes a shard. Whoever finishes the last one puts the folder together.
+
+Part i of n reads and encodes every n-th unit. No byte depends on n, on the order, or on what was interrupted.
+Duplicates are found by a 64-bit hash: of n different pairs one is wrongly left out with probability n²/2^65, 0.03 for a
+billion. Hashes are sorted in each unit and merged in ranges of values, so that memory does not grow with the text.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock
+
+from deepnmt import folders
+from deepnmt.config import Cleaning, Corpus, Recipe
+from deepnmt.data.annotations import annotations_of
+from deepnmt.data.arrays import KIND, Indices
+from deepnmt.data.build import copy_text, encode_text, no_pairs_left, scored_sentences, show_pairs
+from deepnmt.data.encoding import EncodingJob, end_with_parent, submit
+from deepnmt.data.filters import KEPT, Codes, Hashes, apply_text_filters, code_of
+from deepnmt.data.prepared import (
+    PreparedData,
+    check_vocabularies,
+    corpora,
+    prepared_settings,
+    publish,
+    tags_of,
+)
+from deepnmt.data.shards import FORMAT, SHARD, TRAIN, Entry, content_of, shard_name
+from deepnmt.data.sources import Scan, Span, Unit, columns_of, lines_of, pairs_of, scan, units_of
+from deepnmt.data.text import Pair, corpora_of, input_files, read_lines, read_pairs
+from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
+from deepnmt.errors import UserError
+from deepnmt.files import write_json
+from deepnmt.progress import print_status
+
+BUCKET = 1 << 22  # hashes that are merged at a time, some 100 bytes each
+FIRST_CHUNK = 1 << 24  # chunks that a unit may have; their numbers decide about sampled segmentations
+# Sentences a second that SentencePiece learns from on one core of an EPYC, for the time that is said beforehand
+LEARNED = {"bpe": 60_000, "unigram": 12_000}
+
+
+class Part(NamedTuple):
+    """Part `number`, from 1, of `count`."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """From "3/8". Raises `UserError`."""
+        numbers = text.split("/")
+        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+            raise UserError(f"--part is {text!r}, must be NUMBER/COUNT, for example 3/8")
+        part = cls(*map(int, numbers))
+        if not 1 <= part.number <= part.count:
+            raise UserError(f"--part is {text!r}, but the parts of {part.count} are numbered 1 to {part.count}")
+        return part
+
+
+WHOLE = Part(1, 1)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is being prepared: the recipe, and where its steps leave what they have done."""
+
+    recipe: Recipe
+    folder: Path
+    lines: int  # of the training text
+
+    def corpus(self, unit: Unit) -> Corpus:
+        """The corpus that a unit is of."""
+        return corpora_of(self.recipe.data.train)[unit.corpus]
+
+    def read(self, unit: Unit) -> Path:
+        """What the step *read* found in a unit."""
+        return self.folder / f"read.{name_of(unit)}"
+
+    def found(self, unit: Unit, name: str) -> npt.NDArray[Any]:
+        """One of the arrays that it found, memory-mapped."""
+        array: npt.NDArray[Any] = np.load(self.read(unit) / f"{name}.npy", mmap_mode="r")
+        return array
+
+    def codes_file(self, unit: Unit) -> Path:
+        """Which pairs of a unit are kept before they are encoded."""
+        return self.folder / "joined" / f"{name_of(unit)}.codes"
+
+    def shard(self, unit: Unit) -> Path:
+        """The shard that a unit has become."""
+        return self.folder / name_of(unit)
+
+
+Step = Callable[[Work, Unit], None]
+
+
+def name_of(unit: Unit) -> str:
+    """The name of a unit's shard."""
+    return shard_name(unit.corpus, unit.number)
+
+
+def parts_folder(target: Path) -> Path:
+    """Where the steps leave what they have done, until the data are complete."""
+    return target.with_name(f"{target.name}.parts")
+
+
+def prepare_in_parts(recipe: Recipe, target: Path, part: Part = WHOLE) -> bool:
+    """Takes the steps for one part, and returns whether the folder `target` is complete now.
+
+    Raises:
+        UserError: see `prepare`; or the parts were begun with other settings or texts.
+    """
+    def step(work: Work, units: Sequence[Unit], step: Step) -> None:
+        mine = [unit for unit in units if unit.place % part.count == part.number - 1]
+        _in_processes(f"{TRAIN}: {'reading' if step is read_unit else 'encoding'}", work, mine, step)
+
+    missing = prepare_in_steps(recipe, target, step)
+    if missing:
+        print_status(f"part {part.number} of {part.count} has done what it can; {missing}; give the same command again "
+                     "when they have")
+    return not missing
+
+
+def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence[Unit], Step], None]) -> str:
+    """Takes the steps, those of the units by `run`, which may leave some of them to others.
+
+    Returns:
+        What has been left; nothing if the folder `target` is complete now.
+
+    Raises:
+        UserError: see `prepare_in_parts`.
+    """
+    folder = parts_folder(target)
+    with folders.reporting(folder, KIND):
+        folder.mkdir(parents=True, exist_ok=True)
+        units = _index(recipe, folder)
+        work = Work(recipe, folder, sum(unit.lines for unit in units))
+        for step, result, done in ((read_unit, Work.read, "read"), (encode_unit, Work.shard, "encoded")):
+            run(work, [unit for unit in units if not result(work, unit).exists()], step)
+            if missing := [unit for unit in units if not result(work, unit).exists()]:
+                return f"{len(missing)} of {len(units)} units are not {done} yet, {name_of(missing[0])} among them"
+            with _alone(folder):
+                if not _complete(target) and step is read_unit and not (folder / "joined.json").exists():
+                    join(work, units)
+                if not _complete(target) and step is encode_unit:
+                    folders.recover_after_kill(target.parent, glob.escape(target.name))
+                    finish(work, units, target)
+                    shutil.rmtree(folder, ignore_errors=True)
+    return ""
+
+
+def _complete(target: Path) -> bool:
+    return target.exists() and any(target.iterdir())
+
+
+def _say_what_is_left(part: Part, done: str, missing: Sequence[Unit], count: int) -> None:
+    print_status(f"part {part.number} of {part.count} is {done}; {len(missing)} of {count} units of other parts are "
+                 f"not yet, {name_of(missing[0])} among them; give the same command again when they are")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process, of this machine or another, is in the same folder."""
+    with FileLock(folder / ".lock"):
+        yield
+
+
+# -- the steps of a unit, which run in processes of their own ----------------------------------------------------------
+
+
+def _in_processes(what: str, work: Work, units: Sequence[Unit], step: Step) -> None:
+    """Takes a step for units, in processes of this machine. Raises what the step raises."""
+    workers = min(work.recipe.data.workers or len(os.sched_getaffinity(0)), len(units))
+    if units:
+        with show_pairs(what, sum(unit.lines for unit in units)) as progress:
+            done = 0
+            for unit in _results(work, units, step, workers):
+                done += unit.lines
+                progress(done)
+
+
+def _results(work: Work, units: Sequence[Unit], step: Step, workers: int) -> Iterator[Unit]:
+    if workers == 1:
+        for unit in units:
+            step(work, unit)
+            yield unit
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
+        try:
+            futures = {submit(pool, step, work, unit): unit for unit in units}
+            for future in as_completed(futures):
+                future.result()
+                yield futures[future]
+        except BrokenProcessPool:
+            raise UserError(f"one of the {workers} processes that prepare the text was killed, perhaps because memory "
+                            "ran out; set data.workers lower") from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def read_unit(work: Work, unit: Unit) -> None:
+    """Filters the pairs of a unit by their text, and hashes them. Raises `UserError`."""
+    digest, corpus, target = hashlib.sha256(), work.corpus(unit), work.read(unit)
+    recipe = work.recipe
+    codes, hashes, overlap = apply_text_filters(
+        _hashed(unit, corpus, digest), recipe.data.filters, getattr(corpus, "cleaning", Cleaning()),
+        scored_sentences(corpora(recipe)), hashed=True)
+    kept = np.flatnonzero(codes == KEPT).astype(np.uint32)
+    order = np.argsort(hashes, kind="stable")
+    arrays = {"codes": codes, "hashes": hashes[order], "rows": kept[order], "sampled": kept[_sampled(work, hashes)],
+              "overlap": np.array(overlap)}
+    with folders.new_folder(target, KIND) as made, folders.reporting(target, KIND):
+        for name, array in arrays.items():
+            np.save(made / f"{name}.npy", array)
+        (made / "digest").write_text(digest.hexdigest(), encoding="utf-8")
+        if len(arrays["sampled"]):
+            chosen = np.zeros(len(codes), dtype=bool)
+            chosen[arrays["sampled"]] = True
+            copy_text(made, "sample", itertools.compress(pairs_of(unit, corpus, tags=False), chosen.tolist()))
+        folders.entries_of(made, target, KIND)  # waits until they are on disk
+        made.rename(target)
+
+
+def _sampled(work: Work, hashes: Hashes) -> npt.NDArray[np.bool_]:
+    """Which pairs are in the vocabulary's sample, unless another copy of them is: those with the lowest hashes."""
+    vocab = work.recipe.vocab
+    if vocab.model or work.recipe.data.reuse:
+        return np.zeros(len(hashes), dtype=bool)
+    most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
+    return hashes <= np.uint64(min(2**64 * most // work.lines, 2**64 - 1))
+
+
+def encode_unit(work: Work, unit: Unit) -> None:
+    """Makes the shard of a unit, or takes it from data that have it. Raises `UserError`."""
+    joined = json.loads((work.folder / "joined.json").read_text(encoding="utf-8"))
+    data, corpus = work.recipe.data, work.corpus(unit)
+    codes = np.fromfile(work.codes_file(unit), dtype=np.uint8)
+    text = (work.read(unit) / "digest").read_text(encoding="utf-8")
+    key = folders.hash_of([text, hashlib.sha256(codes.tobytes()).hexdigest(), corpus.tag, joined["encoding"],
+                           {column: _hash_of(unit, column) for column in annotations_of(data.train)},
+                           unit.number if data.subword_variants else 0])
+    target = work.shard(unit)
+    with folders.new_folder(target, KIND) as temporary:
+        if (found := joined["reusable"].get(key)) and Path(found).is_dir():
+            _link(Path(found), temporary)
+            with folders.reporting(target, KIND):
+                temporary.rename(target)
+            return
+        models = [(work.folder / "joined" / f"{side}.spm").read_bytes() for side in ("src", "trg")]
+        job = EncodingJob(*models, data.filters, data.subword_variants, work.recipe.vocab.kind, data.subword_alpha)
+        sizes = tuple(joined["vocab"][side]["size"] for side in ("src", "trg"))
+        annotations = annotations_of(data.train)
+        digest = hashlib.sha256()
+        with _as_text(unit, corpus, bool(annotations)) as alone:
+            _, counts = encode_text(temporary, TRAIN, alone, _hashed(unit, corpus, digest, tags=True), codes, job,
+                                    (sizes[0], sizes[1]), 1, annotations, unit.number * FIRST_CHUNK)
+        if digest.hexdigest() != text:
+            raise UserError(f"the text of {name_of(unit)} changed after it was read; wait until nothing writes it any "
+                            f"more, delete {work.folder}, and prepare it again")
+        entries = folders.entries_of(temporary, target, SHARD)
+        folders.publish(temporary, target, entries, {"format": FORMAT, "version": 1, "key": key, "counts": counts},
+                        SHARD)
+
+
+def _hashed(unit: Unit, corpus: Corpus, digest: Any, tags: bool = False) -> Iterator[Pair]:
+    """The pairs of a unit, with their tag or without; `digest` is that of the text without it."""
+    tag = f"{corpus.tag} " if corpus.tag and tags else ""
+    for src, trg in pairs_of(unit, corpus, tags=False):
+        digest.update(f"{src}\n{trg}\n".encode())
+        yield tag + src, trg
+
+
+def _hash_of(unit: Unit, column: str) -> str:
+    digest = hashlib.sha256()
+    for _, _, line in lines_of(unit, column) if column in unit.columns else ():
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _as_text(unit: Unit, corpus: Corpus, annotated: bool) -> Iterator[Corpus]:
+    """A unit as a corpus by itself, which annotations are read with; its files are made if there are `annotated` texts.
+    """
+    if not annotated:
+        yield Corpus(src=["-"], trg=["-"])
+        return
+    with TemporaryDirectory() as made:
+        copies = {"src": [f"{made}/src"], "trg": [f"{made}/trg"], "tsv": []}
+        copy_text(Path(made), "pairs", pairs_of(unit, corpus, tags=False))
+        for side in ("src", "trg"):
+            Path(made, f"pairs.{side}.txt").rename(copies[side][0])
+        for column in corpus.annotations:
+            copies[column] = [f"{made}/{column}"]
+            lines = "".join(f"{line}\n" for _, _, line in lines_of(unit, column))
+            Path(copies[column][0]).write_text(lines, encoding="utf-8", newline="\n")
+        yield corpus.model_copy(update=copies)
+
+
+def _link(source: Path, target: Path, leave: str = "") -> None:
+    """Fills a folder with the files of another, without a copy where the file system can; not those that end so."""
+    for file in source.iterdir():
+        if leave and file.suffix == leave:
+            continue
+        try:
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copyfile(file, target / file.name)
+
+
+# -- the steps of one process ------------------------------------------------------------------------------------------
+
+
+def _index(recipe: Recipe, folder: Path) -> list[Unit]:
+    """The units of the training text. The first process counts the lines; all others check that it was for the same.
+
+    Raises `UserError`.
+    """
+    file = folder / "index.json"
+    asked = {"settings": prepared_settings(recipe), "reuse": recipe.data.reuse,
+             "files": {name: [[path.name, path.stat().st_size] for path in input_files(text)]
+                       for name, text in corpora(recipe).items()}}
+    with _alone(folder):
+        if file.exists():
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if found["asked"] != json.loads(json.dumps(asked)):
+                raise UserError(f"{folder} holds what was prepared of other texts or with other settings; delete it, "
+                                "or prepare with those it was begun with")
+        else:
+            print_status(f"{TRAIN}: counting lines")
+            scans: dict[Path, Scan] = {}
+            units: list[Unit] = []
+            for name, corpus in corpora_of(recipe.data.train).items():
+                units += _units(name, corpus, recipe.data.shard_pairs, scans, len(units))
+            inputs = {name: [_input(path, scans) for path in input_files(text)]
+                      for name, text in corpora(recipe).items()}
+            found = {"asked": asked, "units": units, "inputs": inputs}
+            write_json(file, found)
+    return [Unit(*rest, {column: [Span(*span) for span in spans] for column, spans in columns.items()})
+            for *rest, columns in found["units"]]
+
+
+def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], place: int) -> list[Unit]:
+    """The units of a corpus, whose files are scanned; the first is number `place` of all."""
+    scans: dict[str, list[Scan]] = {}
+    for column, files in columns_of(corpus).items():
+        before, scans[column] = 0, []
+        for file in files:
+            found = scanned[Path(file)] = scan(Path(file), before, step)
+            scans[column].append(found)
+            before += found.lines
+    return units_of(name, corpus, scans, step, place)
+
+
+def _input(file: Path, scanned: Mapping[Path, Scan]) -> dict[str, Any]:
+    """A file in the manifest, as `prepare` has it there for text in one piece."""
+    found = scanned.get(file) or scan(file, 0, 1 << 62)
+    return {"name": file.name, "bytes": found.bytes, "sha256": found.sha256}
+
+
+def join(work: Work, units: Sequence[Unit]) -> None:
+    """Does what needs all units: leaves out duplicates, and makes the vocabulary and the other texts.
+
+    Raises `UserError`.
+    """
+    recipe = work.recipe
+    data, vocab, tags = recipe.data, recipe.vocab, tags_of(recipe)
+    with folders.new_folder(work.folder / "joined", KIND) as made:
+        for unit in units:
+            work.found(unit, "codes").tofile(made / work.codes_file(unit).name)
+        if data.filters.drop_duplicates:
+            _leave_out_duplicates(work, units, made)
+        _require_kept(work, units, made)
+        earlier = [PreparedData.open(folder) for folder in data.reuse]
+        texts = {name: text for name, text in corpora(recipe).items() if name != TRAIN}
+        codes = {name: copy_text(made, name, read_pairs(text, tags=False)) for name, text in texts.items()}
+        if vocab.model:
+            check_vocabularies(Path(vocab.model))
+            models = given_vocabularies(vocab, tags)
+        elif earlier:
+            models = _vocabulary_of(earlier[0], recipe, tags)
+        else:
+            models = _learn_vocabulary(work, units, made, tags)
+        vocabs: dict[str, dict[str, Any]] = {}
+        for side, model in (("src", models[0]), ("trg", models[-1])):
+            (made / f"{side}.spm").write_bytes(model)
+            trained = Vocabulary(model)
+            vocabs[side] = {"size": trained.size, "sha256": trained.fingerprint}
+        sizes, job = (vocabs["src"]["size"], vocabs["trg"]["size"]), EncodingJob(models[0], models[-1])
+        splits = {name: _encode_small(made, name, text, codes[name], job, sizes) for name, text in texts.items()}
+        reusable = {entry["key"]: str(old.folder.absolute() / shard_name(corpus, number)) for old in reversed(earlier)
+                    for corpus, entries in old.manifest.get("shards", {}).items()
+                    for number, entry in enumerate(entries)}
+        encoding = [vocabs, data.filters.model_dump(), data.subword_variants,
+                    [vocab.kind, data.subword_alpha] if data.subword_variants else []]
+        folders.entries_of(made, work.folder / "joined", KIND)
+        shutil.rmtree(work.folder / "joined", ignore_errors=True)  # of a process that was killed after the next line
+        made.rename(work.folder / "joined")
+    write_json(work.folder / "joined.json", {"vocab": vocabs, "splits": splits, "encoding": encoding,
+                                            "reusable": reusable})
+
+
+def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: EncodingJob, sizes: tuple[int, int]
+                  ) -> dict[str, Any]:
+    """Encodes a validation or test text, all of whose pairs are kept."""
+    counts = encode_text(folder, name, text, read_pairs(text), codes, job, sizes, 1, annotations_of(text))[1]
+    parts = {part: sum(1 for _ in read_pairs(corpus)) for part, corpus in corpora_of(text).items()}
+    return {**({} if "" in parts else {"corpora": parts}), **counts}
+
+
+def _leave_out_duplicates(work: Work, units: Sequence[Unit], made: Path) -> None:
+    """Marks the second and later copies of a pair in the order of the units, one range of hashes after another."""
+    arrays = [(work.found(unit, "hashes"), work.found(unit, "rows")) for unit in units]
+    total = sum(len(hashes) for hashes, _ in arrays)
+    buckets = max(1, -(-total // BUCKET))
+    starts = [0] * len(units)
+    with show_pairs(f"{TRAIN}: duplicates", total) as progress:
+        for bucket in range(1, buckets + 1):
+            ends = [len(hashes) if bucket == buckets else int(np.searchsorted(hashes, np.uint64(2**64 * bucket //
+                    buckets))) for hashes, _ in arrays]
+            found = np.concatenate([hashes[start:end] for (hashes, _), start, end in zip(arrays, starts, ends)])
+            order = np.argsort(found, kind="stable")
+            repeated = np.zeros(len(found), dtype=bool)
+            repeated[order[1:]] = found[order[1:]] == found[order[:-1]]
+            begin = 0
+            for unit, (_, rows), start, end in zip(units, arrays, starts, ends, strict=True):
+                again = rows[start:end][repeated[begin:begin + end - start]]
+                begin += end - start
+                if len(again):
+                    codes = np.memmap(made / work.codes_file(unit).name, np.uint8, "r+")
+                    codes[again] = code_of("duplicate")
+                    codes.flush()
+            starts = ends
+            progress(sum(ends))
+
+
+def _require_kept(work: Work, units: Sequence[Unit], made: Path) -> None:
+    """Raises `UserError` if no pair of the text is kept, or of a corpus."""
+    kept: dict[str, bool] = {}
+    for unit in units:
+        codes = np.fromfile(made / work.codes_file(unit).name, dtype=np.uint8)
+        kept[unit.corpus] = kept.get(unit.corpus, False) or bool(np.any(codes == KEPT))
+    _require_corpora(kept)
+
+
+def _require_corpora(kept: Mapping[str, object]) -> None:
+    if empty := [corpus or "the corpus" for corpus, pairs in kept.items() if not pairs]:
+        raise no_pairs_left(empty, TRAIN)
+
+
+def _vocabulary_of(data: PreparedData, recipe: Recipe, tags: Sequence[str]) -> list[bytes]:
+    """The vocabulary of earlier data. Raises `UserError` if the recipe asks for another kind, or a tag is not in it."""
+    then, now = data.manifest["settings"], prepared_settings(recipe)
+    for key in now:
+        if key.startswith("vocab.") and then.get(key) != now[key]:
+            raise UserError(f"data.reuse names {data.folder}, which was made with {key} {then.get(key)}, but the "
+                            f"recipe has {now[key]}; set it to that, or remove data.reuse")
+    for tag in tags:
+        if tag not in data.vocabs()[0].tags:
+            raise UserError(f"the tag {tag!r} is not a piece of the vocabulary of {data.folder}, which data.reuse "
+                            "names; remove the tag, or data.reuse")
+    models = [vocab.bytes for vocab in data.vocabs()]
+    return models[:1] if recipe.vocab.shared else models
+
+
+def _learn_vocabulary(work: Work, units: Sequence[Unit], made: Path, tags: Sequence[str]) -> list[bytes]:
+    """The vocabulary, or that of the source and that of the target, from the sample that the units were read for."""
+    vocab = work.recipe.vocab
+    count = 0
+    chosen: list[Indices] = []
+    for unit in units:
+        codes = np.fromfile(made / work.codes_file(unit).name, dtype=np.uint8)
+        chosen.append(codes[work.found(unit, "sampled")] == KEPT)
+        count += int(chosen[-1].sum())
+    seconds = (2 * count if vocab.shared else count) / LEARNED[vocab.kind] * (1 if vocab.shared else 2)
+    print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'} on "
+                 f"{count:,} of {work.lines:,} pairs (vocab.max_sentences), some {max(1, round(seconds / 60))} min")
+
+    def text(*sides: int) -> Iterator[str]:
+        for unit, taken in zip(units, chosen, strict=True):
+            files = [work.read(unit) / f"sample.{side}.txt" for side in ("src", "trg")]
+            pairs = zip(*(read_lines(file) for file in files), strict=True) if len(taken) else ()
+            for pair in itertools.compress(pairs, taken.tolist()):
+                yield from (pair[side] for side in sides)
+
+    if vocab.shared:
+        return [train_vocabulary(text(0, 1), vocab, tags)]
+    return [train_vocabulary(text(0), vocab, tags), train_vocabulary(text(1), vocab)]
+
+
+def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
+    """Puts the folder of the data together. Raises `UserError`."""
+    joined = json.loads((work.folder / "joined.json").read_text(encoding="utf-8"))
+    index = json.loads((work.folder / "index.json").read_text(encoding="utf-8"))
+    shards: dict[str, list[dict[str, Any]]] = {}
+    counts: list[dict[str, Any]] = []
+    for unit in units:
+        manifest = folders.read_manifest(work.shard(unit), SHARD)
+        counts.append({**manifest["counts"], "overlap": int(work.found(unit, "overlap"))})
+        shards.setdefault(unit.corpus, []).append(Entry(
+            pairs=counts[-1]["pairs"], src_tokens=counts[-1]["src_tokens"], trg_tokens=counts[-1]["trg_tokens"],
+            key=manifest["key"], content=content_of(manifest)).model_dump())
+    sizes = {corpus: sum(entry["pairs"] for entry in entries) for corpus, entries in shards.items()}
+    _require_corpora(sizes)
+    train = {**({} if "" in sizes else {"corpora": sizes}), **_sum(counts), "variants": counts[0]["variants"]}
+    with folders.new_folder(target, KIND) as made:
+        with folders.reporting(target, KIND):
+            _link(work.folder / "joined", made, leave=".codes")
+            for unit in units:  # links, so that nothing is lost if this process is killed
+                (made / name_of(unit)).mkdir()
+                _link(work.shard(unit), made / name_of(unit))
+        publish(made, target, {"settings": prepared_settings(work.recipe), "vocab": joined["vocab"],
+                               "splits": {TRAIN: train, **joined["splits"]}, "inputs": index["inputs"],
+                               "shards": shards})
+
+
+def _sum(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sums of counts, those in groups each; what some lack is 0 there."""
+    total: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in counts for name in one):
+        values = [one[name] for one in counts if name in one]
+        total[name] = _sum(values) if isinstance(values[0], Mapping) else sum(values)
+    return total

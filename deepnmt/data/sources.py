@@ -1,0 +1,149 @@
+"""Where the lines of a corpus lie: its units, of so many lines each, which are read without what lies before them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from deepnmt.config import Corpus
+from deepnmt.data.tables import COMPRESSED, Pair, by_rows, count_rows, read_table
+from deepnmt.data.text import files_of, pair_files, read_lines, unequal_lines
+from deepnmt.errors import UserError
+
+BLOCK = 1 << 22  # bytes that are read at a time
+
+
+class Scan(NamedTuple):
+    """What one pass over a file finds.
+
+    Attributes:
+        bytes, sha256: of the file as it is, packed or not.
+        lines: a last one without an end included.
+        marks: the byte at which every `step`-th line begins, from that on which was asked for; none of packed files.
+    """
+
+    bytes: int
+    sha256: str
+    lines: int
+    marks: dict[int, int]
+
+
+class Span(NamedTuple):
+    """Lines of a file: from line `first` on, from 0, which begins at byte `start`; 0 if that is not known."""
+
+    file: str
+    first: int
+    lines: int
+    start: int
+
+
+class Unit(NamedTuple):
+    """The lines of a corpus that a shard is made from.
+
+    Attributes:
+        corpus: its name.
+        number: of the unit in its corpus, from 0.
+        place: its number in the whole text, from 0.
+        lines: how many.
+        columns: where they are, by the settings of the corpus that name the files.
+    """
+
+    corpus: str
+    number: int
+    place: int
+    lines: int
+    columns: dict[str, list[Span]]
+
+
+def scan(file: Path, before: int, step: int) -> Scan:
+    """Counts and hashes a file whose first line is number `before` of its corpus. Raises `UserError`."""
+    digest, size, lines, last, marks = hashlib.sha256(), 0, 0, b"\n", {}
+    packed = file.suffix in COMPRESSED
+    try:
+        with file.open("rb") as stream:
+            while block := stream.read(BLOCK):
+                digest.update(block)
+                found = 0 if packed else block.count(b"\n")
+                if (before + lines) // step != (before + lines + found) // step:
+                    end = -1
+                    for number in range(lines + 1, lines + found + 1):
+                        end = block.index(b"\n", end + 1)
+                        if (before + number) % step == 0:
+                            marks[number] = size + end + 1
+                size, lines, last = size + len(block), lines + found, block[-1:]
+        if by_rows(file):
+            return Scan(size, digest.hexdigest(), count_rows(file), {})
+        if packed:
+            lines = sum(1 for _ in read_lines(file))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}; give an existing text file") from None
+    return Scan(size, digest.hexdigest(), lines + (last != b"\n" and not packed), marks)
+
+
+def columns_of(corpus: Corpus) -> dict[str, list[str]]:
+    """The files of a corpus by the settings that name them."""
+    files = pair_files(corpus)
+    sides = {"tsv": files} if corpus.tsv else {"src": files[::2], "trg": files[1::2]}
+    return {**sides, **{name: files_of(named) for name, named in corpus.annotations.items()}}
+
+
+def units_of(name: str, corpus: Corpus, scans: Mapping[str, Sequence[Scan]], step: int, place: int
+             ) -> list[Unit]:
+    """The units of a corpus, of `step` lines each, the last of fewer.
+
+    Args:
+        scans: of the files of each of `columns_of`.
+        place: of the first.
+
+    Raises:
+        UserError: two files that belong together have different numbers of lines, or there are none.
+    """
+    columns = columns_of(corpus)
+    sides = [zip(columns.get(side, ()), scans.get(side, ())) for side in ("src", "trg")]
+    for (src, one), (trg, other) in zip(*sides):
+        if one.lines != other.lines:
+            raise unequal_lines(src, one.lines, trg, other.lines)
+    totals = {column: sum(scan.lines for scan in found) for column, found in scans.items()}
+    lines = totals[next(iter(columns))]
+    if not lines:
+        raise UserError(f"there is no text in {', '.join(itertools.chain(*columns.values()))}: the corpus has 0 lines; "
+                        "give another file")
+    for column, total in totals.items():
+        if total != lines:
+            raise UserError(f"{', '.join(columns[column])}: {total} lines of {column} for {lines} sentence pairs; line "
+                            "N of one must belong to line N of the other")
+    return [Unit(name, number, place + number, min(step, lines - first),
+                 {column: list(_spans(files, scans[column], first, first + step)) for column, files in columns.items()})
+            for number, first in enumerate(range(0, lines, step))]
+
+
+def _spans(files: Sequence[str], scans: Sequence[Scan], start: int, stop: int) -> Iterator[Span]:
+    """The lines `start` to `stop` of files that follow each other."""
+    begin = 0
+    for file, found in zip(files, scans, strict=True):
+        first, last = max(0, start - begin), min(found.lines, stop - begin)
+        if first < last:
+            yield Span(file, first, last - first, found.marks.get(first, 0))
+        begin += found.lines
+
+
+def lines_of(unit: Unit, column: str) -> Iterator[tuple[str, int, str]]:
+    """File, number from 1 and text of the lines of a unit. Raises `UserError`, see `read_lines`."""
+    for file, first, lines, start in unit.columns[column]:
+        for number, line in enumerate(itertools.islice(read_lines(Path(file), first, start), lines), start=first + 1):
+            yield file, number, line
+
+
+def pairs_of(unit: Unit, corpus: Corpus, tags: bool = True) -> Iterator[Pair]:
+    """The sentence pairs of a unit, as `read_pairs` gives those of a text. Raises `UserError`."""
+    tag = f"{corpus.tag} " if corpus.tag and tags else ""
+    if "tsv" in unit.columns:
+        for file, first, lines, start in unit.columns["tsv"]:
+            for src, trg in read_table(Path(file), corpus.columns, read_lines, first, start, lines):
+                yield tag + src.strip(), trg.strip()
+    else:
+        for (_, _, src), (_, _, trg) in zip(lines_of(unit, "src"), lines_of(unit, "trg"), strict=True):
+            yield tag + src.strip(), trg.strip()

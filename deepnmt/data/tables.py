@@ -1,0 +1,155 @@
+"""Pairs in the columns of a file: text with tabs, JSON lines, Parquet, and the Arrow files of Hugging Face's datasets.
+
+A column is a number, from 1, or a name: of the first line of a text with tabs, of a key of JSON, of a column of the
+others. A name with dots leads inside: `translation.de`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepnmt.errors import UserError
+
+COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
+PARQUET, ARROW, JSON = ".parquet", ".arrow", (".jsonl", ".ndjson", ".json")
+BATCH = 10_000  # rows that are read at a time
+Columns = Sequence[int | str]
+Pair = tuple[str, str]
+Lines = Callable[[Path, int, int], Iterator[str]]  # `text.read_lines`
+
+
+def kind_of(file: Path) -> str:
+    """The suffix that says how a file is read, packed or not."""
+    return (file.with_suffix("") if file.suffix in COMPRESSED else file).suffix
+
+
+def by_rows(file: Path) -> bool:
+    """Whether a file is read by rows of its own, and not by lines."""
+    return kind_of(file) in (PARQUET, ARROW)
+
+
+def count_rows(file: Path) -> int:
+    """The rows of a file that is read `by_rows`. Raises `UserError`."""
+    if kind_of(file) == PARQUET:
+        return int(_parquet(file).metadata.num_rows)
+    return sum(batch.num_rows for batch in _arrow_batches(file))
+
+
+def read_table(file: Path, columns: Columns, read_lines: Lines, first: int = 0, start: int = 0,
+               rows: int | None = None) -> Iterator[Pair]:
+    """The pairs of a file.
+
+    Args:
+        read_lines: what reads lines.
+        first: how many lines or rows to pass by; `start`: see `read_lines`.
+        rows: how many lines or rows to read; None: all.
+
+    Raises:
+        UserError: the file cannot be read, or has not these columns.
+    """
+    if by_rows(file):
+        yield from itertools.islice(_read_rows(file, columns, first), rows)
+        return
+    lines = itertools.islice(read_lines(file, first, start), rows)
+    numbers = columns
+    if kind_of(file) not in JSON and isinstance(columns[0], str):
+        header = next(read_lines(file, 0, 0), "").split("\t")
+        numbers = [_number(file, header, column) for column in columns]
+        if not first:
+            next(lines, None)
+            first = 1
+    for number, line in enumerate(lines, start=first + 1):
+        if kind_of(file) in JSON:
+            yield _of_json(line, file, number, columns)
+        else:
+            yield _of_cells(line, file, number, numbers)
+
+
+def _number(file: Path, header: list[str], column: int | str) -> int:
+    if isinstance(column, str) and column not in header:
+        raise UserError(f"{file} has no column {column!r}; its first line names {', '.join(header)}")
+    return header.index(column) + 1 if isinstance(column, str) else column
+
+
+def _of_cells(line: str, file: Path, number: int, columns: Columns) -> Pair:
+    cells, places = line.split("\t"), [int(column) for column in columns]
+    if len(cells) < max(places):
+        raise UserError(f"{file}, line {number}: {len(cells)} column{'s' * (len(cells) != 1)}, but 'columns' is "
+                        f"{places} (counted from 1); correct the line or the setting")
+    return cells[places[0] - 1], cells[places[1] - 1]
+
+
+def _of_json(line: str, file: Path, number: int, columns: Columns) -> Pair:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}, line {number}: no JSON ({error}); write an object a line") from None
+    return _texts(value, f"{file}, line {number}", columns)
+
+
+def _texts(value: Any, where: str, columns: Columns) -> Pair:
+    """The two columns of a JSON object or a row."""
+    texts = []
+    for column in columns:
+        found = value
+        for key in str(column).split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        if not isinstance(found, str):
+            named = ", ".join(map(str, value)) if isinstance(value, dict) else "none"
+            raise UserError(f"{where}: no text in the column {column!r}; 'columns' names two of its own ({named})")
+        texts.append(" ".join(found.split("\n")))
+    return texts[0], texts[1]
+
+
+def _read_rows(file: Path, columns: Columns, first: int) -> Iterator[Pair]:
+    passed = 0
+    if kind_of(file) == PARQUET:
+        parquet = _parquet(file)
+        groups = []
+        for group in range(parquet.metadata.num_row_groups):
+            size = parquet.metadata.row_group(group).num_rows
+            if groups or passed + size > first:
+                groups.append(group)
+            else:
+                passed += size
+        batches = parquet.iter_batches(BATCH, groups, [str(column).split(".")[0] for column in columns])
+    else:
+        batches = _arrow_batches(file)
+    for batch in batches:
+        begin = max(0, first - passed)
+        passed += batch.num_rows
+        if begin < batch.num_rows:
+            for number, row in enumerate(batch.slice(begin).to_pylist(), start=passed - batch.num_rows + begin + 1):
+                yield _texts(row, f"{file}, row {number}", columns)
+
+
+def _parquet(file: Path) -> Any:
+    pyarrow = _pyarrow(file)
+    try:
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{file} cannot be read as Parquet ({error}); copy it again") from None
+
+
+def _arrow_batches(file: Path) -> Iterator[Any]:
+    pyarrow = _pyarrow(file)
+    try:
+        with pyarrow.memory_map(str(file)) as source:
+            yield from pyarrow.ipc.open_stream(source)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{file} cannot be read as an Arrow stream ({error}); copy it again") from None
+
+
+def _pyarrow(file: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{file} needs pyarrow, which is not installed: pip install 'deepnmt[pyarrow]'; or write its "
+                        "columns as text") from None
+    return pyarrow

@@ -1,0 +1,99 @@
+"""The windows of a text in shards: an epoch is planned a window at a time.
+
+Every corpus is an endless sequence of pairs: pass after pass over its blocks, pieces of its shards of up to `BLOCK`
+pairs, in another random order in every pass. An epoch takes as many pairs of each corpus as are due to it (see
+`mixing.py`) and goes on where the one before ended; of W windows each takes one W-th of them. So
+
+* every pair of a corpus is used equally often, give or take one, and once an epoch where the weights are equal;
+* every window has the corpora in their shares, give or take a pair;
+* what a window has is a function of (seed, epoch, window), and costs the same for any number of pairs.
+
+A text that is one window has all its pairs in their order, and the plan that it would have in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deepnmt.data.batching import random_order
+from deepnmt.data.shards import Piece, Shard, ShardedText, Window
+
+# Pairs of a block: enough to be read in one go, and so few that a window has blocks from all over a corpus that is
+# sorted. A small corpus has SOME blocks or more.
+BLOCK, SOME = 100_000, 64
+
+
+class Range(NamedTuple):
+    """Pairs of a shard: its corpus and its number, and from which pair to which."""
+
+    corpus: int
+    shard: int
+    start: int
+    stop: int
+
+
+class Windows:
+    """A text in shards as a `Stream` reads it."""
+
+    def __init__(self, text: ShardedText, counts: Sequence[int], seed: int, pairs: int) -> None:
+        """
+        Args:
+            counts: the pairs of each corpus in an epoch.
+            pairs: of a window, or fewer, so that all windows are equally large.
+        """
+        self.name = text.name
+        self._text, self._counts, self._seed = text, counts, seed
+        self._blocks = [_blocks(corpus, sizes) for corpus, sizes in enumerate(text.sizes.values())]
+        self.windows = min(-(-sum(counts) // pairs), max(counts))  # each has a pair of the largest corpus
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def window(self, epoch: int, number: int) -> Window:
+        """The sentences of a window. Raises `DamagedFolder`."""
+        corpora = list(self._text.sizes)
+        shards: dict[tuple[int, int], Shard] = {}
+        pieces = []
+        for corpus, shard, start, stop in self.ranges(epoch, number):
+            if (corpus, shard) not in shards:
+                shards[corpus, shard] = self._text.open(corpora[corpus], shard)
+            pieces.append(Piece(shards[corpus, shard], start, stop))
+        return Window(pieces, epoch % self._text.variants if self._text.variants else None)
+
+    def ranges(self, epoch: int, number: int) -> list[Range]:
+        """The pairs of a window in the order of corpora and shards."""
+        found: list[Range] = []
+        for corpus, count in enumerate(self._counts):
+            start, stop = (epoch * count + count * end // self.windows for end in (number, number + 1))
+            found += self._between(corpus, start, stop)
+        joined: list[Range] = []
+        for part in sorted(found):
+            if joined and joined[-1][:2] == part[:2] and joined[-1].stop == part.start:
+                joined[-1] = joined[-1]._replace(stop=part.stop)
+            else:
+                joined.append(part)
+        return joined
+
+    def _between(self, corpus: int, start: int, stop: int) -> Iterator[Range]:
+        """The pairs `start` to `stop` of a corpus's endless sequence."""
+        blocks = self._blocks[corpus]
+        sizes = np.array([block.stop - block.start for block in blocks])
+        total = int(sizes.sum())
+        for number in range(start // total, -(-stop // total)) if start < stop else ():
+            order = random_order(len(blocks), self._seed, corpus, number, 6)
+            ends = np.cumsum(sizes[order]) + number * total
+            first, last = np.searchsorted(ends, (start, stop - 1), side="right").tolist()
+            for place in range(first, min(last + 1, len(order))):
+                block, end = blocks[order[place]], int(ends[place])
+                shift = block.stop - end  # from numbers in the sequence to those in the shard
+                yield block._replace(start=max(block.start, start + shift), stop=min(block.stop, stop + shift))
+
+
+def _blocks(corpus: int, sizes: Sequence[int]) -> list[Range]:
+    """The blocks of a corpus whose shards have these sizes."""
+    most = max(1, min(BLOCK, sum(sizes) // SOME))
+    return [Range(corpus, shard, start, min(start + most, size)) for shard, size in enumerate(sizes)
+            for start in range(0, size, most)]
