@@ -37,6 +37,8 @@ LENGTH_FILTERS: dict[
     "ratio": lambda src, trg, filters: np.maximum(src, trg) > filters.max_ratio * np.minimum(src, trg),
 }
 
+_DIGITS = re.compile(r"\d+")
+
 # Setting of `config.Cleaning` to filter: whether it leaves a pair of its corpus out. It is asked if the setting has
 # another value than its default, and gives the reason its name.
 CLEANING: dict[str, Callable[[str, str, Cleaning], bool]] = {
@@ -51,7 +53,6 @@ CLEANING: dict[str, Callable[[str, str, Cleaning], bool]] = {
 }
 
 REASONS = list(dict.fromkeys([*TEXT_FILTERS, "duplicate", *LENGTH_FILTERS, "overlap", *CLEANING]))
-_DIGITS = re.compile(r"\d+")
 
 Codes = npt.NDArray[np.uint8]  # [N], for each pair KEPT or the `code_of` the reason why it is left out
 KEPT = 0

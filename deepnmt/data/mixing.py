@@ -66,7 +66,7 @@ def training_stream(recipe: Recipe, data: PreparedData, kind: Callable[..., Stre
     """The micro-batches of a recipe's training text, in a stream of this kind. Raises `UserError` if it is empty."""
     corpora, text = data.corpora("train"), recipe.data.train
     weights = [text.corpora[name].weight if name in text.corpora else 1.0 for name in corpora]
-    mixture, train = Mixture(list(corpora.values()), weights, text.temperature), data.split("train")
+    mixture, train = Mixture(list(corpora.values()), weights, text.temperature), data.train
     if isinstance(train, ShardedText):
         return kind(Windows(train, mixture.counts(), recipe.seed, recipe.data.window_pairs), recipe.batch.tokens,
                     recipe.seed)

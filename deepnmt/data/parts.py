@@ -65,10 +65,10 @@ LEARNED = {"bpe": 60_000, "unigram": 12_000}
 
 
 class Part(NamedTuple):
-    """Part `number`, from 1, of `count`."""
+    """Part `number`, from 1, of `total`."""
 
     number: int
-    count: int
+    total: int
 
     @classmethod
     def parse(cls, text: str) -> Part:
@@ -77,8 +77,8 @@ class Part(NamedTuple):
         if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
             raise UserError(f"--part is {text!r}, must be NUMBER/COUNT, for example 3/8")
         part = cls(*map(int, numbers))
-        if not 1 <= part.number <= part.count:
-            raise UserError(f"--part is {text!r}, but the parts of {part.count} are numbered 1 to {part.count}")
+        if not 1 <= part.number <= part.total:
+            raise UserError(f"--part is {text!r}, but the parts of {part.total} are numbered 1 to {part.total}")
         return part
 
 
@@ -135,12 +135,12 @@ def prepare_in_parts(recipe: Recipe, target: Path, part: Part = WHOLE) -> bool:
         UserError: see `prepare`; or the parts were begun with other settings or texts.
     """
     def step(work: Work, units: Sequence[Unit], step: Step) -> None:
-        mine = [unit for unit in units if unit.place % part.count == part.number - 1]
+        mine = [unit for unit in units if unit.place % part.total == part.number - 1]
         _in_processes(f"{TRAIN}: {'reading' if step is read_unit else 'encoding'}", work, mine, step)
 
     missing = prepare_in_steps(recipe, target, step)
     if missing:
-        print_status(f"part {part.number} of {part.count} has done what it can; {missing}; give the same command again "
+        print_status(f"part {part.number} of {part.total} has done what it can; {missing}; give the same command again "
                      "when they have")
     return not missing
 
@@ -178,7 +178,7 @@ def _complete(target: Path) -> bool:
 
 
 def _say_what_is_left(part: Part, done: str, missing: Sequence[Unit], count: int) -> None:
-    print_status(f"part {part.number} of {part.count} is {done}; {len(missing)} of {count} units of other parts are "
+    print_status(f"part {part.number} of {part.total} is {done}; {len(missing)} of {count} units of other parts are "
                  f"not yet, {name_of(missing[0])} among them; give the same command again when they are")
 
 
@@ -232,8 +232,9 @@ def read_unit(work: Work, unit: Unit) -> None:
         scored_sentences(corpora(recipe)), hashed=True)
     kept = np.flatnonzero(codes == KEPT).astype(np.uint32)
     order = np.argsort(hashes, kind="stable")
-    arrays = {"codes": codes, "hashes": hashes[order], "rows": kept[order], "sampled": kept[_sampled(work, hashes)],
-              "overlap": np.array(overlap)}
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "codes": codes, "hashes": hashes[order], "rows": kept[order], "sampled": kept[_sampled(work, hashes)],
+        "overlap": np.array(overlap)}
     with folders.new_folder(target, KIND) as made, folders.reporting(target, KIND):
         for name, array in arrays.items():
             np.save(made / f"{name}.npy", array)
@@ -272,7 +273,8 @@ def encode_unit(work: Work, unit: Unit) -> None:
                 temporary.rename(target)
             return
         models = [(work.folder / "joined" / f"{side}.spm").read_bytes() for side in ("src", "trg")]
-        job = EncodingJob(*models, data.filters, data.subword_variants, work.recipe.vocab.kind, data.subword_alpha)
+        job = EncodingJob(models[0], models[1], data.filters, data.subword_variants, work.recipe.vocab.kind,
+                          data.subword_alpha)
         sizes = tuple(joined["vocab"][side]["size"] for side in ("src", "trg"))
         annotations = annotations_of(data.train)
         digest = hashlib.sha256()
@@ -360,8 +362,9 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
                       for name, text in corpora(recipe).items()}
             found = {"asked": asked, "units": units, "inputs": inputs}
             write_json(file, found)
-    return [Unit(*rest, {column: [Span(*span) for span in spans] for column, spans in columns.items()})
-            for *rest, columns in found["units"]]
+    return [Unit(corpus, number, place, lines,
+                 {column: [Span(*span) for span in spans] for column, spans in columns.items()})
+            for corpus, number, place, lines, columns in found["units"]]
 
 
 def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], place: int) -> list[Unit]:

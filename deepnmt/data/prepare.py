@@ -93,7 +93,7 @@ def prepare(recipe: Recipe, part: Part = WHOLE) -> Path:
             _report(recipe, texts)
         return folder
     if part != WHOLE:
-        raise UserError(f"--part prepares part {part.number} of {part.count}, but data.shard_pairs is 0, so that the "
+        raise UserError(f"--part prepares part {part.number} of {part.total}, but data.shard_pairs is 0, so that the "
                         "text is one piece; set data.shard_pairs, for example to 1000000")
     with reporting(folder, KIND), _only_one_process(target):
         recover_after_kill(target.parent, glob.escape(target.name))

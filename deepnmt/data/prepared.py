@@ -22,7 +22,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -168,14 +168,15 @@ class PreparedData:
         """The names of all splits: train, valid and the tests as `test.<name>`."""
         return list(self.manifest["splits"])
 
-    @overload
-    def split(self, name: Literal["train"]) -> Split | ShardedText: ...
-    @overload
-    def split(self, name: str) -> Split: ...
-    def split(self, name: str) -> Split | ShardedText:
+    @property
+    def train(self) -> Split | ShardedText:
+        """The training text, in one piece or in shards."""
+        return self.split(TRAIN) if self._sharded is None else self._sharded
+
+    def split(self, name: str) -> Split:
         """One of `splits`. Raises `UserError` if there is no such split."""
         if name == TRAIN and self._sharded is not None:
-            return self._sharded
+            return cast(Split, self._sharded)  # it has what others than `training_stream` ask of a training text
         if name not in self.splits:
             raise UserError(f"prepared data {self.folder} has no split {name!r}; it has {', '.join(self.splits)}")
         return Split(self.folder, self.manifest["files"], name, self.manifest["splits"][name]["variants"])

@@ -109,7 +109,7 @@ def _read_rows(file: Path, columns: Columns, first: int) -> Iterator[Pair]:
     passed = 0
     if kind_of(file) == PARQUET:
         parquet = _parquet(file)
-        groups = []
+        groups: list[int] = []
         for group in range(parquet.metadata.num_row_groups):
             size = parquet.metadata.row_group(group).num_rows
             if groups or passed + size > first:
@@ -130,8 +130,6 @@ def _read_rows(file: Path, columns: Columns, first: int) -> Iterator[Pair]:
 def _parquet(file: Path) -> Any:
     pyarrow = _pyarrow(file)
     try:
-        import pyarrow.parquet
-
         return pyarrow.parquet.ParquetFile(file)
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{file} cannot be read as Parquet ({error}); copy it again") from None
@@ -149,6 +147,7 @@ def _arrow_batches(file: Path) -> Iterator[Any]:
 def _pyarrow(file: Path) -> Any:
     try:
         import pyarrow
+        import pyarrow.parquet
     except ImportError:
         raise UserError(f"{file} needs pyarrow, which is not installed: pip install 'deepnmt[pyarrow]'; or write its "
                         "columns as text") from None

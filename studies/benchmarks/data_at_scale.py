@@ -103,7 +103,7 @@ def _train(folder: Path, window_pairs: int, begin: str) -> dict[str, Any]:
     imported = time.process_time()
     data = PreparedData.open(folder)
     data.verify_as_read()
-    text = data.split("train")
+    text = data.train
     assert isinstance(text, ShardedText)
     windows = Windows(text, [len(text)], SEED, window_pairs)
     stream = Stream(windows, TOKENS, SEED)

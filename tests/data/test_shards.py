@@ -426,7 +426,7 @@ def test_damage_is_noticed_when_a_shard_is_read(plain: Recipe, prepared: Path, t
     file.write_bytes(b"")
     with user_error("train.src.tokens has 0 bytes"):
         training_stream(recipe, open_prepared(recipe)).update(START, 200, 0, 1, CPU)
-    text = PreparedData.open(plain.data.folder).split("train")
+    text = PreparedData.open(plain.data.folder).train
     assert isinstance(text, ShardedText)
     with user_error("is another shard than the manifest of the whole names"):
         Shard(Path(plain.data.folder) / "train.00001", text._shards[""][0])
