@@ -1,7 +1,7 @@
 """What each block costs a layer, and whether 100L-100L of it trains: counted and measured at width 16.
 
-Counted are a layer's parameters and the bytes that autograd keeps of it for the backward pass, measured the seconds of
-an update. A layer's share is the difference between two depths, so embeddings and loss are not in it.
+Counted are a layer's parameters and the bytes that autograd keeps of it for the backward pass, measured the CPU
+seconds of an update. A layer's share is the difference between two depths, so embeddings and loss are not in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepnmt.model.transformer import Transformer
 from studies.toy_task import ToyTask
 
 TASK = ToyTask()
-SENTENCES = 8
+SENTENCES = 4
 
 
 def shape_of(block: str, layers: int, width: int = 16) -> Model:
@@ -48,10 +48,10 @@ def kept_bytes(model: Transformer) -> int:
 
 
 def train(model: Transformer, updates: int, rate: float = 1e-3) -> tuple[list[float], float]:
-    """Losses in nats a token, and the seconds of the median update; ends at the first that is not finite."""
+    """Losses in nats a token, and the CPU seconds of the median update; ends at the first that is not finite."""
     optimizer, losses, seconds = torch.optim.Adam(model.parameters(), rate, (0.9, 0.98)), [], []
     for update in range(updates):
-        started, batch = time.perf_counter(), TASK.batch(update, SENTENCES)
+        started, batch = time.process_time(), TASK.batch(update, SENTENCES)
         optimizer.zero_grad()
         loss = model(batch).loss / batch.tokens
         loss.backward()
@@ -60,7 +60,7 @@ def train(model: Transformer, updates: int, rate: float = 1e-3) -> tuple[list[fl
         if not math.isfinite(losses[-1]):
             break
         optimizer.step()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     return losses, sorted(seconds)[len(seconds) // 2] if seconds else math.nan
 
 

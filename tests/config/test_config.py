@@ -154,6 +154,16 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["model.encoder: history_window (3) needs block: dlcl or dlcl_post, but block is admin; remove history_window",
       "model.encoder: history_softmax (True) needs block: dlcl or dlcl_post, but block is admin; remove "
       "history_softmax"]),
+    ({"model__encoder__ramp": 5, "train__init_from": "runs/a"},
+     ["model.encoder.ramp (5) would begin with a trained model (train.init_from: runs/a) without its layers; set it "
+      "to 0"]),
+    ({"model__decoder__ramp": 5, "parallel__compile": True},
+     ["parallel.compile cannot be combined with ramp, which would have the layers compiled anew in every update; set "
+      "parallel.compile: false, or ramp: 0"]),
+    ({"model__encoder__streams": 2, "model__decoder__mix": "identity", "model__decoder__residual_blocks": 4},
+     ["model.encoder: streams (2) needs block: hyper or mhc, but block is admin; remove streams",
+      "model.decoder: residual_blocks (4) needs block: block_attn_res, but block is admin; remove residual_blocks",
+      "model.decoder: mix (identity) needs block: mhc, but block is admin; remove mix"]),
     ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation"]),
     ({"data__train__mtdata": ["a"], "data__train__sacrebleu": "wmt14/full"},
      ["data.train: give either 'mtdata' or 'sacrebleu', not both"]),
