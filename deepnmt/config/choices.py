@@ -262,7 +262,7 @@ BLOCKS = Choices({
         family=_STREAMS,
         start=("φ = 0, a = 0.01; H_pre 1/2 for stream k mod n, 1/(2(n−1)) for the others; H_post = 1; "
               "logits of H_res 0 and −3"),
-        cost="about K(n² + 2n)·nD; n streams; 20 Sinkhorn rounds",
+        cost="about K(n² + 2n)·n·D; n streams; 20 Sinkhorn rounds",
         claim="BBH 51.0 (43.8) at 27B; others: worse at 10M, better from 38M on",
         seen="memory × 3.44, time × 6.2; not run at 100L",
         take="much text; `mix: identity` keeps most at less cost"),
