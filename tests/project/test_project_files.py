@@ -53,6 +53,12 @@ def test_hooks_are_the_tools_of_make_lint() -> None:
     assert called == set(re.findall(r"\$\(BIN\)/([a-z-]+)", makefile.partition("lint:")[2].partition("\n\n")[0]))
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names, and so do processes that tests start."""
+    names = [file.name for file in (ROOT / "tests").rglob("*.py") if file.name != "conftest.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_a_changed_file_names_its_tests() -> None:
     """`make changed`: the table's paths and tests exist, and a file's room is found from its path."""
     spec = importlib.util.spec_from_file_location("changed", ROOT / ".ci" / "changed.py")
