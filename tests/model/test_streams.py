@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_models import BLOCKS, VOCAB, batch, batch_of, model_of, shapes
 from test_blocks import branches_of, new, position_of, stream_of
-from tiny_engines import recipe_with
+from tiny_engines import batches, build, export_state, recipe_with, step
 from torch import nn
 
 from deepnmt import config
@@ -20,6 +20,7 @@ from deepnmt.model.blocks import SIDES, LayerPosition, Side, pack, set_clock, te
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import run_layers
 from deepnmt.optim.groups import group_key
+from deepnmt.processes.ranks import Ranks
 
 D = 16
 PRE_LN_AT_FIRST = ["hyper", "mhc"]
@@ -126,6 +127,24 @@ def test_prores_gives_each_layer_its_share_and_then_all() -> None:
     src, lengths, *_ = batch([5, 5], [4, 4])
     x = ramped.encoder.input(ramped.table("src")(src))
     assert torch.equal(ramped.encode(src, lengths), ramped.encoder.norm(x))
+
+
+def test_a_resumed_run_goes_on_with_the_shares_of_its_update() -> None:
+    """They are a function of the update's number, which no checkpoint needs to hold."""
+    stack = config.Stack(block="keel", layers=2, ramp=4)
+    model = shapes("keel").model_copy(update={"max_length": 512, "encoder": stack})
+    recipe, ranks = recipe_with(model=model.model_dump()), Ranks.alone()
+    first = build(recipe, ranks)
+    for update in range(3):
+        step(first, batches(update, 1), ranks)
+    saved = {state.name: state for state in export_state(first)}
+    moments = {name: tensor for state in saved.values() for name, tensor in state.moments.items()}
+    second = build(recipe, ranks)
+    second.fill(lambda name: saved[name].weight, moments.__getitem__, 3)
+    for engine in (first, second):
+        shares = [layer.rule.share for layer in engine.module.get_submodule("encoder.layers").children()]
+        assert shares == [0.75, 0.375]
+    assert step(first, batches(3, 1), ranks) == step(second, batches(3, 1), ranks)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
