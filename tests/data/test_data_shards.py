@@ -23,10 +23,10 @@ import torch
 from corpus_recipes import recipe_of, text
 from kills import kill_before
 from refusals import Refused, contents, user_error
+from warm import Warm, train
 
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import WEIGHTS, list_checkpoints
-from deepnmt.cli import main
 from deepnmt.config import Cleaning, Filters, Recipe, dump_recipe
 from deepnmt.data import parts
 from deepnmt.data.batching import START, WINDOW, Position, Stream, plan_epoch
@@ -223,18 +223,29 @@ def test_the_next_window_is_planned_in_the_background(plain: Recipe) -> None:
     assert made[0] == (0, 0, True) and made[1:5] == [(0, 1, False), (0, 2, False), (0, 3, False), (1, 0, False)]
 
 
-def test_training_stopped_in_every_window(plain: Recipe, tmp_path: Path) -> None:
-    """A run that was stopped in each of the windows and resumed is the run that was not."""
+def train_until(update: str, *arguments: str) -> int:
+    """`deepnmt train`, killed when it has computed this update and before its checkpoint has its name."""
+    kill_before(1, f"update-{int(update):08d}", "os.rename")
+    return train(*arguments)
+
+
+def test_training_killed_in_every_window(plain: Recipe, tmp_path: Path, warm: Warm) -> None:
+    """kill -9 in each of the windows; a run that goes on after it is the run that was not killed."""
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(plain), encoding="utf-8")
-    changed = ["batch.accumulation=9", "train.validate_every=100", "train.save_every=100"]
+    changed = ["batch.accumulation=9", "train.validate_every=100", "train.save_every=1", "train.updates=9"]
     windows = set()
-    for run, ends in (("whole", [9]), ("broken", [1, 3, 5, 7, 9])):
-        for updates in ends:
-            assert main("train", [str(file), f"run={tmp_path / run}", f"train.updates={updates}", *changed]) == 0
-            newest = list_checkpoints(tmp_path / run / "checkpoints")[-1]
-            state = json.loads((newest / "state.json").read_text())
-            windows.add(state["micro_batch"] // WINDOW)
+    warm.train(1, file, f"run={tmp_path / 'whole'}", *changed)
+    assert warm.wait() == [0], warm.said()
+    for update in (2, 4, 6, 8):
+        warm.start(1, "test_shards:train_until", update, file, f"run={tmp_path / 'broken'}", *changed)
+        assert warm.wait() == [-9], warm.said()
+        newest = list_checkpoints(tmp_path / "broken" / "checkpoints")[-1]
+        state = json.loads((newest / "state.json").read_text())
+        assert newest.name == f"update-{update - 1:08d}"
+        windows.add(state["micro_batch"] // WINDOW)
+    warm.train(1, file, f"run={tmp_path / 'broken'}", *changed)
+    assert warm.wait() == [0], warm.said()
     assert windows == {0, 1, 2, 3}
     weights = [(list_checkpoints(tmp_path / run / "checkpoints")[-1] / WEIGHTS).read_bytes()
                for run in ("whole", "broken")]
