@@ -264,7 +264,7 @@ BLOCKS = Choices({
               "logits of H_res 0 and −3"),
         cost="about K(n² + 2n)·n·D; n streams; 20 Sinkhorn rounds",
         claim="BBH 51.0 (43.8) at 27B; others: worse at 10M, better from 38M on",
-        seen="memory × 3.44, time × 6.2; not run at 100L",
+        seen="memory × 3.44, time × 6.2",
         take="much text; `mix: identity` keeps most at less cost"),
 }, plugins="BLOCKS")
 
