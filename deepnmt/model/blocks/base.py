@@ -79,7 +79,7 @@ class Norm(nn.Module):
 
 class Gate(Norm):
     """Coefficients that depend on the stream, as a module of its own: frozen, it has those of x, and what it multiplies
-    is affine, as behind a frozen norm. The doctor then splits a stream into its parts exactly."""
+    is affine, as behind a frozen norm; so a stream can be split into its parts exactly."""
 
     def frozen(self, x: Tensor) -> Branch:
         coefficients = self(x)
