@@ -171,7 +171,7 @@ def report(file: Path, picture: Path | None) -> str:
         UserError: there is no record.
     """
     if not file.exists() or not file.stat().st_size:
-        raise UserError(f"{file} holds no run yet; train some first, without --report")
+        raise UserError(f"there is no file {file} with runs; train some first, without --report")
     arms: dict[str, list[Record]] = {}
     for _, record in read_numbered_log(file):
         arms.setdefault(record["arm"], []).append(record)

@@ -150,7 +150,7 @@ class Split:
         return Split(self._folder, self._files, self.name, self.variants, k, self._limit)
 
     def column(self, name: str) -> Side:
-        """Another column of the same sentences, such as the `links` of word alignments."""
+        """Another column of the same sentences, such as what a visitor has written beside them."""
         if name not in self._columns:
             self._columns[name] = Side(self._folder, self._files, f"{self.name}.{name}")
         return self._columns[name]

@@ -215,9 +215,13 @@ def _from_version_1(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fingerprints_of_version_1(manifest: dict[str, Any]) -> list[str]:
-    """What checkpoints of version 0.2 and older know these data by: the hash of the manifest that those wrote. The
-    setting `vocab.tags` is younger than 0.1."""
+    """What checkpoints of version 0.2 and older know these data by: the hash of the manifest that those wrote. They
+    had no `drop_overlap` and did not count the overlap; `vocab.tags` is younger than 0.1."""
     old = {key: manifest[key] for key in ("format", "settings", "inputs", "vocab", "splits")}
+    old["settings"] = {key: value for key, value in old["settings"].items()
+                       if key != "data.filters.drop_overlap" or value}
+    old["splits"] = {name: {key: value for key, value in split.items() if key != "overlap"}
+                     for name, split in old["splits"].items()}
     old |= {"version": 1, "files": {name: {"bytes": entry["size"], "sha256": entry["sha256"]}
                                     for name, entry in manifest["files"].items()}}
     older = {key: value for key, value in old["settings"].items() if key != "vocab.tags" or value}

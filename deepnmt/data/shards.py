@@ -173,7 +173,7 @@ class Window:
         return len(self.src_lengths)
 
     def column(self, name: str) -> WindowSide:
-        """Another column of the same sentences, such as the `links` of word alignments."""
+        """Another column of the same sentences, such as what a visitor has written beside them."""
         if name not in self._columns:
             self._columns[name] = WindowSide(self._pieces, f"{TRAIN}.{name}")
         return self._columns[name]

@@ -1,4 +1,4 @@
-"""Pairs in the columns of a file: text with tabs, JSON lines, Parquet, and the Arrow files of Hugging Face's datasets.
+"""Pairs in the columns of a file: text with tabs, JSON lines, Parquet, and the Arrow files of the package `datasets`.
 
 A column is a number, from 1, or a name: of the first line of a text with tabs, of a key of JSON, of a column of the
 others. A name with dots leads inside: `translation.de`.

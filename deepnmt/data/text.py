@@ -144,7 +144,7 @@ def corpora_of(text: Corpus) -> dict[str, Corpus]:
 def files_of(names: Sequence[str]) -> list[str]:
     """The files that a setting names: those of a folder and those that fit a pattern, in the order of their names.
 
-    A folder of Hugging Face's datasets is its Arrow files. A name that fits nothing stays as it is.
+    A folder that the package `datasets` saved is its Arrow files. A name that fits nothing stays as it is.
     """
     found: list[str] = []
     for name in names:

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.layouts.compare_layouts",
         "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "saves": "studies.benchmarks.saves.measure_saves",
         "verdict-runs": "studies.verdict_text.run_all", "collapse": "studies.collapse.run_draws",
+        "deep-blocks": "studies.deep_blocks.measure_all", "data-at-scale": "studies.benchmarks.data_at_scale.made_up",
         "demo": "deepnmt.extras.demo.run.make_corpus",
         "get": "deepnmt.extras.fetch.fetch.fetch_texts", "run": "deepnmt.steps.run_steps"}
 # Messages that an example may end with if there is no text, data or checkpoint.
@@ -210,7 +211,7 @@ def test_the_example_of_prepare_works_next_to_the_demo(
     (elsewhere / "data" / "demo").mkdir(parents=True)
     for name, there in (("text", "text"), ("prepared", "data")):
         (elsewhere / "data" / "demo" / name).symlink_to(prepared / there)
-    words = [word.replace("4000", "2000") for word in after_the_program(examples("prepare", capsys)[-1], "prepare")]
+    words = [word.replace("4000", "2000") for word in after_the_program(examples("prepare", capsys)[1], "prepare")]
     assert main("prepare", [*words, "data.workers=1"]) == 0, capsys.readouterr().err
 
 

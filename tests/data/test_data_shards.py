@@ -238,7 +238,7 @@ def test_training_killed_in_every_window(plain: Recipe, tmp_path: Path, warm: Wa
     warm.train(1, file, f"run={tmp_path / 'whole'}", *changed)
     assert warm.wait() == [0], warm.said()
     for update in (2, 4, 6, 8):
-        warm.start(1, "test_shards:train_until", update, file, f"run={tmp_path / 'broken'}", *changed)
+        warm.start(1, "test_data_shards:train_until", update, file, f"run={tmp_path / 'broken'}", *changed)
         assert warm.wait() == [-9], warm.said()
         newest = list_checkpoints(tmp_path / "broken" / "checkpoints")[-1]
         state = json.loads((newest / "state.json").read_text())

@@ -14,7 +14,6 @@ from tiny_engines import batches, build, export_state, recipe_with, step
 from torch import nn
 
 from deepnmt import config
-from deepnmt.extras.doctor.measures import gradients
 from deepnmt.model import blocks
 from deepnmt.model.blocks import SIDES, LayerPosition, Side, pack, set_clock, tensors, unpack
 from deepnmt.model.init import new_model
@@ -85,15 +84,6 @@ def test_recomputing_layers_changes_no_gradient(block: str) -> None:
         found.append([p.grad.clone() for p in model.parameters()])
     for recomputed in found[1:]:
         torch.testing.assert_close(recomputed, found[0], rtol=1e-6, atol=1e-7)
-
-
-def test_the_gradient_of_a_mean_of_streams_is_that_of_a_shift_of_all() -> None:
-    model = model_of("hyper")
-    found = gradients(model, data()).outputs["decoder.layers.0.ffn"]
-    shift = torch.zeros(3, 6, D, requires_grad=True)
-    model.decoder.layers[0].register_forward_hook(lambda _m, _i, streams: tuple(x + shift for x in streams))
-    (model(data()).loss / data().tokens).backward()
-    assert shift.grad is not None and found == pytest.approx(float(shift.grad.norm()), rel=1e-5)
 
 
 def test_parameters_of_streams_have_rules_of_their_own() -> None:

@@ -76,4 +76,7 @@ def test_layout_equals_the_local_engine(
 ) -> None:
     warm.run(2, "test_block_engines:trial", tmp_path, layout)
     ours = torch.tensor(json.loads((tmp_path / f"{layout}.json").read_text()))
-    torch.testing.assert_close(ours, local, rtol=tolerance, atol=0)
+    for (encoder, decoder, _), own, plain in zip(PAIRS, ours, local, strict=True):
+        # the mixing coefficients of `hyper` are rounded, too, once a sub-layer
+        wider = 2 if "hyper" in (encoder, decoder) and layout.endswith("fp16") else 1
+        torch.testing.assert_close(own, plain, rtol=wider * tolerance, atol=0)

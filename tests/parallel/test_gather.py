@@ -23,6 +23,7 @@ from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.translation.source_use import SourceUse
 from deepnmt.tasks.translation.validate import validate
 from deepnmt.training.trainer import Trainer
 
@@ -53,10 +54,11 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
         with patch("deepnmt.tasks.translation.source_use.BATCH", 100):  # more micro-batches than processes
             found = validate(settings, data, engine, ranks)
         if ranks.first:
-            assert found.source is not None
+            use = SourceUse.of(found.figures)
+            assert use is not None
             Path(output).write_text(json.dumps({
-                "loss": found.loss, "bleu": found.bleu, "bytes": next(whole.parameters()).dtype.itemsize,
-                "source": astuple(found.source)}))
+                "loss": found.loss, "bleu": found.figures["bleu"], "bytes": next(whole.parameters()).dtype.itemsize,
+                "source": astuple(use)}))
         engine.close()
 
 

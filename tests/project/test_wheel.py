@@ -140,7 +140,8 @@ def test_translation_needs_the_listed_packages_alone(wheel: Path, prepared: Path
 
 # Modules that need more than every installation has, and are imported where that is asked for.
 OF_EXTRAS = {"extras/export/ctranslate2", "extras/export/searcher", "extras/export/huggingface", "extras/export/onnx",
-             "extras/kernels/kernels", "extras/serve/app", "extras/serve/metrics", "extras/serve/server"}
+             "extras/kernels/kernels", "extras/serve/app", "extras/serve/metrics", "extras/serve/server",
+             "recipes/launch/prepare_with_dask"}
 
 
 def packages_in(statements: Iterable[ast.AST]) -> set[str]:

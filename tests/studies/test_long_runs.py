@@ -63,7 +63,7 @@ def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path) -> N
     assert deep == "| deep | 2 | 30.5 ± 0.7, 50.0 ± 0.0 | 6.00 ± 0.00 | 1.50 ± 0.71 | abc |  |"
     gain = bleu(with_totals(better).sum(axis=0)) - bleu(with_totals(counts).sum(axis=0))
     assert wide.split(" | ")[-1].startswith(f"{gain:+.2f}, ") and float(wide.split(", ")[-1].strip("| ")) < 0.01
-    with pytest.raises(UserError, match="holds no run yet"):
+    with pytest.raises(UserError, match="train some first"):
         report(tmp_path / "none.jsonl", None)
 
 

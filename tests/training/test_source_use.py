@@ -208,6 +208,7 @@ def test_a_diverged_run_says_how_its_source_was_used(recipe: Recipe) -> None:
     record = {"update": 40, "source_gain": 0.004, "encoder_common": 0.97, "decoder_common": 0.2,
               "cross_attention_entropy": 1.0}
     made = with_settings(recipe, {"run": "nowhere"})
-    said = str(diverged(made, engine, ALONE, [], 1.0, 1.0, None, record))
+    said = str(diverged(made, engine, ALONE, [], 1.0, 1.0, None, TRANSLATION.explain(record)))
     assert "At the validation of update 40, 97 % of the encoder's output is one vector, and another" in said
-    assert "validation of" not in str(diverged(made, engine, ALONE, [], 1.0, 1.0, None, {"update": 40, "loss": 3.0}))
+    assert "validation of" not in str(diverged(
+        made, engine, ALONE, [], 1.0, 1.0, None, TRANSLATION.explain({"update": 40, "loss": 3.0})))

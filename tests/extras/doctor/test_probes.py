@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import small_models
 import torch
 from probe_models import PAD, VOCAB, batch, model_of
 from torch import Tensor, nn
@@ -314,3 +315,12 @@ def test_depth_makes_post_ln_shake_more_than_pre_ln() -> None:
                      for n in (2, 16))
         grown[block] = many / few
     assert grown["post_ln"] > 1.5 * grown["pre_ln"] > 1.5
+
+
+def test_the_gradient_of_a_mean_of_streams_is_that_of_a_shift_of_all() -> None:
+    model, data = small_models.model_of("hyper"), small_models.batch_of(*small_models.batch([7, 3, 5], [6, 2, 4]))
+    found = gradients(model, data).outputs["decoder.layers.0.ffn"]
+    shift = torch.zeros(3, 6, 16, requires_grad=True)
+    model.decoder.layers[0].register_forward_hook(lambda _m, _i, streams: tuple(x + shift for x in streams))
+    (model(data).loss / data.tokens).backward()
+    assert shift.grad is not None and found == pytest.approx(float(shift.grad.norm()), rel=1e-5)
