@@ -171,9 +171,9 @@ def test_what_does_not_fit_is_named(prepared: Path, base: Path, refused: Refused
             "model.encoder.layers=2, or train.grow=stack") in said("model.encoder.layers=3")
     assert ("decoder.layers.1.cross_attn.kv.bias [32] is not expected, since model.decoder.layers is 1 and was "
             "2; set model.decoder.layers=2") in said("model.decoder.layers=1", "train.grow=stack")
-    refused = said("model.encoder.layers=3", "model.encoder.block=b2t", "train.grow=stack")
-    assert "train.grow (stack) is offered for pre_ln, admin, deepnorm, " in refused
-    assert "but model.encoder.block is b2t; set model.encoder.layers=2" in refused
+    offered = said("model.encoder.layers=3", "model.encoder.block=b2t", "train.grow=stack")
+    assert "train.grow (stack) is offered for pre_ln, admin, deepnorm, " in offered
+    assert "but model.encoder.block is b2t; set model.encoder.layers=2" in offered
     assert "train.init_from: there is no folder nowhere" in said("train.init_from=nowhere")
     assert "train.freeze names 'encodre', but no parameter" in (fault := said("train.freeze=[encodre]"))
     assert "did you mean encoder?" in fault
