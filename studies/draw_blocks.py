@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 from deepnmt.config.choices import BLOCKS
 
@@ -20,7 +21,8 @@ class Stream:
         on: what the residual is multiplied by.
         after: what stands behind the sum.
         inside: whether F has a norm of its own.
-        below: whether F reads what lower sub-layers have put out.
+        below: what also reads what lower sub-layers have put out, the stream or F.
+        summed: whether the residual is added to what F puts out.
     """
 
     streams: int = 1
@@ -29,7 +31,8 @@ class Stream:
     on: str = ""
     after: str = ""
     inside: bool = False
-    below: bool = False
+    below: Literal["", "stream", "F"] = ""
+    summed: bool = True
 
 
 STREAMS: dict[str, Stream] = {
@@ -45,16 +48,16 @@ STREAMS: dict[str, Stream] = {
     "fixup": Stream(read="−b", write="s"),
     "t_fixup": Stream(),
     "looks_linear": Stream(after="LN"),
-    "dlcl": Stream(read="LN", below=True),
-    "dlcl_post": Stream(after="LN", below=True),
+    "dlcl": Stream(read="LN", below="stream"),
+    "dlcl_post": Stream(after="LN", below="stream"),
     "peri_ln": Stream(read="LN", write="LN"),
     "lns": Stream(read="LN/√l"),
     "keel": Stream(read="LN", on="α", after="LN"),
     "siamese": Stream(streams=2, read="LN", write="1/c"),
     "sub_ln": Stream(read="LN", inside=True),
-    "mix_ln": Stream(read="LN or", after="LN"),
-    "attn_res": Stream(read="LN", below=True),
-    "block_attn_res": Stream(read="LN", below=True),
+    "mix_ln": Stream(read="(LN)", after="(LN)"),
+    "attn_res": Stream(read="LN", below="F", summed=False),
+    "block_attn_res": Stream(read="LN", below="F"),
     "hyper": Stream(streams=4, read="LN", on="A_r"),
     "mhc": Stream(streams=4, read="LN", on="H_res"),
 }
@@ -76,11 +79,15 @@ def panel(name: str, drawn: Stream) -> str:
     """One block, from (0, 0) to (WIDTH, HEIGHT)."""
     xs = [30 + 9 * k for k in range(drawn.streams)]
     right, parts = 105, [f'<text x="{WIDTH / 2}" y="14" font-weight="bold">{name}</text>']
-    parts += [line((x, 146), (x, 24)) for x in xs]
-    parts += [line((xs[-1], 134), (right, 134), (right, 62), (xs[-1] + 5, 62)),
-              f'<circle cx="{xs[-1]}" cy="62" r="5" fill="#fff" stroke="#334"/><text x="{xs[-1]}" y="66">+</text>']
+    if drawn.summed:
+        parts += [line((x, 146), (x, 24)) for x in xs]
+        parts += [line((xs[-1], 134), (right, 134), (right, 62), (xs[-1] + 5, 62)),
+                  f'<circle cx="{xs[-1]}" cy="62" r="5" fill="#fff" stroke="#334"/><text x="{xs[-1]}" y="66">+</text>']
+    else:
+        parts += [line((right, 140), (right, 24))]
     if drawn.below:
-        parts += [line((8, 146), (8, 112), (right, 112), dashed=True, arrow=False)]
+        end = right if drawn.below == "F" else xs[-1]
+        parts += [line((8, 146), (8, 140), (end, 140), (end, 134), dashed=True, arrow=False)]
     parts += [box(right, 98, "F + LN" if drawn.inside else "F", "#fbe3c0")]
     for text, x, y in ((drawn.read, right, 122), (drawn.write, right, 74), (drawn.on, sum(xs) / len(xs), 98),
                        (drawn.after, xs[-1], 42)):

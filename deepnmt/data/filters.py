@@ -95,11 +95,6 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text.casefold()))
 
 
-def filter_by_text(pairs: Iterable[Pair], filters: Filters) -> Codes:
-    """`filter_corpora` of one corpus that is not cleaned."""
-    return filter_corpora([(Cleaning(), pairs)], filters)[0]
-
-
 def filter_corpora(corpora: Iterable[tuple[Cleaning, Iterable[Pair]]], filters: Filters,
                    scored: Collection[str] = frozenset()) -> tuple[Codes, int]:
     """Applies `apply_text_filters` to each corpus, and the filter of duplicates to all; returns the codes of all pairs,

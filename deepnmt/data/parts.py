@@ -101,10 +101,10 @@ class Work:
         """What the step *read* found in a unit."""
         return self.folder / f"read.{name_of(unit)}"
 
-    def found(self, unit: Unit, name: str) -> npt.NDArray[Any]:
+    def array(self, unit: Unit, name: str) -> npt.NDArray[Any]:
         """One of the arrays that it found, memory-mapped."""
-        array: npt.NDArray[Any] = np.load(self.read(unit) / f"{name}.npy", mmap_mode="r")
-        return array
+        mapped: npt.NDArray[Any] = np.load(self.read(unit) / f"{name}.npy", mmap_mode="r")
+        return mapped
 
     def codes_file(self, unit: Unit) -> Path:
         """Which pairs of a unit are kept before they are encoded."""
@@ -175,11 +175,6 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
 
 def _complete(target: Path) -> bool:
     return target.exists() and any(target.iterdir())
-
-
-def _say_what_is_left(part: Part, done: str, missing: Sequence[Unit], count: int) -> None:
-    print_status(f"part {part.number} of {part.total} is {done}; {len(missing)} of {count} units of other parts are "
-                 f"not yet, {name_of(missing[0])} among them; give the same command again when they are")
 
 
 @contextmanager
@@ -394,7 +389,7 @@ def join(work: Work, units: Sequence[Unit]) -> None:
     data, vocab, tags = recipe.data, recipe.vocab, tags_of(recipe)
     with folders.new_folder(work.folder / "joined", KIND) as made:
         for unit in units:
-            work.found(unit, "codes").tofile(made / work.codes_file(unit).name)
+            work.array(unit, "codes").tofile(made / work.codes_file(unit).name)
         if data.filters.drop_duplicates:
             _leave_out_duplicates(work, units, made)
         _require_kept(work, units, made)
@@ -437,7 +432,7 @@ def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: Enco
 
 def _leave_out_duplicates(work: Work, units: Sequence[Unit], made: Path) -> None:
     """Marks the second and later copies of a pair in the order of the units, one range of hashes after another."""
-    arrays = [(work.found(unit, "hashes"), work.found(unit, "rows")) for unit in units]
+    arrays = [(work.array(unit, "hashes"), work.array(unit, "rows")) for unit in units]
     total = sum(len(hashes) for hashes, _ in arrays)
     buckets = max(1, -(-total // BUCKET))
     starts = [0] * len(units)
@@ -497,7 +492,7 @@ def _learn_vocabulary(work: Work, units: Sequence[Unit], made: Path, tags: Seque
     chosen: list[Indices] = []
     for unit in units:
         codes = np.fromfile(made / work.codes_file(unit).name, dtype=np.uint8)
-        chosen.append(codes[work.found(unit, "sampled")] == KEPT)
+        chosen.append(codes[work.array(unit, "sampled")] == KEPT)
         count += int(chosen[-1].sum())
     seconds = (2 * count if vocab.shared else count) / LEARNED[vocab.kind] * (1 if vocab.shared else 2)
     print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'} on "
@@ -523,7 +518,7 @@ def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
     counts: list[dict[str, Any]] = []
     for unit in units:
         manifest = folders.read_manifest(work.shard(unit), SHARD)
-        counts.append({**manifest["counts"], "overlap": int(work.found(unit, "overlap"))})
+        counts.append({**manifest["counts"], "overlap": int(work.array(unit, "overlap"))})
         shards.setdefault(unit.corpus, []).append(Entry(
             pairs=counts[-1]["pairs"], src_tokens=counts[-1]["src_tokens"], trg_tokens=counts[-1]["trg_tokens"],
             key=manifest["key"], content=content_of(manifest)).model_dump())
