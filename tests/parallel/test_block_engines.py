@@ -67,16 +67,15 @@ def local(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> torch.Tensor:
     return torch.tensor(json.loads((folder / "local.json").read_text()))
 
 
-# fp16 rounds weights and activations to 11 bits.
-@pytest.mark.parametrize(("layout", "tolerance"), [
-    ("zero3_fp32", 1e-5), ("pipeline_zero1_fp32", 1e-5), ("zero1_fp16", 5e-3)
+# fp16 rounds weights and activations to 11 bits. Adam's first updates go by the gradient's signs, so a small gradient
+# that is rounded moves its weight by a whole step: later norms differ more than losses, by 6e-3 with Pre-LN alone.
+@pytest.mark.parametrize(("layout", "of_losses", "of_norms"), [
+    ("zero3_fp32", 1e-5, 1e-5), ("pipeline_zero1_fp32", 1e-5, 1e-5), ("zero1_fp16", 1e-3, 1e-2)
 ])
 def test_layout_equals_the_local_engine(
-    layout: str, tolerance: float, local: torch.Tensor, tmp_path: Path, warm: Warm
+    layout: str, of_losses: float, of_norms: float, local: torch.Tensor, tmp_path: Path, warm: Warm
 ) -> None:
     warm.run(2, "test_block_engines:trial", tmp_path, layout)
     ours = torch.tensor(json.loads((tmp_path / f"{layout}.json").read_text()))
-    for (encoder, decoder, _), own, plain in zip(PAIRS, ours, local, strict=True):
-        # the mixing coefficients of `hyper` are rounded, too, once a sub-layer
-        wider = 2 if "hyper" in (encoder, decoder) and layout.endswith("fp16") else 1
-        torch.testing.assert_close(own, plain, rtol=wider * tolerance, atol=0)
+    torch.testing.assert_close(ours[..., 0], local[..., 0], rtol=of_losses, atol=0)
+    torch.testing.assert_close(ours[..., 1], local[..., 1], rtol=of_norms, atol=0)
