@@ -46,7 +46,7 @@ with processes() as ranks:
 @pytest.mark.parametrize(("form", "places"), [
     # rank, world, local rank, local world, machine, threads
     ("--nodes=2 --ntasks=3", ["0 3 0 2 n1 1", "1 3 1 2 n1 1", "2 3 0 1 n2 1"]),
-    ("--ntasks=2", ["0 2 0 2 n1 1", "1 2 1 2 n1 1"]),
+    ("--ntasks=2 --nodelist=n1", ["0 2 0 2 n1 1", "1 2 1 2 n1 1"]),
     ("--nodes=2 --ntasks-per-node=1 --cpus-per-task=2", ["0 2 0 1 n1 2", "1 2 0 1 n2 2"]),
 ])
 def test_srun(form: str, places: list[str], machines: Machines) -> None:
