@@ -35,7 +35,7 @@ from deepnmt.config.plugins import require_same
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.folders import MANIFEST, Buffer, DamagedFolder, FolderWriteError
-from deepnmt.model.blocks import SIDES, set_clock
+from deepnmt.model.blocks import set_clock
 from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 
@@ -393,7 +393,7 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
 
 def _other_model(model: Model, src_vocab: int, trg_vocab: int, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """A clause on how these shapes differ from those of a model, which takes no more time or memory than they."""
-    for side in SIDES:
+    for side in model.sides:
         if f"{side}.layers.{model.stack(side).layers - 1}.ffn.fc2.weight" not in shapes:
             return f"the {side} has other than {model.stack(side).layers} layers"
     if TYINGS[model.tied].joint and src_vocab != trg_vocab:

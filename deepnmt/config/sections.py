@@ -320,8 +320,9 @@ class Stack(Section):
 
     block: Annotated[str, BLOCKS] = "admin"
     """The residual block of every layer; a text is the name of one in a plug-in."""
-    layers: Annotated[int, Field(ge=1, le=100_000)] = 6
-    """Number of layers."""
+    layers: Layers = 6
+    """Number of layers; 0: the model lacks this side, which only some tasks allow. `encoder: null` or `decoder: null`
+    is short for it."""
     init: Annotated[str, INITS, Fact.TRAINING_ONLY] = "auto"
     """Initial weights of matrices. `xavier` divides Xavier's bound of query, key and value by √2 (not with deepnorm);
     `xavier_separate` does not; `depth_scaled` is `xavier` with every matrix times layers^-1/2. `auto` is
@@ -380,6 +381,14 @@ class Stack(Section):
         return {"block": block, **{name: self.default(name) for name in other.misplaced("block")}}
 
 
+def _absent(value: Any) -> Any:
+    """`null` as a side of the model without layers."""
+    return {"layers": 0} if value is None else value
+
+
+Side = Annotated[Stack, BeforeValidator(_absent, json_schema_input_type=Stack | None)]
+
+
 class Model(Section):
     """Shapes, dropout and blocks of the Transformer."""
 
@@ -409,10 +418,10 @@ class Model(Section):
     `all` needs `vocab.shared`."""
     max_length: Annotated[int, Field(ge=1, le=2**17), Fact.TRAINING_ONLY] = 512
     """The longest sentence in tokens, eos included; above `data.filters.max_tokens`."""
-    encoder: Stack = Stack()
-    """The stack that reads the source."""
-    decoder: Stack = Stack()
-    """The stack that writes the target."""
+    encoder: Side = Stack()
+    """The stack that reads the source; null: none, and the decoder has no cross-attention."""
+    decoder: Side = Stack()
+    """The stack that writes the target; null: none, and the encoder's output is what predicts."""
 
     def stack(self, side: Literal["encoder", "decoder"]) -> Stack:
         """One side of the model."""
@@ -424,36 +433,54 @@ class Model(Section):
         return Shape(stack.width or self.width, stack.heads or self.heads, stack.ffn or self.ffn)
 
     @property
+    def sides(self) -> tuple[Literal["encoder", "decoder"], ...]:
+        """The sides that there are."""
+        both: tuple[Literal["encoder", "decoder"], ...] = ("encoder", "decoder")
+        return tuple(side for side in both if self.stack(side).layers)
+
+    @property
+    def last(self) -> Literal["encoder", "decoder"]:
+        """The side whose output predicts."""
+        return self.sides[-1]
+
+    @property
     def ffn_matrices(self) -> int:
         """Matrices of a feed-forward sub-layer."""
         return 3 if ACTIVATIONS[self.activation].gated else 2
 
     @property
     def blocks(self) -> str:
-        """Both blocks, for a sentence on what they cannot do."""
-        encoder, decoder = self.block_names
-        return f"model.encoder.block is {encoder} and model.decoder.block {decoder}"
+        """The blocks, for a sentence on what they cannot do."""
+        return " and ".join(f"model.{side}.block is {self.stack(side).block}" for side in self.sides)
 
     @property
-    def block_names(self) -> tuple[str, str]:
-        """The block of the encoder and that of the decoder, for people; what can be done with them say `Stack.facts`.
-        """
-        return self.encoder.block, self.decoder.block
+    def block_names(self) -> tuple[str, ...]:
+        """The block of each side, for people; what can be done with them say `Stack.facts`."""
+        return tuple(self.stack(side).block for side in self.sides)
+
+    @property
+    def depths(self) -> str:
+        """The layers of each side, for people, as in 18L-6L."""
+        return "-".join(f"{self.stack(side).layers}L" for side in self.sides)
 
     @property
     def profiled(self) -> bool:
         """Whether a stack's ω are measured before the first update, or read from a profile."""
-        return self.encoder.facts.profiled or self.decoder.facts.profiled
+        return any(self.stack(side).facts.profiled for side in self.sides)
 
     @property
     def tables(self) -> Mapping[Use, str]:
         """The name of the embedding table for each use."""
-        return TYINGS[self.tied].tables
+        inputs = {"src": "encoder", "trg": "decoder", "out": self.last}
+        return {use: table for use, table in TYINGS[self.tied].tables.items() if inputs[use] in self.sides}
 
     def faults(self) -> Iterator[Fault]:
-        yield from dict.fromkeys(fault for side in ("encoder", "decoder") for fault in self._faults_of(side))
-        widths = [self.shape(side).width for side in ("encoder", "decoder")]
-        if TYINGS[self.tied].joint and widths[0] != widths[1]:
+        if not self.sides:
+            yield Fault(("encoder", "decoder"), "encoder and decoder are both null, so there is no model; give one of "
+                        "them layers")
+        yield from dict.fromkeys(fault for side in self.sides for fault in self._faults_of(side))
+        widths = [self.shape(side).width for side in self.sides]
+        if TYINGS[self.tied].joint and len(set(widths)) > 1:
             yield Fault(("tied", "width", "encoder.width", "decoder.width"), f"tied: {self.tied} needs one width, "
                         f"but the encoder's is {widths[0]} and the decoder's {widths[1]}; set tied: decoder")
 
@@ -897,6 +924,10 @@ class Recipe(Section):
                             + (f"; did you mean {near}?" if near else ""))
 
     def _faults_of_sizes(self) -> Iterator[Fault]:
+        for side, meaning in (("encoder", "reads the source"), ("decoder", "writes the target")):
+            if side not in self.model.sides:
+                yield Fault((f"model.{side}.layers", f"model.{side}"), f"model.{side}.layers: is 0, but task: "
+                            f"{self.task} needs the {side}, which {meaning}; set it to 1 or more")
         longest = self.data.filters.max_tokens
         if TYINGS[self.model.tied].joint and not self.vocab.shared:
             yield Fault(("model.tied", "vocab.shared"), f"model.tied: {self.model.tied} needs vocab.shared: true "
@@ -958,6 +989,7 @@ class Recipe(Section):
     def _faults_of_beginning(self) -> Iterator[Fault]:
         """Faults in what the weights begin with."""
         profile, init_from = self.admin.profile, self.train.init_from
+        measured = " or ".join(BLOCKS.where(lambda block: block.profiled))
         for side, stack in (("encoder", self.model.encoder), ("decoder", self.model.decoder)):
             if stack.ramp and init_from is not None:
                 yield Fault((f"model.{side}.ramp", "train.init_from"), f"model.{side}.ramp ({stack.ramp}) would begin "
@@ -969,11 +1001,8 @@ class Recipe(Section):
             yield Fault(("admin.profile", "train.init_from"), f"admin.profile ({profile}) has no effect with "
                         f"train.init_from ({init_from}), which has trained ω; remove one of them")
         if profile is not None and not self.model.profiled:
-            encoder, decoder = self.model.block_names
             yield Fault(("admin.profile", "model.encoder.block", "model.decoder.block"),
-                        f"admin.profile ({profile}) needs block: "
-                        f"{' or '.join(BLOCKS.where(lambda block: block.profiled))}, but model.encoder.block is "
-                        f"{encoder} and model.decoder.block is {decoder}; remove it")
+                        f"admin.profile ({profile}) needs block: {measured}, but {self.model.blocks}; remove it")
 
 
 # Where a recipe may have a name from a plug-in.

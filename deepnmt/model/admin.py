@@ -57,17 +57,21 @@ class AdminProfile:
     Attributes:
         encoder, decoder: ω in the order of the sub-layers; empty for a stack that is not Admin.
         provenance: everything the numbers depend on, or the file they were read from.
+        crossing: whether the decoder has cross-attention, as in a model with both sides.
     """
 
     encoder: list[float]
     decoder: list[float]
     provenance: dict[str, Any]
+    crossing: bool = True
 
     @property
     def omega(self) -> dict[str, float]:
         """ω by canonical name, as in `encoder.layers.3.ffn`."""
         omega = {}
-        for (side, names), values in zip(SUBLAYERS.items(), (self.encoder, self.decoder), strict=True):
+        own = SUBLAYERS["encoder"]  # of a stack without cross-attention
+        crossing = SUBLAYERS["decoder"] if self.crossing else own
+        for side, names, values in (("encoder", own, self.encoder), ("decoder", crossing, self.decoder)):
             for number, value in enumerate(values):
                 layer, sublayer = divmod(number, len(names))
                 omega[f"{side}.layers.{layer}.{names[sublayer]}"] = value
@@ -104,11 +108,12 @@ class AdminProfile:
                             "or null to measure anew") from None
         names = {side: profiled_sublayers(model, side) for side in SIDES}
         if text.lstrip().startswith("{"):
-            return cls(*_from_json(text, path, names))
+            return cls(*_from_json(text, path, names), len(model.sides) > 1)
         split = len(names["encoder"])
         values = _from_text(text, path, split, len(names["decoder"]))
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(values[:split], values[split:], {"file": path.name, "sha256": digest})
+        return cls(values[:split], values[split:], {"file": path.name, "sha256": digest},
+                   len(model.sides) > 1)
 
 
 def _hash(provenance: dict[str, Any]) -> str:
@@ -177,12 +182,18 @@ def measure(
     if not count:
         raise ValueError("no process has a micro-batch to profile")
     weights = Initialiser(model, src_vocab, trg_vocab, seed)
-    flows = _enter(model, "encoder", src_vocab, weights, batches, [()] * len(batches), settings)
-    encoder, decoder = _run_stack(model, "encoder", weights, flows, ranks, settings, show), []
-    if model.decoder.facts.profiled:
+    memories: list[tuple[Tensor | None, ...]] = [()] * len(batches)
+    encoder: list[float] = []
+    decoder: list[float] = []
+    if "encoder" in model.sides:
+        flows = _enter(model, "encoder", src_vocab, weights, batches, memories, settings)
+        encoder = _run_stack(model, "encoder", weights, flows, ranks, settings, show)
         top = build_top(model, "encoder")
         fill(top, weights, "encoder.norm")
         memories = [(top.to(batch.device)(flow.x),) for batch, flow in zip(batches, flows, strict=True)]
+    elif batches:
+        memories = [(None,)] * len(batches)
+    if "decoder" in model.sides and model.decoder.facts.profiled:
         flows = _enter(model, "decoder", trg_vocab, weights, batches, memories, settings)
         decoder = _run_stack(model, "decoder", weights, flows, ranks, settings, show)
     provenance = {
@@ -197,30 +208,33 @@ def measure(
         "micro_batches": count,
         "data": data,
     }
-    return AdminProfile(encoder, decoder, provenance)
+    return AdminProfile(encoder, decoder, provenance, len(model.sides) > 1)
 
 
 def _enter(
     model: Model, side: Side, vocab: int, weights: Initialiser, batches: Sequence[Batch],
-    memories: Sequence[tuple[Tensor, ...]], settings: Admin,
+    memories: Sequence[tuple[Tensor | None, ...]], settings: Admin,
 ) -> list[_Flow]:
-    """Each micro-batch at the bottom of a stack; the embedding table is freed on return."""
+    """Each micro-batch at the bottom of a stack; the embedding table is freed on return. A memory is None for a decoder
+    without an encoder."""
     table = skip_init(nn.Embedding, vocab, model.shape(side).width)
     entry = InputLayer(model, side, weights.seed).train()
     fill(table, weights, f"embeddings.{model.tables['src' if side == 'encoder' else 'trg']}")
     fill(entry, weights, f"{side}.input")
     flows = []
     for batch, memory in zip(batches, memories, strict=True):
-        src, lengths = batch["src"], batch["src_lengths"]
-        ids, counted = batch["trg_in"], batch["trg_out"] != PAD
         if side == "encoder":
-            ids, counted = src, torch.arange(src.size(1), device=src.device) < lengths[:, None]
+            ids, lengths = batch["src"], batch["src_lengths"]
+            counted = torch.arange(ids.size(1), device=ids.device) < lengths[:, None]
+        else:
+            ids, counted = batch["trg_in"], batch["trg_out"] != PAD
         x, visible = entry.to(batch.device)(table.to(batch.device)(ids), batch.key), None
         if settings.count_padding:
             if side == "decoder":
                 visible = counted[:, None, None] & counted.new_ones(x.size(1), x.size(1)).tril()
             x, counted = x * counted[..., None], torch.ones_like(counted)
-        context = (*memory, key_mask(lengths, src.size(1), x.dtype))
+        mask = key_mask(batch["src_lengths"], batch["src"].size(1), x.dtype) if "encoder" in model.sides else None
+        context = (*memory, mask)
         flows.append(_Flow(start_stream(model, side, x), counted, context, batch.key, visible))
     return flows
 

@@ -19,7 +19,7 @@ from deepnmt.model.positions import POSITIONS
 
 def table_width(model: config.Model, use: Use) -> int:
     """The width of the table for a use."""
-    return model.shape("encoder" if use == "src" else "decoder").width
+    return model.shape("encoder" if use == "src" else "decoder" if use == "trg" else model.last).width
 
 
 class InputLayer(nn.Module):

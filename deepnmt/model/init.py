@@ -150,7 +150,7 @@ class Initialiser:
         first = {side: LayerPosition.of(model, side, 0) for side in SIDES}
         gains = [first[side].block.embedding_gain(first[side])
                  for use, side in (("src", SIDES[0]), ("trg", SIDES[1])) if use in uses]
-        gains += [first["decoder"].block.output_gain()] if uses == ["out"] else []
+        gains += [first[model.last].block.output_gain()] if uses == ["out"] else []
         gain = next((gain for gain in gains if gain != 1.0), 1.0)
         width = table_width(model, uses[0])
         table = torch.empty(self.vocabs[uses[0]], width)

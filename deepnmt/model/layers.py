@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepnmt import config
 from deepnmt.model.attention import CrossAttention
-from deepnmt.model.blocks import LayerPosition, Stream, stream_of, tensors
+from deepnmt.model.blocks import Branch, LayerPosition, Stream, stream_of, tensors
 from deepnmt.model.dropout import Dropout, seed_dropout, stable_hash
 from deepnmt.model.positions import POSITIONS
 
@@ -81,37 +81,41 @@ class EncoderLayer(Layer):
 
 
 class DecoderLayer(Layer):
-    """Causal self-attention, cross-attention to the memory, and FFN."""
+    """Causal self-attention, cross-attention to the memory if the model has an encoder, and FFN."""
+
+    cross_attn: CrossAttention
 
     def __init__(self, model: config.Model, position: LayerPosition, seed: int) -> None:
         super().__init__(model, position, seed)
         shape, memory = model.shape("decoder"), model.shape("encoder").width
-        self.cross_attn = CrossAttention(
-            shape.width, shape.heads, model.attention_dropout, self.rule.linear, memory)
+        self.crossing = position.crossing
+        self.register_module("cross_attn", CrossAttention(
+            shape.width, shape.heads, model.attention_dropout, self.rule.linear, memory) if self.crossing else None)
 
-    def forward(self, x: Stream, memory: Tensor, mask: Tensor | None = None, dropout_key: int = 0) -> Stream:
+    def forward(
+        self, x: Stream, memory: Tensor | None = None, mask: Tensor | None = None, dropout_key: int = 0
+    ) -> Stream:
         """x [B, T, D], memory [B, S, M] and its key mask [B, 1, 1, S] (false at padding) to [B, T, D]."""
         self.seed_masks(x, dropout_key)
         return self.survivor(x, self.compute(x, memory, mask), dropout_key)
 
-    def compute(self, x: Stream, memory: Tensor, mask: Tensor | None) -> Stream:
+    def compute(self, x: Stream, memory: Tensor | None, mask: Tensor | None) -> Stream:
         """The layer once its dropout is seeded."""
-        keys, values = self.cross_attn.keys_values(memory)
-        return self.rule(
-            x,
-            (
-                lambda h: self.dropout(self.self_attn(h, None, causal=True)),
-                lambda h: self.dropout(self.cross_attn(h, keys, values, mask)),
-                lambda h: self.dropout(self.ffn(h)),
-            ),
-        )
+        branches: list[Branch] = [
+            lambda h: self.dropout(self.self_attn(h, None, causal=True)),
+            lambda h: self.dropout(self.ffn(h)),
+        ]
+        if memory is not None:
+            keys, values = self.cross_attn.keys_values(memory)
+            branches.insert(1, lambda h: self.dropout(self.cross_attn(h, keys, values, mask)))
+        return self.rule(x, branches)
 
     def step(
         self,
         x: Stream,
         past: Tensor,
         visible: Tensor | None,
-        source: tuple[Tensor, Tensor],
+        source: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
         slots: slice,
     ) -> Stream:
@@ -120,14 +124,10 @@ class DecoderLayer(Layer):
         Args:
             past: keys and values of the self-attention [2, B, H, max_steps·K, d], extended in place.
             visible, slots: see `SelfAttention.step`.
-            source: keys and values of the cross-attention [B, H, S, d].
+            source: keys and values of the cross-attention [B, H, S, d]; None without an encoder.
             mask: the key mask of the cross-attention.
         """
-        return self.rule(
-            x,
-            (
-                lambda h: self.self_attn.step(h, past, visible, slots),
-                lambda h: self.cross_attn(h, *source, mask),
-                self.ffn,
-            ),
-        )
+        branches: list[Branch] = [lambda h: self.self_attn.step(h, past, visible, slots), self.ffn]
+        if source is not None:
+            branches.insert(1, lambda h: self.cross_attn(h, *source, mask))
+        return self.rule(x, branches)

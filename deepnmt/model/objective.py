@@ -73,7 +73,8 @@ class RDrop(Objective):
         batch = self.inner.prepare(batch)
         if not self.training:
             return batch
-        twice = batch.with_tensors(**{name: torch.cat([batch[name], batch[name]]) for name in TRANSLATION})
+        twice = batch.with_tensors(**{name: torch.cat([batch[name], batch[name]]) for name in TRANSLATION
+                                      if name in batch})
         return Batch(twice.tensors, batch.key, 2 * batch.tokens)
 
     def loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSums:

@@ -1,4 +1,4 @@
-"""The encoder-decoder Transformer.
+"""The Transformer: encoder and decoder, or one of them.
 
 `B` sentences, `S` source length, `T` target length, `D` width (the memory has the encoder's), `H` heads, `d` = D / H,
 `V` vocabulary, `K` beams.
@@ -77,13 +77,13 @@ def run_layers(layers: Sequence[nn.Module], recompute: int, x: Stream, *rest: Te
 
 def unit_names(model: config.Model) -> list[str]:
     """The units of a model from input to loss, of which a pipeline's stage has some."""
-    return [
-        "source",
-        *(f"encoder.layers.{i}" for i in range(model.encoder.layers)),
-        "target",
-        *(f"decoder.layers.{i}" for i in range(model.decoder.layers)),
-        "output",
-    ]
+    units = []
+    for side in model.sides:
+        units += [_ENTRY[side], *(f"{side}.layers.{i}" for i in range(model.stack(side).layers))]
+    return [*units, "output"]
+
+
+_ENTRY: dict[Side, str] = {"encoder": "source", "decoder": "target"}
 
 
 class Stack(nn.Module):
@@ -98,7 +98,7 @@ class Stack(nn.Module):
         units: Collection[str],
     ) -> None:
         super().__init__()
-        begins, ends = ("source", "target") if side == "encoder" else ("target", "output")
+        begins, ends = _ENTRY[side], "output" if side == model.last else "target"
 
         def built(unit: str, build: Callable[[], nn.Module]) -> nn.Module | None:
             if unit not in units:
@@ -109,6 +109,8 @@ class Stack(nn.Module):
 
         self.register_module("input", built(begins, partial(InputLayer, model, side, seed)))
         self.layers = nn.ModuleList()
+        if side not in model.sides:
+            units = ()
         for index in range(model.stack(side).layers):
             layer = built(f"{side}.layers.{index}", partial(build_layer, model, side, index, seed))
             self.layers.add_module(str(index), layer)
@@ -146,7 +148,8 @@ class Transformer(nn.Module):
                              f"{trg_vocab}")
         self.project: nn.Module | None = None  # the output projection, if it is packed (decode/packed.py)
         self.recompute = 0  # see `run_layers`
-        self.shape = model.shape("decoder")
+        self.shape = model.shape(model.last)
+        self.sides = model.sides
         self.tables = model.tables
         names = unit_names(model)
         held = names if units is None else names[units.start : units.stop]
@@ -164,14 +167,15 @@ class Transformer(nn.Module):
             self.objective.attach(self)
 
     def forward(self, batch: Batch) -> LossSums:
-        """The loss of a micro-batch: of predicting trg_out [B, T] from src [B, S] and trg_in [B, T]."""
+        """The loss of a micro-batch: of predicting trg_out [B, T] from src [B, S] and trg_in [B, T], or from one of
+        them if the model has one side."""
         batch = self.objective.prepare(batch)
         _, hidden = self.run(batch)
         assert isinstance(hidden, Tensor)
         return self.objective.loss(hidden, self.output_weight, batch)
 
     def run(self, batch: Batch, memory: Stream | None = None, hidden: Stream | None = None
-            ) -> tuple[Stream, Stream | None]:
+            ) -> tuple[Stream | None, Stream | None]:
         """Passes a prepared micro-batch through the units that there are.
 
         Args:
@@ -179,11 +183,14 @@ class Transformer(nn.Module):
             hidden: what a stage gets of the decoder: the stream of its last layer; None before its input.
 
         Returns:
-            The same after these units.
+            The same after these units. Without a decoder the encoder's end is `hidden`, which predicts.
         """
-        if hidden is None:
+        if hidden is None and "encoder" in self.sides:
             memory = self.encode(batch["src"], batch["src_lengths"], batch.key, memory)
-        assert memory is not None
+        if "decoder" not in self.sides:
+            return memory, memory if self.encoder.norm is not None else None
+        if "encoder" not in self.sides:
+            return None, self.decode(batch["trg_in"], None, None, batch.key, hidden)
         if hidden is not None or self.decoder.input is not None:
             assert isinstance(memory, Tensor)
             hidden = self.decode(batch["trg_in"], memory, batch["src_lengths"], batch.key, hidden)
@@ -213,14 +220,18 @@ class Transformer(nn.Module):
         return x if self.encoder.norm is None else self.encoder.norm(x)
 
     def decode(
-        self, trg_in: Tensor, memory: Tensor, src_lengths: Tensor, dropout_key: int = 0, x: Stream | None = None
+        self, trg_in: Tensor, memory: Tensor | None, src_lengths: Tensor | None, dropout_key: int = 0,
+        x: Stream | None = None,
     ) -> Any:
-        """trg_in [B, T] and the memory [B, S, D] to the stack's output [B, T, D]. For a stage see `encode`."""
+        """trg_in [B, T] and the memory [B, S, D], None without an encoder, to the stack's output [B, T, D]. For a stage
+        see `encode`."""
         if self.decoder.input is not None:
             x = self.decoder.start(self.decoder.input(self.table("trg")(trg_in), dropout_key))
         assert x is not None
         if layers := self.decoder.present:
-            mask = key_mask(src_lengths, memory.size(1), memory.dtype)
+            mask = None
+            if memory is not None and src_lengths is not None:
+                mask = key_mask(src_lengths, memory.size(1), memory.dtype)
             x = run_layers(layers, self.recompute, x, memory, mask, dropout_key)
         return x if self.decoder.norm is None else self.decoder.norm(x)
 
@@ -243,6 +254,12 @@ class Transformer(nn.Module):
         logits = F.linear(hidden, self.output_weight) if self.project is None else self.project(hidden)
         logits[..., PAD] = -torch.inf
         return logits
+
+    def start_alone(self, sentences: int, max_steps: int) -> Cache:
+        """The cache to continue texts without an encoder, for at most `max_steps` steps."""
+        layers, (width, heads, _) = len(self.decoder_layers), self.shape
+        past = self.output_weight.new_empty(layers, 2, sentences, heads, max_steps, width // heads)
+        return Cache(past, [], None, 1)
 
     def start_cache(self, memory: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> Cache:
         """The cache to decode memory [B, S, D] with K = `beams` hypotheses each, for at most `max_steps` steps.
@@ -278,6 +295,7 @@ class Transformer(nn.Module):
         embedded = self.table("trg")(tokens.view(cache.past.size(2), -1))
         x = self.decoder.start(self.decoder.input.step(embedded, cache.position))
         visible, slots = cache.advance(embedded.size(1))
-        for layer, past, source in zip(self.decoder_layers, cache.past, cache.source, strict=True):
+        sources: Sequence[tuple[Tensor, Tensor] | None] = cache.source or [None] * len(cache.past)
+        for layer, past, source in zip(self.decoder_layers, cache.past, sources, strict=True):
             x = layer.step(x, past, visible, source, cache.mask, slots)
         return self.decoder.norm(x).flatten(0, 1)

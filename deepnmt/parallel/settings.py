@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from deepnmt.config import Model, Precision, Recipe
 from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.errors import UserError, nearest
-from deepnmt.model.blocks import SIDES, LayerPosition, Side
+from deepnmt.model.blocks import LayerPosition, Side
 from deepnmt.model.overrides import known_sets
 from deepnmt.parallel.pipeline.partition import check_stages
 from deepnmt.shipped import find_shipped
@@ -95,7 +95,7 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
     """
     path, stages, precision = recipe.parallel.ds_config, recipe.parallel.pipeline_stages, recipe.parallel.precision
     known_sets(recipe.parallel.overrides)
-    for side in SIDES:
+    for side in recipe.model.sides:
         stack = recipe.model.stack(side)
         if recipe.parallel.compile and _grows(recipe.model, side):
             raise UserError(f"parallel.compile is true, but each layer of {stack.block} has another number of inputs, "

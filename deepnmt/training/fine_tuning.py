@@ -26,7 +26,7 @@ from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError, nearest
 from deepnmt.files import sha256
 from deepnmt.folders import MANIFEST
-from deepnmt.model.blocks import BLOCKS, SIDES
+from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import is_in
 from deepnmt.processes.ranks import Ranks
@@ -104,7 +104,7 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
 def _grown(recipe: Recipe, old: Model, folder: Path) -> dict[str, tuple[int, int]]:
     """The layers before and now of each side that grows. Raises `UserError` if its block does not offer it."""
     grown: dict[str, tuple[int, int]] = {}
-    for side in SIDES:
+    for side in recipe.model.sides:
         was, now, block = old.stack(side).layers, recipe.model.stack(side).layers, recipe.model.stack(side).block
         if recipe.train.grow is None or now <= was:
             continue

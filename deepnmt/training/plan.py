@@ -18,7 +18,7 @@ from deepnmt.data.prepared import check_vocabularies, open_prepared, trained_on
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.device import CARDS, RESERVED, memory
 from deepnmt.errors import UserError
-from deepnmt.model.blocks import SIDES, LayerPosition
+from deepnmt.model.blocks import LayerPosition
 from deepnmt.model.embedding import table_width
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.transformer import Transformer, build_top
@@ -54,9 +54,10 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
         return sum(p.numel() for p in part.parameters())
 
     with torch.device("meta"):
-        shallow = Transformer(with_settings(model, {"encoder.layers": 1, "decoder.layers": 1}), 8, 8, 0)
+        shallow = Transformer(with_settings(model, {f"{side}.layers": 1 for side in model.sides}), 8, 8, 0)
         total = size(shallow)
-        for side, stack in zip(SIDES, (shallow.encoder, shallow.decoder), strict=True):
+        for side in model.sides:
+            stack = shallow.encoder if side == "encoder" else shallow.decoder
             layer, layers = stack.present[0], model.stack(side).layers
             total += (layers - 1) * (size(layer) - size(layer.rule)) - size(layer.rule) - size(stack.norm)
             for position in (LayerPosition.of(model, side, index) for index in range(layers)):
@@ -96,9 +97,10 @@ def memory_estimate(
     if model.activation_dropout > 0:
         inner += 1 if device == "cuda" else 2
     activations, count, inputs = 0.0, 0, 0  # of all layers: numbers a token, layers, numbers of their inputs
-    for side in SIDES:
+    for side in model.sides:
         layers, shape = model.stack(side).layers, model.shape(side)
-        activations += layers * (each[side] * shape.width + inner * shape.ffn)
+        kept = each["encoder" if len(model.sides) == 1 else side]  # a decoder by itself has the layers of an encoder
+        activations += layers * (kept * shape.width + inner * shape.ffn)
         count += layers
         inputs += layers * shape.width
     group = recipe.parallel.recompute_layers
@@ -112,13 +114,13 @@ def memory_estimate(
         share_of_layers = in_flight * max(map(partition.cost, range(partition.stages)))
         activations *= share_of_layers
     copied = state * (parameters / world + put_together)  # see `checkpoint.saving`
-    ends = _ENDS * sum(model.shape(side).width for side in SIDES)
+    ends = _ENDS * sum(model.shape(side).width for side in model.sides)
     needed = {
         "weights": parameters * size / share[0],
         "gradients": parameters * 4 / share[1],
         "optimizer": parameters * kept_by_optimizer / share[2],
         "activations": tokens * size * (activations + ends),
-        "loss": loss_bytes(tokens, vocab, model.shape("decoder").width, size, device),
+        "loss": loss_bytes(tokens, vocab, model.shape(model.last).width, size, device),
     }
     if device == "cpu":  # a GPU's is in the machine's memory
         needed["checkpoint copy"] = copied
@@ -158,7 +160,7 @@ def memory_fault(
     for name in on_device:
         if offloads and elsewhere.get(name):
             on_device[name] = 0.0
-    widths = sum(recipe.model.shape(side).width for side in SIDES)
+    widths = sum(recipe.model.shape(side).width for side in recipe.model.sides)
     on_device["positions"] = 4 * recipe.model.max_length * widths
     total = sum(on_device.values())
     if total <= most:
@@ -237,12 +239,12 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
     needed = memory_estimate(recipe, layout, parameters, sizes[1], partition, "cuda" if card else None)
     name = "plain PyTorch, fp32" if layout.config is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
     model = recipe.model
-    widths = dict.fromkeys(str(model.shape(side).width) for side in SIDES)
+    widths = dict.fromkeys(str(model.shape(side).width) for side in model.sides)
     memory_parts = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in needed.items())
     if stages:
         name += f", pipeline of {stages} stages on {world} process(es)"
     rows = {
-        "model": f"{model.encoder.layers}L-{model.decoder.layers}L, {' / '.join(model.block_names)}, "
+        "model": f"{model.depths}, {' / '.join(model.block_names)}, "
         f"width {' / '.join(widths)}",
         "parameters": f"{parameters:,}",
         "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * data_parallel:,} at most, padding "

@@ -16,7 +16,6 @@ from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, reporting
 from deepnmt.model.admin import AdminProfile, measure
-from deepnmt.model.blocks import SIDES
 from deepnmt.processes.agreement import agree_on_contents, agree_on_recipe
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
@@ -73,7 +72,7 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
     if recipe.admin.profile is not None:
         return AdminProfile.load(recipe.admin.profile, recipe.model)
     if ranks.first:
-        stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in SIDES
+        stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in recipe.model.sides
                               if recipe.model.stack(side).facts.profiled)
         print_status(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens")
     source, target = data.vocabs()

@@ -327,7 +327,7 @@ def test_all_faults_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> No
     """Wrong values, a missing setting, an unset variable, settings of a section that contradict each other; those of
     different sections once nothing is missing."""
     monkeypatch.delenv("DEEPNMT_TEST_NONE", raising=False)
-    tree = changed(run=None, modle=1, model__encoder__layers=0, model__width=66, model__heads=4, vocab__shared=False,
+    tree = changed(run=None, modle=1, model__encoder__layers=-1, model__width=66, model__heads=4, vocab__shared=False,
                    data__folder="${DEEPNMT_TEST_NONE}/x", data__train={"src": "a"}, batch__tokens=20,
                    data__filters__max_tokens=600, data__test__news={"tsv": [1]}, train={"best_by": "bleu"},
                    train__valid_bleu=False)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from deepnmt.config import Model, Recipe
 from deepnmt.extras.doctor.probes import block_of, hooks, norms_of, value_in
-from deepnmt.model.blocks import SIDES, SUBLAYERS, LayerPosition, Stream
+from deepnmt.model.blocks import LayerPosition, Stream
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.updates import UpdateHook
@@ -42,11 +42,11 @@ class TrainingProbe:
         self.every = every
         self.parts: dict[str, list[str]] = {}  # for every layer of the whole model, the full names of its sub-layers
         self.keys: list[str] = []  # of all sums of the whole model, in one order for all processes
-        for side in SIDES:
-            block = LayerPosition.of(model, side, 0).block
-            kinds = ["elements", "squares", "branch", *(["norm"] if block.layer_norms else [])]
+        for side in model.sides:
+            first = LayerPosition.of(model, side, 0)
+            kinds = ["elements", "squares", "branch", *(["norm"] if first.block.layer_norms else [])]
             for name in (f"{side}.layers.{index}" for index in range(model.stack(side).layers)):
-                self.parts[name] = [f"{name}.{part}" for part in SUBLAYERS[side]]
+                self.parts[name] = [f"{name}.{part}" for part in first.parts]
                 self.keys += [f"{name} {kind}" for kind in (*_OUTPUT, "gradient")]
                 self.keys += [f"{part} {kind}" for part in self.parts[name] for kind in kinds]
         here = dict(module.named_modules())

@@ -161,13 +161,23 @@ class LayerPosition:
 
     @property
     def branches(self) -> int:
-        """Sub-layers of the layer: 2 in the encoder, 3 in the decoder."""
-        return len(SUBLAYERS[self.side])
+        """Sub-layers of the layer: 2 in the encoder, 3 in the decoder, 2 in one without an encoder."""
+        return len(self.parts)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the layer's sub-layers, as in `ffn`."""
+        return SUBLAYERS["decoder" if self.crossing else "encoder"]
+
+    @property
+    def crossing(self) -> bool:
+        """Whether the layer has a cross-attention: a decoder's, if there is an encoder."""
+        return self.side == "decoder" and self.encoder_layers > 0
 
     @property
     def sublayers(self) -> list[str]:
         """The canonical names of the layer's sub-layers, as in `encoder.layers.3.ffn`."""
-        return [f"{self.side}.layers.{self.index}.{name}" for name in SUBLAYERS[self.side]]
+        return [f"{self.side}.layers.{self.index}.{name}" for name in self.parts]
 
     @property
     def depth(self) -> int:

@@ -51,7 +51,7 @@ class Fixup(Block):
     @staticmethod
     def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
         """n^-1/2 for fc1; n^-1/6 on the usual gain of query, key and value; 0 for out and fc2."""
-        n = 2 * position.encoder_layers + 3 * position.decoder_layers
+        n = 2 * position.encoder_layers + (3 if position.encoder_layers else 2) * position.decoder_layers
         own = {"fc1": n**-0.5, "fc2": 0.0, "out": 0.0}
         return own[matrix] if matrix in own else Block.matrix_gain(position, matrix, separate) * n ** (-1 / 6)
 
@@ -63,7 +63,8 @@ class TFixup(Block):
     """x ← x + F_i(x), no LayerNorm, no warm-up needed. Huang et al. 2020, Improving Transformer Optimization.
 
     Initial value, output and FFN matrices are multiplied by 0.67·N^-1/4 in the encoder and (9M)^-1/4 in the decoder,
-    the source embeddings by (9N)^-1/4 and the target embeddings by (9M)^-1/4.
+    the source embeddings by (9N)^-1/4 and the target embeddings by (9M)^-1/4. A decoder without cross-attention has the
+    layers of an encoder, and so its factor: our reading, since the paper has none.
     """
 
     layer_norms = False
@@ -71,7 +72,7 @@ class TFixup(Block):
     @staticmethod
     def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
         """The stack's factor for value, out, fc1 and fc2; the usual gain for query and key."""
-        factor = 0.67 * position.depth**-0.25 if position.side == "encoder" else (9 * position.depth) ** -0.25
+        factor = (9 * position.depth) ** -0.25 if position.crossing else 0.67 * position.depth**-0.25
         return Block.matrix_gain(position, matrix, separate) if matrix in ("q", "k") else factor
 
     @staticmethod

@@ -63,7 +63,8 @@ class AdminClosedForm(Admin):
 class DeepNorm(Block):
     """x ← LN_i(α·x + F_i(x)), and β on FFN, value and output matrices. Wang et al. 2022, DeepNet, figure 2.
 
-    Encoder α = 0.81 (N⁴M)^(1/16), β = 0.87 (N⁴M)^(-1/16); decoder α = (3M)^(1/4), β = (12M)^(-1/4).
+    Encoder α = 0.81 (N⁴M)^(1/16), β = 0.87 (N⁴M)^(-1/16); decoder α = (3M)^(1/4), β = (12M)^(-1/4). A stack by itself
+    of L layers, encoder or decoder: α = (2L)^(1/4), β = (8L)^(-1/4).
     """
 
     def __init__(self, position: LayerPosition) -> None:
@@ -74,6 +75,8 @@ class DeepNorm(Block):
     def constants(position: LayerPosition) -> tuple[float, float]:
         """α and β of the stack."""
         n, m = position.encoder_layers, position.decoder_layers
+        if not n or not m:
+            return (2 * position.depth) ** (1 / 4), (8 * position.depth) ** (-1 / 4)
         if position.side == "encoder":
             return 0.81 * (n**4 * m) ** (1 / 16), 0.87 * (n**4 * m) ** (-1 / 16)
         return (3 * m) ** (1 / 4), (12 * m) ** (-1 / 4)

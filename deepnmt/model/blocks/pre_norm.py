@@ -78,7 +78,7 @@ class SubLN(Block):
     Foundation Transformers (Magneto), figure 2.
 
     Value, out, fc1 and fc2 start γ times as large: encoder γ = √(ln(3M)·ln(2N) / 3), decoder γ = √ln(3M). As in the
-    authors' code the cross-attention has neither LN nor γ.
+    authors' code the cross-attention has neither LN nor γ. A stack by itself of L layers: γ = √ln(2L).
     """
 
     final_norm = True
@@ -88,6 +88,8 @@ class SubLN(Block):
     @staticmethod
     def gain(position: LayerPosition) -> float:
         """γ of the stack."""
+        if not position.encoder_layers or not position.decoder_layers:
+            return math.sqrt(math.log(2 * position.depth))
         squared = math.log(3 * position.decoder_layers)
         if position.side == "encoder":
             squared *= math.log(2 * position.encoder_layers) / 3

@@ -2,8 +2,8 @@
 
 `B` sentences, `S` source and `T` target length, `D` width, `k` tensors of a stream (`Block.carried`). In the encoder
 [B, S, k·D]; in the decoder memory and stream concatenated, sentence by sentence [B, S·D + T·k·D], since their D may
-differ; before the output [B, T, k·D]. It is one tensor because DeepSpeed runs backward from several one after the
-other, through the encoder twice.
+differ; before the output, and where the model has one side, its stream alone, [B, T, k·D]. It is one tensor because
+DeepSpeed runs backward from several one after the other, through the encoder twice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepnmt.batch import Batch
 from deepnmt.config import Model
-from deepnmt.model.blocks import SIDES, LayerPosition, Side, Stream, pack, unpack
+from deepnmt.model.blocks import LayerPosition, Side, Stream, pack, unpack
 from deepnmt.parallel.pipeline.partition import layer_of
 
 
@@ -21,34 +21,37 @@ class Boundary:
     """The boundary below a unit of the model, which is not the first: the next stage begins with that unit."""
 
     def __init__(self, model: Model, unit: str) -> None:
-        self.in_decoder, self.before_output = unit.startswith("decoder"), unit == "output"
-        side: Side = "decoder" if self.before_output else "encoder"
+        both = len(model.sides) > 1
+        side: Side = model.last if unit == "output" else "encoder"
+        self.both_streams = both and unit.startswith("decoder")  # the memory and the decoder's
+        self.last_stream = not both or unit == "output"  # that of the side whose output predicts, alone
         position = LayerPosition.of(model, *(layer_of(unit) or (side, model.stack(side).layers)))
         self.carried = position.block.carried(position)
-        self.memory_width, self.width = (model.shape(side).width for side in SIDES)
+        self.memory_width, self.width = model.shape("encoder").width, model.shape(model.last).width
+        self.ids = "trg_in" if "decoder" in model.sides else "src"  # of the last side
 
     def shape(self, batch: Batch) -> tuple[int, ...]:
         """The shape of what is sent of a prepared micro-batch."""
-        (rows, source), target = batch["src"].shape, batch["trg_in"].size(1)
-        if self.in_decoder:
-            return rows, source * self.memory_width + target * self.carried * self.width
-        if self.before_output:
+        rows, target = batch[self.ids].shape
+        if self.last_stream:
             return rows, target, self.carried * self.width
+        source = batch["src"].size(1)
+        if self.both_streams:
+            return rows, source * self.memory_width + target * self.carried * self.width
         return rows, source, self.carried * self.memory_width
 
-    def pack(self, memory: Stream, hidden: Stream | None) -> Tensor:
+    def pack(self, memory: Stream | None, hidden: Stream | None) -> Tensor:
         """What is sent, from what `Transformer.run` returns."""
-        if hidden is None:
-            return pack(memory)
-        if self.before_output:
-            return pack(hidden)
-        return torch.cat([pack(memory).flatten(1), pack(hidden).flatten(1)], dim=1)
+        streams = [stream for stream in (memory, hidden) if stream is not None]
+        if self.both_streams:
+            return torch.cat([pack(stream).flatten(1) for stream in streams], dim=1)
+        return pack(streams[-1])
 
-    def unpack(self, x: Tensor, batch: Batch) -> tuple[Stream, Stream | None]:
+    def unpack(self, x: Tensor, batch: Batch) -> tuple[Stream | None, Stream | None]:
         """What was sent, as `Transformer.run` takes it."""
-        if self.before_output:
+        if self.last_stream and self.ids == "trg_in":
             return x, unpack(x, self.width)  # a memory that nobody reads
-        if not self.in_decoder:
+        if not self.both_streams:
             return unpack(x, self.memory_width), None
         target = batch["trg_in"].size(1)
         last = target * self.carried * self.width

@@ -326,8 +326,8 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def _loaded(batches: Sequence[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What DeepSpeed loads for the first and for the last stage of each micro-batch."""
-    return iter([(batch["src"], batch["trg_out"]) for batch in batches])
+    """What DeepSpeed loads for the first and for the last stage of each micro-batch; each takes its ids itself."""
+    return iter([(batch["trg_out"], batch["trg_out"]) for batch in batches])
 
 
 def _send_hidden(engine: Any, buffer_id: int) -> None:

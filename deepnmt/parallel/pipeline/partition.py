@@ -115,11 +115,13 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
     of_encoder, of_decoder, crossing = multiply_adds(model)
     encoder = ratio * (of_encoder + 2 * _LENGTH * e)
     decoder = of_decoder + 4 * _LENGTH * d + ratio * crossing
+    if "encoder" not in model.sides:
+        decoder = of_decoder - 2 * d * d + 2 * _LENGTH * d  # without cross-attention
     layers: dict[Side, float] = {"encoder": encoder, "decoder": decoder}
     ends: dict[str, tuple[Use, int, float]] = {
         "source": ("src", src_vocab, ratio * e * e),
         "target": ("trg", trg_vocab, d * d),
-        "output": ("out", trg_vocab, d * trg_vocab),
+        "output": ("out", trg_vocab, model.shape(model.last).width * trg_vocab),
     }
     units = []
     for name, parameters in _sizes(model).items():
@@ -157,7 +159,7 @@ def partition(units: Sequence[Unit], stages: int) -> Partition:
     """
     check_stages(stages, *(sum(unit.name.startswith(side) for unit in units) for side in ("encoder", "decoder")))
     free = _best(units, 0, len(units), stages)
-    border = next(i for i, unit in enumerate(units) if unit.name == "target")
+    border = next((i for i, unit in enumerate(units) if unit.name == "target"), 0)
     candidates = []
     for before in range(1, stages):
         if before <= border and stages - before <= len(units) - border:
