@@ -17,7 +17,7 @@ from typing import Any
 
 from deepnmt.config import Corpus, Recipe, load_recipe
 from deepnmt.data.prepared import corpora
-from deepnmt.data.text import COMPRESSED, corpora_of
+from deepnmt.data.text import corpora_of
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.progress import print_status
@@ -92,7 +92,7 @@ def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus
     """The files of a corpus that `maker` has still to write, each after the file that it translates.
 
     Raises:
-        UserError: it translates between other languages; a file is packed, or was translated otherwise.
+        UserError: it translates between other languages; a file was translated otherwise.
     """
     ours, theirs = ((of.data.src_lang, of.data.trg_lang) for of in (recipe, maker))
     if sorted(ours) != sorted(theirs):
@@ -101,9 +101,6 @@ def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus
     sources, files = (corpus.src, corpus.trg) if ours == theirs else (corpus.trg, corpus.src)
     jobs = []
     for source, made in zip(sources, map(Path, files), strict=True):
-        if made.suffix in COMPRESSED:
-            raise UserError(f"{made}, into which {corpus.translated_by} translates, would be packed; name it "
-                            f"{made.with_suffix('')}")
         if not made.exists():
             if not Path(source).is_file():
                 raise UserError(f"there is no text file {source}, which {corpus.translated_by} is to translate; "

@@ -253,19 +253,23 @@ def write_pairs(files: Sequence[Path], pairs: Iterable[Pair]) -> int:
 
 
 def _pairs_of_two(files: list[Path]) -> Iterator[Pair]:
-    for pair in zip(files[::2], files[1::2]):
-        sides = [read_lines(file) for file in pair]
-        for count, (src, trg) in enumerate(itertools.zip_longest(*sides)):
-            if src is None or trg is None:
-                rest = count + 1 + sum(1 for _ in itertools.chain(*sides))
-                counts = (count, rest) if src is None else (rest, count)
-                raise unequal_lines(pair[0], counts[0], pair[1], counts[1])
-            yield src, trg
+    for src, trg in zip(files[::2], files[1::2]):
+        yield from side_by_side(read_lines(src), read_lines(trg), src, trg)
+
+
+def side_by_side(lines: Iterator[str], others: Iterator[str], name: str | Path, other: str | Path) -> Iterator[Pair]:
+    """Line N of a text with line N of another. Raises `UserError` if one has more."""
+    for count, (one, two) in enumerate(itertools.zip_longest(lines, others)):
+        if one is None or two is None:
+            rest = count + 1 + sum(1 for _ in itertools.chain(lines, others))
+            counts = (count, rest) if one is None else (rest, count)
+            raise unequal_lines(name, counts[0], other, counts[1])
+        yield one, two
 
 
 def unequal_lines(src: str | Path, src_lines: int, trg: str | Path, trg_lines: int) -> UserError:
     """The error if two files of one corpus have different numbers of lines."""
-    return UserError(f"{src} has {src_lines} lines and {trg} has {trg_lines}; line N of one must translate line N of "
+    return UserError(f"{src} has {src_lines} lines and {trg} has {trg_lines}; line N of one must belong to line N of "
                      "the other, so give files of equal length")
 
 

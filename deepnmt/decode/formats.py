@@ -1,11 +1,23 @@
-"""How translations and scores are written, by `--format`: the output for a line of input, line end included."""
+"""How translations and scores are written, by `--format`: the output for a line of input, line end included; and the
+file that it goes into."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from xopen import xopen
+
+from deepnmt.data.tables import COMPRESSED
+from deepnmt.errors import UserError
+from deepnmt.files import atomic_write
 
 if TYPE_CHECKING:
     from deepnmt.decode.score import Scored
@@ -74,3 +86,38 @@ WRITERS: dict[str, Writers] = {
     "tsv": Writers(_tsv, _tsv_scores),
     "jsonl": Writers(_jsonl, _jsonl_scores),
 }
+
+
+@contextmanager
+def open_output(target: Path | None) -> Iterator[TextIO]:
+    """Opens standard output (None), or a file that appears under its name only when it is complete (see
+    `files.atomic_write`), compressed if the name ends in .gz, .xz, .zst or .bz2.
+
+    Raises:
+        UserError: the file cannot be created, or the disk is full.
+    """
+    if target is None:
+        out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="\n")  # in any locale
+        try:
+            yield out
+        finally:
+            out.detach()
+        return
+    opened = False
+    try:
+        with atomic_write(target) as stream:
+            opened = True
+            if target.suffix not in COMPRESSED:
+                yield stream
+                return
+            with xopen(stream.buffer, "wb", threads=0, format=target.suffix[1:]) as packed:
+                text = io.TextIOWrapper(packed, encoding="utf-8", newline="\n")
+                yield text
+                text.detach()
+    except OSError as error:
+        if not opened:
+            raise UserError(f"output {target} cannot be written: {error.strerror}; give a file in an existing, "
+                            "writable folder") from None
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(f"output {target} cannot be written: no space is left; give a file on another disk") from None

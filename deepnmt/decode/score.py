@@ -172,9 +172,7 @@ def _tab_separated(source: str) -> Iterator[tuple[str, list[Given]]]:
 
 def _side_by_side(source: str, translations: str) -> Iterator[tuple[str, list[Given]]]:
     """The lines of the source with their translations."""
-    sentences = list(read_text(source))
-    for number, (sentence, line) in enumerate(
-            zip(sentences, in_step(sentences, read_text(translations), source, translations)), start=1):
+    for number, (sentence, line) in enumerate(in_step(source, translations), start=1):
         if not translations.endswith(".jsonl"):
             yield sentence, [Given(line)]
             continue

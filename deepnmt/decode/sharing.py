@@ -18,6 +18,13 @@ Item = TypeVar("Item")
 Work = Callable[[list[Item], list[int], Progress], Sequence[Any]]
 
 
+def in_chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """`CHUNK` items at a time."""
+    stream = iter(items)
+    while chunk := list(itertools.islice(stream, CHUNK)):
+        yield chunk
+
+
 def share(
     items: Iterable[Item], length: Callable[[Item], int], work: Work[Item], ranks: Ranks,
     progress: Progress = no_progress, start: int = 0,
@@ -29,8 +36,7 @@ def share(
     `progress` assumes that the others are as far as this process. Results are gathered as JSON; nothing is unpickled.
     `start`: lines worked on before these.
     """
-    stream = iter(items)
-    while chunk := list(itertools.islice(stream, CHUNK)):
+    for chunk in in_chunks(items):
         mine = sorted(range(len(chunk)), key=lambda i: (-length(chunk[i]), i))[ranks.rank :: ranks.world]
         done = work([chunk[i] for i in mine], [start + i + 1 for i in mine],
                     lambda own: progress(start + min(len(chunk), own * ranks.world)))  # noqa: B023 (called here only)

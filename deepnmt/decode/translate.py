@@ -6,18 +6,16 @@ lines of one input. The output is UTF-8.
 
 from __future__ import annotations
 
-import errno
-import io
 import logging
 import os
 import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -27,12 +25,15 @@ from torch.nn.utils.rnn import pad_sequence
 from deepnmt import config
 from deepnmt.config.choices import FORMATS, SEARCHES
 from deepnmt.config.fields import either
-from deepnmt.data.text import arriving_lines, read_lines
+from deepnmt.data.parts import WHOLE, Part
+from deepnmt.data.text import arriving_lines, read_lines, side_by_side
 from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode import sharing
 from deepnmt.decode.align import Links, align, alignment_layer, pharaoh
-from deepnmt.decode.formats import WRITERS
+from deepnmt.decode.formats import WRITERS, open_output
+from deepnmt.decode.journal import open_outputs, parts_folder
 from deepnmt.decode.mbr import expected_chrf
-from deepnmt.decode.models import Folders, load_models, max_length
+from deepnmt.decode.models import Folders, Models, load_models, max_length
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
 from deepnmt.decode.search import (
     Candidate,
@@ -42,16 +43,17 @@ from deepnmt.decode.search import (
     decode_independently,
     make_sampler,
 )
-from deepnmt.decode.sharing import share
+from deepnmt.decode.sharing import in_chunks, share
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
 from deepnmt.device import free_memory, release
 from deepnmt.errors import UserError, enough_memory
-from deepnmt.files import atomic_write
+from deepnmt.folders import hash_of, read_manifest
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.tokens import BOS, EOS, PAD, UNK
+from deepnmt.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -84,22 +86,25 @@ def translate_files(
     alignments: str | None = None,
     output_format: str = "text",
     seed: int = 1,
+    part: Part = WHOLE,
     ranks: Ranks | None = None,
     stepper: MakeStepper | None = None,
     expected: config.Model | None = None,
 ) -> int:
-    """Translates a file with the model of a checkpoint or run folder, and returns how many lines it wrote.
+    """Translates a file with the model of a checkpoint or run folder, and returns how many lines it has, 0 on other
+    ranks than the first. What an earlier call left of the same work is taken up, see `journal`.
 
     Args:
         folders: as for `checkpoint.load_model`; several make an ensemble.
-        source: UTF-8 text, plain or .gz; "-" is standard input (with one process only). Lines of a pipe or a terminal
-            are translated as they arrive.
-        target: the output file, which appears when it is complete; "-" is standard output.
+        source: UTF-8 text, plain or compressed; "-" is standard input (with one process only).
+        target: the output file, compressed if its name says so, which appears when it is complete; "-" is standard
+            output. What goes from a pipe or a terminal to standard output is translated as it arrives.
         settings: of the search.
         prefixes: a file with the beginning of each translation, empty lines where nothing is given.
         alignments: a file to write, with the word alignment of each line's best translation.
         output_format: of `FORMATS`.
         seed: of sampling.
+        part: of the text, if other calls translate the others. The last one writes the output.
         ranks: several processes, see `translate_shards`; by default this one, on the CPU. Rank 0 writes and reports
             progress.
         stepper: the way to compute the next logits; by default that of the model or ensemble.
@@ -107,7 +112,8 @@ def translate_files(
 
     Raises:
         UserError: a file cannot be read or written, or is not UTF-8; `output_format` has no room for the n-best list;
-            the prefixes are not as many as the lines; the model is not the one `expected`.
+            the prefixes are not as many as the lines; the model is not the one `expected`; what was left is of another
+            text, model or search.
     """
     ranks = ranks or Ranks.alone()
     if settings.nbest > 1 and not FORMATS[output_format].many:
@@ -117,32 +123,50 @@ def translate_files(
     lines_out = check_files([source, *([prefixes] if prefixes else [])], target, ranks)
     if alignments == target:
         raise UserError(f"alignments and translations would go into the same file, {target}; give a file for each")
-    links_out = check_files([source], alignments, ranks) if alignments else None
+    outputs = [lines_out, *([check_files([source], alignments, ranks)] if alignments else [])]
+    if part != WHOLE and lines_out and lines_out.exists() and not parts_folder(lines_out).exists():
+        print_status(f"{lines_out} is there already; remove it to have it made again")
+        return 0
     models = load_models(folders, settings, ranks, expected)
-    arriving = source == "-" and not prefixes and _is_pipe(sys.stdin)
-    texts: Iterable[Iterable[str]] = [read_text(source)]
-    if arriving:
-        texts = arriving_lines(sys.stdin.fileno(), "standard input")
-    begins = None
-    if prefixes is not None:
-        texts = [lines := list(read_text(source))]
-        begins = in_step(lines, read_text(prefixes), source, prefixes)
-    with counted("{:,} lines translated", ranks) as progress, ExitStack() as stack:
-        links = stack.enter_context(open_output(links_out)) if alignments and ranks.first else None
+    at_once = source == target == "-" and not prefixes and _is_pipe(sys.stdin)
+    chunks: Iterable[Sequence[tuple[str, str]]]
+    if at_once:
+        chunks = ([(line, "") for line in lines] for lines in arriving_lines(sys.stdin.fileno(), "standard input"))
+    else:
+        chunks = in_chunks(in_step(source, prefixes) if prefixes else ((line, "") for line in read_text(source)))
+    facts = {**_facts(models, settings), "seed": seed, "--format": output_format, "--alignments": bool(alignments)}
+    passed = skipped = 0
+    with counted("{:,} lines translated", ranks) as progress, \
+            open_outputs(outputs, facts, part, ranks, at_once) as out:
 
-        def formatted() -> Iterator[str]:
-            number = 0
-            for text in texts:
-                for hypotheses in translate_shards(
-                        models.all[0], models.vocabs, text, settings, ranks, prefixes=begins, seed=seed, start=number,
-                        stepper=stepper or models.stepper, searcher=models.searcher, aligned=bool(alignments),
-                        progress=progress):
-                    number += 1
-                    if links is not None:
-                        links.write(pharaoh(hypotheses[0].alignment or []) + "\n")
-                    yield WRITERS[output_format].hypotheses(number, hypotheses)
+        def translated(items: Sequence[tuple[str, str]]) -> Iterator[list[str]]:
+            lines, begins = zip(*items)
+            for number, hypotheses in enumerate(translate_shards(
+                    models.all[0], models.vocabs, lines, settings, ranks, prefixes=begins, seed=seed, start=passed,
+                    stepper=stepper or models.stepper, searcher=models.searcher, aligned=bool(alignments),
+                    progress=lambda count: progress(count - skipped)), start=passed + 1):
+                output = [WRITERS[output_format].hypotheses(number, hypotheses)]
+                yield [*output, *([pharaoh(hypotheses[0].alignment or []) + "\n"] if alignments else [])]
 
-        return write_lines(lines_out, ranks, formatted(), at_once=arriving)
+        for items in chunks:
+            if out.lacks(items):
+                out.write(translated(items))
+            else:
+                skipped += len(items)
+            passed += len(items)
+    return passed if ranks.first else 0
+
+
+def _facts(models: Models, settings: config.Translate) -> dict[str, Any]:
+    """What translations depend on beside the text, but for how many are computed at once."""
+    weights = []
+    for member in models.members:
+        files = read_manifest(member.folder)["files"]
+        weights.append([member.recipe.model.model_dump(mode="json"),
+                        {name: file["sha256"] for name, file in files.items() if name.endswith((".safetensors", ".spm"))
+                         and not name.startswith("moments")}])
+    search = {f"translate.{name}": value for name, value in settings.model_dump(exclude={"batch_tokens"}).items()}
+    return {"deepnmt": __version__, "model": hash_of(weights), **search, "lines of a chunk": sharing.CHUNK}
 
 
 def check_files(sources: Sequence[str], target: str, ranks: Ranks) -> Path | None:
@@ -180,13 +204,12 @@ def read_text(name: str) -> Iterator[str]:
     return read_lines(None if name == "-" else Path(name))
 
 
-def in_step(lines: Sequence[str], others: Iterable[str], name: str, other: str) -> list[str]:
-    """The lines of another text, as many as `lines`. Raises `UserError` if they are not."""
-    result = list(others)
-    if len(result) != len(lines):
-        raise UserError(f"{name} has {len(lines)} lines and {other} has {len(result)}; line N of one must belong to "
-                        "line N of the other, so give files of equal length")
-    return result
+def in_step(name: str, other: str) -> Iterator[tuple[str, str]]:
+    """Line N of a text with line N of another. Raises `UserError` if one has more, of two files at once."""
+    if "-" not in (name, other):
+        for _ in side_by_side(read_text(name), read_text(other), name, other):
+            pass
+    return side_by_side(read_text(name), read_text(other), name, other)
 
 
 @contextmanager
@@ -206,21 +229,13 @@ def counted(line: str, ranks: Ranks) -> Iterator[Progress]:
         print_status(f"{done:,} lines in {seconds:.1f} s: {done / seconds:.1f} lines/s")
 
 
-def write_lines(target: Path | None, ranks: Ranks, lines: Iterator[str], at_once: bool = False) -> int:
-    """Writes what rank 0 gets, with line ends, one element a line of input; returns their number, 0 on other ranks.
-
-    `at_once`: a reader may be waiting for every line.
-    """
+def write_lines(target: Path | None, ranks: Ranks, lines: Iterator[str]) -> None:
+    """Writes what rank 0 gets, with line ends."""
     if not ranks.first:
-        return sum(1 for _ in lines)  # none
-    written = 0
+        assert not list(lines)  # the others only take part
+        return
     with open_output(target) as out:
-        for line in lines:
-            written += 1
-            out.write(line)
-            if at_once:
-                out.flush()
-    return written
+        out.writelines(lines)
 
 
 def _is_pipe(stream: TextIO) -> bool:
@@ -229,36 +244,6 @@ def _is_pipe(stream: TextIO) -> bool:
         return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError):
         return False
-
-
-@contextmanager
-def open_output(target: Path | None) -> Iterator[TextIO]:
-    """Opens standard output (None), or a file that appears under its name only when it is complete (see
-    `files.atomic_write`).
-
-    Raises:
-        UserError: the file cannot be created, or the disk is full.
-    """
-    if target is None:
-        out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="\n")  # in any locale
-        try:
-            yield out
-        finally:
-            out.detach()
-        return
-    opened = False
-    try:
-        with atomic_write(target) as stream:
-            opened = True
-            yield stream
-    except OSError as error:
-        if not opened:
-            raise UserError(f"output {target} cannot be written: {error.strerror}; give a file in an existing, "
-                            "writable folder") from None
-        if error.errno != errno.ENOSPC:
-            raise
-        raise UserError(f"output {target} cannot be written: no space is left; give a file on another disk") from None
-
 
 
 # -- any number of lines, on any number of processes -------------------------------------------------------------------

@@ -20,19 +20,24 @@ def translate(words: list[str]) -> None:
         "translate",
         "Translates a text line by line: line N of the output is the translation of line N of the input.\n"
         "The recipe's translate section sets the search, and translate.NAME=VALUE changes it for this call.\n"
-        "Lines from a pipe are answered as they come, so a program can write one and read its translation.\n\n"
+        "Lines from a pipe are answered as they come, so a program can write one and read its translation.\n"
+        "A file appears when it is complete; until then FILE.parts has what is done, and the same command goes on.\n\n"
         "Reads a checkpoint of the run, and a file or standard input. Writes a file or standard output.\n"
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt translate runs/my --input in.txt --output out.txt\n"
         "deepnmt translate runs/my --checkpoint best translate.beam=8 < in.txt\n"
         "deepnmt translate runs/my --input in.txt --format jsonl translate.beam=5 translate.nbest=5\n"
         "deepnmt translate runs/my --checkpoint best --checkpoint runs/other --input in.txt --output out.txt\n"
-        "deepnmt translate runs/my --input in.txt --prefix begin.txt --output out.txt",
+        "deepnmt translate runs/my --input in.txt --prefix begin.txt --output out.txt\n"
+        "deepnmt translate runs/my --input in.de.zst --output out.en.zst --part 3/8",
     )
     add = parser.add_argument
     add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
         "(default: standard input)")
-    add("--output", default="-", metavar="FILE", help="the file of the translations (default: standard output)")
+    add("--output", default="-", metavar="FILE", help="the file of the translations, compressed as its name says "
+        "(default: standard output)")
+    add("--part", metavar="I/N", help="translate part I of N, on as many machines as there are; the last one to end "
+        "writes the output")
     add("--format", default="text", choices=list(FORMATS),
         help="text: the best translation of each line; tsv: line, rank, score and translation; jsonl: an object a "
         "line (default text)")
@@ -44,12 +49,14 @@ def translate(words: list[str]) -> None:
     args, recipe = parse(parser, words)
     settable(args, "translate", "a trained model translates as it is")
     checkpoints = checkpoints_of(args.checkpoint, recipe)
+    from deepnmt.data.parts import WHOLE, Part
     from deepnmt.decode.translate import translate_files
 
+    part = Part.parse(args.part) if args.part else WHOLE
     with processes_of(recipe) as ranks:
         translate_files(checkpoints or recipe.run, args.input, args.output, recipe.translate, prefixes=args.prefix,
-                        alignments=args.alignments, output_format=args.format, seed=recipe.seed, ranks=ranks,
-                        expected=expected_model(args, recipe, checkpoints))
+                        alignments=args.alignments, output_format=args.format, seed=recipe.seed, part=part,
+                        ranks=ranks, expected=expected_model(args, recipe, checkpoints))
 
 
 def score(words: list[str]) -> None:
