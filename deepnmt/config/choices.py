@@ -8,7 +8,7 @@ something can be done with a block, ask for a fact of its row, not for its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -479,10 +479,12 @@ FORMATS = Choices({
 
 @dataclass(frozen=True, kw_only=True)
 class MetricFacts(Choice):
-    """`line`: its name in tables. `usual`: scored if nothing else is asked for. `lower_is_better`: as for errors."""
+    """`line`: its name in tables. `usual`: scored if nothing else is asked for. `lower_is_better`: as for errors.
+    `family`: a name that stands for several."""
 
     usual: bool = False
     lower_is_better: bool = False
+    family: str = ""
 
 
 # evaluate/metrics.py, `SCORERS`
@@ -493,4 +495,21 @@ METRICS = Choices({
     "chrf++": MetricFacts(line="chrF2++", paper="Popović 2017"),
     "flores101": MetricFacts(line="spBLEU (FLORES-101)", paper="Goyal et al. 2022"),
     "flores200": MetricFacts(line="spBLEU (FLORES-200)", paper="NLLB Team et al. 2022"),
+    "rouge1": MetricFacts(line="ROUGE-1", paper="Lin 2004", family="rouge"),
+    "rouge2": MetricFacts(line="ROUGE-2", paper="Lin 2004", family="rouge"),
+    "rougeL": MetricFacts(line="ROUGE-L", paper="Lin 2004", family="rouge"),
+    "wer": MetricFacts(line="WER", paper="Levenshtein 1966", lower_is_better=True),
+    "cer": MetricFacts(line="CER", paper="Levenshtein 1966", lower_is_better=True),
 })
+
+
+METRIC_FAMILIES = tuple(dict.fromkeys(row.family for row in METRICS.values() if row.family))
+
+
+def metrics_called(names: Sequence[str]) -> tuple[str, ...]:
+    """The metrics of these names, some of which may be a family's; each once."""
+    called = dict[str, None]()
+    for name in names:
+        family = [metric for metric, row in METRICS.items() if row.family == name]
+        called |= dict.fromkeys(family or [name])
+    return tuple(called)

@@ -1,4 +1,4 @@
-"""SacreBLEU scores, their table, and the comparison of systems.
+"""SacreBLEU scores and those of `ratios.py`, their table, and the comparison of systems.
 
 Text is scored detokenised and cased. Several test sets make one table with their average (as Table 1 of Takase et al.
 2022, B2T Connection). Systems are compared by approximate randomization (`significance.py`); SacreBLEU's paired
@@ -18,13 +18,14 @@ from sacrebleu.utils import SACREBLEU_DIR
 
 from deepnmt.config.choices import METRICS
 from deepnmt.errors import UserError
+from deepnmt.evaluate.ratios import ErrorRate, Rouge
 from deepnmt.evaluate.significance import difference, score_of, sentence_statistics
 from deepnmt.files import table
 from deepnmt.progress import Progress, no_progress
 
-# The scorer of each of `METRICS` for a target language. The last two are BLEU over the pieces of the FLORES-101 and
-# FLORES-200 vocabularies (Goyal et al. 2022, The FLORES-101 Evaluation Benchmark), for languages without spaces and for
-# comparisons between languages.
+# The scorer of each of `METRICS` for a target language. flores101 and flores200 are BLEU over the pieces of the
+# vocabularies of these names (Goyal et al. 2022, The FLORES-101 Evaluation Benchmark), for languages without spaces and
+# for comparisons between languages.
 SCORERS: dict[str, Callable[[str], Metric]] = {
     "bleu": lambda lang: sacrebleu.BLEU(trg_lang=lang),
     "chrf": lambda lang: sacrebleu.CHRF(),
@@ -32,6 +33,11 @@ SCORERS: dict[str, Callable[[str], Metric]] = {
     "chrf++": lambda lang: sacrebleu.CHRF(word_order=2),
     "flores101": lambda lang: sacrebleu.BLEU(tokenize="flores101"),
     "flores200": lambda lang: sacrebleu.BLEU(tokenize="flores200"),
+    "rouge1": lambda lang: Rouge("rouge1", lang),
+    "rouge2": lambda lang: Rouge("rouge2", lang),
+    "rougeL": lambda lang: Rouge("rougeL", lang),
+    "wer": lambda lang: ErrorRate("wer"),
+    "cer": lambda lang: ErrorRate("cer"),
 }
 USUAL = METRICS.where(lambda metric: metric.usual)
 
@@ -57,7 +63,8 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of one system on one test set, by metric: BLEU and chrF from 0 to 100, TER from 0 up, in percent."""
+    """The scores of one system on one test set, by metric: BLEU, chrF and ROUGE from 0 to 100; error
+    rates from 0 up, in percent."""
 
     values: dict[str, float]
     signatures: dict[str, str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from deepnmt import config
 from deepnmt.arguments import expected_model
 from deepnmt.checkpoint.average import average_run
 from deepnmt.checkpoint.checkpoint import load_model
+from deepnmt.config.choices import metrics_called
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.decode.translate import translate_files, translate_lines
 from deepnmt.evaluate.evaluate import evaluate_run, load_test_sets, read_systems, scores_file
@@ -93,6 +95,85 @@ def test_faulty_numbers_of_lines() -> None:
         EvaluationSet("t", SOURCES, [TARGETS, TARGETS[:2]])
     with user_error("test set t has no lines"):
         EvaluationSet("t", [], [[]])
+
+
+def noisy_pairs(count: int) -> tuple[list[str], list[str]]:
+    """Lines and references of random words, some of them shared, with cases, signs, plurals and empty lines."""
+    draw = random.Random(7)
+    words = ["the", "dogs", "Dog", "runs", "running", "ran,", "prices", "price's", "1984", "U.S.", "generalisation",
+             "generally", "e-mail", '"quoted"']
+    lines, references = [], []
+    for _ in range(count):
+        reference = [draw.choice(words) for _ in range(draw.randint(0, 20))]
+        line = [word if draw.random() < 0.7 else draw.choice(words) for word in reference if draw.random() < 0.9]
+        lines.append(" ".join(line))
+        references.append("  ".join(reference))
+    return lines, references
+
+
+def test_rouge_is_that_of_the_package() -> None:
+    rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer", reason="pip install 'deepnmt[rouge]'")
+    lines, references = noisy_pairs(500)
+    kinds = metrics_called(["rouge"])
+    scores = score_lines(lines, [references], "en", metrics=kinds)
+    theirs = rouge_scorer.RougeScorer(list(kinds), use_stemmer=True)
+    pairs = [theirs.score(reference, line) for reference, line in zip(references, lines, strict=True)]
+    assert kinds == ("rouge1", "rouge2", "rougeL")
+    for kind in kinds:
+        mean = 100 * sum(pair[kind].fmeasure for pair in pairs) / len(pairs)
+        assert 20 < mean < 95 and scores.values[kind] == pytest.approx(mean, abs=1e-12)
+        assert scores.signatures[kind] == "nrefs:1|stem:porter|tok:rouge-score|version:0.1.2"
+
+
+def test_rouge_by_hand_and_in_other_languages() -> None:
+    pytest.importorskip("rouge_score", reason="pip install 'deepnmt[rouge]'")
+    kinds = metrics_called(["rouge", "rouge2"])
+    scores = score_lines(["a b c d"], [["a c b x y"]], "en", metrics=kinds)
+    assert scores.values == pytest.approx({"rouge1": 100 * 2 * 3 / 9, "rouge2": 0, "rougeL": 100 * 2 * 2 / 9})
+    assert score_lines(["Größe"], [["größe"]], "de", metrics=["rouge1"]).values["rouge1"] == pytest.approx(100)
+    assert "stem:no|tok:unicode" in score_lines(["Größe"], [["Gruß"]], "de", metrics=["rouge1"]).signatures["rouge1"]
+    with user_error("ROUGE counts words, but data.trg_lang is zh"):
+        make_scorers("zh", ["rouge1"])
+    better = score_lines(["a b c"], [["x y z"], ["a b c"]], "en", metrics=["rougeL"])
+    assert better.values["rougeL"] == 100 and better.signatures["rougeL"].startswith("nrefs:2|")
+
+
+def test_rouge_without_its_package() -> None:
+    with patch.dict(sys.modules, {"rouge_score.rouge_scorer": None}), user_error("pip install 'deepnmt\\[rouge\\]'"):
+        make_scorers("en", ["rouge2"])
+
+
+def test_error_rates_are_jiwers() -> None:
+    lines, references = noisy_pairs(200)
+    kept = [number for number, reference in enumerate(references) if reference]
+    lines, references = [lines[number] for number in kept], [references[number] for number in kept]
+    scores = score_lines(lines, [references], "en", metrics=["wer", "cer"])
+
+    def distance(one: list[str], other: list[str]) -> int:  # by its recursion alone
+        last = {(i, j): max(i, j) for i in range(len(one) + 1) for j in range(len(other) + 1)}
+        for i, j in itertools.product(range(1, len(one) + 1), range(1, len(other) + 1)):
+            last[i, j] = min(last[i - 1, j] + 1, last[i, j - 1] + 1, last[i - 1, j - 1] + (one[i - 1] != other[j - 1]))
+        return last[len(one), len(other)]
+
+    for metric, units in (("wer", str.split), ("cer", list)):
+        wrong = sum(distance(units(line), units(reference)) for line, reference in zip(lines, references, strict=True))
+        assert scores.values[metric] == pytest.approx(100 * wrong / sum(map(len, map(units, references))), abs=1e-12)
+        assert 10 < scores.values[metric] < 90
+    jiwer = pytest.importorskip("jiwer", reason="pip install jiwer")
+    assert scores.values["wer"] == pytest.approx(100 * jiwer.wer(references, lines), abs=1e-12)
+    assert scores.values["cer"] == pytest.approx(100 * jiwer.cer(references, lines), abs=1e-12)
+
+
+def test_the_tests_of_significance_take_rouge_and_error_rates() -> None:
+    pytest.importorskip("rouge_score", reason="pip install 'deepnmt[rouge]'")
+    lines, references = noisy_pairs(60)
+    metrics = metrics_called(["rouge", "wer"])
+    systems = {"noisy": lines, "equal": lines, "perfect": references}
+    found = compare(systems, EvaluationSet("t", ["x"] * 60, [references]), "en", metrics)
+    for metric in metrics:
+        same, better = (c for c in found if c.metric == metric)
+        assert same.difference == 0 and same.p_value == 1 and better.p_value < 0.001
+        assert (better.difference < 0) == (metric == "wer") and "bs:1000" in better.signature
 
 
 # -- tables and comparisons --------------------------------------------------------------------------------------------

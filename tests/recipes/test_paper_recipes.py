@@ -17,7 +17,8 @@ from deepnmt.training.plan import count_parameters, largest_micro_batch, memory_
 ROOT = Path(__file__).resolve().parents[2]
 
 # Task and depth: tokens of an update (Admin, Appendix D: GPUs x largest batch of each, for En-Fr x the micro-batches of
-# its script; B2T, Tables 7, 8: 128 x 3584), updates or epochs, peak rate and warm-up, the optimizer, beam.
+# its script; B2T, Tables 7, 8: 128 x 3584, for headlines 64 or 144), updates or epochs, peak rate and warm-up, the
+# optimizer, beam.
 PAPERS = {
     "iwslt14_de_en/6l-6l": (4000, 90, 7e-4, 6000, "radamw", 5),
     "wmt14_en_de/6l-6l": (4 * 8196, 100, 1e-3, 8000, "radam", 4),
@@ -29,6 +30,8 @@ PAPERS = {
     "wmt14_en_de/100l-100l": (4 * 8196, 100, 1e-3, 8000, "radam", 4),
     "wmt14_en_fr/6l-6l": (8 * 10 * 8000, 50, 7e-4, 8000, "radam", 5),
     "wmt14_en_fr/60l-12l": (16 * 16 * 5000, 50, 7e-4, 8000, "radam", 5),
+    "gigaword/6l-6l": (64 * 3584, 50000, 1e-3, 4000, "adam", 4),
+    "gigaword/18l-18l": (144 * 3584, 50000, 1e-3, 4000, "adam", 4),
 }
 every_paper = pytest.mark.parametrize("name", PAPERS)
 
@@ -48,7 +51,7 @@ def commands(name: str) -> list[str]:
 
 
 def test_every_recipe_of_a_paper_is_listed() -> None:
-    folders = ("iwslt14_de_en", "wmt14_en_de", "wmt14_en_fr")
+    folders = {name.partition("/")[0] for name in PAPERS}
     assert {f"{p.parent.name}/{p.stem}" for f in folders for p in (ROOT / "recipes" / f).glob("*.yaml")} == set(PAPERS)
 
 
@@ -100,8 +103,9 @@ def test_what_the_papers_leave_out_is_as_published(name: str) -> None:
     assert (recipe.loss_scale.window, recipe.loss_scale.floor) == (window, floor)
     assert (recipe.translate.finish, recipe.translate.patience, recipe.translate.min_length) == ("best", 1.0, 1)
     words = {stack.word_dropout for stack in (recipe.model.encoder, recipe.model.decoder)}
-    assert (recipe.train.clip, words) == ((0.0, {0.0}) if admin else (0.1, {0.1}))
-    assert admin or recipe.model.dropout == 0.5
+    shallow = name == "gigaword/6l-6l"  # which the README trains with less
+    assert (recipe.train.clip, words) == ((0.0, {0.0}) if admin else (0.1, {0.0} if shallow else {0.1}))
+    assert admin or recipe.model.dropout == (0.3 if shallow else 0.5)
     assert (recipe.admin.method, recipe.admin.count_padding) == ("in_place", admin)
     assert {stack.init for stack in (recipe.model.encoder, recipe.model.decoder)} == {"auto" if admin else "published"}
     assert recipe.model.positions == "fairseq"
@@ -169,6 +173,6 @@ def test_the_overrides_in_the_head_are_valid(name: str) -> None:
 
 
 def test_recipes_of_a_task_share_their_data() -> None:
-    for task in ("wmt14_en_de", "wmt14_en_fr"):
+    for task in ("wmt14_en_de", "wmt14_en_fr", "gigaword"):
         trees = [yaml.safe_load(file_of(name).read_text(encoding="utf-8")) for name in PAPERS if name.startswith(task)]
         assert all((tree["data"], tree["vocab"]) == (trees[0]["data"], trees[0]["vocab"]) for tree in trees)

@@ -9,7 +9,7 @@ from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import ENSEMBLE, checkpoints_of, processes_of
 from deepnmt.config import load_recipe
-from deepnmt.config.choices import FORMATS, METRICS
+from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS, metrics_called
 from deepnmt.config.fields import either
 from deepnmt.errors import UserError
 
@@ -126,9 +126,10 @@ def evaluate(words: list[str]) -> None:
     add("--hypotheses", action="append", metavar="SYSTEM=FILE[,FILE...]",
         help="score these translations of the test sets, a file for each set; repeat it to compare systems with the "
         "first one")
-    add("--metric", action="append", choices=list(METRICS), metavar="NAME",
-        help=f"{either(list(METRICS))}, the last two BLEU over FLORES's pieces, whose vocabulary "
-        "SacreBLEU downloads; repeat it for several (default: bleu, chrf and ter)")
+    add("--metric", action="append", choices=[*METRICS, *METRIC_FAMILIES], metavar="NAME",
+        help=f"{either([*METRICS, *METRIC_FAMILIES])}, the last for all of that name; flores101 and flores200 are "
+        "BLEU over FLORES's pieces, whose vocabulary SacreBLEU downloads; repeat it for several (default: bleu, chrf "
+        "and ter)")
     add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
     add("--output", metavar="FILE", help="the JSON file of the scores (default: RUN/scores.json or one beside it)")
     args, recipe = parse(parser, words)
@@ -147,10 +148,11 @@ def evaluate(words: list[str]) -> None:
     for run in args.runs:
         other = load_recipe(run, [f"run={json.dumps(run)}", *args.overrides])
         others[checkpoints_of(args.checkpoint, other)[0] if args.checkpoint else run] = other
+    metrics = metrics_called(args.metric or METRICS.where(lambda metric: metric.usual))
     with processes_of(recipe) as ranks:
         table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoints=checkpoints,
-                             others=others, metrics=args.metric or METRICS.where(lambda metric: metric.usual),
-                             output=args.output, expected=expected_model(args, recipe, checkpoints), ranks=ranks)
+                             others=others, metrics=metrics, output=args.output,
+                             expected=expected_model(args, recipe, checkpoints), ranks=ranks)
         if ranks.first:
             print(table)
 
