@@ -339,7 +339,7 @@ def _sentence(fault: ErrorDetails, recipe: type[Recipe]) -> str:
         return f"is {given!r}, must be one of {', '.join(choices)}" + (f"; did you mean {near}?" if near else "")
     if kind == "model_type":
         return f"is {given!r}, must be a group of settings; known: {', '.join(_known_at(recipe, way))}"
-    message = re.sub(r"^(Input|List|String) should", "must", fault["msg"])
+    message = re.sub(r"^(Input|List|String|Dictionary) should", "must", fault["msg"])
     return f"is {given!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}"
 
 

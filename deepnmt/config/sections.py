@@ -237,6 +237,27 @@ class Filters(Section):
     """Leave out pairs that have a sentence of the validation or a test text; else they are counted, with a warning."""
 
 
+class Until(Section):
+    """When a stage ends; of several, what comes first. All count from its beginning."""
+
+    epochs: Count | None = None
+    """After so many epochs."""
+    updates: Count | None = None
+    """After so many updates."""
+    patience: Count | None = None
+    """When so many validations in a row were no better than its best."""
+
+
+class Stage(Section):
+    """A part of the training with a mixture of corpora of its own."""
+
+    mix: dict[str, Positive] = Field(min_length=1)
+    """The corpora of `data.train` that are used, and their shares of the sentence pairs, in proportion to these
+    numbers, whatever their sizes. An epoch of the stage has as many pairs as these corpora together."""
+    until: Until = Until()
+    """When the stage ends and the next begins; the last has no end of its own."""
+
+
 class Data(Section):
     """The texts, the folder they are prepared into, and how."""
 
@@ -252,6 +273,8 @@ class Data(Section):
     """The validation text, for the loss and the BLEU during training."""
     test: Annotated[dict[str, ScoredCorpus], For("evaluate", READY)] = Field(default_factory=dict)
     """Test sets by name, for `deepnmt evaluate`."""
+    stages: Annotated[list[Stage], Fact.FIXED] = Field(default_factory=list)
+    """Mixtures of the corpora of `train`, one after the other; see docs/guide/several_corpora.md."""
     filters: Annotated[Filters, Fact.FIXED, Fact.PREPARED] = Filters()
     """Which training pairs are left out."""
     shard_pairs: Annotated[CountOrZero, Fact.PREPARED] = 0
@@ -271,6 +294,26 @@ class Data(Section):
     subword_alpha: Annotated[float, Field(ge=0.0, le=1.0), Fact.FIXED, Fact.PREPARED] = 0.1
     """How much sampled segmentations vary: with bpe the probability of skipping a merge; with unigram the exponent
     of a segmentation's probability (smaller: more variation)."""
+
+    def faults(self) -> Iterator[Fault]:
+        corpora = self.train.corpora
+        for number, stage in enumerate(self.stages):
+            name, last = f"stages.{number}", number == len(self.stages) - 1
+            for corpus in stage.mix:
+                if corpus not in corpora:
+                    yield Fault(("stages", "train"), f"{name}.mix: data.train has no corpus {corpus!r}; it has "
+                                f"{', '.join(corpora) or 'one without a name, which needs no stages'}")
+            if not last and stage.until == Until():
+                yield Fault(("stages",), f"{name} has no end, but another stage comes after it; give it an until, such "
+                            "as {epochs: 2}, {updates: 10000} or {patience: 5}")
+            if last and stage.until != Until():
+                yield Fault(("stages",), f"{name} is the last stage, which goes on until the run ends; remove its "
+                            "until, and set train.updates, train.epochs or train.patience")
+        ignored = [f"data.train.{corpus}.weight" for corpus, one in corpora.items() if one.weight != 1.0]
+        ignored += ["data.train.temperature"] * (self.train.temperature != 1.0)
+        if self.stages and ignored:
+            yield Fault(("stages", "train"), f"{', '.join(ignored)} would have no effect, since data.stages gives the "
+                        "shares of corpora; remove one of the two")
 
 
 class Vocab(Section):
@@ -962,6 +1005,10 @@ class Recipe(Section):
         if train.guided_layer > model.decoder.layers:
             yield Fault(("train.guided_layer", "model.decoder.layers"), f"train.guided_layer ({train.guided_layer}) "
                         f"must not be above model.decoder.layers ({model.decoder.layers})")
+        patience = max((stage.until.patience or 0 for stage in self.data.stages), default=0)
+        if 0 < train.patience <= patience:
+            yield Fault(("train.patience", "data.stages"), f"train.patience ({train.patience}) must be above the "
+                        f"patience of every stage ({patience}), or the run would end with it")
         if train.best_by == "bleu" and not train.valid_bleu:
             yield Fault(("train.best_by", "train.valid_bleu"), "train.best_by: bleu needs train.valid_bleu: true")
 

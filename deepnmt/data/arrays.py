@@ -132,7 +132,9 @@ class Split:
     def __len__(self) -> int:
         return len(self.src_lengths)
 
-    windows = 1  # in an epoch; texts in shards have more, see `windows.py`
+    def windows(self, epoch: int) -> int:
+        """How many an epoch has; texts in shards have more, see `windows.py`."""
+        return 1
 
     def window(self, epoch: int, number: int) -> Split:
         """The sentences of an epoch: sampled segmentation `epoch mod variants`, or the plain one if there is none."""

@@ -194,13 +194,21 @@ class Text(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def windows(self) -> int:
+    def windows(self, epoch: int) -> int:
         """How many there are in an epoch."""
 
     def __len__(self) -> int: ...
     def window(self, epoch: int, number: int) -> Sentences:
         """The sentences of a window."""
+
+
+class Stages(Protocol):
+    """What an epoch has depends on the stage that it is in; see `mixing.Mixture`."""
+
+    begun: Sequence[int]
+
+    def firsts(self) -> list[int]:
+        """The first epochs of the stages."""
 
 
 class Page(NamedTuple):
@@ -215,6 +223,8 @@ class Stream:
 
     Where an epoch has several windows, the plan of the next is made in the background, from the first update on.
     """
+
+    mixture: Stages | None = None  # of the text, which then depends on it
 
     def __init__(self, text: Text, tokens: int, seed: int, rows: Callable[[int], Indices] | None = None) -> None:
         """Raises `UserError` if the text is empty.
@@ -231,6 +241,14 @@ class Stream:
         self._ahead: dict[tuple[int, int], Future[Page]] = {}
         self._background = ThreadPoolExecutor(1, "plan")
 
+    def begin_stages(self, epochs: Sequence[int]) -> None:
+        """Says in which epochs the second and later stages began, as far as they have."""
+        assert self.mixture is not None
+        before = self.mixture.firsts()
+        self.mixture.begun = epochs
+        if self.mixture.firsts() != before:  # what was planned was not to be
+            self._at, self._ahead = None, {}
+
     def split(self, epoch: int, window: int = 0) -> Sentences:
         """The sentences of an epoch's window: sampled segmentation `epoch mod variants`, or the plain one if there is
         none."""
@@ -243,7 +261,7 @@ class Stream:
     def epoch_size(self, epoch: int) -> int:
         """The number of micro-batches in an epoch; with sampled segmentations it differs between epochs. It is
         estimated from the window at hand if there are several."""
-        return len(self._some(epoch).plan) * self._text.windows
+        return len(self._some(epoch).plan) * self._text.windows(epoch)
 
     def waste(self, epoch: int) -> float:
         """The share of padding in an epoch, or in a window of it, from 0 to 1."""
@@ -252,13 +270,13 @@ class Stream:
     def passes(self, position: Position) -> float:
         """Passes over the training text before a position; within a window that is not at hand, estimated from the one
         that is."""
-        window, index = self._place(position.index)
+        window, index = self._place(position.epoch, position.index)
         size = len(self._some(position.epoch, window).plan)
-        return position.epoch + (window + min(1.0, index / size)) / self._text.windows
+        return position.epoch + (window + min(1.0, index / size)) / self._text.windows(position.epoch)
 
     def sentences(self, epoch: int, index: int) -> tuple[Sentences, Indices]:
         """The sentences of micro-batch `index` of `epoch`: where they are, and their rows there."""
-        window, number = self._place(index)
+        window, number = self._place(epoch, index)
         page = self._page(epoch, window)
         return page.sentences, page.plan[number]
 
@@ -274,8 +292,8 @@ class Stream:
         Raises:
             UserError: the epoch has fewer micro-batches than `position.index`: data or `batch.tokens` have changed.
         """
-        window, index = self._place(position.index)
-        if window >= self._text.windows or index > len(self.plan(position.epoch, window)):
+        window, index = self._place(position.epoch, position.index)
+        if window >= self._text.windows(position.epoch) or index > len(self.plan(position.epoch, window)):
             raise UserError(f"training stopped at micro-batch {position.index} of epoch {position.epoch}, which now "
                             f"has {self.epoch_size(position.epoch)}; resume with the data and batch.tokens the run "
                             "began with")
@@ -290,13 +308,13 @@ class Stream:
             position = Position(position.epoch, position.index + 1)
         return Update(batches, tokens, passes, self._next(position))
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _place(self, epoch: int, index: int) -> tuple[int, int]:
         """The window of a micro-batch, and its number there."""
-        return divmod(index, WINDOW) if self._text.windows > 1 else (0, index)
+        return divmod(index, WINDOW) if self._text.windows(epoch) > 1 else (0, index)
 
     def _next(self, position: Position) -> Position:
         """The position itself, or where the next window begins if its own has ended."""
-        window, index = self._place(position.index)
+        window, index = self._place(position.epoch, position.index)
         if index < len(self.plan(position.epoch, window)):
             self._plan_ahead(*self._after(position.epoch, window))
             return position
@@ -304,16 +322,16 @@ class Stream:
         return Position(epoch, window * WINDOW)
 
     def _after(self, epoch: int, window: int) -> tuple[int, int]:
-        return (epoch, window + 1) if window + 1 < self._text.windows else (epoch + 1, 0)
+        return (epoch, window + 1) if window + 1 < self._text.windows(epoch) else (epoch + 1, 0)
 
     def _plan_ahead(self, epoch: int, window: int) -> None:
-        if self._text.windows > 1 and (epoch, window) not in self._ahead:
+        if self._text.windows(epoch) > 1 and (epoch, window) not in self._ahead:
             self._ahead = {(epoch, window): self._background.submit(self._make, epoch, window)}
 
     def _some(self, epoch: int, window: int = 0) -> Page:
         """A window of an epoch. Where there are several, it is the one at hand, if there is one: to plan another would
         take seconds, and be for nothing."""
-        return self._current if self._at is not None and self._text.windows > 1 else self._page(epoch, window)
+        return self._current if self._at is not None and self._text.windows(epoch) > 1 else self._page(epoch, window)
 
     def _page(self, epoch: int, window: int) -> Page:
         if self._at != (epoch, window):
@@ -331,7 +349,7 @@ class Stream:
             rows = self._rows(epoch)
             plan = plan_epoch(lengths[0][rows], lengths[1][rows], self._tokens, self._seed, epoch)
             plan = replace(plan, order=rows[plan.order])
-        if self._text.windows > 1 and len(plan) > WINDOW:
+        if self._text.windows(epoch) > 1 and len(plan) > WINDOW:
             raise UserError(f"a window has {len(plan)} micro-batches, but at most {WINDOW} can be numbered; set "
                             "data.window_pairs lower, or batch.tokens higher")
         return Page(sentences, plan)

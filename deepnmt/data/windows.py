@@ -14,7 +14,7 @@ A text that is one window has all its pairs in their order, and the plan that it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,19 +35,29 @@ class Range(NamedTuple):
     stop: int
 
 
+class Due(Protocol):
+    """How many pairs of each corpus are due; see `mixing.Mixture`."""
+
+    def counts(self, epoch: int) -> list[int]:
+        """In an epoch."""
+
+    def starts(self, epoch: int) -> list[int]:
+        """Before it."""
+
+
 class Windows:
     """A text in shards as a `Stream` reads it."""
 
-    def __init__(self, text: ShardedText, counts: Sequence[int], seed: int, pairs: int) -> None:
-        """
-        Args:
-            counts: the pairs of each corpus in an epoch.
-            pairs: of a window, or fewer, so that all windows are equally large.
-        """
+    def __init__(self, text: ShardedText, due: Due, seed: int, pairs: int) -> None:
+        """`pairs`: of a window, or fewer, so that all windows of an epoch are equally large."""
         self.name = text.name
-        self._text, self._counts, self._seed = text, counts, seed
+        self._text, self._due, self._seed, self._pairs = text, due, seed, pairs
         self._blocks = [_blocks(corpus, sizes) for corpus, sizes in enumerate(text.sizes.values())]
-        self.windows = min(-(-sum(counts) // pairs), max(counts))  # each has a pair of the largest corpus
+
+    def windows(self, epoch: int) -> int:
+        """How many an epoch has; each has a pair of its largest corpus."""
+        counts = self._due.counts(epoch)
+        return min(-(-sum(counts) // self._pairs), max(counts))
 
     def __len__(self) -> int:
         return len(self._text)
@@ -66,8 +76,9 @@ class Windows:
     def ranges(self, epoch: int, number: int) -> list[Range]:
         """The pairs of a window in the order of corpora and shards."""
         found: list[Range] = []
-        for corpus, count in enumerate(self._counts):
-            start, stop = (epoch * count + count * end // self.windows for end in (number, number + 1))
+        windows = self.windows(epoch)
+        for corpus, (begin, count) in enumerate(zip(self._due.starts(epoch), self._due.counts(epoch), strict=True)):
+            start, stop = (begin + count * end // windows for end in (number, number + 1))
             found += self._between(corpus, start, stop)
         joined: list[Range] = []
         for part in sorted(found):

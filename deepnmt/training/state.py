@@ -64,6 +64,7 @@ class TrainState:
         interval: sums since the last progress line.
         data_fingerprint: of the prepared data.
         processes: their number.
+        stages: of the second and later stages that have begun, the first epoch, and the update before.
         warned: whether it was said that the encoder has collapsed.
         out_of_time: whether `train.max_seconds` had passed before the last update, on any process; not saved.
     """
@@ -80,13 +81,14 @@ class TrainState:
     interval: Interval = field(default_factory=Interval)
     data_fingerprint: str = ""
     processes: int = 1
+    stages: list[tuple[int, int]] = field(default_factory=list)
     warned: bool = False
     out_of_time: bool = False
 
     def to_saved(self) -> TrainingState:
         """The form in which state.json holds it."""
         names = ("skipped", "target_tokens", "seconds", "validations", "interval", "data_fingerprint", "processes",
-                 "warned")
+                 "warned", *(["stages"] if self.stages else []))
         own = asdict(self) | {"interval": self.interval.to_saved()}
         return TrainingState(self.update, self.position.epoch, self.position.index, self.optimizer_step,
                              own["loss_scale"], self.best, {name: own[name] for name in names})
@@ -100,4 +102,4 @@ class TrainState:
                    {"scale": float(scale["scale"]), "clean": int(scale["clean"])} if scale else None, saved.best,
                    extra["skipped"], extra["target_tokens"], extra["seconds"], extra["validations"],
                    Interval.from_saved(extra.get("interval", {})), extra["data_fingerprint"], extra["processes"],
-                   extra.get("warned", False))
+                   [(epoch, update) for epoch, update in extra.get("stages", [])], extra.get("warned", False))

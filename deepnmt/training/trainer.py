@@ -32,6 +32,7 @@ from deepnmt.training.divergence import Explain, diverged
 from deepnmt.training.log import Monitor
 from deepnmt.training.plan import disk_note
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
+from deepnmt.training.stages import end_stages, resume_stages
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.task import Figures, Task, Validation, find_task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
@@ -94,6 +95,7 @@ class Trainer:
             if checkpoint:
                 fingerprints = [self.data.fingerprint, *getattr(self.data, "former_fingerprints", ())]
                 changes, self.state = read_state(checkpoint, recipe, fingerprints, ranks)
+                resume_stages(self.stream, self.state)
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates, task.describe)
             self.monitor.status("running", update)
@@ -159,6 +161,7 @@ class Trainer:
                     signal.signal(number, self._on_signal)
         if self._validation_due():  # the run was stopped after this update, before its validation
             self._validate()
+            self._end_stages()
             self._saved = -1  # so that the checkpoint is written again, with the validation
             self._save(last=self._ended())
         if self._ended():
@@ -177,7 +180,9 @@ class Trainer:
                 state.interval = Interval()
                 if self._look_due():
                     self._look()
+            self._end_stages()
             improved = not done.stop and self._validation_due() and self._validate()
+            self._end_stages()  # by its patience
             ended = self._ended() and not self._validation_due()
             if state.update % settings.save_every == 0 or improved or ended or done.stop:
                 self._save(last=ended or done.stop)
@@ -191,6 +196,10 @@ class Trainer:
         self.monitor.event(state.update, f"stopped {cause} and saved; the same command resumes from here")
         self.ranks.barrier()  # launchers kill the others when the first process has ended
         return PREEMPTED
+
+    def _end_stages(self) -> None:
+        for note in end_stages(self.recipe, self.stream, self.state):
+            self.monitor.event(self.state.update, note)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         self.stop_signal = number

@@ -64,7 +64,7 @@ def updates(
         return batches.update(position, engine.data_world * recipe.batch.accumulation, engine.data_rank,
                               engine.data_world, ranks.device)
 
-    dropped, ahead = DroppedUpdates(), take(state.position)
+    dropped, ahead, stages = DroppedUpdates(), take(state.position), len(state.stages)
 
     def flags() -> tuple[float, float]:
         """Called while the device computes; so the next micro-batches are put together meanwhile."""
@@ -73,6 +73,8 @@ def updates(
         return float(stop_requested()), float(late)
 
     while True:
+        if len(state.stages) != stages:  # one has begun, and what was taken may be of the one before
+            ahead = take(state.position)
         started, number, limit = time.monotonic(), state.update + 1, recipe.train.max_seconds
         update = ahead
         rate = learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates, update.passes,
@@ -96,7 +98,7 @@ def updates(
         else:
             state.skipped += 1
         give_up = dropped.count(stats)
-        seconds = time.monotonic() - started
+        seconds, stages = time.monotonic() - started, len(state.stages)
         interval.updates += 1
         interval.seconds += seconds
         interval.rate, interval.loss_scale = rate, stats.loss_scale

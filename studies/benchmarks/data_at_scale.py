@@ -19,6 +19,7 @@ from deepnmt import folders
 from deepnmt.config import Vocab
 from deepnmt.data.arrays import KIND, OFFSET
 from deepnmt.data.batching import WINDOW, Position, Stream, plan_epoch
+from deepnmt.data.mixing import Mixture
 from deepnmt.data.prepared import PreparedData, publish
 from deepnmt.data.shards import FORMAT, SHARD, Entry, ShardedText, content_of, shard_name
 from deepnmt.data.vocab import train_vocabulary
@@ -37,8 +38,8 @@ def made_up(folder: Path, pairs: int, shard_pairs: int, window_pairs: int, only_
     the manifest alone."""
     count = pairs // shard_pairs
     empty = {"": [Entry(pairs=shard_pairs, src_tokens=0, trg_tokens=0, key="", content="")] * count}
-    windows = Windows(ShardedText(folder, empty, 0, {}), [pairs], SEED, window_pairs)
-    wanted = {shard for epoch, number in read_windows(windows.windows) for _, shard, _, _ in
+    windows = Windows(ShardedText(folder, empty, 0, {}), Mixture([pairs], [1.0]), SEED, window_pairs)
+    wanted = {shard for epoch, number in read_windows(windows.windows(0)) for _, shard, _, _ in
               windows.ranges(epoch, number)} if only_read else range(count)
     with folders.new_folder(folder, KIND) as made:
         entries: list[Entry] = []
@@ -105,10 +106,10 @@ def _train(folder: Path, window_pairs: int, begin: str) -> dict[str, Any]:
     data.verify_as_read()
     text = data.train
     assert isinstance(text, ShardedText)
-    windows = Windows(text, [len(text)], SEED, window_pairs)
+    windows = Windows(text, Mixture([len(text)], [1.0]), SEED, window_pairs)
     stream = Stream(windows, TOKENS, SEED)
     device = torch.device("cpu")
-    window = {"start": 0, "middle": windows.windows // 2}.get(begin, windows.windows - 1)
+    window = {"start": 0, "middle": windows.windows(0) // 2}.get(begin, windows.windows(0) - 1)
     position = Position(0, window * WINDOW + 1000 * (window > 0))
     position = stream.update(position, SHARE, 0, SHARE, device).next
     first = time.process_time()
@@ -124,7 +125,7 @@ def _train(folder: Path, window_pairs: int, begin: str) -> dict[str, Any]:
         time.sleep(PAUSE)
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     memory = {name: int(status[name].split()[0]) // 1024 for name in ("VmRSS", "RssAnon", "VmHWM")}
-    return {"pairs": len(text), "windows": windows.windows, "imports": imported, "first": first - imported,
+    return {"pairs": len(text), "windows": windows.windows(0), "imports": imported, "first": first - imported,
             "longest_wait": max(waits), "longest_work": max(works), "updates": len(waits),
             "waste": stream.waste(position.epoch), **memory}
 
@@ -135,7 +136,7 @@ def padding(folder: Path, tokens: int) -> str:
     rows = [["pairs", "windows", "pairs of a window", "padding", "points more", "micro-batches"]]
     whole = 0.0
     for count in (1, 2, 4, 8, 16):
-        windows = Windows(OnePiece(len(text)), [len(text)], SEED, -(-len(text) // count))
+        windows = Windows(OnePiece(len(text)), Mixture([len(text)], [1.0]), SEED, -(-len(text) // count))
         plans = []
         for number in range(count):
             chosen = np.concatenate([np.arange(part.start, part.stop) for part in windows.ranges(0, number)])

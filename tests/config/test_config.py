@@ -106,6 +106,7 @@ def test_environment_variables_are_expanded(recipe_file: Path, monkeypatch: pyte
     assert load_recipe(recipe_file, with_default).data.folder == "else/where/x"
 
 
+STAGED = {"a": {"src": "a.en", "trg": "a.de"}, "b": {"src": "b.en", "trg": "b.de"}}
 FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__widht": 64}, ["model.widht: unknown setting; did you mean model.width?"]),
     ({"modle": {}}, ["modle: unknown setting; did you mean model?"]),
@@ -304,6 +305,26 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"admin__profile": "omega.json", "model__encoder__block": "post_ln", "model__decoder__block": "b2t"},
      ["admin.profile (omega.json) needs block: admin, but model.encoder.block is post_ln and model.decoder.block is "
       "b2t; remove it"]),
+    ({"data__stages": [{"mix": {"news": 1}}, {"mix": {"news": 1}}]},
+     ["data: stages.0.mix: data.train has no corpus 'news'; it has one without a name, which needs no stages",
+      "data: stages.0 has no end, but another stage comes after it; give it an until, such as {epochs: 2}, {updates: "
+      "10000} or {patience: 5}",
+      "data: stages.1.mix: data.train has no corpus 'news'; it has one without a name, which needs no stages"]),
+    ({"data__train": STAGED, "data__stages": [{"mix": {"a": 0.0}}]},
+     ["data.stages.0.mix.a: is 0.0, must be greater than 0"]),
+    ({"data__train": STAGED, "data__stages": [{"mix": {}}]},
+     ["data.stages.0.mix: is {}, must have at least 1 item, not 0"]),
+    ({"data__train": STAGED, "data__stages": [{"mix": {"a": 1, "c": 1}, "until": {"epochs": 2}}]},
+     ["data: stages.0.mix: data.train has no corpus 'c'; it has a, b",
+      "data: stages.0 is the last stage, which goes on until the run ends; remove its until, and set train.updates, "
+      "train.epochs or train.patience"]),
+    ({"data__train": {"a": STAGED["a"] | {"weight": 2.0}, "b": STAGED["b"], "temperature": 5.0},
+      "data__stages": [{"mix": {"a": 1}}]},
+     ["data: data.train.a.weight, data.train.temperature would have no effect, since data.stages gives the shares of "
+      "corpora; remove one of the two"]),
+    ({"data__train": STAGED, "data__stages": [{"mix": {"a": 1}, "until": {"patience": 3}}, {"mix": {"b": 1}}],
+      "train": {"updates": 10, "patience": 3}},
+     ["train.patience (3) must be above the patience of every stage (3), or the run would end with it"]),
     ({"data__subword_variants": 2, "data__subword_alpha": 0.0},
      ["data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same segmentation "
       "several times; set data.subword_alpha to 0.1"]),

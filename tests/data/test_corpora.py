@@ -58,10 +58,13 @@ def test_shares_of_a_thousand_micro_batches(temperature: float) -> None:
     lengths = np.random.RandomState(1).randint(5, 40, sum(sizes)).astype(np.int32)
 
     class Split:
-        name, windows, src_lengths, trg_lengths = "train", 1, lengths, lengths
+        name, src_lengths, trg_lengths = "train", lengths, lengths
 
         def __len__(self) -> int:
             return len(lengths)
+
+        def windows(self, epoch: int) -> int:
+            return 1
 
         def window(self, epoch: int, number: int) -> Any:
             return self

@@ -136,27 +136,40 @@ class _Made(ShardedText):
         return self.made
 
 
+class Fixed:
+    """As many pairs of each corpus in every epoch."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self._counts = counts
+
+    def counts(self, epoch: int) -> list[int]:
+        return self._counts
+
+    def starts(self, epoch: int) -> list[int]:
+        return [epoch * count for count in self._counts]
+
+
 @pytest.mark.parametrize(("counts", "pairs"), [([700, 50, 30], 111), ([350, 400, 30], 64), ([0, 780, 0], 1000),
                                                ([780, 0, 0], 7), ([13, 13, 754], 50)])
 def test_shares_hold_in_every_window_and_passes_use_every_pair(counts: list[int], pairs: int) -> None:
     sizes = {"a": [100, 0, 250, 350], "b": [25, 25], "c": [30]}
-    windows, epochs = Windows(_Made(sizes), counts, 7, pairs), 5
+    windows, epochs = Windows(_Made(sizes), Fixed(counts), 7, pairs), 5
     used = {(corpus, shard): np.zeros(size, int) for corpus, part in enumerate(sizes.values())
             for shard, size in enumerate(part)}
     for epoch in range(epochs):
-        for number in range(windows.windows):
+        for number in range(windows.windows(epoch)):
             in_window = [0, 0, 0]
             for corpus, shard, start, stop in windows.ranges(epoch, number):
                 assert 0 <= start < stop <= used[corpus, shard].size
                 used[corpus, shard][start:stop] += 1
                 in_window[corpus] += stop - start
-            assert all(abs(found - count / windows.windows) < 1 for found, count in zip(in_window, counts))
+            assert all(abs(found - count / windows.windows(epoch)) < 1 for found, count in zip(in_window, counts))
             assert 0 < sum(in_window) < pairs + 3
     for corpus, count in enumerate(counts):
         times = np.concatenate([part for (of, _), part in used.items() if of == corpus])
         assert times.sum() == epochs * count and times.max() - times.min() <= 1
-    again = Windows(_Made(sizes), counts, 7, pairs)
-    assert again.ranges(4, 0) == windows.ranges(4, 0) != Windows(_Made(sizes), counts, 8, pairs).ranges(4, 0)
+    again = Windows(_Made(sizes), Fixed(counts), 7, pairs)
+    assert again.ranges(4, 0) == windows.ranges(4, 0) != Windows(_Made(sizes), Fixed(counts), 8, pairs).ranges(4, 0)
 
 
 def test_shares_tags_and_sampled_segmentations(sharded: Recipe) -> None:
